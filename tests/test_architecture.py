@@ -98,7 +98,7 @@ SERVICE_ROOMS = {
         "service.durable_file", "service.logging",
     ),
     "service.dispatcher": (
-        "service.caches", "service.journal.base", "service.journal.compactor", "service.errors",
+        "service.caches", "service.journal.base", "service.errors",
         "service.logging",
     ),
     "service.data_directory": ("service.config", "service.journal.segments"),

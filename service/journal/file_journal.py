@@ -2,7 +2,7 @@
 
 With "normal", a crash of the system may lose the commits of the last seconds. It never loses earlier ones, so
 that the journal has no gaps. A commit is one write into the system's memory, which takes less than to wake a
-thread, so it is done on the event loop (ADR 44). A thread does what waits for the disk: with "full" each
+thread, so it is done on the event loop (ADR 56). A thread does what waits for the disk: with "full" each
 commit.
 """
 

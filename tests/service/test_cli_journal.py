@@ -168,7 +168,7 @@ def test_a_running_servers_journal_is_read_without_disturbing_it(
 async def test_a_journal_is_read_and_copied_while_it_is_compacted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its segments are removed meanwhile. Each copy has all that was durable before, and no more than after."""
+    """Its segments are removed meanwhile. Each copy has all that was durable before."""
     monkeypatch.setattr(stored, "CHECK_S", 0.001)
     monkeypatch.setattr(stored, "PORTION_S", 0.001)
     ledger = Ledger()

@@ -511,7 +511,7 @@ async def test_a_read_only_disk_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", read_only)
         with pytest.raises(
-            JournalUnusable, match="Read-only file system. Make sure that it can be written to"
+            JournalUnusable, match=r"Read-only file system\. Make sure that it can be written to"
         ):
             open_journal(tmp_path / "data")
     assert len(recovered(tmp_path / "data")) == 1

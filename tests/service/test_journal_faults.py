@@ -1,4 +1,4 @@
-"""What holds for a journal wherever it is: what was told to be durable is recovered, or the journal is refused."""
+"""What holds for a journal wherever it is: what was told to be durable is recovered, or it is refused."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ async def test_records_that_conflict_are_refused(store: Store) -> None:
     async with store.gateway() as gateway:
         gateway.journal.commit([appended(1, 0, 1)], lambda _: None)
         await asyncio.sleep(0.1)
-    with pytest.raises(JournalUnusable, match="frame 1: .*conflict"):
+    with pytest.raises(JournalUnusable, match=r"frame 1: .*conflict"):
         await recovered(store)
 
 

@@ -23,7 +23,7 @@ def appends_do_not_look_for_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelDatabase, "ends_before", lambda _database, _seq: True)
 
 
-@begins_at(198)
+@begins_at(26)
 def lease_longer_than_its_expiry(patch: pytest.MonkeyPatch) -> None:
     """An owner believes in its lease for longer than the table does."""
     patch.setattr(leases, "_OWNERS_PART", 2.0)
@@ -89,14 +89,16 @@ def broken_means_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PostgresJournal, "_insert", stored)
 
 
-def a_row_with_its_number_is_taken_for_its_own(patch: pytest.MonkeyPatch) -> None:
-    """After an attempt of unknown outcome, whatever the row is."""
+def a_repeated_row_gets_another_number(patch: pytest.MonkeyPatch) -> None:
+    """It is not looked for, but stored behind the last one."""
+    insert = PostgresJournal._insert
 
-    async def is_there(journal: PostgresJournal, _row: bytes) -> bool:
+    async def again(journal: PostgresJournal, row: bytes) -> bool:
         ((last,),) = await journal._table.fetch(LAST, 0)
-        return bool(last >= journal._next_seq)
+        journal._next_seq = last + 1
+        return await insert(journal, row)
 
-    patch.setattr(PostgresJournal, "_is_stored", is_there)
+    patch.setattr(PostgresJournal, "_is_stored", again)
 
 
 def what_is_repeated_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:

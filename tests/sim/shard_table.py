@@ -18,7 +18,8 @@ from service.extensions.gateways.postgres import leases
 from service.extensions.gateways.postgres.errors import Conflict, DatabaseFailed
 
 _LATE_S = 2.0
-_COMMIT_S = 0.05
+# Some databases wait for a standby.
+_COMMIT_S = (0.05, 0.05, 1.0)
 
 
 class ModelDatabase:
@@ -38,6 +39,7 @@ class ModelDatabase:
         self.session: int | None = None
         self._connections = itertools.count(1)
         self.open: set[int] = set()
+        self._commit_s = rng.choice(_COMMIT_S)
         # What must not have happened.
         self.broken = ""
         # Appends that were checked and are not committed.
@@ -111,7 +113,7 @@ class ModelDatabase:
             return []
         self._appending += 1
         try:
-            await asyncio.sleep(self.rng.uniform(0, _COMMIT_S))
+            await asyncio.sleep(self.rng.uniform(0, self._commit_s))
             if seq in self.rows:
                 raise Conflict("")
             if not self.ends_before(seq):
