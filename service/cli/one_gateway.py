@@ -12,6 +12,7 @@ import uvloop
 
 from service.adapters.store import bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
+from service.cli.machine import warn_of_machine
 from service.config import Config
 from service.errors import LoadFailed
 from service.logging import configure_logging
@@ -25,6 +26,8 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
     """Runs a gateway in this process. Raises ConfigError. `member`: see `Gateway`."""
     fields = {} if member is None else {"gateway": member.shard.index}
     configure_logging(config.log_level, config.log_format, fields=fields)
+    if member is None:
+        warn_of_machine(config)
     try:
         # Before the event loop, which uses file descriptors, too.
         config = with_descriptors(config)

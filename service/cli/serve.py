@@ -90,11 +90,11 @@ def _run(config: Config) -> int:
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
-    configure_logging(config.log_level, config.log_format)
-    warn_of_machine(config)
     if config.gateways > 1:
         from service.cli import gateways
 
+        configure_logging(config.log_level, config.log_format)
+        warn_of_machine(config)
         return gateways.run(config)
     check_count(data_directory(config), 1)
     return run_gateway(config)
