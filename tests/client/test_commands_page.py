@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import socket
@@ -12,37 +11,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkout import ROOT
-from benchmarks.shapes import SHAPES
 from service.config import all_settings
 from service.journal.sqlite import open_journal
 from tests.client.pages import blocks, install_command, run_script
 
 PAGE = "docs/commands.md"
 ADDRESS, DATA = "127.0.0.1:50051", "/var/lib/quire"
-PATHS = {"Qwen/Qwen3-0.6B": "model", DATA: "data", "/var/backups/quire": "backup"}
-CHECK, PLAN, JOURNAL, COMPLETION = range(4)
-
-
-# For the processes that are forked with torch: what measures the machine takes seconds, to be exact.
-INEXACT = """
-import sys
-if "torch" in sys.modules:
-    from workers.models import machine
-    machine._READ_S = machine._PRODUCT_S = 0.1
-    machine._BUFFER_BYTES, machine._PRODUCT_ROWS = 64 << 20, 16
-"""
+PATHS = {DATA: "data", "/var/backups/quire": "backup"}
+CHECK, JOURNAL, COMPLETION = range(3)
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path) -> Path:
     """A directory with the command, the file of the page, a journal, and a home."""
     install_command(tmp_path)
-    (tmp_path / "inexact").mkdir()
-    (tmp_path / "inexact" / "sitecustomize.py").write_text(INEXACT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "inexact"))
     open_journal(tmp_path / "data").close()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"].hf_config()))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     (text,) = blocks(PAGE, "toml")
@@ -80,12 +63,6 @@ def test_settings_of_all_pages_are_valid() -> None:
 def test_the_page_of_all_settings_is_up_to_date() -> None:
     written = runpy.run_path(str(ROOT / ".ci" / "settings_page.py"))["page"]()
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == written, "run make stubs"
-
-
-def test_plan(here: Path) -> None:
-    said = run(here, PLAN)
-    assert said.count("596,049,920 parameters, bfloat16") == 3 and "H100 SXM" in said
-    assert len(re.findall(r"^contexts .* of 2,048 tokens", said, flags=re.MULTILINE)) == 2
 
 
 def test_journal(here: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from quire.cli.main import main
 
-from service.cli import child, gateways, worker
+from service.cli import gateways, worker
 from service.config import Config
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
@@ -27,11 +27,6 @@ def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     tmp_path.rmdir()
-
-
-def test_a_program_is_asked_though_the_directory_is_gone(gone: None) -> None:
-    (found,) = child.ask("workers.machine_limits", timeout_s=60)
-    assert found["cores"]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +74,6 @@ def test_a_command_says_what_the_system_refuses(
     monkeypatch.setattr("quire.cli.main._run", refused)
     assert main(["state", "list"]) == status
     assert capsys.readouterr().err == f"quire: {said}\n"
-
-
-def test_a_program_that_cannot_be_started_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(child.NoAnswer, match="cannot be started: No such file"):
-        child.ask("workers.machine_limits", timeout_s=60)
 
 
 def test_a_worker_for_other_hosts_gets_absolute_paths(
