@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,7 +78,8 @@ async def test_from_a_worker_to_its_gateway(proxy: HttpProxy, monkeypatch: pytes
 def test_to_a_collector_on_this_machine(proxy: HttpProxy) -> None:
     with Collector() as collector:
         spans = Spans(collector.endpoint)
-        span = spans.begin("one", {}, ())
+        # The trace is bound in the context.
+        span = contextvars.copy_context().run(spans.begin, "one", {}, ())
         assert span is not None
         span.end()
         spans.close()
