@@ -17,8 +17,8 @@ from pathlib import Path
 
 import grpc
 
-from service.config import ConfigError
 from service.pool.worker_port import WorkerPort
+from service.settings import ConfigError
 from workers.common.pool_tls import tls_context
 from workers.common.protocol import GATEWAY_NAME, WORKER_NAME
 from workers.common.trusted import require_trusted

@@ -14,6 +14,7 @@ from pathlib import Path
 from quire.v1 import worker_pb2
 
 from service.config import Config
+from service.lease import FencedLease
 from service.listening import CannotListen
 from service.logging import get_logger
 from service.pool.endpoints import Endpoint
@@ -21,7 +22,6 @@ from service.pool.launcher import PoolFailed
 from service.pool.registry import Epochs, Registry
 from service.pool.threads import in_thread
 from service.pool.worker_port import DialledWorker, WorkerPort
-from service.shards.leases import Lease
 
 _log = get_logger(__name__)
 # How long a gateway that follows another one waits for that one's workers, before it takes new ones.
@@ -67,7 +67,7 @@ class RemoteLauncher:
         config: Config,
         on_locked: Callable[[], None],
         port: WorkerPort,
-        lease: Lease | None = None,
+        lease: FencedLease | None = None,
     ) -> None:
         """Without a `data_dir` or a `lease` the next gateway is another one for the workers.
 

@@ -1,0 +1,228 @@
+"""Which kernels a model of a config launches on a GPU, found without one: a dry run on tensors without data.
+
+Launches are recorded instead of carried out, and tensors are on the device "meta". This changes what all
+tensors say meanwhile, so it runs in a process of its own: see `benchmarks.gpu.precompile`. Two layers of each
+kind stand for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.launches import Device, Launch, as_on, recording
+from kernels.cuda import (
+    advance,
+    sampling,
+    sampling_adjust,
+    sampling_cut,
+    sampling_drafts,
+    sampling_weight,
+)
+from kernels.few_rows_tiles import Tiles, tiles_for
+from workers.kv.tensors import KvTensors
+from workers.models.active_kernels import check_cuda_kernels
+from workers.models.builder import build_decoder
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.experts import Experts
+from workers.models.few_rows import Place, TilesOfPlaces
+from workers.models.inputs import MAX_TREE_TOKENS, AttentionBatch, ForwardInputs, TokenTrees
+from workers.models.model import new_pages
+from workers.runners.adjusted_rows import AdjustedRows
+from workers.runners.cuda_graph import buckets_up_to, choose_again
+from workers.runners.decode_buffers import DecodeBuffers
+
+# Enough for the texts of a dry run.
+_PAGES = 64
+# Of a table for the longest of the prompts below.
+_LEAST_PAGES = 8
+# The most tiles that a product may have.
+_MOST_TILES = 8
+# Prompts of numbers of tokens for which kernels are specialised: a multiple of 16, and others.
+_PROMPTS = (64, 65, 2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The sizes of a worker's steps, and its adapters.
+
+    Attributes:
+        max_rows: The most rows of a decode step that is captured.
+        max_pages: The pages of the longest sequence.
+        batch_invariant: With the kernels for that.
+        lora: Slots for adapters, and their largest rank; None: there are none.
+    """
+
+    max_rows: int
+    max_pages: int
+    batch_invariant: bool = False
+    lora: tuple[int, int] | None = None
+
+
+def launches_of(config: ModelConfig, dtype: torch.dtype, steps: Steps, device: Device) -> set[Launch]:
+    """All that a worker with a model of this config launches, whatever it is asked for.
+
+    Raises UnsupportedError if there are no GPU kernels for its heads.
+    """
+    check_cuda_kernels(config.head_dim)
+    with as_on(device), recording() as found:
+        decoder = build_decoder(_few_layers(config), dtype, "meta")
+        decoder.batch_invariant = steps.batch_invariant
+        _stack_experts(decoder)
+        kv = new_pages(decoder, _PAGES)
+        # As a worker measures which tiles are the fastest. Here it is none.
+        decoder.fuse_few_rows(TilesOfPlaces(_run_once))
+        _run_steps(decoder, kv, steps, lora=False)
+        for number in range(_MOST_TILES):
+            # As if it were these, everywhere.
+            decoder.fuse_few_rows(_Chosen(number))
+            _run_decodes(decoder, kv, steps, lora=False)
+        if steps.lora is not None:
+            decoder.allocate_lora(*steps.lora)
+            _run_steps(decoder, kv, steps, lora=True)
+        _choose_in_graph(config.vocab_size, dtype, steps.max_rows)
+        _choose_tokens(config.vocab_size, dtype, steps.max_rows)
+    return found
+
+
+def _run_once(run: Callable[[], None]) -> float:
+    run()
+    return 1.0
+
+
+class _Chosen(TilesOfPlaces):
+    """Those with a number, without measuring."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_run_once)
+        self._number = number
+
+    def choose(self, place: Place, rows: int) -> Tiles | None:  # noqa: ARG002 - as in the base class
+        tiles = tiles_for(place.dtype, place.activation)
+        assert len(tiles) <= _MOST_TILES, "each is tried"
+        return tiles[self._number % len(tiles)]
+
+
+def _few_layers(config: ModelConfig) -> ModelConfig:
+    """The config with each kind of layer once or twice, and its last one at the end."""
+    layers = config.layers
+    kinds = [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
+    few = (*kinds, *kinds, layers[-1])
+    return dataclasses.replace(config, num_hidden_layers=len(few), layers=few)
+
+
+def _stack_experts(decoder: Decoder) -> None:
+    """Make the experts of each layer one tensor, as they are on a GPU only."""
+    for layer in decoder.layers:
+        body = layer.mlp.body
+        if isinstance(body, Experts):
+            for name in ("gate_up", "down"):
+                weights = getattr(body, name)
+                setattr(body, name, weights[0].new_empty((len(weights), *weights[0].shape)))
+
+
+def _run_steps(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> None:
+    """Decodes of each size, prompts, both together, and token trees."""
+    _run_decodes(decoder, kv, steps, lora=lora)
+    batches = [([tokens], False) for tokens in _PROMPTS]
+    batches += [([1, tokens], False) for tokens in _PROMPTS] + [([1] * 16 + [48], False)]
+    batches += [([1, 5], True), ([5], True)] if decoder.takes_trees else []
+    for lengths, has_trees in batches:
+        # Tables are as wide as the longest text of a step: with short ones attention is not split.
+        for pages in (_LEAST_PAGES, max(steps.max_pages, _LEAST_PAGES)):
+            inputs = _inputs(lengths, pages, has_trees=has_trees, lora=lora)
+            decoder.logits(decoder.forward(inputs, kv))
+
+
+def _run_decodes(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> None:
+    """Decodes of each size: of a graph, whose inputs are in the runner's buffers, and without one."""
+    buffers = DecodeBuffers(buckets_up_to(steps.max_rows)[-1], steps.max_pages, torch.device("meta"))
+    for bucket in buckets_up_to(steps.max_rows):
+        inputs = buffers.inputs(bucket, lora=lora)
+        without_graph = [
+            _inputs([1] * bucket, pages, has_trees=False, lora=lora) for pages in (1, steps.max_pages)
+        ]
+        for each in (*without_graph, inputs):
+            decoder.logits(decoder.forward(each, kv))
+        batch = inputs.attention
+        places = inputs.token_ids, inputs.positions, inputs.slots, batch.context_lens
+        advance.advance(*places, buffers.chosen[:bucket], batch.page_tables, page_size=kv.page_size)
+
+
+def _integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _inputs(lengths: Sequence[int], pages: int, *, has_trees: bool, lora: bool) -> ForwardInputs:
+    """A forward of items of so many tokens, of which the last is a tree, if any is. All rows are wanted."""
+    tokens, items = sum(lengths), len(lengths)
+    trees = None
+    if has_trees:
+        is_tree = [False] * (items - 1) + [True]
+        roots, depths = (
+            _integers(*shape, dtype=torch.int32) for shape in ((items,), (items, MAX_TREE_TOKENS))
+        )
+        trees = TokenTrees(roots, _integers(tokens), depths, is_tree)
+    return ForwardInputs(
+        token_ids=_integers(tokens),
+        positions=_integers(tokens),
+        slots=_integers(tokens),
+        wanted_rows=_integers(tokens),
+        attention=AttentionBatch(
+            page_tables=_integers(items, pages, dtype=torch.int32),
+            query_starts=_integers(items + 1, dtype=torch.int32),
+            context_lens=_integers(items, dtype=torch.int32),
+            query_lens=list(lengths),
+            context_lens_host=list(lengths),
+            trees=trees,
+        ),
+        lora_slots=_integers(tokens, dtype=torch.int32) if lora else None,
+    )
+
+
+def _choose_in_graph(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
+    """The choice of tokens in the graphs of decode steps, whose settings are in the runner's buffers."""
+    most, meta = buckets_up_to(max_rows)[-1], torch.device("meta")
+    buffers = DecodeBuffers(most, 1, meta)
+    adjusted = AdjustedRows(most, vocab_size, meta, buffers.queue)
+    logits = buffers.keep_logits(_logits(most, vocab_size, dtype))
+    for bucket in buckets_up_to(max_rows):
+        chosen, best = buffers.chosen[:bucket], buffers.best[:bucket]
+        sampling.choose(_logits(bucket, vocab_size, dtype), *buffers.draws(bucket), chosen, best)
+        choose_again(adjusted, bucket, buffers, logits)
+
+
+def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
+    """The choice of tokens with all settings, and what is told of it: see `workers.device_sampling`."""
+    for rows in {1, max_rows}:
+        temperatures, top_ps, min_ps, told = (_reals(rows) for _ in range(4))
+        keys, chosen, tokens = (_integers(rows) for _ in range(3))
+        best, cut_values = (_reals(rows, dtype=torch.float32) for _ in range(2))
+        top_ks, cut_ids, where = (_integers(rows, dtype=torch.int32) for _ in range(3))
+        sampling.choose(_logits(rows, vocab_size, dtype), temperatures, keys, chosen, best)
+        copy = _logits(rows, vocab_size, torch.float32)
+        sampling_adjust.apply_masks(copy, where, _integers(rows, -(-vocab_size // 32), dtype=torch.int32))
+        sampling_adjust.apply_biases(copy, where, where, temperatures)
+        history = _integers(5, dtype=torch.int32)
+        sampling_adjust.apply_penalties(copy, keys, history, keys, keys, keys, temperatures, top_ps, min_ps)
+        sampling_cut.find_cuts(copy, temperatures, top_ks, top_ps, min_ps, cut_values, cut_ids)
+        drawn_from = _reals(rows, vocab_size)
+        without: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        for cuts in (without, (cut_values, cut_ids)):
+            sampling.choose(copy, temperatures, keys, chosen, best, *cuts)
+            sampling_weight.log_probabilities(copy, temperatures, tokens, told, *cuts)
+            sampling_drafts.keep_or_draw(
+                copy, temperatures, *cuts, drawn_from, tokens, _integers(rows + 1), keys, keys, chosen
+            )
+
+
+def _reals(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _logits(rows: int, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(rows, vocab_size, dtype=dtype, device="meta")
