@@ -28,12 +28,12 @@ from service.api.grpc_services import HealthApi, add_reflection, new_server
 from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import handshake_limits
-from service.auth.handshakes import Handshakes, has_spoken
 from service.auth.tls import server_credentials
 from service.config import Config
 from service.core import Core
 from service.data_directory import data_directory
 from service.extension import Extension, GatewayParts, OtherGateways, open_extensions
+from service.handshakes import Handshakes, has_spoken
 from service.listening import actual_address, binding
 from service.logging import drain_log, get_logger
 from service.memory import keep_trimmed

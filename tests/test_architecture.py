@@ -89,7 +89,9 @@ SERVICE_ROOMS = {
     "service.uploads": ("service.errors",),
     "service.fair_queue": ("service.caches.requests",),
     "service.turns": ("service.caches.requests", "service.fair_queue"),
-    "service.auth": ("service.caches.tenants", "service.config", "service.errors", "service.logging"),
+    "service.auth": (
+        "service.caches.tenants", "service.config", "service.errors", "service.handshakes", "service.logging",
+    ),
     "service.lease": (),
     "service.caches": ("service.errors", "service.lease", "service.token_bucket"),
     "service.journal": (
@@ -173,7 +175,8 @@ SERVICE_ROOMS = {
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
     ),
     "service.listening": (),
-    "service.http": ("service.listening",),
+    "service.handshakes": (),
+    "service.http": ("service.handshakes", "service.listening"),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
         "service.dispatcher", "service.extension", "service.lease", "service.pool",
@@ -182,8 +185,8 @@ SERVICE_ROOMS = {
     "service.gateway": (
         "service.adapters.loader", "service.api", "service.auth", "service.config", "service.core",
         "service.data_directory", "service.listening", "service.logging", "service.memory",
-        "service.extension", "service.model_names", "service.pool.gpus", "service.runtimes",
-        "service.shard", "service.text",
+        "service.extension", "service.handshakes", "service.model_names", "service.pool.gpus",
+        "service.pool.pool_files", "service.runtimes", "service.shard", "service.text",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.extension",

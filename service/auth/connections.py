@@ -11,8 +11,8 @@ import socket
 import stat
 from pathlib import Path
 
-from service.auth.handshakes import HandshakeLimits
 from service.config import Config
+from service.handshakes import HandshakeLimits
 from service.logging import get_logger
 from service.setting_rules import MAX_WORKERS
 

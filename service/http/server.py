@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from service.auth.handshakes import HandshakeLimits, Handshakes, Peer
+from service.handshakes import HandshakeLimits, Handshakes, Peer
 from service.http.connection import CHECK_INTERVAL_S, Connection, HttpLimits
 from service.listening import listening_socket
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.auth.handshakes import HandshakeLimits, Handshakes, Peer, has_spoken
+from service.handshakes import HandshakeLimits, Handshakes, Peer, has_spoken
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
 
