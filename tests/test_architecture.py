@@ -90,7 +90,8 @@ SERVICE_ROOMS = {
     "service.caches": ("service.errors", "service.token_bucket"),
     "service.journal": (
         "service.caches.frozen_struct", "service.caches.records", "service.caches.ledger",
-        "service.caches.segments", "service.durable_file", "service.logging", "service.postgres", "service.setting_rules",
+        "service.caches.segments", "service.durable_file", "service.logging", "service.postgres",
+        "service.setting_rules",
         "service.shards.leases",
     ),
     "service.postgres": (),
