@@ -117,7 +117,7 @@ async def test_a_journal_that_begins_too_late_is_refused(postgres: PostgresServe
         assert await owner.commit(created(1)) and await owner.commit(appended(1, 0, 7))
     async with operator(postgres.url) as connection:
         await connection.execute("UPDATE quire.shards SET first_seq = 2")
-    with pytest.raises(JournalUnusable, match="frame 2: .*conflict"):
+    with pytest.raises(JournalUnusable, match=r"frame 2: .*conflict"):
         await recovered(postgres.url)
 
 
@@ -126,7 +126,7 @@ async def test_rows_of_another_shard_are_refused(postgres: PostgresServer) -> No
         assert await owner.commit(created(1))
     async with operator(postgres.url) as connection:
         await connection.execute("UPDATE quire.shards SET lease_id = 'another'")
-    with pytest.raises(JournalUnusable, match="frame 1: .*checksum"):
+    with pytest.raises(JournalUnusable, match=r"frame 1: .*checksum"):
         await recovered(postgres.url)
 
 
