@@ -161,7 +161,7 @@ class DevicePeer(Peer):
             assert step is not None
             columns = step.decodes.columns.copy()
             columns[POSITION] += 1
-            following = engine.launch(Decodes(columns, step.decodes.outputs), after=step)
+            following = engine.launch_after(step, Decodes(columns, step.decodes.outputs))
             engine.finish(step, following)
             step = following
 
