@@ -39,14 +39,16 @@ PLAIN = OutputSpec()
 class Text:
     """A text of a caller. One that is masked has a new mask for each token, which nobody can tell before."""
 
-    def __init__(self, sequence: int, output: OutputSpec = PLAIN, *, is_masked: bool = False) -> None:
-        self.sequence, self.output, self.is_masked = sequence, output, is_masked
+    def __init__(
+        self, sequence: int, output: OutputSpec = PLAIN, *, is_masked: bool = False, vocab: int = 500
+    ) -> None:
+        self.sequence, self.output, self.is_masked, self.vocab = sequence, output, is_masked, vocab
         self.tokens: list[int] = []
 
     def next(self, op_id: int) -> Forward:
         position, output = PROMPT_LEN + len(self.tokens) - 1, self.output
         if self.is_masked:
-            allowed = random.Random(1000 * self.sequence + position).sample(range(500), 30)
+            allowed = random.Random(1000 * self.sequence + position).sample(range(self.vocab), 30)
             output = dataclasses.replace(output, mask=TokenMask(allowed=allowed))
         return Forward(
             op_id,
@@ -189,5 +191,5 @@ def test_no_more_join_than_a_step_holds() -> None:
 
     late.launch = noted  # type: ignore[method-assign]
     callers.rounds(40)
-    assert rows and max(*rows, *map(len, callers.worker.steps)) == 8
+    assert max([*rows, *map(len, callers.worker.steps)]) == 8
     assert_as_alone(texts, 3)
