@@ -159,7 +159,8 @@ def choose_with_drafts(
         for chunk in chunks
     ]
     chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    for chunk, columns in zip(chunks, _send(settings, logits.device), strict=True):
+    most = [int(np.diff(columns["begins"]).max()) for columns in settings]
+    for chunk, columns, most_drafts in zip(chunks, _send(settings, logits.device), most, strict=True):
         copy = logits.index_select(0, columns["where"]).float()  # [C, V]
         cuts = _adjust_and_cut(copy, columns)
         drawn_from = torch.zeros(copy.shape, dtype=torch.float64, device=copy.device)  # [C, V]
@@ -173,6 +174,7 @@ def choose_with_drafts(
             drawn_from,
             columns["drafts"],
             columns["begins"],
+            most_drafts,
             columns["keep_keys"],
             columns["draw_keys"],
             out=chosen[chunk.start : chunk.stop],

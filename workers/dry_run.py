@@ -217,7 +217,7 @@ def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
             sampling.choose(copy, temperatures, keys, chosen, best, *cuts)
             sampling_weight.log_probabilities(copy, temperatures, tokens, told, *cuts)
             sampling_drafts.keep_or_draw(
-                copy, temperatures, *cuts, drawn_from, tokens, _integers(rows + 1), keys, keys, chosen
+                copy, temperatures, *cuts, drawn_from, tokens, _integers(rows + 1), 2, keys, keys, chosen
             )
 
 

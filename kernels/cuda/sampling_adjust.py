@@ -19,6 +19,8 @@ from kernels.cuda.compile_spec import CompileSpec, Variant
 BLOCK = 1024
 BIAS_BLOCK = 256
 ROWS_BLOCK = 128
+# How many programs count the tokens of a history together.
+COUNT_PROGRAMS = 16
 
 # In the counts of tokens: it occurs, in the prompt or after it. The bits below count how often after it.
 _OCCURS = tl.constexpr(1 << 30)
@@ -86,10 +88,11 @@ def count_kernel(
     ends,  # [P]
     BLOCK: tl.constexpr,
 ):
-    """The tokens of one history."""
+    """Some of the tokens of one history: every so many blocks of them one."""
     index = tl.program_id(0).to(tl.int64)
     prompt_end, end = tl.load(prompt_ends + index), tl.load(ends + index)
-    for first in range(tl.load(begins + index), end, BLOCK):
+    begin = tl.load(begins + index) + tl.program_id(1) * BLOCK
+    for first in range(begin, end, BLOCK * tl.num_programs(1)):
         at = first + tl.arange(0, BLOCK)  # [BLOCK]
         ids = tl.load(history + at, mask=at < end, other=-1)
         within = (ids >= 0) & (ids < vocab)
@@ -216,7 +219,8 @@ def count_histories(
         ends: [P] int64, where it ends: less than 2**30 tokens later.
     """
     if len(counts):
-        _COUNTS.launch((len(counts),), counts, counts.shape[1], history, begins, prompt_ends, ends)
+        grid = len(counts), COUNT_PROGRAMS
+        _COUNTS.launch(grid, counts, counts.shape[1], history, begins, prompt_ends, ends)
 
 
 def count_next(

@@ -17,7 +17,6 @@ from workers import extra_samples, prelaunch, step_loop
 from workers.adapters.table import AdapterTable
 from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.kv import integrity
-from workers.models.inputs import ForwardInputs
 from workers.operations import (
     AdapterSource,
     ChangeAdapters,

@@ -1,4 +1,4 @@
-"""Ranks that launch steps ahead: each text has the tokens that one rank gives it, and all ranks do the same."""
+"""Ranks that launch steps ahead: each text has the tokens that one rank gives it, as all ranks do the same."""
 
 from __future__ import annotations
 
@@ -141,8 +141,7 @@ def test_a_rank_that_ends_while_a_step_is_in_flight_ends_the_group(ranks: Ranks)
     ranks.group.processes.others[0].process.kill()
     assert ranks.ended.wait(PATIENCE_S)
     with pytest.raises(DeviceLostError):
-        for turn in range(4):
-            token = chosen(ranks.worker.answers(decode(10 + turn, 7, 7 + turn, token))[10 + turn])
+        ranks.worker.answers(decode(10, 7, 7, token))
 
 
 @pytest.mark.parametrize("is_announced", [False, True])

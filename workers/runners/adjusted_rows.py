@@ -168,12 +168,16 @@ class AdjustedRows:
         rows["rows"][: len(which)] = rows["places"][: len(which)] = which
         rows["is_masked"][: len(columns.get("words", ()))] = 1
         if "history" in columns:
-            penalised, begins = columns["penalty_rows"], columns["begins"]
+            begins, prompt_ends, ends = (columns[name] for name in HISTORY_COLUMNS[1:])
+            # Nothing is to be counted of an empty history.
+            having = ends > begins
+            penalised = columns["penalty_rows"][having]
             for name in _REALS:
-                rows[name][penalised] = columns[name]
-            rows["begins"][penalised], rows["prompt_ends"][penalised] = begins, columns["prompt_ends"]
-            rows["ends"][penalised] = columns["ends"] - 1
-            rows["counted_from"][penalised] = columns["prompt_ends"] - begins
+                rows[name][penalised] = columns[name][having]
+            rows["begins"][penalised] = begins[having]
+            rows["prompt_ends"][penalised] = prompt_ends[having]
+            rows["ends"][penalised] = ends[having] - 1
+            rows["counted_from"][penalised] = (prompt_ends - begins)[having]
         return {"integers": integers.reshape(-1), "reals": reals.reshape(-1)}
 
     def _bias_columns(self, columns: Columns) -> Columns:
