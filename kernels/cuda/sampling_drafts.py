@@ -297,9 +297,9 @@ def pick_kernel(
 
 
 @cache
-def _variants(spans: int) -> tuple[Variant, ...]:
-    """Of the five launches, for rows of so many spans."""
-    sizes = {"BLOCK": BLOCK, "SPAN": SPAN}
+def _variants(spans: int, span: int) -> tuple[Variant, ...]:
+    """Of the five launches, for rows of so many spans, of so many tokens each."""
+    sizes = {"BLOCK": BLOCK, "SPAN": span}
     padded = {"PADDED": triton.next_power_of_2(spans)}
     return (
         Variant(best_kernel, sizes, num_warps=4, num_stages=1),
@@ -354,7 +354,7 @@ def keep_or_draw(
     score_ids, likely_ids = (found(*shape, dtype=torch.int32) for shape in ((rows, spans), (2, rows, spans)))
     factors, tokens = found(2, rows, 2, dtype=torch.float64), found(2, rows, dtype=torch.int64)
     lefts, likely = (found(2, rows, spans, dtype=torch.float64) for _ in range(2))
-    find_best, find_totals, try_draft, draw, pick = _variants(spans)
+    find_best, find_totals, try_draft, draw, pick = _variants(spans, SPAN)
     grid = rows, spans
     row_of = logits, logits.stride(0), vocab
     find_best.launch(grid, maxima, maxima_ids, *row_of, spans)
@@ -381,7 +381,7 @@ def compile_specs() -> list[CompileSpec]:
     pointers |= dict.fromkeys(("logits", "maxima", "cut_values"), "*fp32")
     sizes = dict.fromkeys(("logits_stride", "vocab", "rows", "spans", "turn"), "i32")
     specs = []
-    for variant in _variants(triton.cdiv(151_936, SPAN)):
+    for variant in _variants(triton.cdiv(151_936, SPAN), SPAN):
         names = [name for name in variant.kernel.arg_names if name in pointers | sizes]
         for cut in (False, True) if "cut_ids" in names else (False,):
             absent = () if cut else ("cut_values", "cut_ids")

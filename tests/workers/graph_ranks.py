@@ -7,6 +7,7 @@ rank, in place of `workers.follower`.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from workers.executors.memory import StepLimits
 from workers.kv.tensors import KvTensors
 from workers.models.model import Model
 from workers.models.shard import Group
-from workers.runners import rank_processes
 from workers.runners.cuda_graph import CudaGraphRunner
 
 MAX_ROWS = 8
@@ -41,13 +41,13 @@ def _repeated(run: Callable[[], None]) -> Callable[[], None]:
 
 def start_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `RankProcesses` start this module."""
-    start = rank_processes.subprocess.Popen
+    start = subprocess.Popen
 
     def started(command: Sequence[str], **named: Any) -> Any:
         command = ["tests.workers.graph_ranks" if part == "workers.follower" else part for part in command]
         return start(command, **named, env=os.environ | {"TRITON_INTERPRET": "1"})
 
-    monkeypatch.setattr(rank_processes.subprocess, "Popen", started)
+    monkeypatch.setattr(subprocess, "Popen", started)
 
 
 if __name__ == "__main__":
@@ -55,5 +55,5 @@ if __name__ == "__main__":
 
     np.seterr(all="ignore")
     torch.set_num_threads(1)
-    follower.new_runner = new_runner  # type: ignore[assignment]
+    vars(follower)["new_runner"] = new_runner
     follower.main()

@@ -229,7 +229,10 @@ def run_ahead(runners: Runners, texts: list[Text], others: list[Text], dice: ran
     step: LaunchedStep | None = None
     drawn = dict[int, SamplingRow]()
     for turn in range(4):
-        inputs, rows = runners.pack(texts), [drawn.pop(id(text), None) or text.row(dice) for text in texts]
+        inputs, rows = (
+            runners.pack(texts),
+            [drawn[id(text)] if id(text) in drawn else text.row(dice) for text in texts],
+        )
         step = step or runners.graph.launch(inputs, rows)
         assert step is not None
         following, left, joining = (
@@ -304,8 +307,8 @@ def test_penalties_of_a_step_launched_ahead_count_the_token_that_only_the_device
     dice = random.Random(3)
     texts = [runners.begin(kind, [at] * 9) for at, kind in enumerate((8, 0, 8))]
     inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
-    step, places = runners.graph.launch(inputs, rows), [[1, 2], None, None, [1, 0], None]
-    for where in places:
+    step: LaunchedStep | None = runners.graph.launch(inputs, rows)
+    for where in ([1, 2], None, None, [1, 0], None):
         assert step is not None
         left = texts if where is None else [texts[at] for at in where]
         after = After(step, None if where is None else np.array(where))
@@ -363,6 +366,7 @@ def test_while_a_launched_step_is_not_read_others_run_beside_it(runners: Runners
         runners.step(others, [text.row(dice) for text in others])
         expected, _ = runners.expect(inputs, rows)
         following = runners.graph.launch(runners.pack_ahead(texts), (), after=After(step))
+        assert following is not None
         runners.begin(0, [7] * 20)
         assert step.chosen().tolist() == expected
         for text, token in zip(texts, expected, strict=True):

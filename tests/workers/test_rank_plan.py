@@ -67,7 +67,7 @@ def test_a_batch(way: Way, trees: bool, lora: bool, experts: bool) -> None:
     places = np.array([2, -1, 0]) if way is Way.AFTER and experts else None
     found = received(encode_forward(ForwardPlan(inputs, way, places)))
     assert found.way is way and (found.places is None) == (places is None)
-    assert places is None or found.places.tolist() == places.tolist()
+    assert places is None or (found.places is not None and found.places.tolist() == places.tolist())
     assert_equal(found.inputs, inputs)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that launch steps ahead: each text has the tokens that one rank gives it, as all ranks do the same."""
+"""Ranks that launch steps ahead do the same: each text has the tokens that one rank gives it."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ def test_biases_round_once_and_stay_finite(device: str) -> None:
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_penalties_round_once_each_and_stay_finite(device: str, one_by_one: bool) -> None:
-    """Of tokens that occur, once or often, in the prompt, after it or in both; the last ones may come later."""
+    """Of tokens that occur, once or often, in the prompt, after it or in both; the last may come later."""
     vocab = 1500
     values = torch.randn(4, vocab, generator=torch.Generator().manual_seed(2)) * 5
     values[0, :3] = torch.tensor([FLOAT32_MAX, -INF, -FLOAT32_MAX])
