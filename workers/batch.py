@@ -30,8 +30,8 @@ from workers.token_trees import children_of, path_to
 
 Tables = NDArray[np.int32]
 Number = TypeVar("Number", np.int32, np.int64)
-# The tokens of a plain decode's sequence up to its own, by its index.
-HistoryOf = Callable[[int], NDArray[np.int64]]
+# The tokens of the sequence of one of some plain decodes, up to its own.
+HistoryOf = Callable[[Decodes, int], NDArray[np.int64]]
 
 _NO_OWN_CHOICE = RowChoice()
 _GREEDY_ROW = SamplingRow()
@@ -238,7 +238,7 @@ def sampling_rows(
         assert history_of is not None, "it is given with decodes that need it"
         for index, spec in enumerate(decodes.outputs):
             if spec.needs_history:
-                rows[index].history = history_of(index)
+                rows[index].history = history_of(decodes, index)
                 rows[index].prompt_len = _counted_from(spec.sampling, int(decodes.columns[PROMPT_LEN, index]))
     for chunk in chunks:
         forward = chunk.forward

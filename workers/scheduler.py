@@ -265,7 +265,9 @@ class Scheduler:
         is called again later. If it raises, the forward stays and is begun again in a later step.
         """
         self._steps += 1
-        self._take_decodes(begin_all)
+        self.running, self._running_costs = self._take_waiting(begin_all, 0)
+        if self._running_costs:
+            self._short.dispatch_all(self._running_costs)
         if not self._forwards:
             self._limits.record_decodes(self._running_costs)
             self._long_first = False
@@ -300,22 +302,15 @@ class Scheduler:
         chunks.sort(key=_in_order)
         return chunks
 
-    def _take_decodes(self, begin_all: BeginAll) -> None:
-        """Begin all plain decodes that are in no queue, and set the shares of the step."""
-        self.running, self._running_costs = NO_DECODES, {}
+    def _take_waiting(self, begin_all: BeginAll, beside: int) -> tuple[Decodes, dict[int, int]]:
+        """Begin all plain decodes that are in no queue, in a step with so many others, and set its shares.
+
+        Returns them and their costs by caller. Queues those that do not begin so: all, if there is no room
+        for all short forwards, or a caller is limited. A decode that is begun here goes before none that waits.
+        """
         if not self._waiting.op_ids:
             self._shares = self._limits.shares(self._short.wanted())
-            return
-        self.running, self._running_costs = self._begin_waiting(begin_all, 0)
-        if self._running_costs:
-            self._short.dispatch_all(self._running_costs)
-
-    def _begin_waiting(self, begin_all: BeginAll, beside: int) -> tuple[Decodes, dict[int, int]]:
-        """Begin all plain decodes that are in no queue, in a step with so many others; with their costs.
-
-        Queues those that do not begin so: all, if there is no room for all short forwards, or a caller is
-        limited. A decode that is begun here goes before none that waits.
-        """
+            return NO_DECODES, {}
         decodes = self._waiting.take()
         costs, wanted = costs_of(decodes), self._short.wanted()
         for caller, cost in costs.items() if wanted else ():
@@ -366,7 +361,7 @@ class Scheduler:
 
         Those that do not begin are queued. If the others are not run, `add_decodes` takes them back.
         """
-        return self._begin_waiting(begin_all, plain)[0] if self._waiting.op_ids else NO_DECODES
+        return self._take_waiting(begin_all, plain)[0]
 
     def run_next(self, decodes: Decodes) -> None:
         """Note that a step of plain decodes was launched beside `next_batch`: it is the running one now."""

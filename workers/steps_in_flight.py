@@ -71,7 +71,7 @@ class StepsInFlight:
         if self.step is None or self._has_chunks or not self._scheduler.has_queued or not self._may_run_on:
             return []
         self._has_chunks = True
-        self._prelauncher.joins(self.step.decodes)
+        self._prelauncher.others_begin(self.step.decodes)
         return self._scheduler.next_beside(begin)
 
     @property

@@ -208,7 +208,7 @@ class Engine:
         None, without an effect: the runner cannot.
         """
         launched_ns = time.monotonic_ns()
-        launched = self._launched(decodes, sampling_rows((), decodes, self._history_of(decodes)), None)
+        launched = self._launched(decodes, sampling_rows((), decodes, self._history_of), None)
         if launched is None:
             return None
         self._step_begins(decodes.size, launched_ns)
@@ -239,7 +239,7 @@ class Engine:
                 both = Decodes.joined([decodes, joining])
                 both.rows = np.concatenate([decodes.rows, joining.rows])
                 decodes = both
-            rows = sampling_rows((), decodes, self._history_of(decodes, step, places))
+            rows = sampling_rows((), decodes, self._history_after(step, places))
         launched_ns = time.monotonic_ns()
         launched = self._launched(decodes, rows, After(step.launched, places))
         return None if launched is None else StepInFlight(decodes, launched, launched_ns, joining, places)
@@ -255,20 +255,22 @@ class Engine:
             raise_if_lost(error)
             raise
 
-    def _history_of(
-        self, decodes: Decodes, step: StepInFlight | None = None, places: NDArray[np.int64] | None = None
-    ) -> HistoryOf:
-        """The histories of plain decodes. `places` in `step`, which is in flight: as in `After`."""
+    def _history_of(self, decodes: Decodes, index: int) -> NDArray[np.int64]:
+        """The tokens of a sequence, and that of its decode. See `HistoryOf`."""
+        known = self._known(decodes.sequences[index]).token_ids.as_array().astype(np.int64)
+        return np.append(known, decodes.columns[TOKEN, index])
 
-        def history(index: int) -> NDArray[np.int64]:
-            known = self._known(decodes.sequences[index]).token_ids.as_array()
-            last = [decodes.columns[TOKEN, index]]
-            if step is not None and places is not None and places[index] >= 0:
-                # That of the step in flight is not appended yet. What follows it is on the device only.
-                last = [step.decodes.columns[TOKEN, places[index]], UNKNOWN_TOKEN]
-            return np.concatenate([known, np.array(last, np.int64)]).astype(np.int64)
+    def _history_after(self, step: StepInFlight, places: NDArray[np.int64]) -> HistoryOf:
+        """As `_history_of`, behind the step in flight. `places`: see `After`."""
 
-        return history
+        def history_of(decodes: Decodes, index: int) -> NDArray[np.int64]:
+            place = places.item(index)
+            if place < 0:
+                return self._history_of(decodes, index)
+            # The token of the step in flight is not appended yet, and what it chooses is not known.
+            return np.append(self._history_of(step.decodes, place), UNKNOWN_TOKEN)
+
+        return history_of
 
     def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
@@ -283,7 +285,7 @@ class Engine:
             chosen = step.launched.chosen()
             if not all(spec.is_token_only for spec in step.decodes.kinds):
                 with step.launched.logits() as logits:
-                    rows = sampling_rows((), step.decodes, self._history_of(step.decodes))
+                    rows = sampling_rows((), step.decodes, self._history_of)
                     outputs = _row_outputs(logits, chosen, rows, step.decodes.outputs)
         except Exception as error:
             self._step_ends(0)
@@ -310,7 +312,7 @@ class Engine:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         try:
-            rows = sampling_rows(chunks, decodes, self._history_of(decodes))
+            rows = sampling_rows(chunks, decodes, self._history_of)
             # Nothing is made of each row if nobody wants more than tokens.
             is_bare = not chunks and all([spec.is_token_only for spec in decodes.kinds])  # noqa: C419 - faster
             specs = [] if is_bare else output_specs(chunks, decodes)

@@ -58,9 +58,16 @@ def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
 
 # What a padded row has; its key does not matter.
 _PADDING = _Columns[float](0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
+# Of a row in all columns, and in those of the results.
 _COLUMN_BYTES = 68
-_TOKEN_BYTES = 8  # the first column
 _RESULT_BYTES = 16
+
+
+class _NextTokens(NamedTuple):
+    """The tokens of the next step that the device has, and their positions: int64, as bytes to compare."""
+
+    token_ids: bytes
+    positions: bytes
 
 
 class _Staging:
@@ -159,11 +166,10 @@ class DecodeBuffers:
         self._pad_from(0)
         self._memory.copy_(self._host_memory)
         self._page_tables.zero_()
-        # The device's buffers as the step before has left them, as bytes. None: unknown.
-        self._next_tokens: bytes | None = None
-        self._next_positions = b""
+        # What the device has: the tokens that the step before has left, None if they are unknown or cannot be
+        # used; the page tables; and the settings of the rows, as they were given.
+        self._next: _NextTokens | None = None
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
-        # The settings of the rows as they were given.
         self._given: list[Sampling | None] = []  # [N]
         self._is_masked: list[bool] = []  # [N]
         # The rows that are drawn, and the stream of each.
@@ -226,17 +232,11 @@ class DecodeBuffers:
         same_settings = self._use_settings(rows)
         same_tables = _are_same(tables, self._tables)
         lora_slots = None if inputs.lora_slots is None else inputs.lora_slots.tolist()
-        token_ids, positions = inputs.token_ids.numpy(), inputs.positions.numpy()
-        next_tokens = self._next_tokens
+        token_ids = inputs.token_ids.numpy()
+        is_there = self._next == _NextTokens(token_ids.tobytes(), inputs.positions.numpy().tobytes())
         self.invalidate()  # until this step has run
-        if (
-            same_tables
-            and same_settings
-            and not len(self._drawn)
-            and lora_slots == self._lora_slots
-            and token_ids.tobytes() == next_tokens
-            and positions.tobytes() == self._next_positions
-        ):
+        same_rows = same_settings and same_tables and lora_slots == self._lora_slots
+        if is_there and same_rows and not len(self._drawn):
             return False
         self._pad_from(count)
         self._host.token_ids[:count] = token_ids
@@ -266,7 +266,7 @@ class DecodeBuffers:
             self._load_rows(inputs, rows, places)
         elif not same_tables or len(self._drawn):
             self._set_places(inputs)
-            self._send_columns(_TOKEN_BYTES * len(self._host.token_ids))
+            self._send_columns(with_tokens=False)
         if not same_tables:
             self._send_tables(tables)
 
@@ -310,12 +310,11 @@ class DecodeBuffers:
 
     def advanced(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
         """Note that the step with these inputs has run, and that the buffers contain these tokens now."""
-        self._next_tokens = chosen.numpy().tobytes()
-        self._next_positions = (inputs.positions.numpy() + 1).tobytes()
+        self._next = _NextTokens(chosen.numpy().tobytes(), (inputs.positions.numpy() + 1).tobytes())
 
     def invalidate(self) -> None:
         """Note that the device's buffers are unknown or unusable for the next step."""
-        self._next_tokens = None
+        self._next = None
 
     def _use_settings(self, rows: Sequence[SamplingRow]) -> bool:
         """Set how the tokens of these rows are chosen, on the host. Returns whether nothing has changed."""
@@ -340,8 +339,9 @@ class DecodeBuffers:
                 column[count : self._rows] = value
         self._rows = count
 
-    def _send_columns(self, first: int = 0) -> None:
-        """Send the columns, from this byte on. Page tables are sent after them, or not at all."""
+    def _send_columns(self, *, with_tokens: bool = True) -> None:
+        """Send the columns, or all but the first one. Page tables are sent after them, or not at all."""
+        first = 0 if with_tokens else self._host.token_ids.nbytes
         staging = self._staging
         # The results of the step before the last one were read, unless a launch has failed: then copies from
         # this memory may still be pending.
