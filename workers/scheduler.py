@@ -306,7 +306,8 @@ class Scheduler:
         """Begin all plain decodes that are in no queue, in a step with so many others, and set its shares.
 
         Returns them and their costs by caller. Queues those that do not begin so: all, if there is no room
-        for all short forwards, or a caller is limited. A decode that is begun here goes before none that waits.
+        for all short forwards, or a caller is limited. A decode that is begun here goes before none that
+        waits.
         """
         if not self._waiting.op_ids:
             self._shares = self._limits.shares(self._short.wanted())
