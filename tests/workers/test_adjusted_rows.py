@@ -229,17 +229,13 @@ def run_ahead(runners: Runners, texts: list[Text], others: list[Text], dice: ran
     step: LaunchedStep | None = None
     drawn = dict[int, SamplingRow]()
     for turn in range(4):
-        inputs, rows = (
-            runners.pack(texts),
-            [drawn[id(text)] if id(text) in drawn else text.row(dice) for text in texts],
-        )
+        inputs = runners.pack(texts)
+        rows = [drawn[id(text)] if id(text) in drawn else text.row(dice) for text in texts]
+        drawn = {}
         step = step or runners.graph.launch(inputs, rows)
         assert step is not None
-        following, left, joining = (
-            None,
-            [at for at in range(len(texts)) if not may_change(texts[at])],
-            list[Text](),
-        )
+        following, joining = None, list[Text]()
+        left = [at for at, text in enumerate(texts) if not may_change(text)]
         if turn < 3 and left:
             if len(left) > 1 and dice.random() < 0.4:
                 del left[dice.randrange(len(left))]

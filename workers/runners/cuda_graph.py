@@ -206,7 +206,7 @@ class GraphStep:
         with self._buffers.queue.beside(self._captured.kept_logits.copied):
             yield self._copied_logits
 
-    def is_followed(self) -> None:
+    def note_next(self) -> None:
         """Note that another step is launched behind it, which writes to the same memory."""
         self._is_last = False
         if self._keeps_logits:
@@ -313,7 +313,7 @@ class CudaGraphRunner:
             if after is None:
                 captured.buffers.load(inputs, rows)
             else:
-                _step_of(after).is_followed()
+                _step_of(after).note_next()
                 captured.buffers.load_after(inputs, rows, after.places)
             adjust = captured.load_adjusted(needed)
             return GraphStep(
@@ -327,7 +327,7 @@ class CudaGraphRunner:
         captured, before = self._captured, _step_of(after)
         assert captured is not None, "it has launched the step before"
         announce()
-        before.is_followed()
+        before.note_next()
         captured.buffers.load_after(inputs, (), None)
         return GraphStep(
             captured, self._graph(captured, inputs), inputs, before.adjust, keeps_logits=keeps_logits
