@@ -229,17 +229,10 @@ def sampling_rows(
     `history_of`: of the plain decodes; only called for those that need it.
     """
     rows = [_GREEDY_ROW] * decodes.size
-    if any([spec.sampling or spec.mask for spec in decodes.kinds]):  # noqa: C419 - faster
-        rows = [
-            SamplingRow(spec.sampling, spec.mask, position + 1) if spec.sampling or spec.mask else _GREEDY_ROW
-            for spec, position in zip(decodes.outputs, decodes.column(POSITION), strict=True)
-        ]
-    if any([spec.needs_history for spec in decodes.kinds]):  # noqa: C419 - faster
-        assert history_of is not None, "it is given with decodes that need it"
-        for index, spec in enumerate(decodes.outputs):
-            if spec.needs_history:
-                rows[index].history = history_of(decodes, index)
-                rows[index].prompt_len = _counted_from(spec.sampling, int(decodes.columns[PROMPT_LEN, index]))
+    for spec in decodes.kinds:
+        if spec.sampling or spec.mask:
+            rows = _rows_of_decodes(decodes, history_of)
+            break
     for chunk in chunks:
         forward = chunk.forward
         sampling = forward.output.sampling
@@ -249,6 +242,20 @@ def sampling_rows(
         # The rows before those with an output only score the next token.
         rows += [_GREEDY_ROW] * (chunk.rows - chunk.output_rows)
         rows += _rows_of_tree(chunk) if forward.parents else _rows_of_chain(chunk)
+    return rows
+
+
+def _rows_of_decodes(decodes: Decodes, history_of: HistoryOf | None) -> list[SamplingRow]:
+    rows = [
+        SamplingRow(spec.sampling, spec.mask, position + 1) if spec.sampling or spec.mask else _GREEDY_ROW
+        for spec, position in zip(decodes.outputs, decodes.column(POSITION), strict=True)
+    ]
+    for index, spec in enumerate(decodes.outputs):
+        if spec.needs_history:
+            assert history_of is not None, "it is given with decodes that need it"
+            prompt_len = int(decodes.columns[PROMPT_LEN, index])
+            rows[index].history = history_of(decodes, index)
+            rows[index].prompt_len = _counted_from(spec.sampling, prompt_len)
     return rows
 
 
