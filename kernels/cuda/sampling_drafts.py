@@ -27,9 +27,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
 from kernels.cuda.sampling import gumbel
 from kernels.cuda.sampling_weight import without_cut
+from kernels.cuda.variant import Variant
 
 BLOCK = 1024
 # The tokens of a span: a multiple of BLOCK.
@@ -368,27 +368,3 @@ def keep_or_draw(
     after = *known, most_drafts, *row_of, rows, spans, *cuts
     draw.launch(grid, out, scores, score_ids, *after, drawn_from, draw_keys)
     pick.launch((rows,), out, scores, score_ids, spans)
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The launches for a vocabulary of 152k tokens, with cuts and without."""
-    pointers = dict.fromkeys(
-        ("temperatures", "drawn_from", "factors", "lefts", "likely", "totals", "scores"), "*fp64"
-    )
-    pointers |= dict.fromkeys(
-        ("drafts", "begins", "keep_keys", "draw_keys", "tokens", "out"), "*i64"
-    ) | dict.fromkeys(("maxima_ids", "likely_ids", "score_ids", "cut_ids"), "*i32")
-    pointers |= dict.fromkeys(("logits", "maxima", "cut_values"), "*fp32")
-    sizes = dict.fromkeys(("logits_stride", "vocab", "rows", "spans", "turn"), "i32")
-    specs = []
-    for variant in _variants(triton.cdiv(151_936, SPAN), SPAN):
-        names = [name for name in variant.kernel.arg_names if name in pointers | sizes]
-        for cut in (False, True) if "cut_ids" in names else (False,):
-            absent = () if cut else ("cut_values", "cut_ids")
-            types = {name: None if name in absent else (pointers | sizes)[name] for name in names}
-            aligned = tuple(
-                name for name in names if name not in absent and name not in ("rows", "spans", "turn")
-            )
-            name = f"sampling_drafts {variant.kernel.fn.__name__.removesuffix('_kernel')} cut={cut}"
-            specs.append(CompileSpec(variant, name, types, divisible_by_16=aligned))
-    return specs
