@@ -43,7 +43,6 @@ from service.setting_rules import (
     is_journal,
     is_listen_address,
     is_path,
-    is_reachable,
     is_revision,
     with_port,
 )
@@ -62,13 +61,25 @@ class ExtensionSettings:
 
     Attributes:
         opened_by: "module:function", which is loaded when a gateway starts: see `service.extension`.
+        served_by: As `opened_by`, of what serves in place of a gateway. Empty: nothing does.
     """
 
     opened_by: ClassVar[str]
+    served_by: ClassVar[str] = ""
 
     @property
     def starts_workers(self) -> bool:
         """Whether the extension starts the workers, and not this gateway."""
+        return False
+
+    @property
+    def gateways_of_host(self) -> int:
+        """How many gateways share the ports of this server."""
+        return 1
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether gateways of other hosts are of this server. Then nothing of it is in a data directory."""
         return False
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:  # noqa: ARG002 - for subclasses
@@ -141,29 +152,6 @@ class Config:
         "", "PEM file of CAs; clients must have a certificate that one of them signed", FILE
     )
     tokens: str = setting("", "TOML file of bearer tokens and tenants, see `quire token`", FILE)
-    gateways: int = setting(
-        1,
-        "number of gateway processes behind one port, each with a part of the caches and of the workers; the"
-        " caches of a data directory are of one number",
-        Range(1, 64),
-    )
-    shards: int = setting(
-        1,
-        "number of parts of the caches that gateways of several hosts share among them; fixed for a database",
-        Range(1, 1024),
-    )
-    peer_listen: str = setting(
-        "",
-        "be one of several gateways with one journal in PostgreSQL: the others call this one here, by TLS"
-        " with the certificates of `pool`",
-        HOST_PORT_ADDRESS,
-        port=Port(),
-    )
-    advertise: str = setting(
-        "",
-        "the address at which clients reach this gateway and no other; answers name that of their cache's",
-        Text(is_reachable, "must be host:port or [ipv6]:port, without port 0"),
-    )
     workers: int | None = setting(
         1,
         "number of workers; each loads the weights and serves a part of the sequences; auto is one per GPU,"
@@ -326,18 +314,18 @@ class Config:
     )
     journal: str = setting(
         AUTO,
-        "storage of the journal of caches; auto is sqlite in data_dir if there is one, else memory;"
-        " postgresql://... is a database of PostgreSQL",
+        "storage of the journal of caches; auto is disk, in data_dir, if there is one, else memory;"
+        " postgresql://... is a database of PostgreSQL; other addresses are for other extensions",
         Text(
             is_journal,
-            f"must be {AUTO}, sqlite, memory, or postgresql://USER@HOST/DATABASE without a password, which"
+            f"must be {AUTO}, disk, memory, or postgresql://USER@HOST/DATABASE without a password, which"
             " PGPASSWORD or a password file (PGPASSFILE) has",
         ),
         group="state on disk",
     )
     journal_sync: str = setting(
         "normal",
-        "durability of an answer with sqlite: normal survives a crash of the gateway, full also one of the"
+        "durability of an answer with disk: normal survives a crash of the gateway, full also one of the"
         " machine; postgresql survives both",
         ("normal", "full"),
     )
@@ -427,6 +415,16 @@ class Config:
     def worker_slots(self) -> int:
         """How many workers are used, at first."""
         return len(self.worker_addresses) or self.workers or 1
+
+    @property
+    def gateways(self) -> int:
+        """How many gateways share the ports of this server."""
+        return max((one.gateways_of_host for one in self.extensions), default=1)
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether gateways of other hosts are of this server."""
+        return any(one.has_other_hosts for one in self.extensions)
 
     @property
     def has_remote_workers(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from service.config import Config, all_settings
 from service.model_names import is_hub_id, is_model, model_problem
-from service.setting_rules import AUTO, MAX_PORT, POSTGRES, is_private, overlap
+from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.trusted import require_trusted
 
@@ -138,7 +138,6 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
         if getattr(config, name) and not getattr(config, other):
             yield (name, other), f"needs {other} too"
     yield from _pool_conflicts(config)
-    yield from _gateway_conflicts(config)
     for extension in config.extensions:
         yield from extension.conflicts(config)
     yield from _port_conflicts(config)
@@ -191,37 +190,6 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     if config.devices and (config.has_remote_workers or config.device == "cpu"):
         problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
         yield ("devices", "device", "workers_at", "pool_listen"), problem
-
-
-def needs_a_worker(config: Config) -> str:
-    """Why there are too few workers."""
-    return f"each of {config.gateways} gateways needs a worker"
-
-
-def _gateway_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, for several gateways, of this host or of several."""
-    slots = "workers_at" if config.workers_at else "workers"
-    # How many `auto` is, the machine tells at the start.
-    is_known = config.workers_at or config.workers is not None
-    on_one_host = (
-        (slots, is_known and config.gateways > config.worker_slots, needs_a_worker(config)),
-        ("listen", config.listen.startswith("unix:"), "several gateways share a port, not a Unix socket"),
-        ("pool_listen", bool(config.pool_listen), "with several gateways only workers_at is possible"),
-    )
-    on_several = (
-        ("peer_listen", not config.journal.startswith(POSTGRES), "needs journal = postgresql://..."),
-        ("peer_listen", not config.workers_at, "needs workers_at, the same ones for all gateways"),
-        ("workers_at", config.worker_slots < config.shards, f"each of {config.shards} shards needs one"),
-        ("gateways", config.gateways > 1, "must be 1 with peer_listen: start each gateway"),
-    )
-    alone = (("peer_listen", config.shards > 1, "shards needs peer_listen too"),)
-    for others, problems in (
-        (("gateways",), on_one_host if config.gateways > 1 else ()),
-        (("shards", "peer_listen"), on_several if config.peer_listen else alone),
-    ):
-        for name, is_wrong, problem in problems:
-            if is_wrong:
-                yield (name, *others), problem
 
 
 def _line_of(file: str, name: str) -> str:

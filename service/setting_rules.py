@@ -138,9 +138,9 @@ def are_devices(value: str) -> bool:
 
 
 def is_journal(value: str) -> bool:
-    """Whether it is a kind of journal, or the address of a database, which has no password in it."""
-    if not value.startswith(POSTGRES):
-        return value in (AUTO, "sqlite", "memory")
+    """Whether it is a kind of journal, or the address of one elsewhere, which has no password in it."""
+    if "://" not in value:
+        return value in (AUTO, "disk", "memory")
     address = urllib.parse.urlsplit(value)
     asked = urllib.parse.parse_qs(address.query, keep_blank_values=True)
     return ":" not in address.netloc.rpartition("@")[0] and not {"password", "sslpassword"} & asked.keys()

@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks.checkout import ROOT, environment
 
 # What is imported before a fork. The process for gateways is without torch, as they are.
-GATEWAYS = ("quire.cli.main", "service.cli.serve", "service.cli.gateways")
+GATEWAYS = ("quire.cli.main", "service.cli.serve", "service.extensions.gateways.process")
 WORKERS = ("torch", "workers.executors.llm", "workers.executors.weightless", "workers.process")
 _MESSAGE_BYTES = 1 << 20
 # Read when libraries are loaded: as the launcher sets it, and no threads, which a fork would lack.
@@ -377,7 +377,7 @@ class _Child:
 
 def main() -> int:
     """See the module's docstring. Gateways of `quire serve --gateways N` and of a soak are `-P -m MODULE`."""
-    from service.cli import gateways
+    from service.extensions.gateways import parent
     from service.pool import local
 
     server = sys.argv.pop(1)
@@ -401,7 +401,7 @@ def main() -> int:
         from service.cli import worker
 
         vars(worker)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_Child)
-    vars(gateways)["sys"] = SimpleNamespace(executable=str(Path(server).with_name("python")), path=sys.path)
+    vars(parent)["sys"] = SimpleNamespace(executable=str(Path(server).with_name("python")), path=sys.path)
     return quire()
 
 

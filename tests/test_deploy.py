@@ -140,12 +140,12 @@ def test_each_variant_serves_with_its_settings(variant: list[Object], tmp_path: 
     listening = {
         config.listen: "grpc",
         config.values()["metrics_listen"]: "metrics",
-        config.peer_listen: "peers",
+        config.values()["peer_listen"]: "peers",
     }
     listening.pop("", None)
     ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
     assert {name: int(address.rpartition(":")[2]) for address, name in listening.items()} == ports
-    if config.peer_listen:
+    if config.has_other_hosts:
         # No hook is needed: also at SIGTERM the workers keep their KV, for the other gateways.
         assert config.journal.startswith("postgresql:") and "lifecycle" not in gateway
     grace_s = one(variant, "StatefulSet", "quire-gateway")["spec"]["template"]["spec"][

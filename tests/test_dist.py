@@ -140,7 +140,7 @@ def test_installed_it_serves_with_compiled_kernels_without_a_compiler(
             assert kernels == ["torch", f"cpu-{instructions.name}"]
             assert "".join(chunk.text for chunk in client.execute("12+34=")) == "46"
         for command in (
-            ["journal", "inspect", str(home)],
+            ["journal", "verify", str(home)],
             ["plan", "--model", "adder"],
             ["serve", "--check"],
         ):

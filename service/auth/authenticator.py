@@ -111,7 +111,7 @@ class Authenticator:
         return True
 
     def _authenticate_forwarded(self, metadata: Mapping[str, str | bytes]) -> None:
-        """Sets the tenant of a call whose certificate another gateway has seen."""
+        """Sets the tenant of a call that a peer has authenticated."""
         secret, tenant = str(metadata.get(HOP, "")), metadata.get(TENANT)
         is_ours = self.hop_secret and hmac.compare_digest(secret.encode(), self.hop_secret.encode())
         if is_ours and is_tenant_name(tenant):

@@ -38,15 +38,13 @@ def add_journal(commands: Commands) -> None:
     """`quire journal`."""
     journal = commands.add_parser(
         "journal",
-        help="look into, verify, export or copy the journal of a server's caches",
+        help="verify or copy the journal of a server's caches",
         description="Reads the journal in a data directory, and never changes it. Of a running server it"
         " reads what is durable at that moment.",
     )
-    actions = journal.add_subparsers(dest="action", required=True, metavar="inspect|verify|export|backup")
+    actions = journal.add_subparsers(dest="action", required=True, metavar="verify|backup")
     for name, help_text in (
-        ("inspect", "show what is in it"),
         ("verify", "check each record and the state that they give"),
-        ("export", "print a line of JSON for each cache, with its tokens"),
         ("backup", "copy it to a new directory"),
     ):
         action = actions.add_parser(name, help=help_text)
@@ -56,8 +54,6 @@ def add_journal(commands: Commands) -> None:
         )
         if name == "backup":
             action.add_argument("to", metavar="TO", help="a directory that does not exist yet")
-        if name == "inspect":
-            action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_state(commands: Commands) -> None:

@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import uvloop
 
 from service.adapters.store import bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
-from service.cli.machine import warn_of_machine
 from service.config import Config
 from service.errors import LoadFailed
+from service.extension import Extension
 from service.logging import configure_logging
 from service.server import serve
-from service.shards.one_host import Membership
 from workers.common.adapter_files import FILES
 from workers.common.switching import switch_often
 
 
-def run_gateway(config: Config, member: Membership | None = None) -> int:
-    """Runs a gateway in this process. Raises ConfigError. `member`: see `Gateway`."""
-    fields = {} if member is None else {"gateway": member.shard.index}
-    configure_logging(config.log_level, config.log_format, fields=fields)
-    if member is None:
-        warn_of_machine(config)
+def run_gateway(
+    config: Config, extensions: Sequence[Extension] = (), log_fields: Mapping[str, object] | None = None
+) -> int:
+    """Runs a gateway in this process. Raises ConfigError. `extensions`: beside those that are found."""
+    configure_logging(config.log_level, config.log_format, fields=log_fields)
     try:
         # Before the event loop, which uses file descriptors, too.
         config = with_descriptors(config)
@@ -39,7 +37,7 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
     gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, _find_on_hub, _find_adapter_on_hub, member))
+        return runner.run(serve(config, _find_on_hub, _find_adapter_on_hub, extensions))
 
 
 def _find_on_hub(hub_id: str, on_progress: Callable[[float], None]) -> Path:

@@ -16,15 +16,20 @@ from service.cli.machine import warn_of_machine
 from service.cli.one_gateway import run_gateway
 from service.config import Config
 from service.config_sources import Settings, read_settings
-from service.data_directory import StateUnusable, data_directory, prepare
-from service.gateway import Gateway
+from service.data_directory import StateUnusable, check_gateways, data_directory, prepare
+from service.extension import find_server
+from service.gateway import open_gateway
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
 from service.quantised import quantised
 from service.settings import ConfigError
-from service.shards.one_host import check_count
 from workers.common.protocol import EXIT_CONFIG
+
+# The settings of a gateway that is only made, beside a directory of its own: it meets no other one.
+_ALONE = {"listen": "127.0.0.1:0", "journal": "memory"}
+# Of an extension, which may not be installed.
+_OF_OTHERS = {"gateways": 1, "shards": 1, "peer_listen": ""}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +62,7 @@ def _check(settings: Settings) -> int:
     config = settings.config
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         raise ConfigError("model", "", config.model, problem)
-    alone = {"listen": "127.0.0.1:0", "gateways": 1, "shards": 1, "peer_listen": "", "journal": "memory"}
+    alone = _ALONE | {name: default for name, default in _OF_OTHERS.items() if name in values}
     with tempfile.TemporaryDirectory() as directory:
         of_check = directory if data_directory(config) is not None else None
         try:
@@ -70,7 +75,7 @@ def _check(settings: Settings) -> int:
 
 async def _make_parts(config: Config) -> None:
     """Reads certificates, tokens and files of extensions. Raises ConfigError."""
-    gateway = Gateway(config)
+    gateway = await open_gateway(config)
     await gateway.server.stop(0)
     await gateway.finish()
     gateway.close()
@@ -90,13 +95,12 @@ def _run(config: Config) -> int:
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
-    if config.gateways > 1:
-        from service.cli import gateways
-
-        configure_logging(config.log_level, config.log_format)
-        warn_of_machine(config)
-        return gateways.run(config)
-    check_count(data_directory(config), 1)
+    configure_logging(config.log_level, config.log_format)
+    warn_of_machine(config)
+    serve = find_server(config)
+    if serve is not None:
+        return serve()
+    check_gateways(data_directory(config), 1)
     return run_gateway(config)
 
 

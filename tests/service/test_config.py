@@ -336,14 +336,16 @@ def test_a_password_in_the_address_of_the_journal_is_refused_and_never_shown(url
     assert "cret" not in str(refused.value) + str(refused.value.value)
 
 
-def test_a_journal_in_postgresql_is_named_by_its_address() -> None:
+def test_a_journal_elsewhere_is_named_by_its_address() -> None:
     for url in (
         "postgresql://me@host:5432/quire?sslmode=verify-full",
         "postgres:///quire?host=/run/postgresql",
+        # Of an extension. Whether there is one only shows at the start.
+        "redis://host/0",
     ):
         assert load_config(parse("--journal", url), {}).journal == url
-    for wrong in ("mysql://host/quire", "postgresql", "sqlite:///file"):
-        with pytest.raises(ConfigError, match="must be auto, sqlite, memory, or postgresql"):
+    for wrong in ("mysql", "postgresql", "sqlite:/file"):
+        with pytest.raises(ConfigError, match="must be auto, disk, memory, or postgresql"):
             load_config(parse("--journal", wrong), {})
 
 

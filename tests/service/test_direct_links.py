@@ -15,9 +15,9 @@ from quire.v1 import worker_pb2
 
 from service import outbound
 from service.config import Config
+from service.extensions.gateways.peers import Peers
 from service.extensions.tracing.spans import Spans
 from service.pool.endpoints import LeasedEndpoint
-from service.shards.peers import Peers
 from tests.collector import Collector
 from tests.http_proxy import HttpProxy, http_proxy
 from workers.pool_member import PoolMember

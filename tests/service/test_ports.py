@@ -7,13 +7,13 @@ import json
 import pytest
 from quire.cli.main import complete_parser
 
-from service.cli import gateways
 from service.config import Config
+from service.extensions.gateways import parent
+from service.extensions.gateways.one_host import Place
 from service.extensions.metrics.settings import MetricsSettings
 from service.setting_rules import are_addresses, overlap
 from service.settings import ConfigError
-from service.shards.ids import Shard
-from service.shards.one_host import Membership
+from service.shard import Shard
 from tests.load_config import load_config
 
 TWO = {"gateways": "2", "workers": "2"}
@@ -68,9 +68,9 @@ def test_the_last_ports_and_free_ones_are_possible() -> None:
 
 
 def test_each_gateway_is_told_its_port() -> None:
-    config = Config(gateways=2, extensions=(MetricsSettings(metrics_listen="[::1]:9000"),))
+    config = Config().with_values({"gateways": 2, "metrics_listen": "[::1]:9000"})
     for index in range(2):
-        line = json.loads(gateways._first_line(config, Membership(Shard(index, 2), None, [], "")))
+        line = json.loads(parent._first_line(config, Place(Shard(index, 2), None, [], "")))
         assert line["config"]["metrics_listen"] == f"[::1]:{9000 + index}"
 
 

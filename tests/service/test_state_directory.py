@@ -70,7 +70,7 @@ def test_without_a_home_another_users_directory_is_not_used(
     assert "other users can write" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("journal", ["auto", "sqlite", "memory"])
+@pytest.mark.parametrize("journal", ["auto", "disk", "memory"])
 def test_a_directory_below_one_that_all_can_write_to_is_refused(everybodys: Path, journal: str) -> None:
     config = Config(data_dir=str(everybodys / "data"), journal=journal)
     with pytest.raises(StateUnusable, match=f"{everybodys}: other users can write to it") as refused:
@@ -100,7 +100,7 @@ def test_a_file_and_a_directory_that_cannot_be_written(
 def test_without_a_directory_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     prepare(Config(listen="127.0.0.1:0"))
-    prepare(Config(peer_listen="127.0.0.1:1"))
+    prepare(Config().with_values({"peer_listen": "127.0.0.1:1"}))
     assert list(tmp_path.iterdir()) == []
 
 

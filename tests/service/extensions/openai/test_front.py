@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from service.adapters.registry import Adapters
+from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
 from service.api.status import to_status
@@ -90,6 +91,10 @@ class Server:
         return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
 
 
+def unexpected(*_: object, **__: object) -> Any:
+    raise AssertionError("the front has called what it does not need")
+
+
 @asynccontextmanager
 async def serving(
     runtime: FakeRuntime, *, has_worker: bool = True, forward: Any = None, **settings: Any
@@ -107,12 +112,16 @@ async def serving(
         GatewayParts(
             state=state,
             api=SimpleNamespace(Forward=forward),  # type: ignore[arg-type]
+            admin=None,
+            interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
             executions=Executions(router, state),
             router=router,
             adapters=Adapters(1),
             shards=list,
+            open_core=unexpected,
+            stop=unexpected,
             http=[],
             num_http_connections=lambda: front.num_connections,
         )
