@@ -132,7 +132,7 @@ class LeasingLauncher(FakeLauncher):
         for processes in self.running.values():
             if processes.link is not None:
                 _arrive(processes, processes.link)
-                processes.link.answer_snapshots()
+                processes.link.answer()
         links, self._links = self._links, []
         for processes, link in links:
             late_s = self._rng.choice((0.0, self._rng.uniform(0.0, _LATE_S)))
