@@ -64,6 +64,9 @@ class Pool:
 
     def stop(self) -> None:
         for worker in self.workers:
+            # One that has only just begun would be killed by the signal.
+            while worker.poll() is None and not has_children(worker):
+                time.sleep(0.01)
             worker.terminate()
         for worker in self.workers:
             assert worker.wait(TIMEOUT_S) == 0
@@ -97,6 +100,12 @@ def process_of(worker: Forked) -> psutil.Process:
             if children:
                 return children[0]
         time.sleep(0.01)
+
+
+def has_children(worker: Forked) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(worker.pid).children())
+    return False
 
 
 class Text:
