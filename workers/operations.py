@@ -65,6 +65,11 @@ class LogitsFormat(enum.Enum):
     F16 = enum.auto()
 
 
+# The settings that leave tokens out of a draw, in the order in which they are applied. A GPU gets a column of
+# each.
+LIMITS = ("top_k", "top_p", "min_p")
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a token is chosen from a row of logits; the defaults have no effect (greedy).
@@ -90,6 +95,11 @@ class Sampling:
         """Whether a penalty is set, so that the tokens of the sequence are needed."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether LIMITS may leave tokens out. They never leave out all."""
+        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
     @property
     def changes_logits(self) -> bool:

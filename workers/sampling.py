@@ -16,6 +16,7 @@ cannot make the batch fail with an index error.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -33,6 +34,7 @@ from workers.operations import DraftProbabilities, Sampling, TokenMask
 _NEG_INF = float("-inf")
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _GREEDY = Sampling()
+_limits_of = operator.attrgetter(*compiled.LIMITS)
 
 Row = NDArray[np.float32]  # [V] logits
 Reals = NDArray[np.float64]
@@ -274,7 +276,7 @@ class Candidates(NamedTuple):
 
 
 def candidates(row: Row, spec: Sampling) -> Candidates:
-    """What is left of a row by temperature, top_k, top_p and min_p.
+    """What is left of a row by temperature and `operations.LIMITS`.
 
     Args:
         row: [V] float32 after mask, bias and penalties, of which one is finite. Not modified.
@@ -312,9 +314,7 @@ class CompiledRows:
         spec = row.spec or _GREEDY
         choice = compiled.RowChoice(
             temperature=spec.temperature,
-            top_k=spec.top_k,
-            top_p=spec.top_p,
-            min_p=spec.min_p,
+            limits=_limits_of(spec),
             repetition_penalty=spec.repetition_penalty,
             frequency_penalty=spec.frequency_penalty,
             presence_penalty=spec.presence_penalty,

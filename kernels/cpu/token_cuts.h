@@ -12,6 +12,12 @@ namespace quire {
 
 constexpr float kLowest = -std::numeric_limits<float>::max();  // what is not forbidden reaches it
 
+// The settings that leave out tokens, in the order in which they are applied: LIMITS in sampling.py.
+struct Limits {
+  int64_t top_k;  // 0: none
+  double top_p, min_p;
+};
+
 // Tokens in the order of their ids.
 struct Tokens {
   const float* values;
@@ -173,6 +179,14 @@ inline Tokens likely(const Tokens& tokens, double min_p, const Softmax& softmax,
     else last = middle - 1;
   }
   return from(tokens, value_of(first), memory);
+}
+
+// What the limits leave of some tokens.
+inline Tokens limited(Tokens tokens, const Limits& limits, const Softmax& softmax, TokenMemory& memory) {
+  if (limits.top_k > 0 && limits.top_k < tokens.count) tokens = first_k(tokens, limits.top_k, memory);
+  if (limits.top_p < 1) tokens = first_share(tokens, limits.top_p, softmax, memory);
+  if (limits.min_p > 0) tokens = likely(tokens, limits.min_p, softmax, memory);
+  return tokens;
 }
 
 }  // namespace quire

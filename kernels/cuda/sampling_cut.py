@@ -24,6 +24,7 @@ Dimension letters: R rows; V vocabulary; P spans of a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -423,6 +424,23 @@ def _variants(spans: int, span: int) -> tuple[Variant, Variant, Variant, Variant
         Variant(gather_kernel, padded, num_warps=8, num_stages=1),
         Variant(cut_kernel, padded, num_warps=16, num_stages=1),
     )
+
+
+def cut(
+    logits: torch.Tensor, temperatures: torch.Tensor, limits: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What all settings that limit a draw leave of each row: the values and ids of `find_cuts`.
+
+    Args:
+        logits: [R or more, V] as for `find_cuts`.
+        temperatures: [R].
+        limits: For each setting, by its name, [R].
+    """
+    cut_ids = torch.empty_like(limits["top_k"])
+    cut_values = torch.empty_like(cut_ids, dtype=torch.float32)
+    rows = logits[: len(cut_ids)]
+    find_cuts(rows, temperatures, limits["top_k"], limits["top_p"], limits["min_p"], cut_values, cut_ids)
+    return cut_values, cut_ids
 
 
 def find_cuts(

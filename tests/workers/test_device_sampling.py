@@ -88,7 +88,7 @@ def test_masks_become_words_and_what_they_lack_is_forbidden() -> None:
 def test_limits_of_greedy_rows_are_left_out() -> None:
     greedy, drawn = Sampling(0.0, 5, 0.5, 0.5), Sampling(1.0, 2**32 - 1, 0.5, 0.25)
     columns = _settings([SamplingRow(greedy), SamplingRow(drawn)], [0, 1], vocab=10)
-    limits = [columns[name].tolist() for name in ("top_ks", "top_ps", "min_ps")]
+    limits = [columns[name].tolist() for name in ("top_k", "top_p", "min_p")]
     assert limits == [[0, 2**31 - 1], [1.0, 0.5], [0.0, 0.25]]
 
 

@@ -109,7 +109,7 @@ export interface OutputOptions {
   logprob: boolean;
   /**
    * Return the log-probability of the chosen token under the distribution from which it was drawn: after mask,
-   * penalties, temperature, top_k, top_p and min_p. 0 for a greedy choice.
+   * penalties, temperature, and what leaves out tokens. 0 for a greedy choice.
    */
   sampledLogprob: boolean;
   /**
