@@ -297,6 +297,13 @@ def candidates(row: Row, spec: Sampling) -> Candidates:
         kept[order[1:]] = np.cumsum(weights)[:-1] < spec.top_p * weights.sum()
     if spec.min_p > 0.0:
         kept &= np.exp(log_weights) >= spec.min_p
+    if spec.typical_p < 1.0:
+        # How far each token's information is from the entropy: both lack the logarithm of the total.
+        weights = np.where(kept, np.exp(log_weights), 0.0)
+        distances = np.abs(log_weights - (weights * log_weights).sum() / weights.sum())
+        nearest = np.flatnonzero(kept)[np.argsort(distances[kept], kind="stable")]
+        is_short = np.cumsum(weights[nearest]) < spec.typical_p * weights.sum()
+        kept &= distances <= distances[nearest[: np.count_nonzero(is_short) + 1]].max()
     return Candidates(ids[kept], log_weights[kept])
 
 

@@ -25,11 +25,14 @@ _NO_REALS: Reals = np.zeros(0)
 class _Limits(ctypes.Structure):
     """Limits of token_cuts.h: the fields must agree."""
 
-    _fields_ = (("top_k", ctypes.c_int64), ("top_p", ctypes.c_double), ("min_p", ctypes.c_double))
+    _fields_ = (
+        ("top_k", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("top_p", "min_p", "typical_p")),
+    )
 
 
 # The settings that leave out tokens, in their order.
-LIMITS = tuple(name for name, _ in _Limits._fields_)
+LIMITS = tuple(field[0] for field in _Limits._fields_)
 
 
 class _Row(ctypes.Structure):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import TypicalLogitsWarper
 
 from workers import distribution as room
 from workers.counter_rng import uniform
@@ -41,6 +42,11 @@ def plain(logits: list[float], spec: Sampling, allowed: set[int]) -> dict[int, f
         before += weights[token]
         kept.append(token)
     kept = [token for token in kept if weights[token] >= spec.min_p]
+    if spec.typical_p < 1:
+        scores = torch.full((1, len(logits)), -math.inf, dtype=torch.float64)
+        scores[0, kept] = torch.tensor([math.log(weights[token]) for token in kept], dtype=torch.float64)
+        left = TypicalLogitsWarper(spec.typical_p)(torch.zeros(1, 0, dtype=torch.int64), scores)[0]
+        kept = [token for token in kept if left[token] > -math.inf]
     return {token: weights[token] / sum(weights[other] for other in kept) for token in kept}
 
 
@@ -57,6 +63,7 @@ def test_it_is_what_the_settings_mean(seed: int) -> None:
         top_k=int(rng.choice([0, 1, 5, VOCAB])),
         top_p=float(rng.choice([0.2, 0.9, 1.0])),
         min_p=float(rng.choice([0.0, 0.1])),
+        typical_p=float(rng.choice([1.0, 0.1, 0.6, 0.95])),
     )
     found = row_of(logits, SamplingRow(spec, TokenMask(allowed=sorted(allowed))))
     expected = plain(logits.tolist(), spec, allowed)

@@ -52,6 +52,7 @@ SETTINGS = (
     Setting('repetition_penalty', float, 0, 10, True, 1, 'Divides positive and multiplies negative logits of tokens that occur anywhere in the sequence. In (0, 10].'),
     Setting('frequency_penalty', float, -2, 2, False, 0, 'Subtracted once per occurrence since the last Prefill, or from `penalty_from` on. In [-2, 2].'),
     Setting('presence_penalty', float, -2, 2, False, 0, 'Subtracted if the token occurred since the last Prefill, or from `penalty_from` on. In [-2, 2].'),
+    Setting('typical_p', float, 0, 1, True, 1, 'Keep the smallest set of tokens whose information is nearest to the entropy and whose probabilities, among the tokens that are left, sum to at least p (locally typical sampling). In (0, 1].'),
 )
 
 
@@ -68,3 +69,4 @@ class SamplingSettings(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     seed: int | None
     penalty_from: int | None
+    typical_p: float | None
