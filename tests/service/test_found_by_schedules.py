@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 
 from service.caches.records import CacheForked, CacheReleased
-from service.caches.requests import Fork, Handles, Truncate
+from service.caches.requests import Fork, Handles, Renew, Truncate
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
@@ -51,6 +51,22 @@ def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> Non
     assert gateway.reason(refused) == "DEADLINE_PASSED" and isinstance(gateway.replies[fork], Handles)
     assert gateway.reason(append) == "CACHE_NOT_FOUND"
     assert [type(record) for record in journal.written[-2:]] == [CacheForked, CacheReleased]
+
+
+def test_a_cache_that_returns_to_a_worker_that_has_kept_it_is_placed_anew() -> None:
+    """Its epoch says so, as between any two workers."""
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    (entry,) = gateway.machine.index
+    first = entry.worker
+    assert first is not None
+    gateway.lose_worker(first.worker_id)
+    elsewhere = gateway.append(decode(cache, 4))
+    assert elsewhere.worker_id != first.worker_id
+    gateway.lose_worker(elsewhere.worker_id)
+    gateway.dispatcher.worker_ready(dataclasses.replace(first, held=OrderedDict()), {entry.number: 3})
+    (back,) = gateway.handles(Renew(cache)).handles
+    assert back.worker_id == first.worker_id and back.epoch > elsewhere.epoch
 
 
 def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> None:
