@@ -143,7 +143,7 @@ def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[Sampl
 def choose_with_drafts(
     logits: Tensor, rows: Sequence[SamplingRow], keys: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """As `workers.distribution.choose_with_draft`, for rows that all have drafts.
+    """As `workers.numpy_choice.choose_with_draft`, for rows that all have drafts.
 
     Args:
         logits: As for `choose_tokens`, which has accepted them with these rows. Not modified.

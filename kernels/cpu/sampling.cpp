@@ -1,5 +1,5 @@
-// Chooses tokens of rows of logits, with all settings: see workers/sampling.py and workers/distribution.py, which define
-// the results. A row is computed by one thread, so its results do not depend on the others.
+// Chooses tokens of rows of logits, with all settings: see workers/numpy_choice.py, which defines the
+// results. A row is computed by one thread, so its results do not depend on the others.
 
 #include <functional>
 #include <utility>
@@ -267,7 +267,7 @@ double draft_of(const RowArguments& a, int64_t id) {
   return found != end && *found == id ? a.draft[found - a.draft_ids] : 0;
 }
 
-// See `choose_with_draft` in workers/distribution.py.
+// See `choose_with_draft` in workers/numpy_choice.py.
 int32_t choose_with_draft(const RowArguments& a, const Tokens& tokens, const Softmax& softmax, double total,
                           Memory& memory) {
   Residual residual{memory, 0};

@@ -1,6 +1,6 @@
 """Keeps a draft or draws another token, for rows of logits: rejection sampling of drafts.
 
-`workers/distribution.py` has the method and its sources. Each row has one program, which reads the row once
+`workers/numpy_choice.py` has the method and its sources. Each row has one program, which reads the row once
 for its best logit, once for the sum of its weights, once for each draft that is not kept, and once for the
 draw. Weights are exp((logit - best) / temperature) in float64, as on the CPU, and added in another order: so
 tokens are the same unless a draft is kept or not, or two scores differ, by about 1e-13.
