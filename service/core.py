@@ -23,7 +23,7 @@ from service.auth.authenticator import current_tenant
 from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
-from service.config import Config, ConfigError, needing_extra
+from service.config import Config
 from service.dispatcher import Dispatcher, ObservedDispatcher
 from service.extension import Extension
 from service.journal.base import Journal
@@ -38,6 +38,7 @@ from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.weight_uploads import WeightUploads
+from service.settings import ConfigError, needing_extra
 from service.shards.forwarding import Forwarding
 from service.shards.ids import Shard
 from service.shards.leases import Lease, Leases

@@ -1,13 +1,14 @@
 """What a package can add to a gateway without a change here: a port of its own, or what observes calls.
 
-An extension is found by an entry point of the group `quire.extensions`: a function that gets the settings and
-returns an `Extension`, or None if these do not ask for it. It is called before any other part exists, so it
-should import its libraries only when it is asked for.
+An extension is found by an entry point of the group `quire.extensions`, which names its settings: a subclass
+of `ExtensionSettings`. Their `opened_by` is a function that gets all settings and returns an `Extension`, or
+None if these do not ask for it. It is called before any other part exists, so it should import its libraries
+only when it is asked for.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from service.api.interceptor import Observing
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
 from service.caches.machine import CacheMachine
-from service.config import Config
+from service.config import Config, installed_extensions
 from service.dispatcher import ObserveAppends
 from service.logging import get_logger
 from service.pool.launcher import Launcher
@@ -30,7 +31,6 @@ from service.runtimes.router import Router
 from service.text.text_model import TextModel
 
 _log = get_logger(__name__)
-GROUP = "quire.extensions"
 
 # Returns an ASGI application that does more than the given one.
 WrapHttp = Callable[[Any], Any]
@@ -143,13 +143,12 @@ class Extension:
 def open_extensions(config: Config) -> list[Extension]:
     """Those that the settings ask for, by name. Raises ConfigError."""
     found = []
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        try:
-            make: Callable[[Config], Extension | None] = point.load()
-        except ModuleNotFoundError as error:
-            # Removed from the installation, maybe on purpose.
-            _log.warning("an extension is missing", extension=point.name, module=error.name)
+    for name, settings in installed_extensions().items():
+        if isinstance(settings, str):
+            _log.warning("an extension is missing", extension=name, module=settings)
             continue
+        module, _, function = settings.opened_by.partition(":")
+        make: Callable[[Config], Extension | None] = getattr(importlib.import_module(module), function)
         extension = make(config)
         if extension is not None:
             found.append(extension)

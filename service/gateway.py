@@ -223,8 +223,7 @@ class Gateway:
                 admin_pb2_grpc.add_AdminServiceServicer_to_server(api, server)
             names.append(ADMIN_SERVICE)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        if self.config.reflection == "on":
-            add_reflection(self.server, names)
+        add_reflection(self.server, names)
         with binding(self.config.listen):
             if self.credentials is None:
                 port = self.server.add_insecure_port(self.config.listen)

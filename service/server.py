@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
-from service.config import Config, needing_extra
+from service.config import Config
 from service.core import OpenShard, open_leased
 from service.gateway import Gateway
 from service.journal.base import JournalUnusable
@@ -25,6 +25,7 @@ from service.logging import drain_log, get_logger
 from service.pool.launcher import PoolFailed
 from service.postgres.errors import DatabaseFailed
 from service.runtimes.sources import FindModel
+from service.settings import needing_extra
 from service.shards.keeper import Keeper
 from service.shards.leases import OwnershipLost
 from service.shards.one_host import LEAVE_WORKERS, Membership

@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.checkout import ROOT, environment
 
@@ -331,27 +331,6 @@ class ForkedWorker(Forked):
         self.wait()
 
 
-def asked(server: str) -> SimpleNamespace:
-    """In the place of `subprocess` in service.cli.child, which starts what needs torch."""
-
-    def start(
-        command: Sequence[str],
-        *,
-        stdin: int,
-        stdout: IO[str],
-        stderr: IO[str],
-        cwd: str,
-        start_new_session: bool,
-        **of: Any,
-    ) -> Forked:
-        assert stdin == subprocess.DEVNULL
-        with Path(os.devnull).open("rb") as nothing:
-            files = (nothing.fileno(), stdout.fileno(), stderr.fileno())
-            return Forked(server, command, cwd=cwd, files=files, is_session=start_new_session, **of)
-
-    return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-
-
 class _Child:
     """A fork of this process itself, which has one thread: what `quire worker` starts again and again."""
 
@@ -398,7 +377,7 @@ class _Child:
 
 def main() -> int:
     """See the module's docstring. Gateways of `quire serve --gateways N` and of a soak are `-P -m MODULE`."""
-    from service.cli import child, gateways
+    from service.cli import gateways
     from service.pool import local
 
     server = sys.argv.pop(1)
@@ -408,7 +387,6 @@ def main() -> int:
             server, command, env=options["env"], cwd=options["cwd"], is_session=start_new_session
         )
 
-    vars(child)["subprocess"] = asked(server)
     vars(local)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
     if sys.argv[1] == "-P":
         module = sys.argv[3]

@@ -21,7 +21,7 @@ STUBS = "quire.v1"
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
     {"__main__", "pool_member", "follower"},
-    {"process", "plan", "precompile", "dry_run", "launches"},
+    {"process"},
     {"socket_server"},
     {"server", "wire"},
     {"step_loop"},
@@ -73,6 +73,7 @@ SERVICE_ROOMS = {
     "service.model_names": (),
     "service.quantised": ("service.model_names",),
     "service.setting_rules": ("service.model_names",),
+    "service.settings": ("service.setting_rules",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
     "service.outbound": (),
@@ -136,12 +137,12 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.metrics": (
         "service.adapters.registry", "service.api", "service.caches", "service.config",
-        "service.dispatcher", "service.errors", "service.extension", "service.http_requests",
+        "service.dispatcher", "service.errors", "service.extension", "service.http",
         "service.listening", "service.logging", "service.pool.model_versions", "service.runtimes",
     ),
     "service.extensions.openai": (
         "service.api", "service.caches.tenants", "service.config", "service.auth", "service.errors",
-        "service.extension", "service.http_requests", "service.listening", "service.logging",
+        "service.extension", "service.http", "service.listening", "service.logging",
         "service.printable", "service.runtimes", "service.text", "service.turns",
     ),
     "service.extensions.providers": (
@@ -158,7 +159,7 @@ SERVICE_ROOMS = {
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
     ),
     "service.listening": (),
-    "service.http_requests": (),
+    "service.http": ("service.listening",),
     "service.shards": (
         "service.api", "service.auth", "service.config", "service.durable_file", "service.errors",
         "service.journal", "service.logging", "service.pool.pool_files", "service.postgres",
@@ -187,7 +188,7 @@ SERVICE_ROOMS = {
         "service.journal", "service.listening", "service.logging", "service.extension",
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
         "service.outbound", "service.postgres", "service.printable",
-        "service.server", "service.shards", "service.uploads",
+        "service.gateway", "service.server", "service.shards", "service.uploads",
         "service.model_names", "service.quantised",
     ),
 }  # fmt: skip
@@ -271,7 +272,7 @@ def test_what_gateway_and_workers_share_needs_nothing_else() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("package", ["service", "workers"])
+@pytest.mark.parametrize("package", ["service", "workers", "kernels"])
 def test_nothing_imports_itself_by_way_of_others(package: str) -> None:
     """Not for types either."""
     known = modules(package)
@@ -302,7 +303,7 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
 
 def test_a_worker_needs_no_more_than_images_for_gpus_have() -> None:
     """Nothing can be installed on some of them. What transformers needs itself is there, too."""
-    of_transformers = {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
+    of_transformers = {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "regex"}
     known = {"workers", "kernels", "quire", "google", "grpc", "psutil", "triton", "uvloop", "_typeshed"}
     for module, path in (modules("workers") | modules("kernels")).items():
         outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
@@ -313,12 +314,11 @@ def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels(
     allowed = ("workers.models", "workers.kv.tensors", "workers.counter_rng")
     # One compiled call chooses the tokens of all rows.
     rows = ("workers.sampling", "workers.numpy_choice", "workers.distribution", "workers.extra_samples")
-    precompiling = ("workers.launches", "workers.dry_run", "workers.precompile")
-    on_a_gpu = ("workers.device_sampling", "workers.runners", *precompiling)
+    on_a_gpu = ("workers.device_sampling", "workers.runners")
     assert offenders("workers", ("kernels",), (*allowed, *rows, *on_a_gpu)) == []
     assert [
         found
-        for found in offenders("workers", ("kernels",), (*allowed, *rows, "workers.launches"))
+        for found in offenders("workers", ("kernels",), (*allowed, *rows))
         if " kernels.cuda" not in found
     ] == []
 
@@ -374,7 +374,7 @@ def test_rooms_of_the_gateway() -> None:
         assert room in SERVICE_ROOMS, f"{module} is in no room: give it one in SERVICE_ROOMS"
         allowed = (room, *SERVICE_ROOMS[room])
         if "service.config" in allowed:
-            allowed += ("service.setting_rules",)
+            allowed += ("service.setting_rules", "service.settings")
         wrong += [
             f"{module} imports {name}"
             for name in imports(path)

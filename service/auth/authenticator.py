@@ -16,8 +16,9 @@ from pathlib import Path
 from service.auth.reloaded_file import ReloadedFile
 from service.auth.tokens import Principal, Role, TokenStore, is_tenant_name, read_token_store
 from service.caches.tenants import Tenant
-from service.config import Config, ConfigError
+from service.config import Config
 from service.errors import RoleMissing, Unauthenticated
+from service.settings import ConfigError
 
 AUTHORIZATION = "authorization"
 # The metadata by which a gateway knows calls that another gateway of the same server forwards.

@@ -190,7 +190,7 @@ class OperationQueues:
                 if len(operation.entries) > 1:
                     left += (its for its in operation.entries if its is not entry)
             is_leaving = not entry.visible or (entry.worker is not None and entry.worker.draining)
-            if is_leaving and entry.running is None and not entry.waiting:
+            if is_leaving and not entry.closing and entry.running is None and not entry.waiting:
                 self._leave_idle(entry)
 
     def _leave_idle(self, entry: CacheEntry) -> None:
@@ -353,5 +353,7 @@ class OperationQueues:
         """Frees everything that caches hold."""
         self._kv.drop(*entries)
         for entry in entries:
+            # For good: it may be looked at once more, as by a second operation that has ended with it.
+            entry.closing = True
             self._index.remove(entry)
         self._admission.remove(entries)

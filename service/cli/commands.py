@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 _MAX_DAYS = 36_500
-# Of workers.plan, which loads torch.
-_GPUS = ("A100-40GB", "A100-80GB", "L4", "L40S", "H100", "H100-PCIe", "H200")
 
 
 def add_serve(commands: Commands) -> None:
@@ -31,47 +29,9 @@ def add_serve(commands: Commands) -> None:
         "settings. Flags override the environment, which overrides the file.",
     )
     serve.set_defaults(run="service.cli.serve:run")
+    check = "say what is given and why a start would fail, with exit status 2, and start nothing"
+    serve.add_argument("--check", action="store_true", help=check)
     add_flags(serve)
-
-
-def add_config(commands: Commands) -> None:
-    """`quire config`."""
-    config = commands.add_parser("config", help="check or show the settings of a server")
-    actions = config.add_subparsers(dest="action", required=True, metavar="check|show|schema")
-    check = actions.add_parser(
-        "check",
-        help="say all problems of the settings",
-        description="Reads the file, the environment and flags as `quire serve` does, and checks also what"
-        " only shows at the start: certificates, tokens, runtimes, addresses, the data directory and the"
-        " journal in it. Exits with 1 if there is a problem.",
-    )
-    check.set_defaults(run="service.cli.config:check")
-    check.add_argument(
-        "--running",
-        action="store_true",
-        help="a server with these settings is running: its addresses are in use",
-    )
-    show = actions.add_parser("show", help="show each setting, its value and where it comes from")
-    show.set_defaults(run="service.cli.config:show")
-    show.add_argument("--json", action="store_true", help="print JSON")
-    for parser in (check, show):
-        parser.add_argument("file", nargs="?", metavar="FILE", help="the TOML file, in place of --config")
-        add_flags(parser)
-    schema = actions.add_parser("schema", help="print a JSON schema of the file, for editors")
-    schema.set_defaults(run="service.cli.config:schema")
-
-
-def add_doctor(commands: Commands) -> None:
-    """`quire doctor`."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine: what prevents serving, what makes it slow, and what to do",
-        description="Looks at CPU, memory, GPUs, disk, limits and libraries. Takes a few seconds. Exits"
-        " with 1 if something prevents serving.",
-    )
-    doctor.set_defaults(run="service.cli.doctor:run")
-    doctor.add_argument("--config", metavar="FILE", help="the server's TOML file (env QUIRE_CONFIG)")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_journal(commands: Commands) -> None:
@@ -98,26 +58,6 @@ def add_journal(commands: Commands) -> None:
             action.add_argument("to", metavar="TO", help="a directory that does not exist yet")
         if name == "inspect":
             action.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_plan(commands: Commands) -> None:
-    """`quire plan`."""
-    plan = commands.add_parser(
-        "plan",
-        help="what a model needs on a machine: pages, contexts and tokens/s, from its config",
-        description="Computes sizes from config.json alone, as a worker does; no weights are read. The device"
-        " is this machine's CPU unless --gpu is given. Speeds are roofs, not promises.",
-    )
-    plan.set_defaults(run="service.cli.plan:run")
-    plan.add_argument("--model", required=True, metavar="MODEL", help="as for `quire serve`")
-    where = plan.add_mutually_exclusive_group()
-    where.add_argument("--gpu", choices=_GPUS, metavar="NAME", help=f"one of {', '.join(_GPUS)}")
-    where.add_argument("--memory", type=int, metavar="BYTES", help="free memory of a machine with this CPU")
-    plan.add_argument(
-        "--context", type=int, metavar="N", help="tokens of each context (default 2048)", default=2048
-    )
-    plan.add_argument("--dtype", metavar="DTYPE", help="as for `quire serve` (default auto)", default="auto")
-    plan.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_state(commands: Commands) -> None:

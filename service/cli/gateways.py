@@ -21,9 +21,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from service.config import SETTINGS, Config, ConfigError
+from service.config import Config, all_settings
 from service.config_sources import needs_a_worker
 from service.data_directory import data_directory
 from service.journal.base import JournalUnusable
@@ -31,6 +30,7 @@ from service.listening import CannotListen, reserved
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus
+from service.settings import ConfigError
 from service.shards.ids import Shard
 from service.shards.one_host import LEAVE_WORKERS, STOP, Membership, memberships
 from workers.common import child_process
@@ -48,7 +48,12 @@ def run(config: Config) -> int:
     if config.gateways > config.worker_slots:
         raise ConfigError("workers", "", "auto", needs_a_worker(config))
     with contextlib.ExitStack() as stack:
-        for address in filter(None, (config.listen, config.openai_listen)):
+        shared = {
+            one.name: address
+            for one, _, address in config.ports()
+            if one.port is not None and not one.port.of_each_gateway
+        }
+        for address in shared.values():
             if (why_not := why_not_listening(address)) != ADDRESS_IS_FREE:
                 _log.error("cannot listen", listen=address, error=why_not)
                 return 1
@@ -59,14 +64,11 @@ def run(config: Config) -> int:
             return 1
         # Held, so that a port that is chosen now stays this server's.
         try:
-            listen, openai_listen = (
-                address and stack.enter_context(reserved(address))
-                for address in (config.listen, config.openai_listen)
-            )
+            held = {name: stack.enter_context(reserved(address)) for name, address in shared.items()}
         except CannotListen as error:
             _log.error("cannot listen", listen=error.listen, error=error.why)
             return 1
-        config = dataclasses.replace(config, listen=listen, openai_listen=openai_listen)
+        config = config.with_values(held)
         _log.info(
             "starting gateways", listen=config.listen, gateways=config.gateways, workers=config.worker_slots
         )
@@ -75,9 +77,8 @@ def run(config: Config) -> int:
 
 def _first_line(config: Config, member: Membership) -> bytes:
     """What a gateway reads at its start: its settings, and its place."""
-    config = dataclasses.replace(config, metrics_listen=config.metrics_address(member.shard.index))
     content = {
-        "config": dataclasses.asdict(_with_absolute_paths(config)),
+        "config": _with_absolute_paths(config.of_gateway(member.shard.index)).values(),
         "member": dataclasses.asdict(member),
     }
     # What JSON does not have is the path of the directory.
@@ -86,13 +87,11 @@ def _first_line(config: Config, member: Membership) -> bytes:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Gateways start in another directory."""
-    names = [name for name, setting in SETTINGS.items() if setting.is_path]
+    names = [name for name, setting in all_settings().items() if setting.is_path]
     if not (config.has_remote_workers or config.model in (SHIPPED_MODEL, WEIGHTLESS_MODEL)):
         names.append("model")
-    absolute: dict[str, Any] = {
-        name: str(Path(path).absolute()) for name in names if (path := getattr(config, name))
-    }
-    return dataclasses.replace(config, **absolute)
+    values = config.values()
+    return config.with_values({name: str(Path(values[name]).absolute()) for name in names if values[name]})
 
 
 def _read_first_line() -> tuple[Config, Membership]:
@@ -107,7 +106,7 @@ def _read_first_line() -> tuple[Config, Membership]:
     member = content["member"]
     directory = None if member["directory"] is None else Path(member["directory"])
     place = member | {"shard": Shard(**member["shard"]), "directory": directory}
-    return Config(**content["config"]), Membership(**place)
+    return Config().with_values(content["config"]), Membership(**place)
 
 
 class _Parent:

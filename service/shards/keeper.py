@@ -11,10 +11,11 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
-from service.config import Config, ConfigError
+from service.config import Config
 from service.journal.base import JournalUnusable
 from service.logging import get_logger
 from service.postgres.errors import DatabaseFailed
+from service.settings import ConfigError
 from service.shards.ids import Shard
 from service.shards.leases import WATCH_S, Lease, Leases, Owned, OwnershipLost
 from service.shards.peers import Addresses

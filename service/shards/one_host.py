@@ -19,9 +19,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from service import durable_file
-from service.config import ConfigError
 from service.journal.files import DATABASE, lock
 from service.setting_rules import MAX_SOCKET_PATH_BYTES
+from service.settings import ConfigError
 from service.shards.ids import Shard
 from workers.common.trusted import require_trusted
 

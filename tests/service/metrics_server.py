@@ -56,7 +56,7 @@ async def serving(
     tmp_path: Path, member: Membership | None = None, **settings: Any
 ) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
-    gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)), member=member)
+    gateway = Gateway(Config().with_values(defaults | settings | {"data_dir": str(tmp_path)}), member=member)
     (exporter,) = (one for one in gateway.extensions if isinstance(one, Exporter))
     port = exporter.bind()
     running = asyncio.create_task(exporter.run())

@@ -85,3 +85,15 @@ def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> N
     gateway.dispatcher.worker_ready(worker.view(64), kept)
     gateway.append(decode(cache, 4))
     assert gateway.held() == [[1, 7, 8, 4]]
+
+
+def test_a_creation_that_fails_for_two_callers_at_once_is_discarded_once() -> None:
+    """Before, each such pair let one cache more be made than the limits allow."""
+    gateway = Gateway()
+    kept = gateway.create(1, 2, 3)
+    late = dataclasses.replace(prefill(4, 5), request_id="same", timeout_s=0.0)
+    for ticket in gateway.submit(late, late):
+        assert gateway.reason(ticket) == "DEADLINE_PASSED"
+    check_invariants(gateway.machine)
+    assert gateway.machine.index.find(kept, gateway.machine.index.anonymous) is not None
+    assert gateway.machine.index.anonymous.caches == 1

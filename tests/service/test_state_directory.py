@@ -13,12 +13,13 @@ from quire.cli.main import main
 from service.auth.authenticator import Authenticator
 from service.auth.tls import server_credentials
 from service.cli import serve
-from service.config import Config, ConfigError
+from service.config import Config
 from service.config_sources import read_settings
 from service.data_directory import StateUnusable, data_directory, prepare
 from service.errors import BadRuntimes
 from service.extensions.providers.runtimes_file import load
 from service.pool import pool_files
+from service.settings import ConfigError
 from tests.certificates import Authority
 from tests.quire_command import run
 from workers.common.protocol import EXIT_CONFIG
@@ -103,8 +104,8 @@ def test_without_a_directory_nothing_is_made(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_config_check_says_it(everybodys: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", "--data-dir", str(everybodys), "--listen", "127.0.0.1:0"]) == 1
+def test_a_start_says_it(everybodys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--data-dir", str(everybodys), "--listen", "127.0.0.1:0"]) == EXIT_CONFIG
     assert "other users can write to it" in capsys.readouterr().err
 
 

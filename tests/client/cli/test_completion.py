@@ -31,15 +31,14 @@ def script(shell: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> P
     [
         ("quire jour", ["journal"]),
         ("quire st", ["state", "status"]),
-        ("quire config ", ["check", "schema", "show"]),
-        ("quire config check --tls-k", ["--tls-key"]),
+        ("quire journal ", ["backup", "export", "inspect", "verify"]),
+        ("quire serve --tls-k", ["--tls-key"]),
         ("quire status --wi", ["--wide"]),
         ("quire serve --device ", ["auto", "cpu", "cuda"]),
         ("quire completion ", ["bash", "fish", "zsh"]),
-        ("quire config check --tokens tok", ["tokens.toml"]),
+        ("quire serve --tokens tok", ["tokens.toml"]),
         ("quire adapters load sql ad", ["adapter"]),
         ("quire caches release --a", ["--all"]),
-        ("quire plan --gpu H", ["H100", "H100-PCIe", "H200"]),
     ],
 )
 def test_bash_completes(

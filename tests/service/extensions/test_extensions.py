@@ -66,8 +66,8 @@ def test_the_extension_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (info / "entry_points.txt").write_text("\n".join(["[quire.extensions]", *lines]))
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("ACCESS_LOG", str(tmp_path / "access.log"))
-    with GatewayProcess(model="paged-attention") as gateway:
+    flags = ["--access-log", str(tmp_path / "access.log")]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         decode_some(gateway)
     calls = [
         line.split()[0].rpartition("/")[2] for line in (tmp_path / "access.log").read_text().splitlines()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import h11
@@ -15,33 +16,49 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.config import Config as Settings
-from service.http_requests import RequestConnection
+from service.http.framing import RequestConnection
 from workers.common.handshakes import Peer, plain_address
 
 # How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
 # server itself was not running.
 CHECK_INTERVAL_S = 0.25
-_MAX_HEADER_BYTES = 1 << 16
 _KEY = "connection"
 # The parts of a certificate that identify its owner, as in gRPC.
 _ALTERNATIVE_NAMES = ("DNS", "URI", "email", "IP Address")
 
 
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of the connections to one port.
+
+    Attributes:
+        max_connections: Above it, the one that has been without a request for longest is closed.
+        max_head_bytes: Of a request line with its headers, and of a body's trailers.
+        idle_s: How long a connection may be without a complete request.
+        unread_s: How long a client may read nothing of a response.
+    """
+
+    max_connections: int
+    max_head_bytes: int
+    idle_s: float
+    unread_s: float
+
+
 class Connection(H11Protocol):
-    """A connection with the gateway's limits."""
+    """A connection with limits."""
 
     def __init__(
         self,
-        settings: Settings,
+        limits: HttpLimits,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, {**app_state, _KEY: self}, _loop)
-        self.conn = RequestConnection(_MAX_HEADER_BYTES)
-        self._settings = settings
+        self.conn = RequestConnection(limits.max_head_bytes)
+        self._limits = limits
+        self.made_s = self.loop.time()
         # How long it has had no complete request.
         self.idle_s = 0.0
         self._unread_s = 0.0
@@ -49,11 +66,11 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._settings.max_connections:
-            # The one that has been without a request for longest: such ones do not keep others out.
+        if len(self.connections) > self._limits.max_connections:
+            # Such that have no request keep nobody out, the oldest of them least.
             connections = [one for one in self.connections if isinstance(one, Connection)]
-            idlest = max(connections, key=lambda one: one.idle_s)
-            (idlest if idlest.idle_s else self).abort()
+            without_request = [one for one in connections if not one.has_running_request()]
+            max(without_request, key=lambda one: (one.idle_s, -one.made_s)).abort()
 
     def on_response_complete(self) -> None:
         self.idle_s = 0.0
@@ -61,13 +78,13 @@ class Connection(H11Protocol):
 
     def check_timeouts(self) -> None:
         """Aborts it if nothing has moved for too long. Must be called every CHECK_INTERVAL_S."""
-        self.idle_s = 0.0 if self._has_running_request() else self.idle_s + CHECK_INTERVAL_S
+        self.idle_s = 0.0 if self.has_running_request() else self.idle_s + CHECK_INTERVAL_S
         unread_bytes = self.transport.get_write_buffer_size()
         is_stuck = 0 < self._unread_bytes <= unread_bytes
         self._unread_s = self._unread_s + CHECK_INTERVAL_S if is_stuck else 0.0
         self._unread_bytes = unread_bytes
         # Idle: no request, or an incomplete one. Or the response is not read.
-        if self.idle_s > self._settings.message_timeout_s or self._unread_s > self._settings.session_stall_s:
+        if self.idle_s > self._limits.idle_s or self._unread_s > self._limits.unread_s:
             self.abort()
 
     @property
@@ -98,12 +115,13 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Responds to invalid HTTP, if a response is still possible."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self._has_running_request():
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.has_running_request():
             super().send_400_response(msg)
         else:
             self.abort()
 
-    def _has_running_request(self) -> bool:
+    def has_running_request(self) -> bool:
+        """Whether the application has not answered a request yet."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is not None and not cycle.response_complete
 
