@@ -14,7 +14,7 @@ with penalties; H tokens of their histories.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers import operations
 from workers.counter_rng import mix_key
 from workers.logit_settings import Ids, Masks, in_vocabulary
 from workers.operations import Sampling
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
 _GREEDY = Sampling()
+# For each of `operations.LIMITS` what its column has where it does not matter, with the type of the column.
+LIMITS: Mapping[str, np.int32 | np.float64] = {
+    name: (np.int32 if isinstance(getattr(_GREEDY, name), int) else np.float64)(getattr(_GREEDY, name))
+    for name in operations.LIMITS
+}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Rows copied at once: copy and scratch take 8 bytes for each logit, 160 MB for 128 rows of 152k. A row is one
@@ -47,15 +53,10 @@ _PENALTY_COLUMNS = ("penalty_rows", "counts", "repetitions", "frequencies", "pre
 Columns = dict[str, NDArray[Any]]  # settings of some rows, by the name of a kernel's argument
 
 
-def is_cut(spec: Sampling) -> bool:
-    """Whether top_k, top_p or min_p may matter. They never exclude the most likely token."""
-    return spec.temperature > 0 and (spec.top_k > 0 or spec.top_p < 1.0 or spec.min_p > 0.0)
-
-
 def is_simple(row: SamplingRow) -> bool:
     """Whether a row's choice only needs a temperature and a key, and so no copy."""
     spec = row.spec
-    return row.mask is None and (spec is None or not (spec.changes_logits or is_cut(spec)))
+    return row.mask is None and (spec is None or not (spec.changes_logits or spec.is_limited))
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -140,7 +141,7 @@ def sampled_logprobs(logits: Tensor, tokens: Sequence[int], rows: Sequence[Sampl
 def choose_with_drafts(
     logits: Tensor, rows: Sequence[SamplingRow], keys: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """As `workers.distribution.choose_with_draft`, for rows that all have drafts.
+    """As `workers.numpy_choice.choose_with_draft`, for rows that all have drafts.
 
     Args:
         logits: As for `choose_tokens`, which has accepted them with these rows. Not modified.
@@ -213,13 +214,8 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
         columns = {**columns, "counts": counts}
     if "counts" in columns:
         sampling_adjust.apply_penalties(copy, *(columns[name] for name in _PENALTY_COLUMNS))
-    if "top_ks" not in columns:
-        return None, None
-    cut_ids = torch.empty_like(columns["top_ks"])
-    cut_values = torch.empty_like(cut_ids, dtype=torch.float32)
-    limits = columns["top_ks"], columns["top_ps"], columns["min_ps"]
-    sampling_cut.find_cuts(copy[: len(cut_ids)], columns["temperatures"], *limits, cut_values, cut_ids)
-    return cut_values, cut_ids
+    limits = {name: columns[name] for name in LIMITS if name in columns}
+    return sampling_cut.cut(copy, columns["temperatures"], limits) if limits else (None, None)
 
 
 def _settings(rows: Sequence[SamplingRow], where: Sequence[int], vocab: int) -> Columns:
@@ -248,14 +244,13 @@ def _draws(rows: Sequence[SamplingRow]) -> Columns:
 
 
 def limits(specs: Sequence[Sampling]) -> Columns:
-    """[C] top_ks, top_ps and min_ps. Without those if they matter to none."""
-    if not any(map(is_cut, specs)):
+    """[C] for each of LIMITS. None of them if they matter to no row."""
+    if not any(spec.is_limited for spec in specs):
         return {}
-    cutting = [spec if is_cut(spec) else _GREEDY for spec in specs]
+    limited = [spec if spec.is_limited else _GREEDY for spec in specs]
     return {
-        "top_ks": np.array([min(spec.top_k, _INT32_MAX) for spec in cutting], dtype=np.int32),
-        "top_ps": np.array([spec.top_p for spec in cutting], dtype=np.float64),
-        "min_ps": np.array([spec.min_p for spec in cutting], dtype=np.float64),
+        name: np.array([min(getattr(spec, name), _INT32_MAX) for spec in limited], dtype=neutral.dtype)
+        for name, neutral in LIMITS.items()
     }
 
 

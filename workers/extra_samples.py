@@ -13,12 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu import sampling as compiled
-from workers.distribution import distribution
-from workers.logit_settings import HistoryCounter, Masks
-from workers.operations import OutputSpec, RowOutput, Sampling
+from workers.operations import OutputSpec, RowOutput
 from workers.row_outputs import log_probabilities
-from workers.sampling import CompiledRows, SamplingRow, adjusted, candidates, keys_of, on_host
+from workers.sampling import RowChoices, SamplingRow, choose_rows, keys_of
 
 # The fixed cost of a draw, in candidate tokens.
 _DRAW_COST = 1 << 13
@@ -41,7 +38,7 @@ def draw_extra_samples(
         seeds: One for each draw.
         spec: Of the row.
     """
-    draw = (_CompiledDraws if compiled.available() else _Draws)(logits, row, logprobs=spec.sampled_logprob)
+    draw = _Draws(logits, row, logprobs=spec.sampled_logprob)
     cost = _DRAW_COST + draw.candidates
     count = max(1, _BATCH_COST // cost)
     for start in range(0, len(seeds), count):
@@ -57,33 +54,17 @@ def draw_extra_samples(
         yield cost * len(samples) + (0 if start else len(logits)), samples
 
 
-class _CompiledDraws:
+class _Draws:
     """Draws from one row, with their log-probabilities if they are wanted."""
 
     def __init__(self, logits: Tensor, row: SamplingRow, *, logprobs: bool) -> None:
-        self._logits = on_host(logits[None])
-        self._choice = CompiledRows(len(logits)).choice(row)
+        self._logits = logits[None].float().cpu()
+        self._choice = RowChoices(len(logits)).choice(row)
         self._choice.wants_logprobs = logprobs
         self(keys_of([], 0))
         self.candidates = self._choice.candidates
 
     def __call__(self, keys: NDArray[np.uint64]) -> tuple[list[int], list[float]]:
         self._choice.keys = keys
-        compiled.choose(self._logits, {0: self._choice})
+        choose_rows(self._logits, {0: self._choice})
         return self._choice.tokens.tolist(), self._choice.logprobs.tolist()
-
-
-class _Draws:
-    """As `_CompiledDraws`, in numpy."""
-
-    def __init__(self, logits: Tensor, row: SamplingRow, *, logprobs: bool) -> None:
-        values, vocab, spec = on_host(logits[None])[0].numpy(), len(logits), row.spec or Sampling()
-        masks, counter = Masks(vocab), HistoryCounter(vocab)
-        self._left = candidates(adjusted(values, row, masks, counter), spec)
-        self._drawn_from = distribution(values, row, masks, counter) if logprobs else None
-        self.candidates = len(self._left.ids)
-
-    def __call__(self, keys: NDArray[np.uint64]) -> tuple[list[int], list[float]]:
-        tokens = [self._left.draw(key) for key in keys.tolist()]
-        drawn_from = self._drawn_from
-        return tokens, [] if drawn_from is None else [drawn_from.log_of(token) for token in tokens]

@@ -65,11 +65,17 @@ class LogitsFormat(enum.Enum):
     F16 = enum.auto()
 
 
+# The settings that leave tokens out of a draw, in the order in which they are applied. A GPU gets a column of
+# each.
+LIMITS = ("top_k", "top_p", "min_p", "typical_p")
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a token is chosen from a row of logits; the defaults have no effect (greedy).
 
-    Applied in this order: mask and logit_bias, penalties, temperature, top_k, top_p, min_p, draw.
+    Applied in this order: mask and logit_bias, penalties, temperature, top_k, top_p, min_p, typical_p,
+    draw.
     The draw is a pure function of (seed, position).
     """
 
@@ -77,6 +83,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -90,6 +97,12 @@ class Sampling:
         """Whether a penalty is set, so that the tokens of the sequence are needed."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether LIMITS may leave tokens out. They never leave out all."""
+        limits = (self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.temperature > 0 and limits != (0, 1.0, 0.0, 1.0)
 
     @property
     def changes_logits(self) -> bool:

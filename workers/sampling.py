@@ -4,10 +4,7 @@ Each row is chosen independently. Its token is a pure function of its logits, se
 does not depend on the rest of the batch or on earlier draws. Settings apply in the order of types.proto.
 Among equal logits the lowest id comes first, in the choice and in every "most likely".
 
-On the CPU one compiled call chooses for all rows; numpy does it, row by row, where nothing is compiled.
-
-Numbers: logits are float32. Bias, repetition penalty and frequency/presence penalty are each computed in
-float64 and rounded once to float32; finite values stay finite. All later steps use float64.
+On the CPU one compiled call chooses for all rows, or `numpy_choice`, row by row, where nothing is compiled.
 
 The gateway checks the ranges of settings. Token ids beyond the vocabulary are ignored here, so that one row
 cannot make the batch fail with an index error.
@@ -16,9 +13,10 @@ cannot make the batch fail with an index error.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -26,13 +24,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu import sampling as compiled
-from workers.counter_rng import gumbel, mix_key
-from workers.logit_settings import HistoryCounter, Ids, Masks, TokenCounts, in_vocabulary
+from kernels.cpu.sampling import RowChoice
+from workers import numpy_choice
+from workers.counter_rng import mix_key
+from workers.logit_settings import Ids, Masks, in_vocabulary
 from workers.operations import DraftProbabilities, Sampling, TokenMask
 
 _NEG_INF = float("-inf")
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _GREEDY = Sampling()
+_limits_of = operator.attrgetter(*compiled.LIMITS)
 
 Row = NDArray[np.float32]  # [V] logits
 Reals = NDArray[np.float64]
@@ -44,14 +44,6 @@ class Draft:
 
     token_ids: Sequence[int]
     drawn_from: DraftProbabilities
-
-    def of(self, token_ids: Ids) -> Reals:
-        """[n] the probability of each of these tokens in that distribution."""
-        ids, probabilities = self.drawn_from.ids, self.drawn_from.probabilities
-        if ids is None:
-            return probabilities[token_ids]
-        at = np.minimum(np.searchsorted(ids, token_ids), len(ids) - 1)
-        return np.where(ids[at] == token_ids, probabilities[at], 0.0)
 
 
 class SamplingError(Exception):
@@ -106,10 +98,6 @@ class SamplingRow:
     draft: Draft | None = None
     path: Sequence[int] = ()
 
-    def counts(self, counter: HistoryCounter) -> TokenCounts:
-        """Counts the tokens before it."""
-        return counter.count(self.history, self.prompt_len, self.history_len, self.path)
-
 
 def choose_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Choose one token for each row.
@@ -157,33 +145,15 @@ def _is_greedy(row: SamplingRow) -> bool:
 
 def _choose_others(logits: Tensor, rows: Sequence[SamplingRow], indexes: Sequence[int]) -> list[int | None]:
     """The tokens of rows that are not greedy, in the order of `indexes`. None: nothing is allowed."""
-    vocab = logits.shape[1]
-    if not compiled.available():
-        masks, counter = Masks(vocab), HistoryCounter(vocab)
-        return [
-            _choose_one(adjusted(logits[index].cpu().numpy(), rows[index], masks, counter), rows[index])
-            for index in indexes
-        ]
-    known, choices = CompiledRows(vocab), dict[int, compiled.RowChoice]()
+    known, choices = RowChoices(logits.shape[1]), dict[int, RowChoice]()
     for index in indexes:
         row, choice = rows[index], known.choice(rows[index])
         choice.keys = keys_of([0 if row.spec is None else row.spec.seed], row.position)
         if row.draft is not None:
             choice.temperature = 0.0  # `distribution` chooses; here any allowed token will do
         choices[index] = choice
-    compiled.choose(on_host(logits), choices)
+    choose_rows(logits, choices)
     return [int(choice.tokens[0]) if choice.candidates else None for choice in choices.values()]
-
-
-def adjusted(logits: Row, row: SamplingRow, masks: Masks, counter: HistoryCounter) -> Row:
-    """Logits after mask, bias and penalties: [V] float32. Returns `logits` itself if none is set."""
-    spec = row.spec or _GREEDY
-    values = logits
-    if row.mask is not None:
-        values = np.where(masks.allowed(row.mask), values, np.float32(_NEG_INF))
-    if spec.changes_logits:
-        values = _adjusted(values, spec, row.counts(counter) if spec.has_penalty else None)
-    return values
 
 
 def best_k(row: Row, k: int) -> Ids:
@@ -223,83 +193,23 @@ def _argmax_rows(logits: Tensor) -> tuple[Tensor, list[int]]:
     return torch.from_numpy(first), [row for row, best in enumerate(best_of_rows) if not math.isfinite(best)]
 
 
-def _choose_one(adjusted: Row, row: SamplingRow) -> int | None:
-    """The token of one row after mask, bias and penalties. None: nothing is allowed."""
-    if not math.isfinite(adjusted.max()):
-        return None
-    spec = row.spec or _GREEDY
-    return candidates(adjusted, spec).draw(mix_key(spec.seed, row.position))
-
-
-def _adjusted(row: Row, spec: Sampling, history: TokenCounts | None) -> Row:
-    """A copy of row with logit_bias and penalties applied. Only the tokens they name change."""
-    row = row.copy()
-    if spec.logit_bias:
-        ids = in_vocabulary(spec.logit_bias, len(row))
-        bias = _column(spec.logit_bias, ids)
-        _store(row, ids, row[ids] + bias)
-        row[ids[bias == _NEG_INF]] = _NEG_INF
-    if history is None:
-        return row
-    if spec.repetition_penalty != 1.0:
-        values = row[history.ids].astype(np.float64)
-        penalty = spec.repetition_penalty
-        _store(row, history.ids, np.where(values > 0, values / penalty, values * penalty))
-    if spec.frequency_penalty != 0.0 or spec.presence_penalty != 0.0:
-        recent = history.recent > 0
-        ids, counts = history.ids[recent], history.recent[recent]
-        _store(row, ids, row[ids] - (counts * spec.frequency_penalty + spec.presence_penalty))
-    return row
-
-
 def _column(table: Mapping[int, float], ids: Ids) -> Reals:
     return np.array([table[i] for i in ids.tolist()], dtype=np.float64)
 
 
-def _store(row: Row, ids: Ids, values: Reals) -> None:
-    """Set row[ids], rounded to float32. Values of -infinity and finite values stay such."""
-    finite = np.clip(values, -_FLOAT32_MAX, _FLOAT32_MAX).astype(np.float32)
-    row[ids] = np.where(row[ids] == _NEG_INF, row[ids], finite)
-
-
-class Candidates(NamedTuple):
-    """Tokens that can be drawn, and their log-weights relative to the best token's."""
-
-    ids: Ids  # [n], ascending
-    log_weights: Reals  # [n]
-
-    def draw(self, key: int) -> int:
-        """The token with the largest log-weight + Gumbel noise."""
-        return int(self.ids[(self.log_weights + gumbel(key, self.ids)).argmax()])
-
-
-def candidates(row: Row, spec: Sampling) -> Candidates:
-    """What is left of a row by temperature, top_k, top_p and min_p.
+def choose_rows(logits: Tensor, choices: Mapping[int, RowChoice]) -> None:
+    """Choose tokens for some rows on the host, as their choices say. Mutates the results in `choices`.
 
     Args:
-        row: [V] float32 after mask, bias and penalties, of which one is finite. Not modified.
-        spec: Without a temperature only the most likely token is left.
+        logits: [R, V], any floating dtype and device. Not modified.
+        choices: By the index of the row.
     """
-    best = int(row.argmax())
-    if spec.temperature <= 0:
-        return Candidates(np.array([best]), np.zeros(1))
-    ids = np.flatnonzero(row > _NEG_INF)
-    if 0 < spec.top_k < len(ids):
-        ids = np.sort(best_k(row, spec.top_k))
-    log_weights = (row[ids].astype(np.float64) - float(row[best])) / spec.temperature
-    kept = np.ones(len(ids), dtype=np.bool_)
-    if spec.top_p < 1.0:
-        # The weight of the tokens before each: the set has those before which is less than top_p.
-        order = np.argsort(-row[ids], kind="stable")  # stable: ids stay ascending among equals
-        weights = np.exp(log_weights[order])
-        kept[order[1:]] = np.cumsum(weights)[:-1] < spec.top_p * weights.sum()
-    if spec.min_p > 0.0:
-        kept &= np.exp(log_weights) >= spec.min_p
-    return Candidates(ids[kept], log_weights[kept])
+    choose = compiled.choose if compiled.available() else numpy_choice.choose
+    choose(logits.float().cpu().contiguous(), choices)
 
 
-class CompiledRows:
-    """Describes rows of one step to the compiled kernel. What rows share is decoded once."""
+class RowChoices:
+    """Describes rows of one step to `choose_rows`. What rows share is decoded once."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -307,14 +217,12 @@ class CompiledRows:
         # By id, valid as long as the history is kept here.
         self._histories: dict[int, tuple[object, Ids]] = {}
 
-    def choice(self, row: SamplingRow) -> compiled.RowChoice:
+    def choice(self, row: SamplingRow) -> RowChoice:
         """The row's settings. The caller adds `keys` or `tokens`, drafts, and what it wants."""
         spec = row.spec or _GREEDY
-        choice = compiled.RowChoice(
+        choice = RowChoice(
             temperature=spec.temperature,
-            top_k=spec.top_k,
-            top_p=spec.top_p,
-            min_p=spec.min_p,
+            limits=_limits_of(spec),
             repetition_penalty=spec.repetition_penalty,
             frequency_penalty=spec.frequency_penalty,
             presence_penalty=spec.presence_penalty,
@@ -335,11 +243,6 @@ class CompiledRows:
             ids = np.ascontiguousarray(history, dtype=np.int64)
             known = self._histories[id(history)] = history, ids
         return known[1]
-
-
-def on_host(logits: Tensor) -> Tensor:
-    """[R, V] as compiled code reads it. Copies only what is not so."""
-    return logits.float().cpu().contiguous()
 
 
 def keys_of(seeds: Iterable[int], position: int) -> NDArray[np.uint64]:

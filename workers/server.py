@@ -271,7 +271,7 @@ class WorkerServer:
             # Whatever it is: it concerns this command, and the stream has those of all callers.
             op_ids = wire.op_ids_of(message)
             _log.warning("a command cannot be decoded", op_ids=op_ids, error=repr(error))
-            self._send([_error_event(op_id, repr(error)) for op_id in op_ids])
+            self._send([_refusal(op_id, error) for op_id in op_ids])
 
     def _submit(self, commands: Sequence[Command | Decodes]) -> None:
         if self._step_loop is not None:
@@ -405,6 +405,15 @@ async def _wait_for_silence(stream: _Stream, timeout_s: float) -> None:
 
 def _is_ordered(snapshot: worker_pb2.SnapshotCommand) -> bool:
     return snapshot.ordered or snapshot.check_integrity
+
+
+def _refusal(op_id: int, error: Exception) -> worker_pb2.WorkerEvent:
+    """The answer to a command that cannot be decoded."""
+    if not isinstance(error, wire.UnknownFieldError):
+        return _error_event(op_id, repr(error))
+    event = _error_event(op_id, repr(error), worker_pb2.WORKER_ERROR_REASON_UNSUPPORTED)
+    event.error.field = error.field
+    return event
 
 
 def _error_event(

@@ -14,6 +14,7 @@ import numpy as np
 from quire.v1 import types_pb2, worker_pb2
 
 from workers.adapters.slots import LoraAdapterMetrics
+from workers.common.unknown_fields import unknown_field
 from workers.decodes import (
     ARRIVED_NS,
     CALLER,
@@ -33,7 +34,6 @@ from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
 from workers.kv_messages import Claim, Exported, ExportKv, ImportKv, KvPages
-from workers.models.generation_defaults import SamplingDefaults
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -106,6 +106,8 @@ _DTYPES = {
 _NUMBER_FORMATS = {dtype: number_format for number_format, dtype in _DTYPES.items()} | {
     types_pb2.DATA_TYPE_UNSPECIFIED: LogitsFormat.F32
 }
+_OUTPUT_FIELDS = {field.name for field in dataclasses.fields(OutputSpec)}
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(Sampling)}
 _REASONS = {
     reason: worker_pb2.WorkerErrorReason.Value(f"WORKER_ERROR_REASON_{reason.name}")
     for reason in FailureReason
@@ -193,6 +195,18 @@ def to_decodes(
     return Decodes(columns[:, is_plain], plain), others
 
 
+class UnknownFieldError(ValueError):
+    """Options of a forward have a field that this code does not know: that of a gateway is newer.
+
+    Attributes:
+        field: Its path, which ends with its number, or with its name if the protos have it.
+    """
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"unknown field {field}")
+        self.field = field
+
+
 def op_ids_of(message: worker_pb2.WorkerCommand) -> list[int]:
     """Of the operations in a command, which may be malformed: those that can be read."""
     if message.WhichOneof("command") != "decodes":
@@ -255,7 +269,7 @@ def _to_forward(
     now_ns, data = time.monotonic_ns(), message.options
     context = (message.keep_all, vocab_size, num_layers, experts)
     found = _cached_options(data, *context) if len(data) <= _MAX_CACHED_BYTES else None
-    options, draws = found or _to_options(worker_pb2.ForwardOptions.FromString(data), *context)
+    options, draws = found or _to_options(_parsed(data), *context)
     if draws:
         options = options | {"output": _seeded(options["output"], message.default_seed)}
     return Forward(
@@ -291,7 +305,7 @@ def _to_change(op_id: int, message: worker_pb2.AdapterCommand) -> ChangeAdapters
 @functools.lru_cache(_CACHED_OPTIONS)
 def _cached_options(data: bytes, *context: Any) -> tuple[dict[str, Any], bool] | None:
     """None for options with masks. They are not cached: decoded they may be far larger than encoded."""
-    options = worker_pb2.ForwardOptions.FromString(data)
+    options = _parsed(data)
     if options.output.HasField("mask") or options.verify_rows:
         return None
     return _to_options(options, *context)
@@ -306,7 +320,7 @@ def _to_options(
 ) -> tuple[dict[str, Any], bool]:
     """The fields of a Forward that its options set, and whether it draws with the seed of its cache.
 
-    Forwards with equal options may share the fields.
+    Forwards with equal options may share the fields. Raises UnknownFieldError for one of the protos alone.
     """
     output = options.output
     draws = output.HasField("sampling") and not output.sampling.HasField("seed")
@@ -323,6 +337,14 @@ def _to_options(
     return fields, draws
 
 
+def _parsed(data: bytes) -> worker_pb2.ForwardOptions:
+    """Raises UnknownFieldError if there is a field that the protos do not have: it would be ignored."""
+    options = worker_pb2.ForwardOptions.FromString(data)
+    if field := unknown_field(options):
+        raise UnknownFieldError(field)
+    return options
+
+
 def _to_experts(
     options: worker_pb2.ForwardOptions, layers: int, num_experts: int, per_token: int
 ) -> GivenExperts:
@@ -334,6 +356,9 @@ def _to_experts(
 
 
 def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: int) -> OutputSpec:
+    for field, _ in message.ListFields():
+        if field.name not in _OUTPUT_FIELDS:
+            raise UnknownFieldError(f"output.{field.name}")
     output = OutputSpec(
         logits=_FORMATS[message.logits],
         top_logprobs=message.top_logprobs,
@@ -358,12 +383,10 @@ def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
 
 def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
     """Unset fields keep the defaults of `Sampling`, which have no effect."""
-    given = {
-        field.name: getattr(message, field.name)
-        for field, _ in message.ListFields()
-        if field.name != "logit_bias"
-    }
-    return Sampling(**given, logit_bias=dict(message.logit_bias))
+    given = {field.name: value for field, value in message.ListFields()}
+    if not given.keys() <= _SAMPLING_FIELDS:
+        raise UnknownFieldError(f"output.sampling.{next(iter(given.keys() - _SAMPLING_FIELDS))}")
+    return Sampling(**given | {"logit_bias": dict(message.logit_bias)})
 
 
 def _to_choice(message: types_pb2.VerifyRow, vocab_size: int) -> RowChoice:
@@ -513,14 +536,13 @@ def to_ready(
     holdings: Sequence[tuple[int, int]],
 ) -> worker_pb2.WorkerReady:
     """Describes a worker that can serve. `holdings`: the sequences that it has, with their lengths."""
-    defaults = text.sampling_defaults
-    has_defaults = defaults != SamplingDefaults()
+    defaults: Any = text.sampling_defaults
     return worker_pb2.WorkerReady(
         pid=pid,
         model=types_pb2.ModelDescription(**_fields(model)),
         tokenizer_json=text.tokenizer_json,
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
-        sampling_defaults=types_pb2.SamplingParams(**_fields(defaults)) if has_defaults else None,
+        sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,
         executor=types_pb2.ExecutorCapabilities(
             **_fields(capabilities), max_batch_tokens=max_batch_tokens, max_batch_items=max_batch_items
         ),

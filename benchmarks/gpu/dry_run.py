@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.launches import Device, Launch, as_on, recording
@@ -23,6 +24,7 @@ from kernels.cuda import (
     sampling_weight,
 )
 from kernels.few_rows_tiles import Tiles, tiles_for
+from workers.device_sampling import LIMITS
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.builder import build_decoder
@@ -199,21 +201,22 @@ def _choose_in_graph(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None
 def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
     """The choice of tokens with all settings, and what is told of it: see `workers.device_sampling`."""
     for rows in {1, max_rows}:
-        temperatures, top_ps, min_ps, told = (_reals(rows) for _ in range(4))
+        temperatures, told = (_reals(rows) for _ in range(2))
         keys, chosen, tokens = (_integers(rows) for _ in range(3))
-        best, cut_values = (_reals(rows, dtype=torch.float32) for _ in range(2))
-        top_ks, cut_ids, where = (_integers(rows, dtype=torch.int32) for _ in range(3))
+        best = _reals(rows, dtype=torch.float32)
+        where = _integers(rows, dtype=torch.int32)
         sampling.choose(_logits(rows, vocab_size, dtype), temperatures, keys, chosen, best)
         copy = _logits(rows, vocab_size, torch.float32)
         sampling_adjust.apply_masks(copy, where, _integers(rows, -(-vocab_size // 32), dtype=torch.int32))
         sampling_adjust.apply_biases(copy, where, where, temperatures)
         counts = _integers(rows, vocab_size, dtype=torch.int32)
         sampling_adjust.count_histories(counts, _integers(5, dtype=torch.int32), keys, keys, keys)
-        sampling_adjust.apply_penalties(copy, keys, counts, temperatures, top_ps, min_ps)
-        sampling_cut.find_cuts(copy, temperatures, top_ks, top_ps, min_ps, cut_values, cut_ids)
+        sampling_adjust.apply_penalties(copy, keys, counts, *[temperatures] * 3)
+        limits = {name: _like(neutral, rows) for name, neutral in LIMITS.items()}
+        found = sampling_cut.cut(copy, temperatures, limits)
         drawn_from = _reals(rows, vocab_size)
         without: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        for cuts in (without, (cut_values, cut_ids)):
+        for cuts in (without, found):
             sampling.choose(copy, temperatures, keys, chosen, best, *cuts)
             sampling_weight.log_probabilities(copy, temperatures, tokens, told, *cuts)
             sampling_drafts.keep_or_draw(
@@ -223,6 +226,10 @@ def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
 
 def _reals(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _like(neutral: np.generic, rows: int) -> torch.Tensor:
+    return torch.from_numpy(np.full(rows, neutral)).to("meta")
 
 
 def _logits(rows: int, vocab_size: int, dtype: torch.dtype) -> torch.Tensor:

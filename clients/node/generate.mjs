@@ -52,6 +52,8 @@ function generate(directory) {
   );
   if (done.error) throw done.error;
   if (done.status !== 0) process.exit(done.status ?? 1);
+  // Options of fields, which only generators read.
+  for (const unused of ["quire/v1/settings.ts", "google/protobuf/descriptor.ts"]) rmSync(join(directory, unused));
 }
 
 /** The files of a directory, by their paths in it. */

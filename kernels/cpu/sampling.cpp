@@ -1,5 +1,5 @@
-// Chooses tokens of rows of logits, with all settings: see workers/sampling.py and workers/distribution.py, which define
-// the results. A row is computed by one thread, so its results do not depend on the others.
+// Chooses tokens of rows of logits, with all settings: see workers/numpy_choice.py, which defines the
+// results. A row is computed by one thread, so its results do not depend on the others.
 
 #include <functional>
 #include <utility>
@@ -25,9 +25,10 @@ struct RowArguments {
   const uint64_t* keys;        // [draws], or null: the tokens are given
   int64_t* tokens;             // [draws]
   double* logprobs;            // [draws], or null
-  int64_t history_len, path_len, prompt_len, biases, draft_len, drafts, draws, top_k;
+  int64_t history_len, path_len, prompt_len, biases, draft_len, drafts, draws;
   uint64_t keep_key, residual_key;
-  double temperature, top_p, min_p, repetition, frequency, presence;
+  double temperature, repetition, frequency, presence;
+  Limits limits;
   int64_t candidates;  // result: how many tokens can be drawn; 0: none
 };
 
@@ -123,10 +124,7 @@ Tokens drawable(const RowArguments& a, Tokens tokens, const Softmax& softmax, Me
     return tokens;
   }
   if (a.mask != nullptr) tokens = from(tokens, kLowest, memory);  // often few
-  if (a.top_k > 0 && a.top_k < tokens.count) tokens = first_k(tokens, a.top_k, memory);
-  if (a.top_p < 1) tokens = first_share(tokens, a.top_p, softmax, memory);
-  if (a.min_p > 0) tokens = likely(tokens, a.min_p, softmax, memory);
-  return tokens;
+  return limited(tokens, a.limits, softmax, memory);
 }
 
 // The draw is the token with the largest log-weight + noise, the first of equals.
@@ -269,7 +267,7 @@ double draft_of(const RowArguments& a, int64_t id) {
   return found != end && *found == id ? a.draft[found - a.draft_ids] : 0;
 }
 
-// See `choose_with_draft` in workers/distribution.py.
+// See `choose_with_draft` in workers/numpy_choice.py.
 int32_t choose_with_draft(const RowArguments& a, const Tokens& tokens, const Softmax& softmax, double total,
                           Memory& memory) {
   Residual residual{memory, 0};

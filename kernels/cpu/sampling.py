@@ -6,7 +6,7 @@ Dimension letters: R rows; V vocabulary; N draws of a row.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,19 @@ _NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 _NO_REALS: Reals = np.zeros(0)
 
 
+class _Limits(ctypes.Structure):
+    """Limits of token_cuts.h: the fields must agree."""
+
+    _fields_ = (
+        ("top_k", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("top_p", "min_p", "typical_p")),
+    )
+
+
+# The settings that leave out tokens, in their order.
+LIMITS = tuple(field[0] for field in _Limits._fields_)
+
+
 class _Row(ctypes.Structure):
     """RowArguments of sampling.cpp: the fields must agree."""
 
@@ -30,10 +43,11 @@ class _Row(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("draft_ids", "draft", "drafted")),
         *((name, ctypes.c_void_p) for name in ("keys", "tokens", "logprobs")),
         *((name, ctypes.c_int64) for name in ("history_len", "path_len", "prompt_len", "biases")),
-        *((name, ctypes.c_int64) for name in ("draft_len", "drafts", "draws", "top_k")),
+        *((name, ctypes.c_int64) for name in ("draft_len", "drafts", "draws")),
         *((name, ctypes.c_uint64) for name in ("keep_key", "residual_key")),
-        *((name, ctypes.c_double) for name in ("temperature", "top_p", "min_p")),
+        ("temperature", ctypes.c_double),
         *((name, ctypes.c_double) for name in ("repetition", "frequency", "presence")),
+        ("limits", _Limits),
         ("candidates", ctypes.c_int64),
     )
 
@@ -61,6 +75,7 @@ class RowChoice:
     """How the tokens of one row are chosen, as in `workers.operations.Sampling`, and the results.
 
     Attributes:
+        limits: The values of LIMITS.
         mask: [V / 8 rounded up to words of 4] uint8; None allows every token.
         history: The tokens before the row, of which `history_len` count, and then those of `path`.
         biased, bias: Token ids, in the vocabulary, and what is added to their logits.
@@ -73,9 +88,7 @@ class RowChoice:
     """
 
     temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
+    limits: Sequence[float]
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
@@ -137,7 +150,7 @@ def _fill(out: _Row, row: RowChoice, logits: int, vocab: int) -> None:
     if row.wants_logprobs:
         row.logprobs = np.empty(len(row.tokens))
         out.logprobs = row.logprobs.ctypes.data
-    out.temperature, out.top_k, out.top_p, out.min_p = row.temperature, row.top_k, row.top_p, row.min_p
+    out.temperature, out.limits = row.temperature, _Limits(*row.limits)
     out.repetition, out.frequency, out.presence = (
         row.repetition_penalty, row.frequency_penalty, row.presence_penalty
     )  # fmt: skip

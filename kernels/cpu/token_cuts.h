@@ -1,7 +1,7 @@
-// Which tokens of a row top_k, top_p and min_p keep, without sorting the row.
+// Which tokens of a row top_k, top_p, min_p and typical_p keep, without sorting the row.
 //
 // Tokens are ordered by logit, the largest first, and by id among equals. Each setting keeps the first ones of this
-// order. What is kept is copied to a list, in the order of ids.
+// order, but for typical_p, which keeps the first ones of another. What is kept is copied to a list, in the order of ids.
 #pragma once
 
 #include <vector>
@@ -11,6 +11,12 @@
 namespace quire {
 
 constexpr float kLowest = -std::numeric_limits<float>::max();  // what is not forbidden reaches it
+
+// The settings that leave out tokens, in the order in which they are applied: LIMITS in sampling.py.
+struct Limits {
+  int64_t top_k;  // 0: none
+  double top_p, min_p, typical_p;
+};
 
 // Tokens in the order of their ids.
 struct Tokens {
@@ -22,19 +28,24 @@ struct Tokens {
 };
 
 // A token and its part of what is added up.
-struct Item {
-  uint32_t code;  // of the logit: the order of codes is that of tokens
+template <typename Code>
+struct Ordered {
+  Code code;  // the order of codes is that of tokens
   int32_t id;
   double weight;
 
-  bool operator<(const Item& other) const { return code != other.code ? code < other.code : id < other.id; }
+  bool operator<(const Ordered& other) const { return code != other.code ? code < other.code : id < other.id; }
 };
+
+using Item = Ordered<uint32_t>;      // by logit
+using Distance = Ordered<uint64_t>;  // by the distance of the log-weight from the mean, as the bits of a double
 
 // The memory of one thread. It grows to what the largest row needs, and is kept.
 struct TokenMemory {
   std::vector<float> row, values;
   std::vector<int32_t> ids;
   std::vector<Item> items;
+  std::vector<Distance> distances;
 };
 
 inline uint32_t code_of(float value) {
@@ -89,14 +100,14 @@ inline Tokens up_to(const Tokens& tokens, const Item& last, TokenMemory& memory)
 // The item at which the weights in the order of tokens reach `limit`, or else the last with a weight. There are such.
 // Finds the leading bits of its code first, then the next ones among the items with these. `items`, in the order of
 // their ids, are lost.
-inline Item reaching(std::vector<Item>& items, double limit) {
+template <typename Code>
+inline Ordered<Code> reaching(std::vector<Ordered<Code>>& items, double limit) {
   constexpr size_t kFew = 256;
   constexpr int kBins = 2048;
   double before = 0;
-  for (int shift : {21, 10, 0}) {
-    if (items.size() <= kFew) break;
+  for (int shift = 8 * sizeof(Code) - 11; items.size() > kFew; shift = std::max(shift - 11, 0)) {
     double bins[kBins] = {};
-    for (const Item& item : items) bins[(item.code >> shift) % kBins] += item.weight;
+    for (const Ordered<Code>& item : items) bins[(item.code >> shift) % kBins] += item.weight;
     double sum = before;
     uint32_t found = 0;
     for (uint32_t bin = 0; bin < kBins && sum < limit; bin++) {
@@ -106,15 +117,16 @@ inline Item reaching(std::vector<Item>& items, double limit) {
       sum += bins[bin];
     }
     size_t left = 0;
-    for (const Item& item : items) {
+    for (const Ordered<Code>& item : items) {
       items[left] = item;
       left += (item.code >> shift) % kBins == found;
     }
     items.resize(left);
+    if (shift == 0) break;
   }
   if (items.size() <= kFew) std::sort(items.begin(), items.end());
-  Item last = items.front();  // more than a few are equal here, in the order of ids
-  for (const Item& item : items) {
+  Ordered<Code> last = items.front();  // more than a few are equal here, in the order of ids
+  for (const Ordered<Code>& item : items) {
     if (item.weight > 0) last = item;
     before += item.weight;
     if (before >= limit) break;
@@ -173,6 +185,44 @@ inline Tokens likely(const Tokens& tokens, double min_p, const Softmax& softmax,
     else last = middle - 1;
   }
   return from(tokens, value_of(first), memory);
+}
+
+// The tokens whose log-weight is nearest to the mean log-weight, until they weigh `share` of all; of equally near ones
+// all. The mean log-weight differs from the negative entropy by the logarithm of the total, as log-weights do from
+// log-probabilities.
+inline Tokens typical(Tokens tokens, double share, const Softmax& softmax, TokenMemory& memory) {
+  tokens = from(tokens, kLowest, memory);
+  memory.distances.resize(tokens.count);
+  double total = 0, sum = 0;
+  for (int64_t i = 0; i < tokens.count; i += kDoubleLanes) {
+    const int64_t some = std::min<int64_t>(kDoubleLanes, tokens.count - i);
+    const Doubles weights = softmax.weights(load_four(tokens.values + i, some));
+    for (int64_t lane = 0; lane < some; lane++) {
+      memory.distances[i + lane].weight = weights[lane];
+      total += weights[lane];
+      sum += weights[lane] * softmax.log_weight(tokens.values[i + lane]);
+    }
+  }
+  const double mean = sum / total;
+  const auto distance_of = [&](float value) { return std::abs(softmax.log_weight(value) - mean); };
+  for (int64_t i = 0; i < tokens.count; i++) {
+    const double distance = distance_of(tokens.values[i]);
+    std::memcpy(&memory.distances[i].code, &distance, sizeof(distance));
+    memory.distances[i].id = tokens.ids[i];
+  }
+  const uint64_t last = reaching(memory.distances, std::max(share * total, std::numeric_limits<double>::min())).code;
+  double farthest;
+  std::memcpy(&farthest, &last, sizeof(farthest));
+  return kept(tokens, kLowest, memory, [&](float value, int32_t) { return distance_of(value) <= farthest; });
+}
+
+// What the limits leave of some tokens.
+inline Tokens limited(Tokens tokens, const Limits& limits, const Softmax& softmax, TokenMemory& memory) {
+  if (limits.top_k > 0 && limits.top_k < tokens.count) tokens = first_k(tokens, limits.top_k, memory);
+  if (limits.top_p < 1) tokens = first_share(tokens, limits.top_p, softmax, memory);
+  if (limits.min_p > 0) tokens = likely(tokens, limits.min_p, softmax, memory);
+  if (limits.typical_p < 1) tokens = typical(tokens, limits.typical_p, softmax, memory);
+  return tokens;
 }
 
 }  // namespace quire

@@ -1,7 +1,7 @@
-"""Finds which tokens of a row of logits top_k, top_p and min_p keep, without sorting the row.
+"""Finds which tokens of a row of logits top_k, top_p, min_p and typical_p keep, without sorting the row.
 
-Tokens are ordered by logit, the largest first, and by id among equals. Each of the three settings keeps a
-prefix of this order. So the result is the last token that is kept: a logit and an id.
+Tokens are ordered by logit, the largest first, and by id among equals. Each of the first three settings
+keeps a prefix of this order. So the result is the last token that is kept: a logit and an id.
 
 A row has many programs, each with a span of its tokens, in three launches that read the row:
 
@@ -14,6 +14,10 @@ There are few candidates in most rows. In a fourth launch a program of each row 
 bisection over them. Logits are compared and bisected as integers in the same order ("codes"). Rows without
 limits are left alone by all but the last, which notes so.
 
+What typical_p keeps is no prefix of this order. A fifth launch, a program for each row, rules out the other
+tokens in the logits themselves. It bisects the distances of log-weights from their mean, with one reading of
+the row for each step.
+
 Exact for top_k. Weights and their sums are float64: top_p keeps what exact arithmetic keeps unless the weight
 before some token, as a share of all, is within V * 2**-53 of p (2e-11 for 152k tokens), and min_p unless a
 weight relative to the best is within a few times 2**-53 of min_p. So does the CPU; the two can differ only
@@ -24,6 +28,7 @@ Dimension letters: R rows; V vocabulary; P spans of a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -412,6 +417,95 @@ def cut_kernel(
     tl.store(out_ids + index, cut_id)
 
 
+@triton.jit
+def distances_of(row, ids, vocab, cut, cut_id, best, temperature, mean):
+    """For some tokens: whether they are kept so far, their weights, and how far these are from the mean."""
+    values = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
+    kept = ((values > cut) | ((values == cut) & (ids <= cut_id))) & (values >= _LOWEST)
+    log_weights = (tl.where(kept, values, best).to(tl.float64) - best.to(tl.float64)) / temperature
+    return kept, tl.where(kept, tl.exp(log_weights), 0.0), tl.abs(log_weights - mean)
+
+
+@triton.jit
+def largest_of(row, vocab, BLOCK: tl.constexpr):
+    """The largest logit of a row, at least the smallest finite one."""
+    lanes = tl.full([BLOCK], _LOWEST, tl.float32)
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)  # [BLOCK]
+        lanes = tl.maximum(lanes, tl.load(row + ids, mask=ids < vocab, other=float("-inf")))
+    return tl.max(lanes, 0)
+
+
+@triton.jit
+def mean_log_weight(row, vocab, cut, cut_id, best, temperature, BLOCK: tl.constexpr):
+    """The mean log-weight of the tokens that are kept so far, and the sum of their weights."""
+    total = tl.zeros([BLOCK], tl.float64)
+    product = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)  # [BLOCK]
+        # Log-weights are not positive.
+        _kept, weights, below = distances_of(row, ids, vocab, cut, cut_id, best, temperature, 0.0)
+        total += weights
+        product -= weights * below
+    return tl.sum(product, 0) / tl.sum(total, 0), tl.sum(total, 0)
+
+
+@triton.jit
+def around(row, vocab, cut, cut_id, best, temperature, mean, distance, BLOCK: tl.constexpr):
+    """The weight of the tokens up to this distance, the largest distance of these, and the next one."""
+    weight = tl.zeros([BLOCK], tl.float64)
+    below = tl.full([BLOCK], 0.0, tl.float64)
+    above = tl.full([BLOCK], float("inf"), tl.float64)
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)  # [BLOCK]
+        kept, weights, distances = distances_of(row, ids, vocab, cut, cut_id, best, temperature, mean)
+        near = kept & (distances <= distance)
+        weight += tl.where(near, weights, 0.0)
+        below = tl.maximum(below, tl.where(near, distances, 0.0))
+        above = tl.minimum(above, tl.where(kept & (distances > distance), distances, float("inf")))
+    return tl.sum(weight, 0), tl.max(below, 0), tl.min(above, 0)
+
+
+@triton.jit
+def typical_kernel(
+    logits,  # [R, V], mutated
+    temperatures,  # [R]
+    typical_ps,  # [R]
+    cut_values,  # [R]
+    cut_ids,  # [R]
+    logits_stride,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Rule out the tokens of one row that typical_p leaves out."""
+    index = tl.program_id(0).to(tl.int64)
+    typical_p = tl.load(typical_ps + index).to(tl.float64)
+    if typical_p < 1:
+        row = logits + index * logits_stride
+        best = largest_of(row, vocab, BLOCK)
+        temperature = temperature_of(temperatures, index)
+        cut = tl.load(cut_values + index)
+        cut_id = tl.load(cut_ids + index)
+        mean, total = mean_log_weight(row, vocab, cut, cut_id, best, temperature, BLOCK)
+        # The last distance that is kept is from `low` to `high`, which are distances of tokens.
+        weight, below, low = around(row, vocab, cut, cut_id, best, temperature, mean, -1.0, BLOCK)
+        weight, high, above = around(row, vocab, cut, cut_id, best, temperature, mean, float("inf"), BLOCK)
+        while low < high:
+            middle = low + (high - low) / 2
+            middle = tl.where(middle < high, middle, low)
+            weight, below, above = around(row, vocab, cut, cut_id, best, temperature, mean, middle, BLOCK)
+            enough = weight >= typical_p * total
+            high = tl.where(enough, below, high)
+            low = tl.where(enough, low, above)
+        for first in range(0, vocab, BLOCK):
+            ids = first + tl.arange(0, BLOCK)  # [BLOCK]
+            kept, _weights, distances = distances_of(row, ids, vocab, cut, cut_id, best, temperature, mean)
+            tl.store(row + ids, float("-inf"), mask=kept & (distances > high))
+
+
+_TYPICAL = Variant(typical_kernel, {"BLOCK": BLOCK}, num_warps=16, num_stages=1)
+
+
 @cache
 def _variants(spans: int, span: int) -> tuple[Variant, Variant, Variant, Variant]:
     """Of the four launches, in their order. `span`: SPAN."""
@@ -423,6 +517,28 @@ def _variants(spans: int, span: int) -> tuple[Variant, Variant, Variant, Variant
         Variant(gather_kernel, padded, num_warps=8, num_stages=1),
         Variant(cut_kernel, padded, num_warps=16, num_stages=1),
     )
+
+
+def cut(
+    logits: torch.Tensor, temperatures: torch.Tensor, limits: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What all settings that limit a draw leave of each row: the values and ids of `find_cuts`.
+
+    Mutates `logits`: tokens that typical_p leaves out become -infinity.
+
+    Args:
+        logits: [R or more, V] as for `find_cuts`.
+        temperatures: [R].
+        limits: For each setting, by its name, [R].
+    """
+    cut_ids = torch.empty_like(limits["top_k"])
+    cut_values = torch.empty_like(cut_ids, dtype=torch.float32)
+    rows = logits[: len(cut_ids)]
+    find_cuts(rows, temperatures, limits["top_k"], limits["top_p"], limits["min_p"], cut_values, cut_ids)
+    if len(rows):
+        settings = temperatures, limits["typical_p"], cut_values, cut_ids
+        _TYPICAL.launch((len(rows),), rows, *settings, rows.stride(0), rows.shape[1])
+    return cut_values, cut_ids
 
 
 def find_cuts(

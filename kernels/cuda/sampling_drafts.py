@@ -1,6 +1,6 @@
 """Keeps a draft or draws another token, for rows of logits: rejection sampling of drafts.
 
-`workers/distribution.py` has the method and its sources. A row has many programs, each with a span of its
+`workers/numpy_choice.py` has the method and its sources. A row has many programs, each with a span of its
 tokens:
 
 1. The largest logit of each span.

@@ -202,6 +202,7 @@ def _append(
     if request.HasField("output"):
         output = options.output
         output.CopyFrom(request.output)
+        validation.refuse_unknown(output, "output.")
     answer_bytes = validation.check_output(output, limits, options.rows, options.scored, samples)
     priority = PRIORITIES.get(request.priority)
     if priority is None:

@@ -7,14 +7,17 @@ operation starts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 from quire.v1 import executor_pb2, types_pb2
+from quire.v1.sampling_settings import SETTINGS
 
 from service.api.masks import check_choice, check_vocabulary, out_of_vocab
 from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, too_many
+from workers.common.unknown_fields import unknown_field
 
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROB_TOKEN_IDS = 4096
@@ -58,6 +61,16 @@ ROW_ANSWER_BYTES = ANSWER_BYTES + _ROW_BYTES
 # A handle in a list.
 HANDLE_BYTES = 128
 _LONGEST_TIMEOUT_S = 365 * 86_400.0
+
+
+def refuse_unknown(message: Message, path: str = "") -> None:
+    """The message, and those in it, have no fields that this code does not know, of a newer client.
+
+    Workers of this code would ignore them, and newer ones use them unchecked. `path`: of the message in the
+    request, with a dot behind it.
+    """
+    if field := unknown_field(message, path):
+        raise InvalidArgument("UNKNOWN_FIELD", field, f"this server does not know {field}")
 
 
 def check_tokens(token_ids: Sequence[int], limits: RequestLimits) -> None:
@@ -156,21 +169,13 @@ def check_response_size(size_bytes: int, limits: RequestLimits, field: str) -> N
         raise InvalidArgument("OUTPUT_TOO_LARGE", field, text)
 
 
-# For each setting with a range: its name, the check (written so that NaN fails), and the range in words.
-_SAMPLING_RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda v: 0.0 <= v <= 100.0, "in [0, 100]"),
-    ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
-    ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
-    ("repetition_penalty", lambda v: 0.0 < v <= 10.0, "in (0, 10]"),
-    ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
-    ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
-)
-
-
 def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -> None:
-    for name, passes, allowed in _SAMPLING_RULES:
-        if sampling.HasField(name) and not passes(getattr(sampling, name)):
-            raise InvalidArgument("BAD_SAMPLING", f"output.sampling.{name}", f"{name} must be {allowed}")
+    for setting in SETTINGS:
+        name = setting.name
+        if sampling.HasField(name) and not setting.allows(getattr(sampling, name)):
+            raise InvalidArgument(
+                "BAD_SAMPLING", f"output.sampling.{name}", f"{name} must be {setting.allowed}"
+            )
     num_biases = len(sampling.logit_bias)
     _check_at_most(MAX_LOGIT_BIAS, num_biases, "BAD_SAMPLING", "output.sampling.logit_bias")
     for token_id, bias in sampling.logit_bias.items():

@@ -8,6 +8,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.api.masks import check_choice, check_vocabulary
 from service.api.request_limits import RequestLimits
+from service.api.validation import refuse_unknown
 from service.errors import InvalidArgument
 
 # The most tokens of a tree: the tree attention mask of a token is a 64-bit number.
@@ -49,6 +50,7 @@ def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: Reques
     if len(request.rows) > MAX_ROWS:
         raise InvalidArgument("BAD_VERIFY_ROWS", "rows", f"at most {MAX_ROWS} are allowed")
     for index, row in enumerate(request.rows):
+        refuse_unknown(row, f"rows[{index}].")
         try:
             if row.HasField("mask"):
                 check_choice(row.mask, request.output.sampling, limits)

@@ -40,6 +40,7 @@ def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
 
 def check(item: runner_pb2.ExecuteItem) -> None:
     """Checks all that needs no model. Raises InvalidArgument."""
+    validation.refuse_unknown(item)
     if item.WhichOneof("prompt") is None:
         raise InvalidArgument("EMPTY_PROMPT", "prompt", "a prompt is needed: tokens, text or chat")
     if item.n > MAX_SAMPLES:

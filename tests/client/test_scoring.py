@@ -28,8 +28,8 @@ from quire import (
     token_mask,
     verify_rows,
 )
-from quire._options import SamplingSettings
 from quire.v1 import executor_pb2, types_pb2
+from quire.v1.sampling_settings import SamplingSettings
 
 from tests.gateway_process import ROOT, GatewayProcess
 

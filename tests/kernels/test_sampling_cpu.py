@@ -62,6 +62,7 @@ def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
         if vocab > 1 and rng.random() < 0.3
         else {},
         seed=int(rng.integers(2**62)),
+        typical_p=either(1, 1, 0.9, 0.2, 1e-9),
     )
     allowed = rng.integers(0, vocab, vocab // 2 + 1).tolist()
     return SamplingRow(

@@ -64,6 +64,7 @@ RANGES = {
     "temperature": (0.0, True, 100.0, True),
     "top_p": (0.0, False, 1.0, True),
     "min_p": (0.0, True, 1.0, True),
+    "typical_p": (0.0, False, 1.0, True),
     "repetition_penalty": (0.0, False, 10.0, True),
     "frequency_penalty": (-2.0, True, 2.0, True),
     "presence_penalty": (-2.0, True, 2.0, True),

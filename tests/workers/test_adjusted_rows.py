@@ -55,6 +55,7 @@ KINDS: tuple[tuple[Sampling | None, bool], ...] = (
     (Sampling(temperature=1.3, logit_bias=dict.fromkeys(range(0, VOCAB, 2), -INF), seed=6), False),
     (Sampling(repetition_penalty=1.7, frequency_penalty=0.4), False),
     (Sampling(temperature=0.9, presence_penalty=1.5, logit_bias={5: 3.0}, top_k=9, seed=8), True),
+    (Sampling(temperature=1.2, typical_p=0.5, top_k=60, seed=9), False),
 )
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from quire.v1 import types_pb2, worker_pb2
+from quire.v1.sampling_settings import SETTINGS
 
 from workers.adapters.slots import LoraAdapterMetrics
 from workers.executors.info import Capabilities, StepCounts
 from workers.kv.table import PoolUsage
 from workers.kv_messages import KvPages
 from workers.models.chat_template import ChatTemplate
-from workers.models.generation_defaults import SamplingDefaults
 from workers.models.model import ModelDescription
 from workers.operations import (
     FailureReason,
@@ -58,8 +58,11 @@ def test_both_sides_have_the_same_fields(record: Any, message: Any, more: tuple[
     assert fields_of(record) | set(more) == set(message.DESCRIPTOR.fields_by_name)
 
 
-def test_recommended_settings_are_those_of_requests() -> None:
-    assert fields_of(SamplingDefaults) < set(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+def test_what_a_worker_does_without_a_setting_is_what_its_neutral_value_does() -> None:
+    nothing = Sampling()
+    assert {one.name: getattr(nothing, one.name) for one in SETTINGS} == {
+        one.name: one.neutral for one in SETTINGS
+    }
 
 
 @pytest.mark.parametrize(

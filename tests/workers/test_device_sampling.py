@@ -27,6 +27,7 @@ INF = float("inf")
         (SamplingRow(Sampling(1.0, top_k=1)), False),
         (SamplingRow(Sampling(1.0, top_p=0.5)), False),
         (SamplingRow(Sampling(1.0, min_p=0.5)), False),
+        (SamplingRow(Sampling(1.0, typical_p=0.5)), False),
         (SamplingRow(Sampling(logit_bias={3: 0.5})), False),
         (SamplingRow(Sampling(repetition_penalty=1.1)), False),
         (SamplingRow(Sampling(frequency_penalty=0.1)), False),
@@ -86,10 +87,10 @@ def test_masks_become_words_and_what_they_lack_is_forbidden() -> None:
 
 
 def test_limits_of_greedy_rows_are_left_out() -> None:
-    greedy, drawn = Sampling(0.0, 5, 0.5, 0.5), Sampling(1.0, 2**32 - 1, 0.5, 0.25)
+    greedy, drawn = Sampling(0.0, 5, 0.5, 0.5, 0.5), Sampling(1.0, 2**32 - 1, 0.5, 0.25, 0.75)
     columns = _settings([SamplingRow(greedy), SamplingRow(drawn)], [0, 1], vocab=10)
-    limits = [columns[name].tolist() for name in ("top_ks", "top_ps", "min_ps")]
-    assert limits == [[0, 2**31 - 1], [1.0, 0.5], [0.0, 0.25]]
+    limits = [columns[name].tolist() for name in ("top_k", "top_p", "min_p", "typical_p")]
+    assert limits == [[0, 2**31 - 1], [1.0, 0.5], [0.0, 0.25], [1.0, 0.75]]
 
 
 def test_what_is_sent_arrives_aligned() -> None:

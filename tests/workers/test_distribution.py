@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from transformers import TypicalLogitsWarper
 
-from workers import distribution as room
+from kernels.cpu.sampling import Drafts
+from workers import numpy_choice as room
 from workers.counter_rng import uniform
-from workers.distribution import Distribution, apply_drafts, choose_with_draft, distribution, sampled_logprobs
-from workers.logit_settings import HistoryCounter, Masks
+from workers.distribution import apply_drafts, drafts_of, sampled_logprobs
+from workers.numpy_choice import Distribution, adjusted, candidates, choose_with_draft
 from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
-from workers.sampling import Draft, SamplingRow, choose_tokens
+from workers.sampling import Draft, RowChoices, SamplingRow, choose_tokens
 from workers.token_trees import kept_path
 
 VOCAB = 24
@@ -25,7 +27,13 @@ TOO_MUCH = 6.0
 
 
 def row_of(logits: NDArray[np.float32], row: SamplingRow) -> Distribution:
-    return distribution(logits, row, Masks(len(logits)), HistoryCounter(len(logits)))
+    choice = RowChoices(len(logits)).choice(row)
+    return candidates(adjusted(logits, choice), choice.temperature, choice.limits).distribution()
+
+
+def drafted(token_ids: list[int], drafts: DraftProbabilities, seed: int, position: int) -> Drafts:
+    """Drafts of a row with this seed at this position."""
+    return drafts_of(SamplingRow(Sampling(seed=seed), position=position), Draft(token_ids, drafts))
 
 
 def plain(logits: list[float], spec: Sampling, allowed: set[int]) -> dict[int, float]:
@@ -41,6 +49,11 @@ def plain(logits: list[float], spec: Sampling, allowed: set[int]) -> dict[int, f
         before += weights[token]
         kept.append(token)
     kept = [token for token in kept if weights[token] >= spec.min_p]
+    if spec.typical_p < 1:
+        scores = torch.full((1, len(logits)), -math.inf, dtype=torch.float64)
+        scores[0, kept] = torch.tensor([math.log(weights[token]) for token in kept], dtype=torch.float64)
+        left = TypicalLogitsWarper(spec.typical_p)(torch.zeros(1, 0, dtype=torch.int64), scores)[0]
+        kept = [token for token in kept if left[token] > -math.inf]
     return {token: weights[token] / sum(weights[other] for other in kept) for token in kept}
 
 
@@ -57,6 +70,7 @@ def test_it_is_what_the_settings_mean(seed: int) -> None:
         top_k=int(rng.choice([0, 1, 5, VOCAB])),
         top_p=float(rng.choice([0.2, 0.9, 1.0])),
         min_p=float(rng.choice([0.0, 0.1])),
+        typical_p=float(rng.choice([1.0, 0.1, 0.6, 0.95])),
     )
     found = row_of(logits, SamplingRow(spec, TokenMask(allowed=sorted(allowed))))
     expected = plain(logits.tolist(), spec, allowed)
@@ -99,7 +113,7 @@ def spoken(
     ids = np.arange(VOCAB) if drafts.ids is None else drafts.ids
     proposed = np.random.default_rng(seed).choice(ids, size=draws, p=probabilities)
     tokens = [
-        choose_with_draft(target, Draft([int(token)], drafts), seed, position)
+        choose_with_draft(target, drafted([int(token)], drafts, seed, position))
         for position, token in enumerate(proposed.tolist())
     ]
     return np.bincount(tokens, minlength=VOCAB)
@@ -152,7 +166,7 @@ def test_a_planted_bias_is_found(bias: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(room, "uniform", lambda key, ids: uniform(key, ids) * np.float32(0.8))
     else:
         # What p has more than q becomes p.
-        monkeypatch.setattr(Draft, "of", lambda _, ids: proposed[ids] if len(ids) == 1 else 0.0)
+        monkeypatch.setattr(room, "probabilities_of", lambda _, ids: proposed[ids] if len(ids) == 1 else 0.0)
     assert chi_square(spoken(target, DraftProbabilities(None, proposed)), dense(target)) > TOO_MUCH
 
 
@@ -162,7 +176,9 @@ def of_siblings(
     """How often each token comes where several drafts are proposed, and how often it is one of them."""
     drafts = DraftProbabilities(None, proposed)
     rows = np.random.default_rng(3).choice(VOCAB, size=(draws, siblings), p=proposed).tolist()
-    tokens = [choose_with_draft(target, Draft(row, drafts), 3, position) for position, row in enumerate(rows)]
+    tokens = [
+        choose_with_draft(target, drafted(row, drafts, 3, position)) for position, row in enumerate(rows)
+    ]
     kept = sum(token in row for token, row in zip(tokens, rows, strict=True))
     return np.bincount(tokens, minlength=VOCAB), kept
 
@@ -201,17 +217,17 @@ def test_a_path_of_a_tree_is_distributed_as_the_targets_own() -> None:
     few = 4
     rows = (rng.normal(size=(1 + few, few)) * 1.5).astype(np.float32)
     spec = SamplingRow(Sampling(temperature=1.0))
-    targets = [distribution(row, spec, Masks(few), HistoryCounter(few)) for row in rows]
+    targets = [row_of(row, spec) for row in rows]
     proposed = softmax(rng.normal(size=few))
     drafts, pairs = DraftProbabilities(None, proposed), np.zeros((few, few), dtype=np.int64)
     trees = rng.choice(few, size=(FEW_DRAWS, 6), p=proposed).tolist()
     parents = [0, 0, 1, 1, 2, 2]
     for draw, drawn in enumerate(trees):
         tokens = [few, *drawn]
-        said = [choose_with_draft(targets[0], Draft(tokens[1:3], drafts), 3, 2 * draw)]
+        said = [choose_with_draft(targets[0], drafted(tokens[1:3], drafts, 3, 2 * draw))]
         for node in (1, 2):
-            ours = Draft(tokens[2 * node + 1 : 2 * node + 3], drafts)
-            said.append(choose_with_draft(targets[1 + tokens[node]], ours, 3, 2 * draw + 1))
+            ours = drafted(tokens[2 * node + 1 : 2 * node + 3], drafts, 3, 2 * draw + 1)
+            said.append(choose_with_draft(targets[1 + tokens[node]], ours))
         path = kept_path(tokens, parents, [*said, *[few] * 4])
         first = said[0]
         # What was not kept is followed by a plain draw.

@@ -32,6 +32,7 @@ def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
         frequency_penalty=float(rng.choice([0.0, 0.8])),
         logit_bias={3: 1.5} if rng.random() < 0.3 else {},
         seed=5,
+        typical_p=float(rng.choice([1.0, 1.0, 0.7])),
     )
     allowed = sorted({1, *rng.choice(vocab, size=vocab // 2, replace=False).tolist()})
     return SamplingRow(

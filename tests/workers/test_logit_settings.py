@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import types_pb2, worker_pb2
 
@@ -17,31 +17,40 @@ from tests.masks import forms
 from workers import wire
 from workers.batch import sampling_rows
 from workers.kv.table import KvTable
-from workers.logit_settings import HistoryCounter, Masks
+from workers.logit_settings import Masks
+from workers.numpy_choice import adjusted
 from workers.operations import Chunk, Forward, OutputSpec, Sampling, TokenMask
-from workers.sampling import SamplingRow, choose_tokens
+from workers.sampling import RowChoices, SamplingRow, choose_tokens
 
 VOCAB = 12
-TOKENS = st.lists(st.integers(0, VOCAB + 2), max_size=30)
 
 
-@settings(deadline=None)
+def allowed_by(mask: TokenMask) -> list[int]:
+    """The tokens of a mask."""
+    bits = np.unpackbits(Masks(VOCAB).packed(mask), count=VOCAB, bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
 @given(
-    requests=st.lists(st.tuples(TOKENS, st.integers(0, 30)), min_size=1, max_size=3),
-    rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=20),
-    in_order=st.booleans(),
+    history=st.lists(st.integers(0, VOCAB + 2), max_size=30),
+    prompt_len=st.integers(0, 30),
+    length=st.integers(0, 30),
+    path=st.lists(st.integers(0, VOCAB + 2), max_size=3),
 )
-def test_counting_on_is_counting_anew(
-    requests: list[tuple[list[int], int]], rows: list[tuple[int, int]], in_order: bool
+def test_penalties_count_what_is_before_the_row(
+    history: list[int], prompt_len: int, length: int, path: list[int]
 ) -> None:
-    counter = HistoryCounter(VOCAB)
-    for which, length in sorted(rows) if in_order else rows:
-        history, prompt_len = requests[which % len(requests)]
-        end = min(length, len(history))
-        ids, recent = counter.count(history, prompt_len, end)
-        counts = Counter(history[prompt_len:end])
-        assert ids.tolist() == sorted({token for token in history[:end] if token < VOCAB})
-        assert recent.tolist() == [counts[token] for token in ids.tolist()]
+    """With compiled code and without: tokens known and unknown, on a path or not."""
+    before = [*history[:length], *path]
+    spec = Sampling(frequency_penalty=0.5, repetition_penalty=2.0)
+    row = SamplingRow(
+        spec, history=history, prompt_len=prompt_len, history_len=min(length, len(history)), path=path
+    )
+    counts = Counter(before[prompt_len:])
+    expected = [(0.5 if token in before else 1.0) - 0.5 * counts[token] for token in range(VOCAB)]
+    assert adjusted(np.ones(VOCAB, np.float32), RowChoices(VOCAB).choice(row)).tolist() == expected
+    likely = max(range(VOCAB), key=lambda token: (expected[token], -token))
+    assert choose_tokens(torch.ones(1, VOCAB), [row]).tolist() == [likely]
 
 
 class CountedIds(tuple[int, ...]):
@@ -65,10 +74,9 @@ def test_a_mask_is_read_once_however_many_rows_have_it() -> None:
 def test_masks_are_told_apart() -> None:
     rows = [SamplingRow(mask=TokenMask(allowed=[token])) for token in (4, 2, 4, 7)]
     assert choose_tokens(torch.zeros(4, VOCAB), rows).tolist() == [4, 2, 4, 7]
-    masks = Masks(VOCAB)
     packed = np.packbits([1, 0] * 6, bitorder="little").tobytes()
-    assert masks.allowed(TokenMask(packed=packed)).tolist() == [True, False] * 6
-    assert masks.allowed(TokenMask(packed=b"\x01")).tolist() == [True] + [False] * 11
+    assert allowed_by(TokenMask(packed=packed)) == [*range(0, VOCAB, 2)]
+    assert allowed_by(TokenMask(packed=b"\x01")) == [0]
 
 
 def test_rows_of_a_scoring_share_their_history() -> None:
@@ -103,10 +111,10 @@ def test_the_wire_makes_bits_of_a_list() -> None:
     message = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[3, 9, 3, 2**31]))
     command = wire.to_command(forward_with(message), VOCAB)
     assert isinstance(command, Forward) and command.output.mask is not None
-    assert np.flatnonzero(Masks(VOCAB).allowed(command.output.mask)).tolist() == [3, 9]
+    assert allowed_by(command.output.mask) == [3, 9]
     nothing = wire.to_command(forward_with(types_pb2.TokenMask()), VOCAB)
     assert isinstance(nothing, Forward) and nothing.output.mask is not None
-    assert not Masks(VOCAB).allowed(nothing.output.mask).any()
+    assert not allowed_by(nothing.output.mask)
 
 
 @given(allowed=st.sets(st.integers(0, VOCAB - 1)), stray_bits=st.integers(0, 255), words=st.booleans())
@@ -114,7 +122,7 @@ def test_the_wire_makes_the_same_bits_of_any_form(allowed: set[int], stray_bits:
     for mask in forms(allowed, VOCAB, stray_bits, words=words):
         command = wire.to_command(forward_with(mask), VOCAB)
         assert isinstance(command, Forward) and command.output.mask is not None
-        found = np.flatnonzero(Masks(VOCAB).allowed(command.output.mask)).tolist()
+        found = allowed_by(command.output.mask)
         assert found == sorted(allowed), mask.WhichOneof("kind")
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import types_pb2
+from quire.v1.sampling_settings import SETTINGS
 from transformers import PreTrainedTokenizerFast
 
 from service.api.request_limits import RequestLimits
@@ -19,7 +20,7 @@ from tests.chat_templates import TEMPLATES, byte_tokenizer
 from workers.executors.llm import model_id_of
 from workers.models.chat_template import MAX_BYTES, ChatTemplate, read_chat_template
 from workers.models.errors import ModelError
-from workers.models.generation_defaults import SamplingDefaults, read_sampling_defaults
+from workers.models.generation_defaults import read_sampling_defaults
 from workers.models.text import read_text
 
 PLENTY = 1 << 40
@@ -135,31 +136,34 @@ def test_template_and_tokenizer_share_the_room(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_sampling_defaults(tmp_path: Path) -> None:
-    assert read_sampling_defaults(tmp_path) == SamplingDefaults()
-    drawn = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0}
-    others = {"repetition_penalty": 1.05, "eos_token_id": [1, 2], "max_length": 20}
-    write(tmp_path, generation_config=drawn | others)
-    assert read_sampling_defaults(tmp_path) == SamplingDefaults(0.6, 20, 0.95, 0.0, 1.05)
+    assert read_sampling_defaults(tmp_path) == {}
+    drawn = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0}
+    penalty, others = (
+        {"repetition_penalty": 1.05},
+        {"eos_token_id": [1, 2], "max_length": 20, "do_sample": True},
+    )
+    write(tmp_path, generation_config=drawn | penalty | others)
+    assert read_sampling_defaults(tmp_path) == drawn | penalty
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"temperature": 0.6, "top_p": 0.9}, SamplingDefaults()),
-        ({"do_sample": False, "top_k": 5, "repetition_penalty": 2}, SamplingDefaults(repetition_penalty=2.0)),
-        ({"do_sample": True}, SamplingDefaults(temperature=1.0)),
-        ({"do_sample": True, "temperature": None, "top_k": 64}, SamplingDefaults(temperature=1.0, top_k=64)),
-        ({"do_sample": True, "temperature": 0}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": 0.6, "top_p": 0.9}, {}),
+        ({"do_sample": False, "top_k": 5, "repetition_penalty": 2}, {"repetition_penalty": 2.0}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": None, "top_k": 64}, {"temperature": 1.0, "top_k": 64}),
+        ({"do_sample": True, "temperature": 0}, {"temperature": 0.0}),
     ],
 )
 def test_a_draw_is_as_in_transformers(
-    tmp_path: Path, settings: dict[str, Any], expected: SamplingDefaults
+    tmp_path: Path, settings: dict[str, Any], expected: dict[str, float]
 ) -> None:
     assert read_sampling_defaults(write(tmp_path, generation_config=settings)) == expected
 
 
 _JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())
-_NAMES = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_NAMES = ("do_sample", *(setting.name for setting in SETTINGS))
 
 
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(_NAMES, _JSON)))
@@ -167,12 +171,11 @@ def test_what_is_told_can_be_asked_for(
     tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]
 ) -> None:
     directory = write(tmp_path_factory.mktemp("model"), generation_config=settings)
-    defaults, error = SamplingDefaults(), ""
+    told, error = dict[str, Any](), ""
     try:
-        defaults = read_sampling_defaults(directory)
+        told = read_sampling_defaults(directory)
     except ModelError as refusal:
         error = str(refusal)
-    told = {name: value for name in _NAMES[1:] if (value := getattr(defaults, name)) is not None}
     sampling = types_pb2.SamplingParams(**told)
     check_output(types_pb2.OutputOptions(sampling=sampling), RequestLimits(1 << 10, 1 << 20), 1)
     assert not error or re.search(r"/generation_config\.json: is not valid JSON: (NaN|-?Infinity)", error)
@@ -203,7 +206,7 @@ def test_a_setting_nested_too_deeply_to_be_shown_is_left_out(
     write(tmp_path, generation_config={"do_sample": True, "top_k": 5})
     file = tmp_path / "generation_config.json"
     file.write_text(f'{{"temperature": {"[" * 900 + "]" * 900}, {file.read_text()[1:]}')
-    assert read_sampling_defaults(tmp_path) == SamplingDefaults(temperature=1.0, top_k=5)
+    assert read_sampling_defaults(tmp_path) == {"temperature": 1.0, "top_k": 5}
     assert "temperature: " in caplog.text and "it is left out" in caplog.text
 
 

@@ -18,6 +18,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
@@ -61,8 +62,29 @@ def reference(logits: list[float], row: SamplingRow) -> int | None:
     for token in order:
         assume(weight[token] == spec.min_p or abs(weight[token] - spec.min_p) > 1e-12)
     order = [t for t in order if weight[t] >= spec.min_p]
+    if spec.typical_p < 1:
+        order = typical(order, log_weight, spec.typical_p)
     noise = dict(zip(order, gumbel(mix_key(spec.seed, row.position), np.array(order)).tolist(), strict=True))
     return max(order, key=lambda t: (log_weight[t] + noise[t], -t))
+
+
+def typical(order: list[int], log_weight: dict[int, float], p: float) -> list[int]:
+    """Those nearest to the entropy, by its definition. Rejects what rounding decides."""
+    logprob = {t: log_weight[t] - math.log(math.fsum(math.exp(log_weight[u]) for u in order)) for t in order}
+    entropy = -math.fsum(math.exp(value) * value for value in logprob.values())
+    distance = {t: abs(-logprob[t] - entropy) for t in order}
+    kept, total = list[int](), 0.0
+    for token in sorted(order, key=lambda t: distance[t]):
+        # Of equal logits all are kept; whether others are equally near is up to rounding.
+        is_equal = bool(kept) and log_weight[token] == log_weight[kept[-1]]
+        gap = abs(distance[token] - distance[kept[-1]]) if kept else 1.0
+        assume(is_equal or gap > 1e-9 * max(1.0, distance[token]))
+        if total >= p and not is_equal:
+            break
+        kept.append(token)
+        total = math.fsum(math.exp(logprob[t]) for t in kept)
+        assume(abs(total - p) > 1e-9)
+    return [t for t in order if t in kept]
 
 
 @st.composite
@@ -83,6 +105,7 @@ def sampling_rows(draw: st.DrawFn, vocab: int) -> SamplingRow:
         top_k=draw(st.one_of(st.just(0), st.integers(1, vocab + 2))),
         top_p=draw(st.one_of(st.just(1.0), st.sampled_from([0.25, 0.5]), fraction)),
         min_p=draw(st.one_of(st.just(0.0), st.just(1.0), fraction)),
+        typical_p=draw(st.one_of(st.just(1.0), st.sampled_from([0.2, 0.95]), fraction)),
         repetition_penalty=draw(st.one_of(st.just(1.0), st.floats(0.0, 10.0, exclude_min=True, width=32))),
         frequency_penalty=draw(st.one_of(st.just(0.0), st.floats(-2, 2))),
         presence_penalty=draw(st.one_of(st.just(0.0), st.floats(-2, 2))),
@@ -134,6 +157,12 @@ def large_reference(logits: np.ndarray[tuple[int], np.dtype[np.float32]], row: S
     weight = np.exp(log_weight)
     in_top_p = np.cumsum(weight) - weight < spec.top_p * weight.sum() if spec.top_p < 1 else weight >= 0
     kept = np.flatnonzero(in_top_p & (weight >= spec.min_p))
+    if spec.typical_p < 1:
+        logprob = log_weight[kept] - np.log(weight[kept].sum())
+        distance = np.abs(-logprob + (np.exp(logprob) * logprob).sum())
+        nearest = np.argsort(distance)
+        total = np.cumsum(np.exp(logprob[nearest]))
+        kept = np.sort(kept[nearest[: 1 + np.count_nonzero(total < spec.typical_p)]])
     noise = gumbel(mix_key(spec.seed, row.position), order[kept])
     return int(order[kept[np.argmax(log_weight[kept] + noise)]])
 
@@ -152,6 +181,8 @@ def large_reference(logits: np.ndarray[tuple[int], np.dtype[np.float32]], row: S
         Sampling(temperature=0.7, top_k=20, top_p=0.8),
         Sampling(temperature=1.0, top_k=3000, min_p=0.01),
         Sampling(temperature=1.5, top_p=0.9, min_p=0.02),
+        Sampling(temperature=1.0, typical_p=0.5),
+        Sampling(temperature=0.8, top_k=5000, top_p=0.99, min_p=1e-4, typical_p=0.9),
     ],
 )
 def test_shortcuts_over_a_large_vocabulary_change_no_token(spec: Sampling, spread: float) -> None:
@@ -159,6 +190,14 @@ def test_shortcuts_over_a_large_vocabulary_change_no_token(spec: Sampling, sprea
     rows = [SamplingRow(replace(spec, seed=seed), position=seed * 7) for seed in range(24)]
     expected = [large_reference(values.numpy(), row) for values, row in zip(logits, rows, strict=True)]
     assert choose_tokens(logits, rows).tolist() == expected
+
+
+def test_typical_p_leaves_out_what_is_too_likely_and_keeps_all_that_are_equally_near() -> None:
+    """The information of 60 tokens of 1% is nearer to the entropy than that of one of 40%."""
+    logits = [math.log(0.4), *[math.log(0.01)] * 60]
+    for p, expected in ((0.01, {*range(1, 61)}), (0.59, {*range(1, 61)}), (0.61, {*range(61)})):
+        rows = [SamplingRow(Sampling(1.0, typical_p=p, seed=seed)) for seed in range(1500)]
+        assert {*choose_tokens(torch.tensor([logits] * 1500), rows).tolist()} == expected
 
 
 def test_greedy_takes_the_lowest_of_equals() -> None:
@@ -189,6 +228,17 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
                 TopKLogitsWarper(40),
                 TopPLogitsWarper(0.9),
                 MinPLogitsWarper(0.01),
+            ],
+        ),
+        (Sampling(temperature=1.2, typical_p=0.3), [TemperatureLogitsWarper(1.2), TypicalLogitsWarper(0.3)]),
+        (
+            Sampling(1.4, top_k=90, top_p=0.95, min_p=0.02, typical_p=0.8),
+            [
+                TemperatureLogitsWarper(1.4),
+                TopKLogitsWarper(90),
+                TopPLogitsWarper(0.95),
+                MinPLogitsWarper(0.02),
+                TypicalLogitsWarper(0.8),
             ],
         ),
     ],

@@ -176,17 +176,11 @@ def test_few_forwards_draw_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extra_samples, "_BATCH_COST", 1)
     begun: list[int] = []
 
-    def counted(*of_one: Any) -> sampling.CompiledRows:
+    def counted(*of_one: Any) -> sampling.RowChoices:
         begun.append(1)
-        return sampling.CompiledRows(*of_one)
+        return sampling.RowChoices(*of_one)
 
-    def counted_in_numpy(*of_one: Any) -> sampling.Candidates:
-        begun.append(1)
-        return sampling.candidates(*of_one)
-
-    # One of them, for each forward.
-    monkeypatch.setattr(extra_samples, "CompiledRows", counted)
-    monkeypatch.setattr(extra_samples, "candidates", counted_in_numpy)
+    monkeypatch.setattr(extra_samples, "RowChoices", counted)
     worker = Worker(limits=(64, 16, 16))
     results = worker.round(*(prefill_with_samples(op_id, 3) for op_id in range(1, 31)))
     while len(results) < 30:

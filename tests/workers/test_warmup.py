@@ -21,8 +21,10 @@ from workers.sampling import SamplingRow
 # What changes nothing of what is computed, and what has to do with one more than with others.
 SAME_WORK = {
     OutputSpec: {"row_weight", "is_plain", "is_token_only"},
-    # All of top_k, top_p and min_p are one kernel, as are all penalties.
-    Sampling: {"seed", "penalty_from", "top_k", "min_p", "frequency_penalty", "presence_penalty"},
+    # What limits a draw is launched together, as are all penalties.
+    Sampling: {
+        *("seed", "penalty_from", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
+    },
     RowChoice: {"mask"},  # that of the output is applied by the same kernel
 }
 

@@ -7,11 +7,13 @@ with a warning in the log, and never refuses the model.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from quire.v1.sampling_settings import SETTINGS, Setting
 
 from workers.models.errors import ModelError
 from workers.models.files import errors_naming, exists, parse_object, read_file
@@ -22,27 +24,7 @@ _log = logging.getLogger(__name__)
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 _MAX_FILE_BYTES = 1 << 20
-_SMALLEST = 2.0**-126  # the smallest normal float32
-# The ranges of requests.
-_BOUNDS: Mapping[str, tuple[float, float, str]] = {
-    "temperature": (0.0, 100.0, "from 0 to 100"),
-    "top_p": (_SMALLEST, 1.0, "above 0 and at most 1"),
-    "min_p": (0.0, 1.0, "from 0 to 1"),
-    "repetition_penalty": (_SMALLEST, 10.0, "above 0 and at most 10"),
-}
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """Settings, with the names that requests use; None: there is no recommendation."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 def read_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
@@ -59,27 +41,28 @@ def read_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
         return token_ids(settings, "eos_token_id", vocab_size)
 
 
-def read_sampling_defaults(directory: Path) -> SamplingDefaults:
-    """The settings in generation_config.json; all None if there is no such file.
+def read_sampling_defaults(directory: Path) -> dict[str, float]:
+    """The settings in generation_config.json, by the names that requests use; empty if there is no such file.
 
-    As in transformers, sampling is greedy without `do_sample`, whatever the other settings are; with it the
-    default temperature is 1.
+    As in transformers, sampling is greedy without `do_sample`, whatever the settings of a draw are; with it
+    the default temperature is 1.
 
     Raises:
         ModelError: The file is not a JSON object.
     """
     file = directory / GENERATION_CONFIG_FILE
     if not exists(file):
-        return SamplingDefaults()
+        return {}
     settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
     do_sample = _usable(file, "do_sample", lambda: boolean(settings, "do_sample", default=False))
-    found = {name: _usable(file, name, partial(_number, settings, name)) for name in _BOUNDS}
-    penalty = found["repetition_penalty"]
-    if not do_sample:
-        return SamplingDefaults(repetition_penalty=penalty)
-    temperature = 1.0 if found["temperature"] is None else found["temperature"]
-    top_k = _usable(file, "top_k", lambda: _top_k(settings))
-    return SamplingDefaults(temperature, top_k, found["top_p"], found["min_p"], penalty)
+    found = {"temperature": 1.0} if do_sample else {}
+    for setting in SETTINGS:
+        # Penalties change what is most likely, too.
+        if do_sample or setting.name.endswith("_penalty"):
+            value = _usable(file, setting.name, partial(_value, settings, setting))
+            if value is not None:
+                found[setting.name] = value
+    return found
 
 
 def _usable(file: Path, name: str, read: Callable[[], T]) -> T | None:
@@ -93,22 +76,22 @@ def _usable(file: Path, name: str, read: Callable[[], T]) -> T | None:
     return None
 
 
-def _number(settings: Mapping[str, object], name: str) -> float | None:
-    """A number within the bounds of its name, or None. Raises ModelError."""
-    value = settings.get(name)
+def _value(settings: Mapping[str, object], setting: Setting) -> float | None:
+    """The value of a setting, or None. Raises ModelError for one that no request could have."""
+    value = settings.get(setting.name)
     if value is None:
         return None
-    minimum, maximum, allowed = _BOUNDS[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
-        raise ModelError(f"{name}: must be a number {allowed}, got {value!r}")
-    return float(value)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not _can_be_sent(setting, value):
+        what = "number" if setting.type is float else "whole number"
+        raise ModelError(f"{setting.name}: must be a {what} {setting.allowed}, got {value!r}")
+    return setting.type(value)
 
 
-def _top_k(settings: Mapping[str, object]) -> int | None:
-    """The number of tokens, 0 for all, or None. Raises ModelError."""
-    value = settings.get("top_k")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 32:
-        raise ModelError(f"top_k: must be a whole number from 0, got {value!r}")
-    return value
+def _can_be_sent(setting: Setting, value: float) -> bool:
+    """Whether a request can have this value. As float32, the smallest floats are 0."""
+    if setting.type is int:
+        return isinstance(value, int) and setting.allows(value)
+    try:
+        return setting.allows(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.models.chat_template import ChatTemplate, read_chat_template
-from workers.models.generation_defaults import SamplingDefaults, read_sampling_defaults
+from workers.models.generation_defaults import read_sampling_defaults
 from workers.models.tokenizer import read_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class ModelText:
 
     tokenizer_json: bytes = b""
     chat_template: ChatTemplate = field(default_factory=ChatTemplate)
-    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     end_id: int | None = None
 
     def with_own_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:

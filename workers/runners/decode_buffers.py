@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from workers.counter_rng import mix64, mix_keys
-from workers.device_sampling import limits
+from workers.device_sampling import LIMITS, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Sampling
 from workers.runners.adjusted_rows import adjusted_among
@@ -30,8 +30,6 @@ from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 Column = TypeVar("Column")
 
 _GREEDY = Sampling()
-# What `limits` leaves out if they matter to no row.
-_NO_LIMITS: dict[str, float] = {"top_ks": 0, "top_ps": 1.0, "min_ps": 0.0}
 
 
 class _Columns(NamedTuple, Generic[Column]):
@@ -42,24 +40,32 @@ class _Columns(NamedTuple, Generic[Column]):
     slots: Column  # int64; -1: nothing is written
     keys: Column  # int64, the bits of the uint64 from `mix_key`
     temperatures: Column  # float64; 0: the most likely token
-    top_ps: Column  # float64
-    min_ps: Column  # float64
-    top_ks: Column  # int32
     context_lens: Column  # int32; 0: a padded row
     lora_slots: Column  # int32; -1: no adapter
 
 
 def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
-    """Views of `memory`, [68 * B] uint8."""
+    """Views of `memory`, [_COLUMN_BYTES * B] uint8."""
     integers = memory[: 32 * rows].view(torch.int64).view(4, rows)
-    reals = memory[32 * rows : 56 * rows].view(torch.float64).view(3, rows)
-    return _Columns(*integers, *reals, *memory[56 * rows :].view(torch.int32).view(3, rows))
+    temperatures = memory[32 * rows : 40 * rows].view(torch.float64).view(1, rows)
+    places = memory[40 * rows : 48 * rows].view(torch.int32).view(2, rows)
+    return _Columns(*integers, *temperatures, *places)
+
+
+def _limits_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
+    """The columns of `device_sampling.LIMITS`, behind the others in `memory`."""
+    columns, start = dict[str, torch.Tensor](), 48 * rows
+    for name, neutral in sorted(LIMITS.items(), key=lambda limit: -limit[1].nbytes):
+        end = start + neutral.nbytes * rows
+        columns[name] = memory[start:end].view(torch.from_numpy(np.empty(0, neutral.dtype)).dtype)
+        start = end
+    return columns
 
 
 # What a padded row has; its key does not matter.
-_PADDING = _Columns[float](0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
+_PADDING = _Columns[float](0, 0, -1, 0, 0.0, 0, -1)
 # Of a row in all columns, and in those of the results.
-_COLUMN_BYTES = 68
+_COLUMN_BYTES = 48 + sum(neutral.nbytes for neutral in LIMITS.values())
 _RESULT_BYTES = 16
 
 
@@ -151,6 +157,10 @@ class DecodeBuffers:
         # Arrays, since an assignment to a tensor takes several times as long.
         self._host = _Columns(*(column.numpy() for column in _columns_in(self._host_memory, max_rows)))
         self._columns = _columns_in(self._memory, max_rows)
+        self._host_limits = {
+            name: column.numpy() for name, column in _limits_in(self._host_memory, max_rows).items()
+        }
+        self._limits = _limits_in(self._memory, max_rows)
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
@@ -204,8 +214,8 @@ class DecodeBuffers:
 
     def settings(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """How tokens of these rows are chosen: columns that `device_sampling.choose_adjusted` takes."""
-        names = ("temperatures", "keys", "top_ks", "top_ps", "min_ps")
-        return {name: getattr(self._columns, name).index_select(0, rows) for name in names}
+        columns = {"temperatures": self._columns.temperatures, "keys": self._columns.keys} | self._limits
+        return {name: column.index_select(0, rows) for name, column in columns.items()}
 
     def keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy of those of a step [N, vocab], where those of all steps are."""
@@ -326,8 +336,9 @@ class DecodeBuffers:
         self.adjusted = adjusted_among(rows)
         specs = [spec or _GREEDY for spec in given]
         temperatures = np.array([spec.temperature for spec in specs])
-        for name, values in ((limits(specs) or _NO_LIMITS) | {"temperatures": temperatures}).items():
-            getattr(self._host, name)[: len(specs)] = values
+        self._host.temperatures[: len(specs)] = temperatures
+        for name, values in (limits(specs) or LIMITS).items():
+            self._host_limits[name][: len(specs)] = values
         self._drawn = (temperatures > 0).nonzero()[0]
         self._streams = np.array([mix64(specs[index].seed) for index in self._drawn.tolist()], np.uint64)
         return False
@@ -337,6 +348,8 @@ class DecodeBuffers:
         if count < self._rows:
             for column, value in zip(self._host, _PADDING, strict=True):
                 column[count : self._rows] = value
+            for name, neutral in LIMITS.items():
+                self._host_limits[name][count : self._rows] = neutral
         self._rows = count
 
     def _send_columns(self, *, with_tokens: bool = True) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, Unpack
 
 from quire._masks import Allowed, token_mask
 from quire.v1 import types_pb2
+from quire.v1.sampling_settings import SamplingSettings
 
 _FORMATS = {
     "f32": types_pb2.LOGITS_FORMAT_F32,
@@ -24,21 +25,6 @@ _DTYPES = {
 # The distribution that a token was drawn from: the probability of each token that could have been drawn, as a
 # mapping or as pairs; or a float32 row over the whole vocabulary, as little-endian bytes or as an array.
 DraftDistribution: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]] | bytes | Any
-
-
-class SamplingSettings(TypedDict, total=False):
-    """The fields of SamplingParams."""
-
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    penalty_from: int | None
 
 
 def output_options(  # noqa: PLR0913 - the fields of OutputOptions
@@ -60,7 +46,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
     Args:
         logprob: Return the log-probability of the chosen token under the model's own distribution.
         sampled_logprob: Return its log-probability under the distribution it was drawn from: after mask,
-            penalties, temperature, top_k, top_p and min_p.
+            penalties, and the other settings.
         top_logprobs: Return this many of the most likely tokens, with their log-probabilities.
         logprob_token_ids: Return the log-probabilities of these tokens.
         logits: "f32", "bf16" or "f16": return the row of logits in this format. Empty: do not return it.

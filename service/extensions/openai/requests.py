@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.v1 import runner_pb2, types_pb2
+from quire.v1.sampling_settings import SETTINGS
 
 from service.api.validation import MAX_LOGIT_BIAS
 from service.errors import InvalidArgument, SequenceTooLong
@@ -143,16 +144,15 @@ def set_common(item: runner_pb2.ExecuteItem, fields: Fields, model: ResolvedMode
     if not item.sampling.HasField("temperature"):
         # OpenAI's default.
         item.sampling.temperature = 1.0
-    for name in (
-        "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    ):  # fmt: skip
-        given = fields.get(name, number)
+    for setting in SETTINGS:
+        given: float | None
+        if setting.type is float:
+            given = fields.get(setting.name, number)
+        else:
+            # In other servers -1 means no limit, as 0 does here.
+            given = fields.get(setting.name, integer, -1, int(setting.maximum))
         if given is not None:
-            setattr(item.sampling, name, given)
-    top_k = fields.get("top_k", integer, -1, MAX_ID)
-    if top_k is not None:
-        # In other servers -1 means no limit, as 0 does here.
-        item.sampling.top_k = max(0, top_k)
+            setattr(item.sampling, setting.name, given if setting.type is float else max(0, given))
     seed = fields.get("seed", integer, -_SEEDS // 2, _SEEDS - 1)
     if seed is not None:
         item.sampling.seed = seed % _SEEDS

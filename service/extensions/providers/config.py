@@ -37,8 +37,8 @@ class ProviderConfig:
     api_key_file: str = ""
     # Whether credentials and prompts may be sent to other machines without TLS.
     insecure: bool = False
-    # Whether the provider takes fields that OpenAI's own API lacks: top_k, min_p, repetition_penalty,
-    # stop_token_ids, ignore_eos.
+    # Whether the provider takes fields that OpenAI's own API lacks: stop_token_ids, ignore_eos, and the other
+    # settings of SamplingParams, such as top_k and min_p.
     extensions: bool = False
     # The chat dialect's field for the token limit. Some models take max_completion_tokens only.
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"

@@ -122,12 +122,14 @@ def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
     executor.sampling_defaults = own
     assert quire("generate", "x", "--max-tokens", "1") == 0
     assert quire("generate", "x", "--max-tokens", "1", "--temperature", "0", "--seed", "3") == 0
-    assert quire("generate", "x", "--max-tokens", "1", "--top-k", "0", "--repetition-penalty", "1") == 0
+    assert quire("generate", "x", "--max-tokens", "1", "--top-k", "0", "--typical-p", "0.5") == 0
     plain, greedy, other = (request.items[0].sampling for request in executor.calls["Execute"])
     assert plain == own
     own.temperature, own.seed = 0, 3
     assert greedy == own
-    expected = types_pb2.SamplingParams(temperature=0.5, top_k=0, top_p=0.25, repetition_penalty=1)
+    expected = types_pb2.SamplingParams(
+        temperature=0.5, top_k=0, top_p=0.25, typical_p=0.5, repetition_penalty=1.5
+    )
     assert other == expected
 
 

@@ -96,6 +96,8 @@ SPECS = [
     Sampling(temperature=1.5, top_p=0.9, min_p=0.02),
     Sampling(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=-0.4),
     Sampling(temperature=1.0, logit_bias={5: 30.0, 6: -INF, LARGE - 1: 29.0, LARGE: 99.0}),
+    Sampling(temperature=1.0, typical_p=0.3),
+    Sampling(temperature=0.7, top_k=300, top_p=0.99, min_p=0.001, typical_p=0.8, presence_penalty=0.1),
 ]
 
 

@@ -18,9 +18,10 @@ from kernels.cuda.sampling_adjust import (
     count_histories,
     count_next,
 )
-from kernels.cuda.sampling_cut import BLOCK, SPAN, find_cuts
+from kernels.cuda.sampling_cut import BLOCK, SPAN, cut, find_cuts
 from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
 from workers.counter_rng import gumbel, mix_key
+from workers.numpy_choice import candidates
 
 torch.set_num_threads(1)
 
@@ -300,6 +301,44 @@ def test_cuts_at_exact_shares_of_equals(device: str) -> None:
     kept = kept_by(logits, cuts_of(logits.to(device), limits))
     assert [len(row) for row in kept] == [1, 2, 3, 3, 2, 1]
     assert all(row == [4, 8, 2100, 2299][: len(row)] for row in kept)
+
+
+def typical_of(logits: torch.Tensor, limits: list[Limits], typical_ps: list[float]) -> list[list[int]]:
+    """The tokens that each row's limits keep, typical_p included."""
+    columns = torch.tensor(limits, dtype=torch.float64, device=logits.device).T.contiguous()
+    shares = torch.tensor(typical_ps, dtype=torch.float64, device=logits.device)
+    named = {"top_k": columns[1].int(), "top_p": columns[2], "min_p": columns[3], "typical_p": shares}
+    return kept_by(logits, Cuts(*cut(logits, columns[0], named)))
+
+
+@pytest.mark.usefixtures("_spans")
+def test_typical_p_keeps_what_its_definition_keeps(device: str) -> None:
+    """Also of what other limits leave, among equals, and of a single token."""
+    limits = [
+        Limits(), Limits(0.5), Limits(30.0), Limits(1.0, top_k=50), Limits(2.0, top_p=0.9),
+        Limits(1.5, top_k=700, top_p=0.95, min_p=0.001), Limits(top_k=1), Limits(),
+    ]  # fmt: skip
+    typical_ps = [0.2, 0.9, 0.999, 0.5, 1e-6, 0.6, 0.5, 1.0]
+    values = torch.randn(len(limits), 5003, generator=torch.Generator().manual_seed(8)) * 2
+    values[:, ::3] = values[:, ::3].round()
+    values[:, 1::7] = -INF
+    logits = surrounded(values, device)
+    before = logits.clone()
+    kept = typical_of(logits, limits, typical_ps)
+    for row, (limit, share) in enumerate(zip(limits, typical_ps, strict=True)):
+        expected_ids = candidates(values[row].numpy(), limit[0], (*limit[1:], share)).ids
+        assert kept[row] == expected_ids.tolist(), (limit, share)
+    assert len(kept[3]) < 50 and len(kept[6]) == 1
+    assert torch.equal(logits[7], before[7]), "only rows with typical_p are changed"
+
+
+def test_typical_p_of_equals_of_one_token_and_of_none(device: str) -> None:
+    logits = torch.full((4, 2300), -INF)
+    logits[0] = 1.0
+    logits[1, 2200] = -3e38
+    logits[2, [5, 2299]] = torch.tensor([2.0, 2.0])
+    kept = typical_of(logits.to(device), [Limits(), Limits(1e-3), Limits(), Limits()], [0.1] * 4)
+    assert kept == [[*range(2300)], [2200], [5, 2299], []]
 
 
 def test_cuts_of_one_token_of_one_that_is_left_and_of_none(device: str) -> None:

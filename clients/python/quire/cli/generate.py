@@ -19,8 +19,9 @@ from quire.cli.terminal import CommandFailed, WrongUsage, stripped, tell
 from quire.errors import from_status
 from quire.text import ModelTokenizer
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
+from quire.v1.sampling_settings import SETTINGS
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+_SAMPLING = (*(setting.name for setting in SETTINGS), "seed")
 # The server's own workers, because providers sample differently.
 _RUNTIME = "local"
 # The maximum length of a library's error message about a file from the server.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from quire._proxies import require_target
+from quire.v1.sampling_settings import SETTINGS
 
 if TYPE_CHECKING:
     # The return type of add_subparsers has no public name.
@@ -45,7 +46,6 @@ def option_type(
 count = option_type(int, "a whole number from 1", lambda value: value >= 1)
 _number = option_type(float, "a number")
 _max_tokens = option_type(int, f"a whole number from 1 to {2**32 - 1}", lambda value: 0 < value < 1 << 32)
-_top_k = option_type(int, f"a whole number from 0 to {2**32 - 1}", lambda value: 0 <= value < 1 << 32)
 _seed = option_type(int, f"a whole number from 0 to {2**64 - 1}", lambda value: 0 <= value < 1 << 64)
 _seconds = option_type(float, "a number of seconds above 0", lambda value: 0 < value < math.inf)
 _token_ids = option_type(
@@ -183,12 +183,13 @@ def add_generate(commands: Commands) -> None:
     form.add_argument("--raw", action="store_true", help="PROMPT is a text to continue, without a template")
     flag("--system", str, "TEXT", "a system message before PROMPT")
     # The names are those of the API.
-    own = "(default: the model's own)"
-    flag("--temperature", _number, "T", "0: greedy (default: the model's own, else 0)")
-    flag("--top-k", _top_k, "K", f"sample from the K most likely tokens, 0: all {own}")
-    flag("--top-p", _number, "P", f"sample from the top probability mass P {own}")
-    flag("--min-p", _number, "P", f"drop tokens below P times the highest probability {own}")
-    flag("--repetition-penalty", _number, "R", f"above 1: earlier tokens are less likely {own}")
+    for setting in SETTINGS:
+        kind: Callable[[str], float] = _number
+        if setting.type is int:
+            allowed = f"a whole number from {setting.minimum:.0f} to {setting.maximum:.0f}"
+            kind = option_type(int, allowed, setting.allows)
+        name, own = setting.name.replace("_", "-"), f"(default: the model's own, else {setting.neutral:.10g})"
+        flag(f"--{name}", kind, "X", f"{setting.description} {own}")
     flag("--seed", _seed, "N", "the seed of the sampling, for repeatable results")
     flag("--adapter", str, "ID", "a LoRA adapter of the server, see `quire adapters` (default: none)", "")
     lines = "print a line for each token: id, log-probability, text"

@@ -453,16 +453,18 @@ class Adopted(_message.Message):
     def __init__(self, kept: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerError(_message.Message):
-    __slots__ = ("reason", "detail", "pages_needed", "pages_available")
+    __slots__ = ("reason", "detail", "pages_needed", "pages_available", "field")
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     PAGES_NEEDED_FIELD_NUMBER: _ClassVar[int]
     PAGES_AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
     reason: WorkerErrorReason
     detail: str
     pages_needed: int
     pages_available: int
-    def __init__(self, reason: _Optional[_Union[WorkerErrorReason, str]] = ..., detail: _Optional[str] = ..., pages_needed: _Optional[int] = ..., pages_available: _Optional[int] = ...) -> None: ...
+    field: str
+    def __init__(self, reason: _Optional[_Union[WorkerErrorReason, str]] = ..., detail: _Optional[str] = ..., pages_needed: _Optional[int] = ..., pages_available: _Optional[int] = ..., field: _Optional[str] = ...) -> None: ...
 
 class LoadProgress(_message.Message):
     __slots__ = ("phase", "done_bytes", "total_bytes")

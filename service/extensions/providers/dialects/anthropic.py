@@ -15,6 +15,8 @@ from service.extensions.providers.dialects.base import (
     StreamUpdate,
     ToolCallDelta,
     parsed_json,
+    rounded,
+    sampling_fields_but,
 )
 from service.extensions.providers.failures import stream_error
 from service.text.bounded_json import call_arguments, chat_role, tools_of
@@ -35,8 +37,7 @@ class Messages(Dialect):
     path = "/messages"
     takes_n = False
     unsupported_fields = (
-        "tokens", "sampling.min_p", "sampling.repetition_penalty", "sampling.frequency_penalty",
-        "sampling.presence_penalty", "sampling.seed", "sampling.logit_bias", "stop_token_ids", "ignore_eos",
+        "tokens", *sampling_fields_but("temperature", "top_p", "top_k"), "stop_token_ids", "ignore_eos",
         "logprobs", "constraint.json_schema",
     )  # fmt: skip
 
@@ -59,13 +60,13 @@ class Messages(Dialect):
             "model": config.model,
             "stream": True,
             "max_tokens": item.max_tokens or config.max_output_tokens,
-            "temperature": round(item.sampling.temperature, 6),
+            "temperature": rounded(item.sampling.temperature),
             "messages": messages,
         }
         if system:
             body["system"] = system
         if item.sampling.HasField("top_p"):
-            body["top_p"] = round(item.sampling.top_p, 6)
+            body["top_p"] = rounded(item.sampling.top_p)
         if item.sampling.top_k:
             body["top_k"] = item.sampling.top_k
         # The API refuses whitespace-only stop texts. The gateway itself looks for all stop texts.

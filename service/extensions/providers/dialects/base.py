@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
+from quire.v1.sampling_settings import SETTINGS
 
 from service.errors import InvalidArgument, ProviderFailure
 from service.extensions.providers.config import ProviderConfig
@@ -86,12 +87,18 @@ class Dialect(ABC):
 
 
 # Values of fields with presence that are as if the field were unset.
-_NEUTRAL = {
-    "sampling.min_p": 0.0,
-    "sampling.repetition_penalty": 1.0,
-    "sampling.frequency_penalty": 0.0,
-    "sampling.presence_penalty": 0.0,
-}
+_NEUTRAL = {f"sampling.{setting.name}": setting.neutral for setting in SETTINGS}
+
+
+def sampling_fields_but(*names: str) -> tuple[str, ...]:
+    """The fields of `sampling` other than these, for `Dialect.unsupported_fields`."""
+    fields = types_pb2.SamplingParams.DESCRIPTOR.fields
+    return tuple(f"sampling.{field.name}" for field in fields if field.name not in names)
+
+
+def rounded(value: float) -> float:
+    """A setting as it was given, which as a float32 has more digits."""
+    return round(value, 6)
 
 
 def unsupported(field: str) -> NoReturn:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.v1 import runner_pb2
+from quire.v1.sampling_settings import SETTINGS
 
 from service.errors import InvalidArgument
 from service.extensions.providers.config import ProviderConfig
@@ -18,6 +19,7 @@ from service.extensions.providers.dialects.base import (
     ToolCallDelta,
     logprob,
     parsed_json,
+    rounded,
     unsupported,
 )
 from service.extensions.providers.failures import stream_error
@@ -26,6 +28,8 @@ from service.text.bounded_json import openai_messages, tools_of
 # OpenAI's limit. The gateway itself looks for all stop texts.
 MAX_STOPS = 4
 _MAX_BIAS = 100.0
+# The settings that OpenAI's API has. All others are extensions of other providers.
+_OWN_SETTINGS = ("temperature", "top_p", "frequency_penalty", "presence_penalty")
 _FINISHES = {
     "stop": runner_pb2.FINISH_REASON_STOP,
     "length": runner_pb2.FINISH_REASON_LENGTH,
@@ -41,16 +45,16 @@ def _common_fields(item: runner_pb2.ExecuteItem, samples: int, config: ProviderC
         "model": config.model,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "temperature": round(item.sampling.temperature, 6),
+        "temperature": rounded(item.sampling.temperature),
     }
     if samples > 1:
         body["n"] = samples
     if item.stop:
         body["stop"] = list(item.stop)[:MAX_STOPS]
     sampling = item.sampling
-    for name in ("top_p", "frequency_penalty", "presence_penalty"):
+    for name in _OWN_SETTINGS:
         if sampling.HasField(name):
-            body[name] = round(getattr(sampling, name), 6)
+            body[name] = rounded(getattr(sampling, name))
     if sampling.HasField("seed"):
         body["seed"] = sampling.seed
     if sampling.logit_bias:
@@ -64,21 +68,21 @@ def _bias(bias: float) -> float:
     if not -_MAX_BIAS <= bias <= _MAX_BIAS:
         field = "sampling.logit_bias"
         raise InvalidArgument("BAD_SAMPLING", field, f"this runtime's provider takes up to {_MAX_BIAS:g}")
-    return round(bias, 6)
+    return rounded(bias)
 
 
 def _extensions(item: runner_pb2.ExecuteItem, config: ProviderConfig) -> dict[str, object]:
     """Fields that only some providers have. Values that change nothing are left out."""
-    sampling = item.sampling
-    penalty = round(sampling.repetition_penalty, 6)
-    settings: dict[str, object] = {
-        "sampling.top_k": sampling.top_k,
-        "sampling.min_p": round(sampling.min_p, 6),
-        "sampling.repetition_penalty": penalty if penalty != 1.0 else 0.0,
-        "stop_token_ids": list(item.stop_token_ids),
-        "ignore_eos": item.ignore_eos,
-    }
-    wanted = {field: value for field, value in settings.items() if value}
+    wanted: dict[str, object] = {}
+    for setting in SETTINGS:
+        if setting.name not in _OWN_SETTINGS and item.sampling.HasField(setting.name):
+            value = rounded(getattr(item.sampling, setting.name))
+            if value != setting.neutral:
+                wanted[f"sampling.{setting.name}"] = value
+    if item.stop_token_ids:
+        wanted["stop_token_ids"] = list(item.stop_token_ids)
+    if item.ignore_eos:
+        wanted["ignore_eos"] = True
     if wanted and not config.extensions:
         unsupported(next(iter(wanted)))
     return {field.removeprefix("sampling."): value for field, value in wanted.items()}
@@ -124,7 +128,7 @@ class ChatCompletions(_OpenAI):
 
     kind = runner_pb2.RUNTIME_KIND_OPENAI_CHAT
     path = "/chat/completions"
-    unsupported_fields = ("tokens",)
+    unsupported_fields = ("tokens", "sampling.penalty_from")
 
     def __init__(self, runtime: str) -> None:
         super().__init__(runtime)
@@ -180,7 +184,7 @@ class Completions(_OpenAI):
 
     kind = runner_pb2.RUNTIME_KIND_OPENAI_COMPLETIONS
     path = "/completions"
-    unsupported_fields = ("chat", "constraint.json_schema")
+    unsupported_fields = ("chat", "constraint.json_schema", "sampling.penalty_from")
 
     @staticmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:

@@ -48,9 +48,9 @@ def test_a_request() -> None:
     assert plain.items == [expected] and not plain.is_stream and plain.num_prompt_top is None
     settings = {
         "n": 2, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "seed": 3, "max_tokens": 9,
-        "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.2, "stop_token_ids": [7],
-        "allowed_token_ids": [5, 7], "ignore_eos": True, "logit_bias": {"5": 1.5}, "logprobs": 5,
-        "prompt_logprobs": 2, "stop": "x",
+        "typical_p": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.2,
+        "stop_token_ids": [7], "allowed_token_ids": [5, 7], "ignore_eos": True, "logit_bias": {"5": 1.5},
+        "logprobs": 5, "prompt_logprobs": 2, "stop": "x",
     }  # fmt: skip
     full = request(settings, model="poet", request_id="mine")
     expected = runner_pb2.ExecuteItem(
@@ -60,7 +60,7 @@ def test_a_request() -> None:
     expected.tokens.token_ids.extend([1, 2])
     expected.constraint.mask.allowed.ids.extend([5, 7])
     given = types_pb2.SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=0, min_p=0.1, seed=3, repetition_penalty=1.1,
+        temperature=0.7, top_p=0.9, top_k=0, min_p=0.1, typical_p=0.8, seed=3, repetition_penalty=1.1,
         frequency_penalty=0.1, presence_penalty=0.2, logit_bias={5: 1.5},
     )  # fmt: skip
     expected.sampling.CopyFrom(given)

@@ -101,12 +101,13 @@ def test_settings_are_passed_on() -> None:
 
 
 def test_extensions_are_for_providers_that_have_them() -> None:
-    own = sampling(top_k=5, min_p=0.1, repetition_penalty=1.1)
+    own = sampling(top_k=5, min_p=0.1, typical_p=0.9, repetition_penalty=1.1)
     wanted = asked(sampling=own, stop_token_ids=[7], ignore_eos=True)
     made = body("openai-completions", wanted, extensions=True)
     expected = {
         "top_k": 5,
         "min_p": 0.1,
+        "typical_p": 0.9,
         "repetition_penalty": 1.1,
         "stop_token_ids": [7],
         "ignore_eos": True,
@@ -126,6 +127,8 @@ UNSUPPORTED: list[tuple[DialectName, str, dict[str, Any]]] = [
     ("openai-chat", "constraint.mask", {"constraint": {"mask": {"packed": b"1"}}}),
     ("openai-chat", "sampling.top_k", {"sampling": sampling(top_k=2)}),
     ("openai-chat", "sampling.min_p", {"sampling": sampling(min_p=0.5)}),
+    ("openai-chat", "sampling.typical_p", {"sampling": sampling(typical_p=0.5)}),
+    ("openai-chat", "sampling.penalty_from", {"sampling": sampling(penalty_from=1)}),
     ("openai-chat", "sampling.repetition_penalty", {"sampling": sampling(repetition_penalty=2)}),
     ("openai-chat", "stop_token_ids", {"stop_token_ids": [1]}),
     ("openai-chat", "ignore_eos", {"ignore_eos": True}),
@@ -133,6 +136,7 @@ UNSUPPORTED: list[tuple[DialectName, str, dict[str, Any]]] = [
     ("openai-completions", "constraint.json_schema", {"constraint": {"json_schema": SCHEMA}}),
     ("anthropic-messages", "tokens", {"tokens": TOKENS}),
     ("anthropic-messages", "sampling.seed", {"sampling": sampling(seed=1)}),
+    ("anthropic-messages", "sampling.typical_p", {"sampling": sampling(typical_p=0.5)}),
     ("anthropic-messages", "sampling.min_p", {"sampling": sampling(min_p=0.1)}),
     ("anthropic-messages", "sampling.logit_bias", {"sampling": sampling(logit_bias={1: 1.0})}),
     ("anthropic-messages", "logprobs", {"logprobs": True}),
@@ -152,7 +156,13 @@ def test_unsupported_fields_are_refused(dialect: DialectName, field: str, fields
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
 def test_settings_that_change_nothing_are_no_requests(dialect: DialectName) -> None:
     neutral = sampling(
-        top_k=0, min_p=0, repetition_penalty=1, frequency_penalty=0, presence_penalty=0, logit_bias={}
+        top_k=0,
+        min_p=0,
+        typical_p=1,
+        repetition_penalty=1,
+        frequency_penalty=0,
+        presence_penalty=0,
+        logit_bias={},
     )
     made, plain = body(dialect, asked(sampling=neutral)), body(dialect, asked())
     # OpenAI's API has these two.

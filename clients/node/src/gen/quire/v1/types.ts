@@ -109,7 +109,7 @@ export interface OutputOptions {
   logprob: boolean;
   /**
    * Return the log-probability of the chosen token under the distribution from which it was drawn: after mask,
-   * penalties, temperature, top_k, top_p and min_p. 0 for a greedy choice.
+   * penalties, temperature, and what leaves out tokens. 0 for a greedy choice.
    */
   sampledLogprob: boolean;
   /**
@@ -163,7 +163,7 @@ export interface VerifyRow {
 
 /**
  * How a token is chosen from a row of logits. The steps are applied in this order: mask and logit_bias, penalties,
- * temperature, top_k, top_p, min_p, draw. An unset field has no effect.
+ * temperature, top_k, top_p, min_p, typical_p, draw. An unset field has no effect.
  */
 export interface SamplingParams {
   /** 0 or unset: greedy. At most 100. */
@@ -204,7 +204,14 @@ export interface SamplingParams {
    * The position of the first token that frequency_penalty and presence_penalty count. Unset: the first position
    * after the last Prefill, including a Prefill that extends the cache.
    */
-  penaltyFrom?: number | undefined;
+  penaltyFrom?:
+    | number
+    | undefined;
+  /**
+   * Keep the smallest set of tokens whose information is nearest to the entropy and whose probabilities, among the
+   * tokens that are left, sum to at least p (locally typical sampling). In (0, 1].
+   */
+  typicalP?: number | undefined;
 }
 
 export interface SamplingParams_LogitBiasEntry {
@@ -1087,6 +1094,7 @@ function createBaseSamplingParams(): SamplingParams {
     logitBias: {},
     seed: undefined,
     penaltyFrom: undefined,
+    typicalP: undefined,
   };
 }
 
@@ -1124,6 +1132,9 @@ export const SamplingParams: MessageFns<SamplingParams> = {
     }
     if (message.penaltyFrom !== undefined) {
       writer.uint32(80).uint32(message.penaltyFrom);
+    }
+    if (message.typicalP !== undefined) {
+      writer.uint32(93).float(message.typicalP);
     }
     return writer;
   },
@@ -1224,6 +1235,14 @@ export const SamplingParams: MessageFns<SamplingParams> = {
             message.penaltyFrom = reader.uint32();
             continue;
           }
+          case 11: {
+            if (tag !== 93) {
+              break;
+            }
+
+            message.typicalP = reader.float();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -1259,6 +1278,7 @@ export const SamplingParams: MessageFns<SamplingParams> = {
     );
     message.seed = (object.seed !== undefined && object.seed !== null) ? BigInt(object.seed) : undefined;
     message.penaltyFrom = object.penaltyFrom ?? undefined;
+    message.typicalP = object.typicalP ?? undefined;
     return message;
   },
 };
