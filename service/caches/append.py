@@ -6,30 +6,33 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from service.caches.cache_index import CacheIndex
-from service.caches.effects import DecodeDone, ForwardDone, TruncateSequence
+from service.caches.effects import ForwardDone, TruncateSequence
 from service.caches.entries import Begun, CacheEntry, Operation, touch
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.records import CacheCreated, Record, TokensAppended
-from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
+from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
-from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
+from service.errors import NoWorker, PositionMismatch, QuireError, WeightsChanged, reused_request_id
 
 
 class Appends(BaseKind[Append]):
     """Prefills, decodes, verifies and scorings."""
 
-    def journal_bytes(self, request: Append, tenant: Tenant) -> int:
-        creates = not request.cache_id and not request.is_scoring
-        return TOKEN_BYTES * len(request.token_ids) + NEW_CACHE_BYTES * creates
-
-    def entries(self, request: Append, tenant: Tenant) -> Sequence[CacheEntry | None]:
+    def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
+        size_bytes = TOKEN_BYTES * len(request.token_ids)
         if request.cache_id:
-            return (self._parts.index.find(request.cache_id, tenant),)
-        return (self._parts.index.created_by(request.request_id, tenant) or self._create(request, tenant),)
+            # As `index.find`: this runs for each token.
+            entry = self._parts.index.by_id.get(request.cache_id)
+            return (entry if entry is not None and entry.tenant is tenant else None,), size_bytes
+        if not request.is_scoring:
+            size_bytes += NEW_CACHE_BYTES
+        self._parts.admission.require_journal(size_bytes)
+        entry = self._parts.index.created_by(request.request_id, tenant) or self._create(request, tenant)
+        return (entry,), size_bytes
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
@@ -58,36 +61,6 @@ class Appends(BaseKind[Append]):
         entry = self._parts.admission.new_cache(state, tenant, ephemeral=append.is_scoring)
         entry.creation = created
         self._parts.index.begin(entry)
-        return entry
-
-    def ready_decode(self, append: Append, tenant: Tenant) -> CacheEntry | None:
-        """The cache of a decode that can be sent at once, as is usual; None for any other append.
-
-        It asks at once what admission, weights, fencing and placement would ask one after the other.
-        """
-        entry = self._parts.index.by_id.get(append.cache_id)
-        if (
-            append.kind is not DECODE
-            or entry is None
-            or entry.tenant is not tenant
-            or entry.running is not None
-            or entry.closing
-        ):
-            return None
-        worker, state = entry.worker, entry.state
-        length, serving = state.tokens.length, self._parts.weights.serving
-        if (
-            worker is None
-            or worker.draining
-            or entry.kv_len < length
-            or entry.crash_score
-            or state.weights != serving
-            or append.weights not in (None, serving)
-            or append.position not in (None, length)
-            or len(append.token_ids) != 1
-            or length >= worker.capacity_tokens
-        ):
-            return None
         return entry
 
     def begin(self, operation: Operation, request: Append) -> Begun:
@@ -127,69 +100,56 @@ class Appends(BaseKind[Append]):
         return None
 
     def computed(
-        self, operation: Operation, request: Append, done: ForwardDone | None
-    ) -> Result | list[Record]:
-        assert done is not None
-        entry = operation.entry
-        operation.weights = entry.state.weights
-        if operation.copy_number is not None:
-            touch((entry,), self._parts.context.now_s)
-            return _answer(operation, done, entry.state.last_kept, self._kept_path(entry, request))
-        self._parts.rate.completions += 1
-        if entry.ephemeral:
-            of_model = operation.weights, entry.state.adapter
-            return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
-        operation.done = done
-        token_ids, asked = request.token_ids, b""
-        if request.parents:
-            asked = fingerprint(token_ids, request.parents)
-            token_ids = [token_ids[index] for index in done.kept_path]
-        elif done.kept != len(token_ids):
-            asked = fingerprint(token_ids)
-            token_ids = token_ids[: done.kept]
-        appended = TokensAppended(
-            entry.number,
-            operation.base,
-            token_ids,
-            operation.prompt_len,
-            entry.ownership,
-            request.accept,
-            asked,
-        )
-        return [appended] if entry.creation is None else [entry.creation, appended]
-
-    def decodes_computed(self, ended: Sequence[tuple[Operation, DecodeDone]]) -> list[list[Record]]:
-        """As `computed`, for decodes that were answered by rows: their tokens are kept."""
-        self._parts.rate.completions += len(ended)
-        of_all: list[list[Record]] = []
+        self, ended: Sequence[tuple[Operation, ForwardDone | None]]
+    ) -> list[Result | QuireError | list[Record]]:
+        found: list[Result | QuireError | list[Record]] = []
         for operation, done in ended:
-            entry, append = operation.entry, operation.append
-            assert append is not None
-            operation.weights, operation.done = entry.state.weights, done
-            of_one = TokensAppended(
-                entry.number, operation.base, append.token_ids, operation.prompt_len, entry.ownership
+            entry, request = operation.entry, operation.append
+            assert request is not None and done is not None
+            operation.weights = entry.state.weights
+            if operation.copy_number is not None:
+                touch((entry,), self._parts.context.now_s)
+                path = self._kept_path(entry, request)
+                found.append(_answer(operation, done, entry.state.last_kept, path))
+                continue
+            self._parts.rate.completions += 1
+            if entry.ephemeral:
+                of_model = operation.weights, entry.state.adapter
+                found.append(
+                    Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
+                )
+                continue
+            operation.done = done
+            token_ids, asked = request.token_ids, b""
+            if request.parents:
+                asked = fingerprint(token_ids, request.parents)
+                token_ids = [token_ids[index] for index in done.kept_path]
+            elif done.kept != len(token_ids):
+                asked = fingerprint(token_ids)
+                token_ids = token_ids[: done.kept]
+            appended = TokensAppended(
+                entry.number,
+                operation.base,
+                token_ids,
+                operation.prompt_len,
+                entry.ownership,
+                request.accept,
+                asked,
             )
-            of_all.append([of_one])
-        return of_all
+            found.append([appended] if entry.creation is None else [entry.creation, appended])
+        return found
 
-    def applied(self, operation: Operation, request: Append) -> Result:
-        entry, done = operation.entry, operation.done
-        assert done is not None
-        if not entry.visible:
-            state = self._parts.ledger.get(entry.number)
-            assert state is not None
-            entry.state, entry.creation = state, None
-            self._parts.index.add(entry, self._parts.context.number())
-        path = tuple(done.kept_path) if request.parents else ()
-        return self.all_applied((operation,), path)[0]
-
-    def all_applied(self, operations: Sequence[Operation], path: Sequence[int] = ()) -> list[Appended]:
-        """Keeps the answers and returns them. The caches are visible. `path`: of a tree, which is alone."""
-        answers = []
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        answers: list[Result] = []
         for operation in operations:
             entry, request, done = operation.entry, operation.append, operation.done
             assert request is not None and done is not None
-            # Kept for a repetition, unless they are large or of weights that were replaced meanwhile.
+            if not entry.visible:
+                state = self._parts.ledger.get(entry.number)
+                assert state is not None
+                entry.state, entry.creation = state, None
+                self._parts.index.add(entry, self._parts.context.number())
+            # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
             is_current = operation.weights == entry.state.weights
             if is_current and not (request.has_logits or request.is_large):
                 entry.answer, entry.answered = done, request.options
@@ -197,6 +157,7 @@ class Appends(BaseKind[Append]):
                 entry.answer = None
             if entry.worker is not None:
                 entry.has_computed(entry.state.tokens.length)
+            path = tuple(done.kept_path) if request.parents else ()
             answers.append(_answer(operation, done, done.kept, path))
         return answers
 

@@ -1,14 +1,9 @@
 """How operations are computed: placement, replay, forward, retries. Pure.
 
 An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
-attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored:
-
-    PARKED      no worker, too few pages, or other operations are first: retried when that changes
-    REPLAYING   the worker computes the tokens of the cache that it does not have
-    COMPUTING   the worker computes the request
-
-If the worker dies, has lost the KV or has too few pages, the operation starts again. Results are returned;
-there are no callbacks.
+attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored. If the
+worker dies, has lost the KV or has too few pages, the operation starts again. Results are returned; there are
+no callbacks. The states are those of `states.py`: parked, replaying, computing.
 """
 
 from __future__ import annotations
@@ -23,17 +18,19 @@ from service.caches.effects import (
     AbortForward,
     Attempt,
     CommandFailed,
-    DecodeDone,
+    Event,
     ForkSequence,
     ForwardDone,
+    KvExported,
     ReleaseSequences,
     TruncateSequence,
 )
 from service.caches.entries import Need, Operation, WorkerView
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
-from service.caches.requests import DECODE, NORMAL, PREFILL, Append
+from service.caches.requests import NORMAL, PREFILL, Append
 from service.caches.segments import Segment
+from service.caches.states import COMPUTING, PARKED, REPLAYING
 from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
 from service.caches.workers import Workers
 from service.errors import (
@@ -92,12 +89,13 @@ class Attempts:
         """Computes the append of an operation after the first `base` tokens of its cache.
 
         With `copy_number` on a temporary copy. Without an append only the KV is needed; returns whether the
-        worker has it. Raises QuireError if it cannot be computed at all. See `Appends.ready_decode`.
+        worker has it. Raises QuireError if it cannot be computed at all.
         """
         operation.base, operation.prompt_len, operation.copy_number = base, prompt_len, copy_number
-        entry, worker, append = operation.entry, operation.entry.worker, operation.append
+        entry, append = operation.entry, operation.append
         if entry.quarantined:
             raise SequenceQuarantined
+        worker = entry.worker
         if worker is None or worker.draining or entry.kv_len < base or entry.crash_score:
             need = self._place(operation)
             if need is not None:
@@ -117,21 +115,6 @@ class Attempts:
             self._forward(operation, append, entry.number if copy_number is None else copy_number, base)
         return False
 
-    def begin_decodes(self, operations: Iterable[Operation]) -> list[tuple[Operation, QuireError]]:
-        """As `begin`, for decodes that can be sent at once. Returns those that failed."""
-        failed = []
-        for operation in operations:
-            entry, state, append = operation.entry, operation.entry.state, operation.append
-            assert append is not None
-            operation.prompt_len = state.prompt_len
-            operation.base = base = state.tokens.length
-            try:
-                self._forward(operation, append, entry.number, base)
-            except Exception as error:
-                # Also a bug must not block the cache for ever.
-                failed.append((operation, failure_of(error)))
-        return failed
-
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
         entry, attempt, worker = operation.entry, operation.attempt, operation.entry.worker
@@ -140,7 +123,7 @@ class Attempts:
         if attempt is None:
             return
         assert worker is not None
-        self._end_attempt(operation, self._end_of(operation))
+        self._end_attempt(operation, attempt, worker, self._end_of(operation))
         self._context.send(worker, AbortForward(self._context.number(), attempt.op_id))
         if not attempt.replays and operation.copy_number is not None:
             self._release_copy(operation, worker)
@@ -155,17 +138,50 @@ class Attempts:
         """There is a new worker, or a worker has more free pages."""
         self.changed = True
 
-    def answered(self, op_id: int, answer: ForwardDone | CommandFailed | None) -> AttemptResult | None:
-        """A worker answered. Ignored if the attempt is over."""
-        operation = self.running.get(op_id)
-        if operation is None or answer is None:
-            return None
-        attempt, entry = operation.attempt, operation.entry
-        assert attempt is not None
+    def answered(self, events: Iterable[Event]) -> list[AttemptResult]:
+        """Workers answered. Returns the operations whose attempts are over, with their results.
+
+        Answers to attempts that ended earlier are ignored.
+        """
+        results: list[AttemptResult] = []
+        others: list[tuple[Operation, Attempt, ForwardDone | CommandFailed]] = []
+        answered: dict[WorkerView, list[tuple[Work, float]]] = {}
+        # Attempts leave the load of their worker before another one begins. As `_end_attempt`, but for all of
+        # them together: this runs for each token.
+        for op_id, answer in events:
+            operation = self.running.get(op_id)
+            if operation is None or answer is None or isinstance(answer, KvExported):
+                continue
+            entry, attempt = operation.entry, operation.attempt
+            worker = entry.worker
+            assert attempt is not None and worker is not None
+            if attempt.replays or entry.crash_score or isinstance(answer, CommandFailed):
+                end = self._end_of(operation) if isinstance(answer, CommandFailed) else End.ANSWERED
+                self._end_attempt(operation, attempt, worker, end)
+                others.append((operation, attempt, answer))
+                continue
+            del self.running[op_id]
+            operation.attempt = None
+            worker.pages_queued -= attempt.pages
+            answered.setdefault(worker, []).append((attempt.work, attempt.sent_s))
+            results.append((operation, answer))
+        for worker, works in answered.items():
+            worker.load.leave(works, self._context.now_s, End.ANSWERED)
+            # A parked operation may have waited for one of these.
+            self.changed = True
+        for each in others:
+            result = self._goes_on(*each)
+            if result is not None:
+                results.append(result)
+        return results
+
+    def _goes_on(
+        self, operation: Operation, attempt: Attempt, answer: ForwardDone | CommandFailed
+    ) -> AttemptResult | None:
+        """An attempt has failed, was a replay, or that of a suspect."""
+        entry = operation.entry
         if isinstance(answer, CommandFailed):
-            self._end_attempt(operation, self._end_of(operation))
             return self._attempt_failed(operation, attempt, answer)
-        self._end_attempt(operation, End.ANSWERED)
         if attempt.replays:
             entry.has_computed(operation.base)
             operation.replayed_tokens += len(attempt.append.token_ids)
@@ -174,41 +190,6 @@ class Attempts:
         if entry.crash_score:
             clear(entry)
         return operation, answer
-
-    def decodes_answered(
-        self, answers: Iterable[DecodeDone]
-    ) -> tuple[list[tuple[Operation, DecodeDone]], list[AttemptResult]]:
-        """As `answered`, for rows of decodes. Returns them, and the results of what was not just a decode.
-
-        In one loop, as it runs for each token.
-        """
-        ended: list[tuple[Operation, DecodeDone]] = []
-        others: list[AttemptResult] = []
-        works: dict[WorkerView, list[tuple[Work, float]]] = {}
-        for done in answers:
-            operation = self.running.get(done.op_id)
-            if operation is None:
-                continue
-            entry, attempt = operation.entry, operation.attempt
-            worker = entry.worker
-            assert attempt is not None and worker is not None
-            is_decode = attempt.append.kind is DECODE and not attempt.ephemeral
-            if not is_decode or attempt.is_suspect or entry.crash_score:
-                # A suspect; or another forward, which only a broken worker answers so.
-                result = self.answered(done.op_id, done)
-                if result is not None:
-                    others.append(result)
-                continue
-            del self.running[done.op_id]
-            operation.attempt = None
-            worker.pages_queued -= attempt.pages
-            works.setdefault(worker, []).append((attempt.work, attempt.sent_s))
-            ended.append((operation, done))
-        for worker, its in works.items():
-            worker.load.leave(its, self._context.now_s, End.ANSWERED)
-        # A parked operation may have waited for these.
-        self.changed = True
-        return ended, others
 
     def worker_lost(self, worker: WorkerView, *, crashed: bool | None) -> list[Operation]:
         """Ends all attempts on a lost worker. Returns their operations, for `try_again`.
@@ -219,7 +200,8 @@ class Attempts:
         if crashed is not None:
             blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
-            self._end_attempt(operation, End.TAKEN_BACK)
+            assert operation.attempt is not None
+            self._end_attempt(operation, operation.attempt, worker, End.TAKEN_BACK)
         self.changed = True
         return under_way
 
@@ -240,6 +222,7 @@ class Attempts:
             operation = self.parked.get(ticket)
             if operation is not None and self._may_run(operation, full):
                 del self.parked[ticket]
+                operation.need = None
                 result = self.begin_again(operation)
                 if result is not None:
                     yield result
@@ -272,7 +255,7 @@ class Attempts:
         if operation.is_internal and need in (Need.WORKER, Need.PAGES):
             # The next operation replays the KV itself; it must not wait for this one.
             raise NoWorker
-        operation.need = need
+        operation.state, operation.need = PARKED, need
         self.parked[operation.ticket] = operation
 
     def _place(self, operation: Operation) -> Need | None:
@@ -369,53 +352,52 @@ class Attempts:
         entry, worker, context = operation.entry, operation.entry.worker, self._context
         assert worker is not None
         state, is_copy, load = entry.state, operation.copy_number is not None, worker.load
-        tokens, priority = len(append.token_ids), append.priority
-        attempt = Attempt(
-            context.number(),
-            number,
-            position,
-            append,
-            state.seed,
-            state.prompt_len if replays else operation.prompt_len,
-            operation.caller,
-            is_copy,
-            not replays and (is_copy or entry.ephemeral),
-            state.salt,
-            state.adapter,
-            operation.submitted_s + self._max_wait_s - context.now_s,
-            replays,
-            -(-tokens // worker.page_tokens),
-            sent_s=context.now_s,
-        )
+        tokens, now_s = len(append.token_ids), context.now_s
         caller = operation.caller or -operation.ticket
-        attempt.work = work = load.estimate(caller, tokens, append.rows, priority, enters=True)
+        work = load.estimate(caller, tokens, append.rows, append.priority, enters=True)
+        timeout_s = operation.submitted_s + self._max_wait_s - now_s
         if operation.deadline_s is not None or work.is_long:
             try:
-                attempt.timeout_s = self._require_time(operation.deadline_s, attempt, load)
+                timeout_s = self._require_time(operation.deadline_s, work, timeout_s, load)
             except QuireError:
-                load.leave(((work, context.now_s),), context.now_s, End.TAKEN_BACK)
+                load.leave(((work, now_s),), now_s, End.TAKEN_BACK)
                 raise
         if is_copy and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
         if not entry.was_sent:
             self._kv.sent(entry)
-        operation.attempt, operation.need = attempt, None
+        first_segment = state.tokens.segments[0] if replays else None
+        is_suspect = entry.crash_score > 0 and must_be_alone(entry)
+        # Without the call of a Python function that `Attempt()` is.
+        attempt = tuple.__new__(
+            Attempt,
+            (
+                context.number(), number, position, append, state.seed,
+                state.prompt_len if replays else operation.prompt_len,
+                operation.caller,
+                is_copy,  # keep_all
+                not replays and (is_copy or entry.ephemeral),  # ephemeral
+                state.salt, state.adapter, timeout_s, replays,
+                -(-tokens // worker.page_tokens),  # pages
+                first_segment, is_suspect, now_s, work,
+            ),
+        )  # fmt: skip
+        operation.state, operation.attempt = REPLAYING if replays else COMPUTING, attempt
         self.running[attempt.op_id] = operation
         worker.pages_queued += attempt.pages
-        if replays:
-            attempt.first_segment = state.tokens.segments[0]
-            self._replayed[worker, attempt.first_segment] += 1
-        if entry.crash_score and must_be_alone(entry):
-            attempt.is_suspect = True
+        if first_segment is not None:
+            self._replayed[worker, first_segment] += 1
+        if is_suspect:
             self._suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
 
-    def _require_time(self, deadline_s: float | None, attempt: Attempt, load: WorkerLoad) -> float:
-        """Within which time it has to begin, at most its timeout.
+    def _require_time(
+        self, deadline_s: float | None, work: Work, wait_s: float, load: WorkerLoad
+    ) -> float:
+        """Within which time it has to begin, at most `wait_s`.
 
         Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
         """
-        work, wait_s = attempt.work, attempt.timeout_s or 0.0
         expected_s = load.expected_s(work)
         if deadline_s is None:
             # Without a deadline only the queueing delay is limited.
@@ -431,10 +413,8 @@ class Attempts:
             raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
         return min(load.start_within_s(work, left_s), wait_s)
 
-    def _end_attempt(self, operation: Operation, end: End) -> None:
+    def _end_attempt(self, operation: Operation, attempt: Attempt, worker: WorkerView, end: End) -> None:
         """Removes the running attempt from all counts."""
-        attempt, worker = operation.attempt, operation.entry.worker
-        assert attempt is not None and worker is not None
         operation.attempt = None
         del self.running[attempt.op_id]
         worker.load.leave(((attempt.work, attempt.sent_s),), self._context.now_s, end)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from service.caches.entries import Begun, CacheEntry, Operation
 from service.caches.kind import BaseKind
 from service.caches.records import CacheReleased, CacheTruncated, LeaseRenewed
@@ -25,9 +27,10 @@ class Truncations(BaseKind[Truncate]):
             return Handles((entry.handle,))
         return [CacheTruncated(entry.number, request.new_len)]
 
-    def applied(self, operation: Operation, request: Truncate) -> Result:
-        self._parts.kv.truncated(operation.entry, request.new_len)
-        return Handles((operation.entry.handle,))
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        for operation in operations:
+            self._parts.kv.truncated(operation.entry, operation.entry.length)
+        return [Handles((operation.entry.handle,)) for operation in operations]
 
 
 class Releases(BaseKind[Release]):
@@ -44,8 +47,8 @@ class Releases(BaseKind[Release]):
     def begin(self, operation: Operation, request: Release) -> Begun:
         return [CacheReleased(operation.entry.number)]
 
-    def applied(self, operation: Operation, request: Release) -> Result:
-        return Released(released=True)
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        return [Released(released=True) for _ in operations]
 
     def cache_released(
         self, operation: Operation, request: Release, entry: CacheEntry
@@ -63,7 +66,8 @@ class Renewals(BaseKind[Renew]):
         lease_s = entry.state.lease_s if request.lease_s is None else request.lease_s
         return [LeaseRenewed(entry.number, min(lease_s, self._parts.limits.max_lease_s))]
 
-    def applied(self, operation: Operation, request: Renew) -> Result:
-        # It may end earlier than before.
-        self._parts.index.leases.moved(operation.entry)
-        return Handles((operation.entry.handle,))
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        for operation in operations:
+            # It may end earlier than before.
+            self._parts.index.leases.moved(operation.entry)
+        return [Handles((operation.entry.handle,)) for operation in operations]

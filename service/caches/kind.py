@@ -44,7 +44,6 @@ class BaseKind(OperationKind[Req]):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    def entries(self, request: Req, tenant: Tenant) -> Sequence[CacheEntry | None]:
-        """See `OperationKind`."""
+    def entries(self, request: Req, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         assert not isinstance(request, Fork)
-        return (self._parts.index.find(request.cache_id, tenant),)
+        return (self._parts.index.find(request.cache_id, tenant),), 0

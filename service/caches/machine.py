@@ -25,7 +25,7 @@ from typing import Any
 
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
-from service.caches.effects import Claim, Effects, Event, KvExported, ReleaseSequences
+from service.caches.effects import Claim, Effects, Event, ReleaseSequences
 from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView, touch
 from service.caches.fork import Forks
 from service.caches.kind import Parts
@@ -36,6 +36,7 @@ from service.caches.records import Record, TokensAppended, numbers_of
 from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.restore import Restores
+from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
 from service.errors import JournalUnavailable, ShardMoved, WeightsChanged, WorkerLost
@@ -74,16 +75,15 @@ class CacheMachine:
         self._attempts = parts.attempts
         self._restores = Restores(parts)
         self._moves = Moves(parts)
-        appends = Appends(parts)
         kinds: dict[type[Request], OperationKind[Any]] = {
-            Append: appends,
+            Append: Appends(parts),
             Fork: Forks(parts),
             Truncate: Truncations(parts),
             Release: Releases(parts),
             Renew: Renewals(parts),
             Move: self._moves,
         }
-        self._queues = OperationQueues(parts, kinds, appends, self._restores)
+        self._queues = OperationQueues(parts, kinds, self._restores)
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
 
@@ -175,19 +175,11 @@ class CacheMachine:
     def answered_many(self, events: Iterable[Event], now_s: float) -> None:
         """A worker answered commands. Answers to attempts that are over are ignored."""
         self._context.now_s = now_s
-        for op_id, answer in events:
-            if isinstance(answer, list):
-                ended, others = self._attempts.decodes_answered(answer)
-                self._queues.decodes_computed(ended)
-                for other in others:
-                    self._queues.attempt_ended(*other)
-                continue
-            if isinstance(answer, KvExported) or op_id in self._moves.sent:
-                result = self._moves.answered(op_id, answer)
-            else:
-                result = self._attempts.answered(op_id, answer)
-            if result is not None:
-                self._queues.attempt_ended(*result)
+        events = list(events)
+        self._queues.attempts_ended(self._attempts.answered(events))
+        if self._moves.sent:
+            for result in self._moves.answered(events):
+                self._queues.attempts_ended((result,))
         self._rate.update(now_s)
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
@@ -210,16 +202,16 @@ class CacheMachine:
             lost += self._kv.lose(worker)
         for operation in computed:
             # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
-            if not operation.turns_left:
+            if operation.state is not WAITING:
                 result = (
                     self._attempts.try_again(operation, WorkerLost())
                     if crashed is not None
                     else self._attempts.begin_again(operation)
                 )
                 if result is not None:
-                    self._queues.attempt_ended(*result)
+                    self._queues.attempts_ended((result,))
         for result in self._moves.workers_lost(workers):
-            self._queues.attempt_ended(*result)
+            self._queues.attempts_ended((result,))
         self._restores.later(lost)
 
     # Weights.
@@ -256,9 +248,13 @@ class CacheMachine:
         self.weights.drained(weights)
         self._restores.forget(weights)
         its = operations_with(self._queues.operations.values(), weights)
-        for operation in its:
-            if operation.records is None and operation.kind.needs_weights:
-                self._queues.finish(operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
+        self._queues.finish(
+            [
+                (operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
+                for operation in its
+                if operation.state is not COMMITTING and operation.kind.needs_weights
+            ]
+        )
         for worker in [worker for worker in self._workers if worker.weights == weights]:
             self._workers.remove(worker)
             self._kv.lose(worker)
@@ -325,7 +321,7 @@ class CacheMachine:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
         for result in itertools.chain(self._attempts.tick(), self._moves.tick()):
-            self._queues.attempt_ended(*result)
+            self._queues.attempts_ended((result,))
 
     # The journal.
 
@@ -350,8 +346,7 @@ class CacheMachine:
         """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so."""
         operations = [*self._queues.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
-        for operation in operations:
-            self._queues.finish(operation, ShardMoved())
+        self._queues.finish([(operation, ShardMoved()) for operation in operations])
         self.admission.remove(entries)
 
     # State.
@@ -382,7 +377,7 @@ class CacheMachine:
         """
         while self._attempts.changed and self._attempts.parked:
             for result in self._attempts.retry_parked():
-                self._queues.attempt_ended(*result)
+                self._queues.attempts_ended((result,))
         if self._restores.waiting:
             self._restore_some()
         context = self._context

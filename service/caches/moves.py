@@ -7,11 +7,12 @@ the copy fails, the target keeps what it has confirmed, and the rest is replayed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from service.caches.attempts import AttemptResult
 from service.caches.effects import (
     CommandFailed,
+    Event,
     ExportKv,
     ForwardDone,
     ImportKv,
@@ -22,6 +23,7 @@ from service.caches.entries import Begun, Copy, Operation, WorkerView
 from service.caches.kind import BaseKind, Parts
 from service.caches.records import Record
 from service.caches.requests import Move, Moved, Result
+from service.caches.states import COPYING
 from service.errors import NoWorker, QuireError, SequenceQuarantined, SequenceTooLong
 
 # About the size of a chunk, which is at least a page; how many chunks of a copy are under way; and how many
@@ -68,6 +70,7 @@ class Moves(BaseKind[Move]):
             raise SequenceTooLong(entry.length, target.capacity_tokens)
         copy = operation.copy = Copy(operation, entry.worker, target, entry.kv_len, now_s, now_s)
         if self._is_to_be_copied(copy):
+            operation.state = COPYING
             self.under_way[copy] = None
             self._export(copy)
             return None
@@ -76,10 +79,9 @@ class Moves(BaseKind[Move]):
         return self._moved(copy) if self._compute_rest(operation) else None
 
     def computed(
-        self, operation: Operation, request: Move, done: ForwardDone | None
-    ) -> Result | QuireError | list[Record]:
-        assert operation.copy is not None
-        return self._moved(operation.copy)
+        self, ended: Sequence[tuple[Operation, ForwardDone | None]]
+    ) -> list[Result | QuireError | list[Record]]:
+        return [self._moved(operation.copy) for operation, _ in ended if operation.copy is not None]
 
     def stopped(self, operation: Operation) -> None:
         copy = operation.copy
@@ -89,12 +91,15 @@ class Moves(BaseKind[Move]):
 
     # What comes of a copy.
 
-    def answered(self, op_id: int, answer: object) -> AttemptResult | None:
-        """A worker answered a command of a copy. Ignored if the copy is over."""
-        found = self.sent.pop(op_id, None)
-        if found is None:
-            return None
-        copy, first, end = found
+    def answered(self, events: Iterable[Event]) -> Iterator[AttemptResult]:
+        """Workers answered. What concerns no copy, or one that is over, is ignored."""
+        for op_id, answer in events:
+            found = self.sent.pop(op_id, None)
+            if found is not None and (result := self._goes_on(*found, answer)) is not None:
+                yield result
+
+    def _goes_on(self, copy: Copy, first: int, end: int, answer: object) -> AttemptResult | None:
+        """The tokens from `first` to `end` of a copy were exported or imported, or could not be."""
         state, copy.heard_s = copy.operation.entry.state, self._context.now_s
         if isinstance(answer, CommandFailed):
             return self._ended(copy)

@@ -89,26 +89,35 @@ class Admission:
 
         queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
         """
+        # This runs for each token, so what is rarely the case is asked for in functions of its own.
         append = request if isinstance(request, Append) else None
-        size_bytes = 0
-        if not kind.is_always_admitted:
+        is_checked = not kind.is_always_admitted
+        if is_checked and (
+            self.draining
+            or not self.journal_works
+            or tenant.quota is not UNBOUNDED
+            or max(queued, tenant.in_flight) >= self._limits.max_queued_operations / 2
+        ):
             self._require_admission(append, tenant, queued)
-            size_bytes = kind.journal_bytes(request, tenant)
-            most_bytes = self._limits.max_journal_bytes
-            if size_bytes and self._ledger.store.size_bytes + self._queued_bytes + size_bytes > most_bytes:
-                raise JournalFull(most_bytes)
-        known = kind.entries(request, tenant)
-        entries = []
+        known, size_bytes = kind.entries(request, tenant)
+        left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
+        if is_checked and size_bytes and size_bytes > left_bytes:
+            raise JournalFull(self._limits.max_journal_bytes)
+        entries, serving = [], self._weights.serving
         for index, entry in enumerate(known):
             try:
                 if entry is None:
                     raise CacheNotFound
-                if kind.needs_weights:
+                is_served = entry.state.weights == serving and (
+                    append is None or append.weights is None or append.weights == serving
+                )
+                if kind.needs_weights and not is_served:
                     self._weights.require(entry, append)
-                # One of them begins at once if none runs.
-                most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
-                if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
-                    raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
+                if entry.waiting and is_checked:
+                    # One of them begins at once if none runs.
+                    most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
+                    if len(entry.waiting) >= most_waiting:
+                        raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
             except QuireError as error:
                 raise error.with_index(index, len(known)) from None
             entries.append(entry)
@@ -116,20 +125,10 @@ class Admission:
         tenant.in_flight += 1
         return entries, size_bytes
 
-    def room_for_decodes(self, tenant: Tenant, queued: int) -> int:
-        """How many decodes `admit` would admit by the counts. 0: each has to be checked."""
-        is_owner = self._context.now_s < self.lease.valid_until_s
-        if not is_owner or self.draining or not self.journal_works or tenant.quota is not UNBOUNDED:
-            return 0
-        left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
-        left = math.ceil(self._limits.max_queued_operations / 2) - queued
-        return max(0, min(left, left_bytes // TOKEN_BYTES))
-
-    def enter_decodes(self, tenant: Tenant, count: int) -> None:
-        """As `admit` and `reserve`, for decodes that are sent at once."""
-        self._queued_bytes += TOKEN_BYTES * count
-        tenant.in_flight += count
-        tenant.tokens += count
+    def require_journal(self, size_bytes: int) -> None:
+        """Raises JournalFull if the journal must not grow by so much. To be asked before a cache is created."""
+        if size_bytes > self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes:
+            raise JournalFull(self._limits.max_journal_bytes)
 
     def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
         """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""

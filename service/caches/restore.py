@@ -13,6 +13,7 @@ from service.caches.entries import Begun, CacheEntry, Operation
 from service.caches.kind import BaseKind, Parts
 from service.caches.records import Record
 from service.caches.requests import Handles, Restore, Result
+from service.errors import QuireError
 
 # A cache that was not used for so long is replayed only on request.
 _LATELY_S = 60.0
@@ -56,9 +57,6 @@ class Restores(BaseKind[Restore]):
         return Handles(()) if is_there else None
 
     def computed(
-        self,
-        operation: Operation,
-        request: Restore,
-        done: ForwardDone | None,
-    ) -> Result | list[Record]:
-        return Handles(())
+        self, ended: Sequence[tuple[Operation, ForwardDone | None]]
+    ) -> list[Result | QuireError | list[Record]]:
+        return [Handles(()) for _ in ended]

@@ -5,6 +5,7 @@ The counterpart is `workers/wire.py`.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -30,6 +31,7 @@ _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") fo
 # The rows of DecodesCommand and DecodesDone.
 _pack_decode = struct.Struct("<9Q").pack
 _DONE = struct.Struct("<5Q")
+_new_decode_done = functools.partial(tuple.__new__, effects.DecodeDone)
 _Request = tuple[worker_pb2.ConnectRequest, list[bytes], dict[bytes, int]]
 # Larger options are sent with each forward.
 _MAX_OPTIONS_BYTES = 256
@@ -165,14 +167,15 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
             case "forward":
                 events.append((event.op_id, event.forward))
             case "decodes":
-                rows = map(effects.DecodeDone._make, _DONE.iter_unpack(event.decodes.rows))
+                # Without the call of a Python function that `DecodeDone._make()` is.
+                rows = map(_new_decode_done, _DONE.iter_unpack(event.decodes.rows))
                 if outputs := event.decodes.outputs:
                     for row, output in zip(rows, outputs, strict=True):
                         done = decode_answer(row)
                         done.outputs[0].CopyFrom(output)
                         events.append((row.op_id, done))
                 else:
-                    events.append((0, list(rows)))
+                    events += [(row[0], row) for row in rows]
             case "done":
                 events.append((event.op_id, None))
             case "kv_pages":

@@ -47,8 +47,6 @@ class LateAnswersAccepted(PlantedMachine):
 
     def on_event(self, event: Event) -> Event:
         op_id, answer = event
-        if isinstance(answer, list):
-            return op_id, [done._replace(op_id=self._latest(done.op_id)) for done in answer]
         return self._latest(op_id), answer
 
     def _latest(self, op_id: int) -> int:
@@ -92,13 +90,13 @@ class WrongTokensReplayed(_Replays):
 
 
 def _with_tokens(command: Attempt, tokens: Sequence[int]) -> Attempt:
-    return dataclasses.replace(command, append=dataclasses.replace(command.append, token_ids=tokens))
+    return command._replace(append=dataclasses.replace(command.append, token_ids=tokens))
 
 
 class WrongPositionSent(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         if isinstance(command, Attempt):
-            command = dataclasses.replace(command, position=max(0, command.position - 1))
+            command = command._replace(position=max(0, command.position - 1))
         return (command,)
 
 
@@ -286,7 +284,7 @@ class ForksHaveNoAdapter(PlantedMachine):
 class ReplaysHaveNoAdapter(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         if isinstance(command, Attempt) and command.replays:
-            command.adapter = 0
+            command = command._replace(adapter=0)
         return (command,)
 
 
