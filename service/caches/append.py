@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from service.caches.attempts import failure_of
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import ForwardDone, TruncateSequence
-from service.caches.entries import Begun, CacheEntry, Operation, touch
+from service.caches.entries import CacheEntry, Change, Operation, touch
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.records import CacheCreated, Record, TokensAppended
@@ -15,7 +16,10 @@ from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
-from service.errors import NoWorker, PositionMismatch, QuireError, WeightsChanged, reused_request_id
+from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
+
+# What an answer is made of: also what the worker said, how many tokens were kept, and of a tree which path.
+_Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
 
 class Appends(BaseKind[Append]):
@@ -63,10 +67,35 @@ class Appends(BaseKind[Append]):
         self._parts.index.begin(entry)
         return entry
 
-    def begin(self, operation: Operation, request: Append) -> Begun:
+    def begin(self, operations: Sequence[Operation]) -> list[tuple[Operation, Change]]:
         """Fencing: an append is applied at its position, and once."""
+        begun: list[tuple[Operation, Change]] = []
+        admission, attempts = self._parts.admission, self._parts.attempts
+        for operation in operations:
+            request, state = operation.append, operation.entry.state
+            assert request is not None
+            length, position = state.tokens.length, request.position
+            is_plain = position is None or (position == length and position != state.last_base)
+            try:
+                if (not request.cache_id or not is_plain) and self._is_repetition(operation, request):
+                    answer = self._repeat(operation, request)
+                    if answer is not None:
+                        begun.append((operation, answer))
+                    continue
+                tokens = len(request.token_ids)
+                admission.reserve(operation, tokens)
+                # After a prefill, all tokens count as prompt.
+                prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
+                attempts.begin(operation, length, prompt_len)
+            except Exception as error:
+                # Also a bug must not block the cache for ever.
+                begun.append((operation, failure_of(error)))
+        return begun
+
+    def _is_repetition(self, operation: Operation, request: Append) -> bool:
+        """Whether it was applied already. Raises PositionMismatch, or that its request id is another's."""
         entry, state = operation.entry, operation.entry.state
-        length, position = state.tokens.length, request.position
+        position, length = request.position, state.tokens.length
         creates_again = entry.visible and not request.cache_id
         if not request.cache_id and not (
             request.adapter == state.adapter and entry.tenant.has_salt(state.salt, request.cache_salt)
@@ -76,50 +105,34 @@ class Appends(BaseKind[Append]):
             position = 0
         if position is not None:
             if position == state.last_base and is_repeated(state, request):
-                return self._begin_repetition(operation, request)
+                return True
             if creates_again and position == state.last_base:
                 raise reused_request_id()
             if creates_again or position != length:
                 raise PositionMismatch(position, length)
-        tokens = len(request.token_ids)
-        self._parts.admission.reserve(operation, tokens)
-        # After a prefill, all tokens count as prompt.
-        prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
-        self._parts.attempts.begin(operation, length, prompt_len)
-        return None
+        return False
 
-    def _begin_repetition(self, operation: Operation, request: Append) -> Begun:
+    def _repeat(self, operation: Operation, request: Append) -> Result | None:
         """Answers a repeated append: from memory, or computed again on a temporary copy."""
         entry, state = operation.entry, operation.entry.state
         if entry.answer is not None and entry.answered == request.options:
             operation.weights = state.weights
-            return _answer(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
+            path = self._kept_path(entry, request)
+            return _answers([(operation, entry.answer, state.last_kept, path)])[0]
         copy_number = self._parts.context.number()
         assert state.last_base is not None
         self._parts.attempts.begin(operation, state.last_base, state.prompt_len, copy_number)
         return None
 
-    def computed(
-        self, ended: Sequence[tuple[Operation, ForwardDone | None]]
-    ) -> list[Result | QuireError | list[Record]]:
-        found: list[Result | QuireError | list[Record]] = []
-        for operation, done in ended:
-            entry, request = operation.entry, operation.append
+    def computed(self, operations: Sequence[Operation]) -> list[Change]:
+        changes: list[Change] = []
+        for operation in operations:
+            entry, request, done = operation.entry, operation.append, operation.done
             assert request is not None and done is not None
             operation.weights = entry.state.weights
-            if operation.copy_number is not None:
-                touch((entry,), self._parts.context.now_s)
-                path = self._kept_path(entry, request)
-                found.append(_answer(operation, done, entry.state.last_kept, path))
+            if operation.copy_number is not None or entry.ephemeral:
+                changes.append(self._not_kept(operation, request, done))
                 continue
-            self._parts.rate.completions += 1
-            if entry.ephemeral:
-                of_model = operation.weights, entry.state.adapter
-                found.append(
-                    Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
-                )
-                continue
-            operation.done = done
             token_ids, asked = request.token_ids, b""
             if request.parents:
                 asked = fingerprint(token_ids, request.parents)
@@ -136,30 +149,44 @@ class Appends(BaseKind[Append]):
                 request.accept,
                 asked,
             )
-            found.append([appended] if entry.creation is None else [entry.creation, appended])
-        return found
+            changes.append([appended] if entry.creation is None else [entry.creation, appended])
+        self._parts.rate.completions += len(operations)
+        return changes
+
+    def _not_kept(self, operation: Operation, request: Append, done: ForwardDone) -> Result:
+        """The answer to a scoring, or to a repeated append that was computed again."""
+        entry, state = operation.entry, operation.entry.state
+        if entry.ephemeral:
+            of_model = operation.weights, state.adapter
+            return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
+        self._parts.rate.completions -= 1
+        touch((entry,), self._parts.context.now_s)
+        return _answers([(operation, done, state.last_kept, self._kept_path(entry, request))])[0]
 
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
-        answers: list[Result] = []
+        entries = [operation.entry for operation in operations]
+        self._show([entry for entry in entries if not entry.visible])
+        self._parts.kv.extended(entries)
+        found: list[_Answer] = []
         for operation in operations:
             entry, request, done = operation.entry, operation.append, operation.done
             assert request is not None and done is not None
-            if not entry.visible:
-                state = self._parts.ledger.get(entry.number)
-                assert state is not None
-                entry.state, entry.creation = state, None
-                self._parts.index.add(entry, self._parts.context.number())
             # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
             is_current = operation.weights == entry.state.weights
             if is_current and not (request.has_logits or request.is_large):
                 entry.answer, entry.answered = done, request.options
             else:
                 entry.answer = None
-            if entry.worker is not None:
-                entry.has_computed(entry.state.tokens.length)
-            path = tuple(done.kept_path) if request.parents else ()
-            answers.append(_answer(operation, done, done.kept, path))
-        return answers
+            found.append((operation, done, done.kept, tuple(done.kept_path) if request.parents else ()))
+        return _answers(found)
+
+    def _show(self, entries: Sequence[CacheEntry]) -> None:
+        """The creations of these caches are durable."""
+        for entry in entries:
+            state = self._parts.ledger.get(entry.number)
+            assert state is not None
+            entry.state, entry.creation = state, None
+            self._parts.index.add(entry, self._parts.context.number())
 
     def write_failed(self, operation: Operation, request: Append) -> None:
         """The worker has computed tokens that the cache does not have."""
@@ -177,22 +204,28 @@ class Appends(BaseKind[Append]):
         return path_of(append.token_ids, append.parents, kept)
 
 
-def _answer(operation: Operation, done: ForwardDone, kept: int, path: Sequence[int]) -> Appended:
-    """The answer to an append."""
-    entry = operation.entry
-    return Appended(
-        entry.state.cache_id,
-        entry.state.tokens.length,
-        entry.ownership,
-        "" if entry.worker is None else entry.worker.worker_id,
-        entry.expires_at_s,
-        operation.weights,
-        entry.state.adapter,
-        done,
-        kept,
-        operation.replayed_tokens,
-        path,
-    )
+def _answers(found: Sequence[_Answer]) -> list[Result]:
+    """The answers to appends to caches."""
+    answers: list[Result] = []
+    for operation, done, kept, path in found:
+        entry, worker = operation.entry, operation.entry.worker
+        state = entry.state
+        answers.append(
+            Appended(
+                state.cache_id,
+                state.tokens.length,
+                entry.ownership,
+                "" if worker is None else worker.worker_id,
+                entry.expires_at_s,
+                operation.weights,
+                state.adapter,
+                done,
+                kept,
+                operation.replayed_tokens,
+                path,
+            )
+        )
+    return answers
 
 
 def is_repeated(state: CacheState, append: Append) -> bool:

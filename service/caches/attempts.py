@@ -2,8 +2,8 @@
 
 An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
 attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored. If the
-worker dies, has lost the KV or has too few pages, the operation starts again. Results are returned; there are
-no callbacks. The states are those of `states.py`: parked, replaying, computing.
+worker dies, has lost the KV or has too few pages, the operation starts again. When its attempts are over, it is
+returned with what came of them in `done` or `error`; there are no callbacks. The states are those of `states.py`: parked, replaying, computing.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ _MOMENT_S = 0.02
 _REFUSE_EARLY_S = 0.1
 
 _Key = TypeVar("_Key")
-# The end of the attempts of an operation: the answer of the worker, or an error. None: only KV was needed.
-AttemptResult = tuple[Operation, ForwardDone | QuireError | None]
 
 
 class Attempts:
@@ -138,16 +136,15 @@ class Attempts:
         """There is a new worker, or a worker has more free pages."""
         self.changed = True
 
-    def answered(self, events: Iterable[Event]) -> list[AttemptResult]:
-        """Workers answered. Returns the operations whose attempts are over, with their results.
+    def answered(self, events: Iterable[Event]) -> list[Operation]:
+        """Workers answered. Returns the operations whose attempts are over.
 
         Answers to attempts that ended earlier are ignored.
         """
-        results: list[AttemptResult] = []
+        # As `_end_attempt`, but for all of them together: this runs for each token.
+        over: list[Operation] = []
         others: list[tuple[Operation, Attempt, ForwardDone | CommandFailed]] = []
         answered: dict[WorkerView, list[tuple[Work, float]]] = {}
-        # Attempts leave the load of their worker before another one begins. As `_end_attempt`, but for all of
-        # them together: this runs for each token.
         for op_id, answer in events:
             operation = self.running.get(op_id)
             if operation is None or answer is None or isinstance(answer, KvExported):
@@ -155,30 +152,29 @@ class Attempts:
             entry, attempt = operation.entry, operation.attempt
             worker = entry.worker
             assert attempt is not None and worker is not None
-            if attempt.replays or entry.crash_score or isinstance(answer, CommandFailed):
-                end = self._end_of(operation) if isinstance(answer, CommandFailed) else End.ANSWERED
+            failed = isinstance(answer, CommandFailed)
+            if failed or attempt.replays or entry.crash_score:
+                end = self._end_of(operation) if failed else End.ANSWERED
                 self._end_attempt(operation, attempt, worker, end)
                 others.append((operation, attempt, answer))
                 continue
             del self.running[op_id]
-            operation.attempt = None
+            operation.attempt, operation.done = None, answer
             worker.pages_queued -= attempt.pages
             answered.setdefault(worker, []).append((attempt.work, attempt.sent_s))
-            results.append((operation, answer))
+            over.append(operation)
         for worker, works in answered.items():
             worker.load.leave(works, self._context.now_s, End.ANSWERED)
             # A parked operation may have waited for one of these.
             self.changed = True
-        for each in others:
-            result = self._goes_on(*each)
-            if result is not None:
-                results.append(result)
-        return results
+        # The load of a worker is without all of these when another attempt begins.
+        over += [operation for operation, attempt, answer in others if self._is_over(operation, attempt, answer)]
+        return over
 
-    def _goes_on(
+    def _is_over(
         self, operation: Operation, attempt: Attempt, answer: ForwardDone | CommandFailed
-    ) -> AttemptResult | None:
-        """An attempt has failed, was a replay, or that of a suspect."""
+    ) -> bool:
+        """Goes on after an attempt that has failed, was a replay, or that of a suspect."""
         entry = operation.entry
         if isinstance(answer, CommandFailed):
             return self._attempt_failed(operation, attempt, answer)
@@ -187,9 +183,9 @@ class Attempts:
             operation.replayed_tokens += len(attempt.append.token_ids)
             self._context.counts["replayed_tokens"] += len(attempt.append.token_ids)
             return self.begin_again(operation)
-        if entry.crash_score:
-            clear(entry)
-        return operation, answer
+        clear(entry)
+        operation.done = answer
+        return True
 
     def worker_lost(self, worker: WorkerView, *, crashed: bool | None) -> list[Operation]:
         """Ends all attempts on a lost worker. Returns their operations, for `try_again`.
@@ -205,17 +201,25 @@ class Attempts:
         self.changed = True
         return under_way
 
-    def try_again(self, operation: Operation, final_error: QuireError) -> AttemptResult | None:
-        """Retries after a failed attempt. `final_error`: after too many of these."""
+    def try_again(self, operation: Operation, final_error: QuireError) -> bool:
+        """Retries after a failed attempt; after too many of these it ends with `final_error`."""
         operation.failures += 1
         if operation.failures > _MOST_FAILURES:
-            return operation, final_error
+            return self.failed(operation, final_error)
         return self.begin_again(operation)
+
+    def failed(self, operation: Operation, error: QuireError) -> bool:
+        """There is no further attempt. Returns True, as those that say whether the attempts are over."""
+        operation.error = error
+        return True
 
     # Parked operations.
 
-    def retry_parked(self) -> Iterator[AttemptResult]:
-        """Retries parked operations that may be able to run, the oldest first. Call it while `changed`."""
+    def retry_parked(self) -> Iterator[Operation]:
+        """Retries parked operations that may be able to run, the oldest first. Call it while `changed`.
+
+        Yields those whose attempts are over.
+        """
         self.changed = False
         full: set[WorkerView] = set()
         for ticket in sorted(self.parked):
@@ -223,14 +227,14 @@ class Attempts:
             if operation is not None and self._may_run(operation, full):
                 del self.parked[ticket]
                 operation.need = None
-                result = self.begin_again(operation)
-                if result is not None:
-                    yield result
+                if self.begin_again(operation):
+                    yield operation
 
-    def tick(self) -> Iterator[AttemptResult]:
+    def tick(self) -> Iterator[Operation]:
         """Fails parked operations whose time is up. The next `retry_parked` checks the others."""
         for operation in [o for o in self.parked.values() if self._context.now_s >= self._park_until_s(o)]:
-            yield operation, self._parked_too_long(operation)
+            self.failed(operation, self._parked_too_long(operation))
+            yield operation
         self.changed = True
 
     def _park_until_s(self, operation: Operation) -> float:
@@ -368,20 +372,26 @@ class Attempts:
             self._kv.sent(entry)
         first_segment = state.tokens.segments[0] if replays else None
         is_suspect = entry.crash_score > 0 and must_be_alone(entry)
-        # Without the call of a Python function that `Attempt()` is.
-        attempt = tuple.__new__(
-            Attempt,
-            (
-                context.number(), number, position, append, state.seed,
-                state.prompt_len if replays else operation.prompt_len,
-                operation.caller,
-                is_copy,  # keep_all
-                not replays and (is_copy or entry.ephemeral),  # ephemeral
-                state.salt, state.adapter, timeout_s, replays,
-                -(-tokens // worker.page_tokens),  # pages
-                first_segment, is_suspect, now_s, work,
-            ),
-        )  # fmt: skip
+        attempt = Attempt(
+            context.number(),
+            number,
+            position,
+            append,
+            state.seed,
+            state.prompt_len if replays else operation.prompt_len,
+            operation.caller,
+            is_copy,
+            not replays and (is_copy or entry.ephemeral),
+            state.salt,
+            state.adapter,
+            timeout_s,
+            replays,
+            -(-tokens // worker.page_tokens),
+            first_segment,
+            is_suspect,
+            now_s,
+            work,
+        )
         operation.state, operation.attempt = REPLAYING if replays else COMPUTING, attempt
         self.running[attempt.op_id] = operation
         worker.pages_queued += attempt.pages
@@ -429,9 +439,8 @@ class Attempts:
     def _end_of(self, operation: Operation) -> End:
         return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
 
-    def _attempt_failed(
-        self, operation: Operation, attempt: Attempt, failed: CommandFailed
-    ) -> AttemptResult | None:
+    def _attempt_failed(self, operation: Operation, attempt: Attempt, failed: CommandFailed) -> bool:
+        """Returns whether that was the last attempt."""
         entry, worker, error = operation.entry, operation.entry.worker, failed.error
         assert worker is not None
         if operation.copy_number is not None and not attempt.replays:
@@ -442,15 +451,15 @@ class Attempts:
             return self.try_again(operation, WorkerFault())
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)
-        return operation, self._too_late(operation) if isinstance(error, DeadlinePassed) else error
+        return self.failed(
+            operation, self._too_late(operation) if isinstance(error, DeadlinePassed) else error
+        )
 
     def _release_copy(self, operation: Operation, worker: WorkerView) -> None:
         assert operation.copy_number is not None
         self._context.send(worker, ReleaseSequences(self._context.number(), (operation.copy_number,)))
 
-    def _pages_missing(
-        self, operation: Operation, worker: WorkerView, error: KvExhausted
-    ) -> AttemptResult | None:
+    def _pages_missing(self, operation: Operation, worker: WorkerView, error: KvExhausted) -> bool:
         """Its worker has too few pages: preempts others, moves the cache, or parks the operation."""
         entry = operation.entry
         operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
@@ -458,7 +467,7 @@ class Attempts:
         missing = max(1, error.pages_needed - error.pages_available)
         if operation.is_internal:
             # A restore must not preempt other caches.
-            return operation, error
+            return self.failed(operation, error)
         if self._kv.preempt(worker, missing, operation):
             return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
@@ -469,7 +478,7 @@ class Attempts:
             return self.begin_again(operation)
         if self._can_others_free_pages(worker):
             self._park(operation, Need.PAGES)
-            return None
+            return False
         # Pages were freed meanwhile, or it needs more than the worker has.
         return self.try_again(operation, error)
 
@@ -481,14 +490,13 @@ class Attempts:
         waited_s = now_s - operation.submitted_s
         return Overloaded(waited_s, waited_s, retry_after_s(waited_s))
 
-    def begin_again(self, operation: Operation) -> AttemptResult | None:
-        """Begins with the same arguments as before."""
-        again = operation.base, operation.prompt_len, operation.copy_number
+    def begin_again(self, operation: Operation) -> bool:
+        """Begins with the same arguments as before. Returns whether the attempts are over."""
         try:
-            return (operation, None) if self.begin(operation, *again) else None
+            return self.begin(operation, operation.base, operation.prompt_len, operation.copy_number)
         except Exception as error:
             # Also a bug must not block the cache for ever.
-            return operation, failure_of(error)
+            return self.failed(operation, failure_of(error))
 
 
 def _take_one(counts: Counter[_Key], key: _Key) -> None:

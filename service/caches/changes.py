@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind
 from service.caches.records import CacheReleased, CacheTruncated, LeaseRenewed
 from service.caches.requests import Handles, Release, Released, Renew, Result, Truncate
@@ -15,7 +15,7 @@ from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd
 class Truncations(BaseKind[Truncate]):
     """Truncates a cache."""
 
-    def begin(self, operation: Operation, request: Truncate) -> Begun:
+    def _begin(self, operation: Operation, request: Truncate) -> Change | None:
         entry = operation.entry
         # Either repeated, or nothing to do.
         repeats = request.new_len == entry.length
@@ -44,7 +44,7 @@ class Releases(BaseKind[Release]):
     def answer_at_once(self, request: Release, tenant: Tenant) -> Result | None:
         return Released(released=False) if self._parts.index.find(request.cache_id, tenant) is None else None
 
-    def begin(self, operation: Operation, request: Release) -> Begun:
+    def _begin(self, operation: Operation, request: Release) -> Change | None:
         return [CacheReleased(operation.entry.number)]
 
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
@@ -61,7 +61,7 @@ class Renewals(BaseKind[Renew]):
 
     is_always_admitted = True
 
-    def begin(self, operation: Operation, request: Renew) -> Begun:
+    def _begin(self, operation: Operation, request: Renew) -> Change | None:
         entry = operation.entry
         lease_s = entry.state.lease_s if request.lease_s is None else request.lease_s
         return [LeaseRenewed(entry.number, min(lease_s, self._parts.limits.max_lease_s))]

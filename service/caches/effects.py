@@ -18,7 +18,8 @@ from service.errors import QuireError
 # Commands to a worker.
 
 
-class Attempt(NamedTuple):
+@frozen_struct
+class Attempt:
     """One forward of an operation: computes the tokens of `append` at `position` of a sequence."""
 
     op_id: int

@@ -41,8 +41,8 @@ class Need(enum.Enum):
 
 
 Req = TypeVar("Req", bound=Request)
-# The result of `begin`: an answer; or a list of records to commit; or None: a worker has to compute first.
-Begun = Result | QuireError | list[Record] | None
+# What comes of an operation without a worker, or after one has computed: an answer, or records to commit.
+Change = Result | QuireError | list[Record]
 
 
 @dataclass(slots=True, eq=False)
@@ -92,10 +92,11 @@ class Operation:
     failures: int = 0
     # Replayed because the KV was not on the worker.
     replayed_tokens: int = 0
-
-    # Written by append.py: the answer of the worker, while it is committing, and with which weights it was
-    # computed.
+    # What came of its attempts: the answer of the worker, or why there is none. Both None: only KV was needed.
     done: ForwardDone | None = None
+    error: QuireError | None = None
+
+    # Written by append.py: with which weights it was computed.
     weights: int = 0
 
     # Written by moves.py: of a move that has begun.
@@ -279,14 +280,15 @@ class OperationKind(Generic[Req]):
         """
         raise NotImplementedError
 
-    def begin(self, operation: Operation, request: Req) -> Begun:
-        """Begins the operation when its turn has come. Raises QuireError to refuse it."""
+    def begin(self, operations: Sequence[Operation]) -> list[tuple[Operation, Change]]:
+        """Begins operations whose turn has come. Returns those for which no worker computes anything.
+
+        With an answer, or with why it is refused; or with the records of what it changes.
+        """
         raise NotImplementedError
 
-    def computed(
-        self, ended: Sequence[tuple[Operation, ForwardDone | None]]
-    ) -> list[Result | QuireError | list[Record]]:
-        """Workers have computed these. Returns for each the answer, or the records. None: only KV was needed."""
+    def computed(self, operations: Sequence[Operation]) -> list[Change]:
+        """Workers have computed what these need (see `done`). Returns for each the answer, or the records."""
         raise NotImplementedError
 
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
@@ -294,7 +296,7 @@ class OperationKind(Generic[Req]):
         raise NotImplementedError
 
     def stopped(self, operation: Operation) -> None:
-        """An operation that has a `copy` ends, or waits for its turn again."""
+        """An operation that was not committing ends, or waits for its turn again."""
 
     def write_failed(self, operation: Operation, request: Req) -> None:
         """Undoes the operation after its records could not be written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from service.caches.effects import ForkSequence
-from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES
 from service.caches.records import CacheForked, CacheReleased, Child, Record
@@ -44,7 +44,7 @@ class Forks(BaseKind[Fork]):
         )
         return parents, size_bytes
 
-    def begin(self, operation: Operation, request: Fork) -> Begun:
+    def _begin(self, operation: Operation, request: Fork) -> Change | None:
         entries, tenant = operation.entries, operation.entry.tenant
         made = self._parts.index.forked_by(request, tenant)
         if made is not None:

@@ -176,10 +176,10 @@ class CacheMachine:
         """A worker answered commands. Answers to attempts that are over are ignored."""
         self._context.now_s = now_s
         events = list(events)
-        self._queues.attempts_ended(self._attempts.answered(events))
+        self._queues.computed(self._attempts.answered(events))
         if self._moves.sent:
-            for result in self._moves.answered(events):
-                self._queues.attempts_ended((result,))
+            for operation in self._moves.answered(events):
+                self._queues.computed((operation,))
         self._rate.update(now_s)
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
@@ -203,15 +203,15 @@ class CacheMachine:
         for operation in computed:
             # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
             if operation.state is not WAITING:
-                result = (
+                is_over = (
                     self._attempts.try_again(operation, WorkerLost())
                     if crashed is not None
                     else self._attempts.begin_again(operation)
                 )
-                if result is not None:
-                    self._queues.attempts_ended((result,))
-        for result in self._moves.workers_lost(workers):
-            self._queues.attempts_ended((result,))
+                if is_over:
+                    self._queues.computed((operation,))
+        for operation in self._moves.workers_lost(workers):
+            self._queues.computed((operation,))
         self._restores.later(lost)
 
     # Weights.
@@ -320,8 +320,8 @@ class CacheMachine:
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        for result in itertools.chain(self._attempts.tick(), self._moves.tick()):
-            self._queues.attempts_ended((result,))
+        for operation in itertools.chain(self._attempts.tick(), self._moves.tick()):
+            self._queues.computed((operation,))
 
     # The journal.
 
@@ -376,8 +376,8 @@ class CacheMachine:
         The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
         """
         while self._attempts.changed and self._attempts.parked:
-            for result in self._attempts.retry_parked():
-                self._queues.attempts_ended((result,))
+            for operation in self._attempts.retry_parked():
+                self._queues.computed((operation,))
         if self._restores.waiting:
             self._restore_some()
         context = self._context

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from service.caches.attempts import AttemptResult, failure_of
-from service.caches.effects import ForwardDone
-from service.caches.entries import Begun, CacheEntry, Operation, OperationKind, touch
+from service.caches.attempts import failure_of
+from service.caches.entries import CacheEntry, Operation, OperationKind, touch
 from service.caches.kind import Parts
 from service.caches.ledger import RecordConflict
 from service.caches.records import CacheReleased, Record
@@ -61,8 +60,10 @@ class OperationQueues:
         first: list[Operation] = []
         freed: list[CacheEntry] = []
         is_owner = now_s < self._admission.lease.valid_until_s
+        operations, admit = self.operations, self._admission.admit
         for request in requests:
             kind, ticket = self._kinds[type(request)], self._context.number()
+            append = request if isinstance(request, Append) else None
             tickets.append(ticket)
             try:
                 if not is_owner:
@@ -72,17 +73,16 @@ class OperationQueues:
                 if at_once is not None:
                     replies.append((ticket, at_once))
                     continue
-                entries, size_bytes = self._admission.admit(kind, request, tenant, len(self.operations))
+                entries, size_bytes = admit(kind, request, append, tenant, len(operations))
             except QuireError as error:
                 replies.append((ticket, error.without_traceback()))
                 continue
-            append = request if isinstance(request, Append) else None
             timeout_s = None if append is None else append.timeout_s
             deadline_s = None if timeout_s is None else now_s + timeout_s
             operation = Operation(
                 ticket, request, kind, entries[0], entries, caller, now_s, deadline_s, size_bytes, append
             )
-            self.operations[ticket] = operation
+            operations[ticket] = operation
             turns_left = 0
             # On all of its caches at once: two operations have the same order on each cache that they share.
             # So the oldest never waits for a younger one, and there is no deadlock.
@@ -157,23 +157,20 @@ class OperationQueues:
     def _begin(self, operations: Sequence[Operation]) -> list[CacheEntry]:
         """Begins the operations whose turn has come on all caches. Returns the caches of those that ended."""
         ended: list[CacheEntry] = []
-        for operation in operations:
-            if operation.turns_left or operation.state is not WAITING:
-                # Perhaps since an earlier one of these has begun, which releases a cache.
-                continue
-            begun: Begun
-            try:
-                begun = operation.kind.begin(operation, operation.request)
-            except Exception as error:
-                # Also a bug must not block the cache for ever.
-                begun = failure_of(error)
-            if isinstance(begun, list):
-                self._commit(operation, begun)
-                if operation.kind.releases:
-                    self._start_closing(operation, begun)
-            elif begun is not None:
-                self.finish(((operation, begun),))
-                ended += operation.entries
+        for kind, group in itertools.groupby(operations, _kind_of):
+            together = list(group)
+            # What one releases, the next one must know of.
+            for batch in [[operation] for operation in together] if kind.releases else [together]:
+                # One whose cache an earlier one releases has lost its turn again.
+                turned = [operation for operation in batch if not operation.turns_left]
+                for operation, change in kind.begin(turned):
+                    if isinstance(change, list):
+                        self._commit(operation, change)
+                        if kind.releases:
+                            self._start_closing(operation, change)
+                    else:
+                        self.finish(((operation, change),))
+                        ended += operation.entries
         return ended
 
     def _leave_idle(self, entry: CacheEntry) -> None:
@@ -184,20 +181,14 @@ class OperationQueues:
         else:
             self._discard((entry,))
 
-    def attempts_ended(self, results: Sequence[AttemptResult]) -> None:
+    def computed(self, operations: Sequence[Operation]) -> None:
         """The attempts of these operations are over: writes what they change, or answers them."""
-        ended: list[tuple[Operation, Result | QuireError]] = []
-        computed: dict[OperationKind[Any], list[tuple[Operation, ForwardDone | None]]] = {}
-        for operation, outcome in results:
-            if isinstance(outcome, QuireError):
-                ended.append((operation, outcome))
-            else:
-                computed.setdefault(operation.kind, []).append((operation, outcome))
-        for kind, those in computed.items():
-            for (operation, _), change in zip(those, kind.computed(those), strict=True):
+        ended = [(operation, operation.error) for operation in operations if operation.error is not None]
+        for kind, group in itertools.groupby(operations, _kind_of):
+            done = [operation for operation in group if operation.error is None]
+            for operation, change in zip(done, kind.computed(done), strict=True):
                 if isinstance(change, list):
-                    operation.state, operation.records = COMMITTING, change
-                    self._context.effects.writes.append((operation.ticket, change))
+                    self._commit(operation, change)
                 else:
                     ended.append((operation, change))
         if ended:
@@ -223,8 +214,7 @@ class OperationQueues:
 
     def _requeue(self, operation: Operation, entry: CacheEntry) -> None:
         """Stops an operation and puts it at the front of the queue: the release may still fail."""
-        self._attempts.stop(operation)
-        operation.kind.stopped(operation)
+        self._stop(operation)
         self._admission.end_reservation(operation)
         operation.state = WAITING
         operation.turns_left += 1
@@ -282,14 +272,11 @@ class OperationQueues:
             if isinstance(outcome, QuireError):
                 outcome.without_traceback()
                 self._forget_affinity(operation)
-            if operation.attempt is not None or operation.need is not None:
-                self._attempts.stop(operation)
-            if operation.copy is not None:
-                operation.kind.stopped(operation)
+            if operation.state is not COMMITTING:
+                self._stop(operation)
+                self._restores.under_way.discard(operation)
             operation.state = ENDED
             del self.operations[operation.ticket]
-            if operation.is_internal:
-                self._restores.under_way.discard(operation)
             for entry in operation.entries:
                 if entry.running is operation:
                     entry.running = None
@@ -298,6 +285,11 @@ class OperationQueues:
             if operation.is_answered and outcome is not None:
                 replies.append((operation.ticket, outcome))
         self._admission.leave([operation for operation, _ in ended])
+
+    def _stop(self, operation: Operation) -> None:
+        """Stops whatever is under way for an operation."""
+        self._attempts.stop(operation)
+        operation.kind.stopped(operation)
 
     def _forget_affinity(self, operation: Operation) -> None:
         """A worker has nothing of a cache that could not be created."""

@@ -71,6 +71,8 @@ class Admission:
         self._ledger = ledger
         self._weights = weights
         self._rate = rate
+        # With fewer operations nobody is refused for their number.
+        self._half_of_queue = limits.max_queued_operations / 2
         # Includes caches that are being created, and scorings.
         self._caches = 0
         self._queued_bytes = 0
@@ -83,47 +85,62 @@ class Admission:
     # Admission.
 
     def admit(
-        self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
+        self,
+        kind: OperationKind[Request],
+        request: Request,
+        append: Append | None,
+        tenant: Tenant,
+        queued: int,
     ) -> tuple[Sequence[CacheEntry], int]:
         """Counts a request. Returns its caches, and about how many bytes the journal needs for it.
 
-        queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
+        append: the request, if it is one. queued: number of operations. Raises QuireError to refuse the
+        request; see `is_always_admitted`.
         """
-        # This runs for each token, so what is rarely the case is asked for in functions of its own.
-        append = request if isinstance(request, Append) else None
-        is_checked = not kind.is_always_admitted
+        # This runs for each token, so what is rare is asked in functions of its own.
+        is_checked, half = not kind.is_always_admitted, self._half_of_queue
         if is_checked and (
             self.draining
             or not self.journal_works
             or tenant.quota is not UNBOUNDED
-            or max(queued, tenant.in_flight) >= self._limits.max_queued_operations / 2
+            or queued >= half
+            or tenant.in_flight >= half
         ):
             self._require_admission(append, tenant, queued)
         known, size_bytes = kind.entries(request, tenant)
-        left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
-        if is_checked and size_bytes and size_bytes > left_bytes:
-            raise JournalFull(self._limits.max_journal_bytes)
-        entries, serving = [], self._weights.serving
-        for index, entry in enumerate(known):
-            try:
-                if entry is None:
-                    raise CacheNotFound
-                is_served = entry.state.weights == serving and (
-                    append is None or append.weights is None or append.weights == serving
-                )
-                if kind.needs_weights and not is_served:
-                    self._weights.require(entry, append)
-                if entry.waiting and is_checked:
-                    # One of them begins at once if none runs.
-                    most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
-                    if len(entry.waiting) >= most_waiting:
-                        raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
-            except QuireError as error:
-                raise error.with_index(index, len(known)) from None
+        if is_checked and size_bytes:
+            self.require_journal(size_bytes)
+        serving = self._weights.serving
+        checked = serving if append is None or append.weights is None else append.weights
+        entries: list[CacheEntry] = []
+        for entry in known:
+            if entry is None or entry.waiting or not entry.state.weights == serving == checked:
+                entry = self._require_turn(kind, append, known, entry)
             entries.append(entry)
         self._queued_bytes += size_bytes
         tenant.in_flight += 1
         return entries, size_bytes
+
+    def _require_turn(
+        self,
+        kind: OperationKind[Request],
+        append: Append | None,
+        known: Sequence[CacheEntry | None],
+        entry: CacheEntry | None,
+    ) -> CacheEntry:
+        """Raises CacheNotFound, WeightsChanged or QueueFull, if a request cannot wait for its turn on a cache."""
+        try:
+            if entry is None:
+                raise CacheNotFound
+            if kind.needs_weights:
+                self._weights.require(entry, append)
+            # One of them begins at once if none runs.
+            most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
+            if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
+                raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
+        except QuireError as error:
+            raise error.with_index(known.index(entry), len(known)) from None
+        return entry
 
     def require_journal(self, size_bytes: int) -> None:
         """Raises JournalFull if the journal must not grow by so much. To be asked before a cache is created."""

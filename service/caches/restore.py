@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from service.caches.effects import ForwardDone
-from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind, Parts
 from service.caches.records import Record
 from service.caches.requests import Handles, Restore, Result
@@ -51,12 +50,10 @@ class Restores(BaseKind[Restore]):
                 return entry
         return None
 
-    def begin(self, operation: Operation, request: Restore) -> Begun:
+    def _begin(self, operation: Operation, request: Restore) -> Change | None:
         state = operation.entry.state
         is_there = self._parts.attempts.begin(operation, state.length, state.prompt_len)
         return Handles(()) if is_there else None
 
-    def computed(
-        self, ended: Sequence[tuple[Operation, ForwardDone | None]]
-    ) -> list[Result | QuireError | list[Record]]:
-        return [Handles(()) for _ in ended]
+    def computed(self, operations: Sequence[Operation]) -> list[Change]:
+        return [Handles(()) for _ in operations]

@@ -90,13 +90,13 @@ class WrongTokensReplayed(_Replays):
 
 
 def _with_tokens(command: Attempt, tokens: Sequence[int]) -> Attempt:
-    return command._replace(append=dataclasses.replace(command.append, token_ids=tokens))
+    return dataclasses.replace(command, append=dataclasses.replace(command.append, token_ids=tokens))
 
 
 class WrongPositionSent(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         if isinstance(command, Attempt):
-            command = command._replace(position=max(0, command.position - 1))
+            command = dataclasses.replace(command, position=max(0, command.position - 1))
         return (command,)
 
 
@@ -284,7 +284,7 @@ class ForksHaveNoAdapter(PlantedMachine):
 class ReplaysHaveNoAdapter(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         if isinstance(command, Attempt) and command.replays:
-            command = command._replace(adapter=0)
+            command = dataclasses.replace(command, adapter=0)
         return (command,)
 
 
