@@ -114,7 +114,7 @@ class Dispatcher:
 
         `caller` is from `new_caller`. Returns the tickets, for `cancel`.
         """
-        tickets = self.caches.submit_many(requests, self._clock_s(), caller, tenant)
+        tickets = self.caches.submit(requests, self._clock_s(), caller, tenant)
         for index, ticket in enumerate(tickets):
             self._waiting[ticket] = (on_outcomes, index)
         self._carry_out()
@@ -255,7 +255,7 @@ class Dispatcher:
         for op_id, answer in events:
             if isinstance(answer, CommandFailed):
                 _log_failure(worker_id, op_id, answer)
-        self.caches.answered_many(events, self._clock_s())
+        self.caches.answered(events, self._clock_s())
         self.caches.worker_capacity(worker_id, epoch, pages_available)
         self._carry_out()
 
@@ -322,7 +322,7 @@ class Dispatcher:
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
         if durable:
-            self.caches.committed_many(tickets, self._clock_s())
+            self.caches.committed(tickets, self._clock_s())
         else:
             self.caches.write_failed(tickets, self._clock_s())
         self._has_input = True

@@ -267,10 +267,9 @@ def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:
     write_handle(result, into.kv_cache)
     if isinstance(done, DecodeDone):
         # As `decode_answer`, without its messages.
-        into.output.token_id = done.token_id
         timing = into.timing
-        timing.queue_ns, timing.compute_ns = done.queue_ns, done.compute_ns
-        timing.batch_items, timing.steps = done.batch_items, 1
+        _, into.output.token_id, timing.queue_ns, timing.compute_ns, timing.batch_items = done
+        timing.steps = 1
     else:
         assert isinstance(done, worker_pb2.ForwardDone)
         if done.outputs:
@@ -332,8 +331,10 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
         into.weights = handle.weights
     if handle.adapter:
         into.adapter_version = handle.adapter
-    if math.isfinite(handle.expires_at_s):
-        expire_s = min(time.time() + handle.expires_at_s - time.monotonic(), _MAX_TIMESTAMP_S)
+    if handle.expires_at_s < math.inf:
+        expire_s = time.time() + handle.expires_at_s - time.monotonic()
+        if expire_s > _MAX_TIMESTAMP_S:
+            expire_s = _MAX_TIMESTAMP_S
         seconds, expire_time = int(expire_s), into.expire_time
         expire_time.seconds = seconds
         expire_time.nanos = int((expire_s - seconds) * 1e9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Sequence
 
 from service.caches.attempts import failure_of
@@ -18,6 +19,7 @@ from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
+_entry_of = operator.attrgetter("entry")
 # What an answer is made of: also what the worker said, how many tokens were kept, and of a tree which path.
 _Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
@@ -164,13 +166,12 @@ class Appends(BaseKind[Append]):
         return _answers([(operation, done, state.last_kept, self._kept_path(entry, request))])[0]
 
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
-        entries = [operation.entry for operation in operations]
-        self._show([entry for entry in entries if not entry.visible])
-        self._parts.kv.extended(entries)
         found: list[_Answer] = []
         for operation in operations:
             entry, request, done = operation.entry, operation.append, operation.done
             assert request is not None and done is not None
+            if not entry.visible:
+                self._show(entry)
             # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
             is_current = operation.weights == entry.state.weights
             if is_current and not (request.has_logits or request.is_large):
@@ -178,15 +179,15 @@ class Appends(BaseKind[Append]):
             else:
                 entry.answer = None
             found.append((operation, done, done.kept, tuple(done.kept_path) if request.parents else ()))
+        self._parts.kv.extended(map(_entry_of, operations))
         return _answers(found)
 
-    def _show(self, entries: Sequence[CacheEntry]) -> None:
-        """The creations of these caches are durable."""
-        for entry in entries:
-            state = self._parts.ledger.get(entry.number)
-            assert state is not None
-            entry.state, entry.creation = state, None
-            self._parts.index.add(entry, self._parts.context.number())
+    def _show(self, entry: CacheEntry) -> None:
+        """The creation of a cache is durable."""
+        state = self._parts.ledger.get(entry.number)
+        assert state is not None
+        entry.state, entry.creation = state, None
+        self._parts.index.add(entry, self._parts.context.number())
 
     def write_failed(self, operation: Operation, request: Append) -> None:
         """The worker has computed tokens that the cache does not have."""

@@ -54,6 +54,7 @@ _MOMENT_S = 0.02
 # A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
 _REFUSE_EARLY_S = 0.1
 
+_NOT_COMPUTED = CommandFailed, KvExported
 _Key = TypeVar("_Key")
 
 
@@ -106,11 +107,12 @@ class Attempts:
             raise SequenceTooLong(wanted, worker.capacity_tokens)
         if entry.kv_len < base:
             self._replayed_tokens += base - entry.kv_len
-            self._replay(operation)
+            self._replay(operation, worker)
         elif append is None:
             return True
         else:
-            self._forward(operation, append, entry.number if copy_number is None else copy_number, base)
+            number = entry.number if copy_number is None else copy_number
+            self._forward(operation, append, worker, number, base)
         return False
 
     def stop(self, operation: Operation) -> None:
@@ -147,16 +149,18 @@ class Attempts:
         answered: dict[WorkerView, list[tuple[Work, float]]] = {}
         for op_id, answer in events:
             operation = self.running.get(op_id)
-            if operation is None or answer is None or isinstance(answer, KvExported):
+            if operation is None or answer is None:
                 continue
             entry, attempt = operation.entry, operation.attempt
             worker = entry.worker
             assert attempt is not None and worker is not None
-            failed = isinstance(answer, CommandFailed)
-            if failed or attempt.replays or entry.crash_score:
-                end = self._end_of(operation) if failed else End.ANSWERED
-                self._end_attempt(operation, attempt, worker, end)
-                others.append((operation, attempt, answer))
+            if attempt.replays or entry.crash_score or isinstance(answer, _NOT_COMPUTED):
+                # A broken worker may have answered something else than a forward.
+                if not isinstance(answer, KvExported):
+                    failed = isinstance(answer, CommandFailed)
+                    end = self._end_of(operation) if failed else End.ANSWERED
+                    self._end_attempt(operation, attempt, worker, end)
+                    others.append((operation, attempt, answer))
                 continue
             del self.running[op_id]
             operation.attempt, operation.done = None, answer
@@ -168,7 +172,9 @@ class Attempts:
             # A parked operation may have waited for one of these.
             self.changed = True
         # The load of a worker is without all of these when another attempt begins.
-        over += [operation for operation, attempt, answer in others if self._is_over(operation, attempt, answer)]
+        for operation, attempt, answer in others:
+            if self._is_over(operation, attempt, answer):
+                over.append(operation)
         return over
 
     def _is_over(
@@ -341,21 +347,27 @@ class Attempts:
 
     # Attempts.
 
-    def _replay(self, operation: Operation) -> None:
+    def _replay(self, operation: Operation, worker: WorkerView) -> None:
         """Sends the tokens that the worker does not have, up to `base`."""
         entry, append = operation.entry, operation.append
         missing = entry.state.tokens.between(entry.kv_len, operation.base)
         priority = NORMAL if append is None else append.priority
         replay = Append(PREFILL, "", missing, rows=0, priority=priority)
-        self._forward(operation, replay, entry.number, entry.kv_len, replays=True)
+        self._forward(operation, replay, worker, entry.number, entry.kv_len, replays=True)
 
     def _forward(
-        self, operation: Operation, append: Append, number: int, position: int, *, replays: bool = False
+        self,
+        operation: Operation,
+        append: Append,
+        worker: WorkerView,
+        number: int,
+        position: int,
+        *,
+        replays: bool = False,
     ) -> None:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
-        entry, worker, context = operation.entry, operation.entry.worker, self._context
-        assert worker is not None
-        state, is_copy, load = entry.state, operation.copy_number is not None, worker.load
+        entry, context, load = operation.entry, self._context, worker.load
+        state, is_copy = entry.state, operation.copy_number is not None
         tokens, now_s = len(append.token_ids), context.now_s
         caller = operation.caller or -operation.ticket
         work = load.estimate(caller, tokens, append.rows, append.priority, enters=True)

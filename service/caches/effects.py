@@ -119,7 +119,7 @@ Command = Attempt | ForkSequence | TruncateSequence | ReleaseSequences | AbortFo
 # A command for one incarnation of a worker: its id, its epoch.
 Send = tuple[str, int, Command]
 # The records of an operation, by its ticket. They become durable together. The dispatcher reports the result
-# (`committed_many` or `write_failed`); the records are applied and the caller is answered only then.
+# (`committed` or `write_failed`); the records are applied and the caller is answered only then.
 Write = tuple[int, Sequence[Record]]
 # The result of an operation, by its ticket. One for each operation that was not cancelled.
 Reply = tuple[int, Result | QuireError]

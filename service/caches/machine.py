@@ -50,7 +50,7 @@ def _new_seed() -> int:
     return secrets.randbits(63)
 
 
-class CacheMachine:
+class CacheMachine(OperationQueues):
     """Owns all caches and operations. Single-threaded. Times are seconds on one monotonic clock."""
 
     def __init__(
@@ -62,17 +62,6 @@ class CacheMachine:
         ledger: Ledger | None = None,
     ) -> None:
         parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
-        # To be read only.
-        self.parts = parts
-        self.ledger = parts.ledger
-        self.index = parts.index
-        self.weights = parts.weights
-        self.admission = parts.admission
-        self._context = parts.context
-        self._rate = parts.rate
-        self._workers = parts.workers
-        self._kv = parts.kv
-        self._attempts = parts.attempts
         self._restores = Restores(parts)
         self._moves = Moves(parts)
         kinds: dict[type[Request], OperationKind[Any]] = {
@@ -83,7 +72,10 @@ class CacheMachine:
             Renew: Renewals(parts),
             Move: self._moves,
         }
-        self._queues = OperationQueues(parts, kinds, self._restores)
+        super().__init__(parts, kinds, self._restores)
+        # To be read only.
+        self.weights = parts.weights
+        self._rate = parts.rate
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
 
@@ -172,14 +164,14 @@ class CacheMachine:
         worker = self._workers.find(worker_id, epoch)
         return worker is None or not any(self._attempts.under_way(worker))
 
-    def answered_many(self, events: Iterable[Event], now_s: float) -> None:
+    def answered(self, events: Iterable[Event], now_s: float) -> None:
         """A worker answered commands. Answers to attempts that are over are ignored."""
         self._context.now_s = now_s
         events = list(events)
-        self._queues.computed(self._attempts.answered(events))
+        self._computed(self._attempts.answered(events))
         if self._moves.sent:
             for operation in self._moves.answered(events):
-                self._queues.computed((operation,))
+                self._computed((operation,))
         self._rate.update(now_s)
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
@@ -209,9 +201,9 @@ class CacheMachine:
                     else self._attempts.begin_again(operation)
                 )
                 if is_over:
-                    self._queues.computed((operation,))
+                    self._computed((operation,))
         for operation in self._moves.workers_lost(workers):
-            self._queues.computed((operation,))
+            self._computed((operation,))
         self._restores.later(lost)
 
     # Weights.
@@ -235,7 +227,7 @@ class CacheMachine:
         self._lose([worker for worker in known if worker is not None], crashed=None)
         if recompute:
             self.weights.replace(weights, continued_from=self.weights.continued_from)
-            continue_caches(self.index, self._queues.operations.values(), self.weights)
+            continue_caches(self.index, self.operations.values(), self.weights)
         else:
             self.weights.switch(weights, drain=False)
             self.weights_ended(before, now_s)
@@ -247,8 +239,8 @@ class CacheMachine:
         self._context.now_s = now_s
         self.weights.drained(weights)
         self._restores.forget(weights)
-        its = operations_with(self._queues.operations.values(), weights)
-        self._queues.finish(
+        its = operations_with(self.operations.values(), weights)
+        self._finish(
             [
                 (operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
                 for operation in its
@@ -259,17 +251,17 @@ class CacheMachine:
             self._workers.remove(worker)
             self._kv.lose(worker)
         # Releases may have waited for them.
-        self._queues.advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
+        self._advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
 
     def uses_of(self, weights: int) -> int:
         """How many operations of callers need these weights."""
-        its = operations_with(self._queues.operations.values(), weights)
+        its = operations_with(self.operations.values(), weights)
         return sum(operation.kind.needs_weights and not operation.is_internal for operation in its)
 
     def adapters_in_use(self) -> Counter[int]:
         """The adapters of caches, and of operations that create one; each with its number of caches."""
         used = self.ledger.adapters.copy()
-        for operation in self._queues.operations.values():
+        for operation in self.operations.values():
             used.update({entry.state.adapter: 0 for entry in operation.entries if entry.state.adapter})
         return used
 
@@ -283,28 +275,7 @@ class CacheMachine:
         held = (entry for w in self._workers if w.worker_id == worker_id for entry in w.held)
         return Counter(entry.state.adapter for entry in held)
 
-    # Requests.
-
-    def submit_many(
-        self, requests: Sequence[Request], now_s: float, caller: int = 0, tenant: Tenant | None = None
-    ) -> list[int]:
-        """Accepts requests and returns their tickets. Each gets one reply, now or later.
-
-        caller: for fair queueing in the worker. 0: each request is a caller of its own.
-        tenant: only its caches are found. None: the anonymous tenant.
-        """
-        self._context.now_s = now_s
-        return self._queues.submit(requests, caller, tenant or self.index.anonymous)
-
-    def cancel(self, ticket: int, now_s: float) -> None:
-        """Cancels an operation and undoes its effects. No reply follows.
-
-        A release, or an operation that is committing, is completed nevertheless.
-        """
-        self._context.now_s = now_s
-        operation = self._queues.operations.get(ticket)
-        if operation is not None:
-            self._queues.cancel(operation)
+    # Time.
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
         """Releases unused caches whose lease has expired. Returns how many."""
@@ -314,22 +285,16 @@ class CacheMachine:
             return 0
         expired = self.index.leases.due(now_s, at_most)
         for entry in expired:
-            self._queues.release(entry)
+            self._release(entry)
         return len(expired)
 
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
         for operation in itertools.chain(self._attempts.tick(), self._moves.tick()):
-            self._queues.computed((operation,))
+            self._computed((operation,))
 
     # The journal.
-
-    def committed_many(self, tickets: Sequence[int], now_s: float) -> None:
-        """The records of these operations are durable."""
-        self._context.now_s = now_s
-        self.admission.journal_works = True
-        self._queues.committed(tickets)
 
     def journal_stalls(self) -> None:
         """A write takes too long: no new operations are accepted until it is durable."""
@@ -340,13 +305,13 @@ class CacheMachine:
         self._context.now_s = now_s
         self.admission.journal_works = False
         for ticket in tickets:
-            self._queues.not_committed(self._queues.operations[ticket], JournalUnavailable())
+            self._not_committed(self.operations[ticket], JournalUnavailable())
 
     def close(self) -> None:
         """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so."""
-        operations = [*self._queues.operations.values()]
+        operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
-        self._queues.finish([(operation, ShardMoved()) for operation in operations])
+        self._finish([(operation, ShardMoved()) for operation in operations])
         self.admission.remove(entries)
 
     # State.
@@ -357,7 +322,7 @@ class CacheMachine:
     @property
     def operations_in_flight(self) -> int:
         """Operations that wait or run."""
-        return len(self._queues.operations)
+        return len(self.operations)
 
     @property
     def expected_wait_s(self) -> float:
@@ -377,7 +342,7 @@ class CacheMachine:
         """
         while self._attempts.changed and self._attempts.parked:
             for operation in self._attempts.retry_parked():
-                self._queues.computed((operation,))
+                self._computed((operation,))
         if self._restores.waiting:
             self._restore_some()
         context = self._context
@@ -389,4 +354,4 @@ class CacheMachine:
         """Replays some of the lost KV before it is requested."""
         while (entry := self._restores.next()) is not None:
             if self.index.by_number(entry.number) is entry:
-                self._queues.restore(entry)
+                self._restore(entry)

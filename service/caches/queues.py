@@ -24,11 +24,14 @@ from service.caches.states import COMMITTING, ENDED, WAITING
 from service.caches.tenants import Tenant
 from service.errors import JournalUnavailable, QuireError
 
-_kind_of = operator.attrgetter("kind")
+# No comprehensions where this runs for each token: on Python 3.11 each one is the call of a function.
+_kind_of, _turns_left_of = operator.attrgetter("kind"), operator.attrgetter("turns_left")
+_entries_of, _error_of = operator.attrgetter("entries"), operator.attrgetter("error")
+_first = operator.itemgetter(0)
 
 
 class OperationQueues:
-    """Owns all operations and their order."""
+    """Owns all operations and their order: the part of the state machine that every request passes."""
 
     def __init__(
         self,
@@ -36,10 +39,12 @@ class OperationQueues:
         kinds: Mapping[type[Request], OperationKind[Any]],
         restores: Restores,
     ) -> None:
+        # To be read only.
+        self.parts = parts
+        self.ledger = parts.ledger
+        self.index = parts.index
+        self.admission = parts.admission
         self._context = parts.context
-        self._ledger = parts.ledger
-        self._index = parts.index
-        self._admission = parts.admission
         self._workers = parts.workers
         self._kv = parts.kv
         self._attempts = parts.attempts
@@ -51,16 +56,23 @@ class OperationQueues:
 
     # An operation begins.
 
-    def submit(self, requests: Sequence[Request], caller: int, tenant: Tenant) -> list[int]:
-        """Queues requests on their caches, then begins those with nothing ahead. Returns their tickets."""
-        now_s, replies = self._context.now_s, self._context.effects.replies
+    def submit(
+        self, requests: Sequence[Request], now_s: float, caller: int = 0, tenant: Tenant | None = None
+    ) -> list[int]:
+        """Queues requests on their caches, and begins those with nothing ahead. Returns their tickets.
+
+        Each gets one reply, now or later. caller: for fair queueing in the worker; 0: each request is a
+        caller of its own. tenant: only its caches are found; None: the anonymous tenant.
+        """
+        self._context.now_s, replies = now_s, self._context.effects.replies
+        tenant = tenant or self.index.anonymous
         tickets: list[int] = []
         touched: list[CacheEntry] = []
         # Those whose turn has come; and caches on which an earlier one may begin.
         first: list[Operation] = []
         freed: list[CacheEntry] = []
-        is_owner = now_s < self._admission.lease.valid_until_s
-        operations, admit = self.operations, self._admission.admit
+        is_owner = now_s < self.admission.lease.valid_until_s
+        operations, admit = self.operations, self.admission.admit
         for request in requests:
             kind, ticket = self._kinds[type(request)], self._context.number()
             append = request if isinstance(request, Append) else None
@@ -101,14 +113,14 @@ class OperationQueues:
         touch(touched, now_s)
         freed += self._begin(first)
         if freed:
-            self.advance(freed)
+            self._advance(freed)
         return tickets
 
-    def release(self, entry: CacheEntry) -> None:
+    def _release(self, entry: CacheEntry) -> None:
         """Releases a cache without a request: its lease expired, or its id was never delivered."""
         self._enter(entry, Release(entry.state.cache_id), self._releases)
 
-    def restore(self, entry: CacheEntry) -> None:
+    def _restore(self, entry: CacheEntry) -> None:
         """Replays the KV of a cache before it is requested."""
         self._enter(entry, Restore(entry.state.cache_id), self._restores)
 
@@ -129,17 +141,17 @@ class OperationQueues:
             self._restores.under_way.add(operation)
         self.operations[operation.ticket] = operation
         entry.waiting.append(operation)
-        self.advance((entry,))
+        self._advance((entry,))
 
     def _preempt_restore(self, entry: CacheEntry) -> bool:
         """Stops a restore that runs, if there is one: an operation that needs no KV does not wait for it."""
         restore = entry.running
         if restore is None or restore.kind is not self._restores:
             return False
-        self.finish(((restore, None),))
+        self._finish(((restore, None),))
         return True
 
-    def advance(self, entries: Iterable[CacheEntry]) -> None:
+    def _advance(self, entries: Iterable[CacheEntry]) -> None:
         """Begins the next operation of each cache where none runs. Discards caches whose creation failed."""
         # No recursion: a fork that ends at once can let another one begin, and so on.
         left = deque(dict.fromkeys(entries))
@@ -162,14 +174,14 @@ class OperationQueues:
             # What one releases, the next one must know of.
             for batch in [[operation] for operation in together] if kind.releases else [together]:
                 # One whose cache an earlier one releases has lost its turn again.
-                turned = [operation for operation in batch if not operation.turns_left]
-                for operation, change in kind.begin(turned):
+                turned = itertools.filterfalse(_turns_left_of, batch)
+                for operation, change in kind.begin(list(turned)):
                     if isinstance(change, list):
                         self._commit(operation, change)
                         if kind.releases:
                             self._start_closing(operation, change)
                     else:
-                        self.finish(((operation, change),))
+                        self._finish(((operation, change),))
                         ended += operation.entries
         return ended
 
@@ -181,19 +193,25 @@ class OperationQueues:
         else:
             self._discard((entry,))
 
-    def computed(self, operations: Sequence[Operation]) -> None:
+    def _computed(self, operations: Sequence[Operation]) -> None:
         """The attempts of these operations are over: writes what they change, or answers them."""
-        ended = [(operation, operation.error) for operation in operations if operation.error is not None]
+        ended: list[tuple[Operation, Result | QuireError]] = []
+        for operation in filter(_error_of, operations):
+            assert operation.error is not None
+            ended.append((operation, operation.error))
+        writes = self._context.effects.writes
         for kind, group in itertools.groupby(operations, _kind_of):
-            done = [operation for operation in group if operation.error is None]
+            done = list(itertools.filterfalse(_error_of, group))
             for operation, change in zip(done, kind.computed(done), strict=True):
                 if isinstance(change, list):
-                    self._commit(operation, change)
+                    # As `_commit`: this runs for each token.
+                    operation.state, operation.records = COMMITTING, change
+                    writes.append((operation.ticket, change))
                 else:
                     ended.append((operation, change))
         if ended:
-            self.finish(ended)
-            self.advance([entry for operation, _ in ended for entry in operation.entries])
+            self._finish(ended)
+            self._advance([entry for operation, _ in ended for entry in operation.entries])
 
     # Commits.
 
@@ -204,7 +222,7 @@ class OperationQueues:
     def _start_closing(self, operation: Operation, records: Sequence[Record]) -> None:
         """Marks the caches that the records release as closing, and stops what runs on them."""
         numbers = [record.number for record in records if isinstance(record, CacheReleased)]
-        found = [self._index.by_number(number) for number in numbers]
+        found = [self.index.by_number(number) for number in numbers]
         operation.closes = [entry for entry in found if entry is not None]
         for entry in operation.closes:
             running = entry.running
@@ -215,20 +233,22 @@ class OperationQueues:
     def _requeue(self, operation: Operation, entry: CacheEntry) -> None:
         """Stops an operation and puts it at the front of the queue: the release may still fail."""
         self._stop(operation)
-        self._admission.end_reservation(operation)
+        self.admission.end_reservation(operation)
         operation.state = WAITING
         operation.turns_left += 1
         entry.running = None
         entry.waiting.appendleft(operation)
 
-    def committed(self, tickets: Iterable[int]) -> None:
+    def committed(self, tickets: Sequence[int], now_s: float) -> None:
         """The records of these operations are durable."""
-        operations = [self.operations[ticket] for ticket in tickets]
+        self._context.now_s = now_s
+        self.admission.journal_works = True
+        operations = map(self.operations.__getitem__, tickets)
         # In their order, those of a kind together: an operation may release the caches of those before it.
         entries: list[CacheEntry] = []
         for kind, group in itertools.groupby(operations, _kind_of):
             entries += self._apply(kind, list(group))
-        self.advance(entries)
+        self._advance(entries)
 
     def _apply(self, kind: OperationKind[Any], operations: Sequence[Operation]) -> list[CacheEntry]:
         """Applies the records of operations of one kind, and answers their callers. Returns their caches."""
@@ -236,36 +256,36 @@ class OperationQueues:
         for operation in operations:
             try:
                 for record in operation.records or ():
-                    self._ledger.apply(record)
+                    self.ledger.apply(record)
                 applied.append(operation)
             except RecordConflict as error:
                 # A bug: the state has changed since the operation was checked.
-                self.not_committed(operation, failure_of(error))
-        entries = [entry for operation in applied for entry in operation.entries]
+                self._not_committed(operation, failure_of(error))
+        entries = list(itertools.chain.from_iterable(map(_entries_of, applied)))
         touch(entries, self._context.now_s)
         ended = list(zip(applied, kind.applied(applied), strict=True))
-        self.finish(ended)
+        self._finish(ended)
         for operation, answer in ended:
             if operation.closes:
                 self._close(operation.closes)
             if not operation.is_answered:
                 for cache_id in undelivered(operation.request, answer):
-                    created = self._index.find(cache_id, operation.entry.tenant)
+                    created = self.index.find(cache_id, operation.entry.tenant)
                     if created is not None:
-                        self.release(created)
+                        self._release(created)
         return entries
 
-    def not_committed(self, operation: Operation, error: QuireError) -> None:
+    def _not_committed(self, operation: Operation, error: QuireError) -> None:
         """Its records could not be written: undoes the operation."""
         operation.kind.write_failed(operation, operation.request)
-        self.finish(((operation, error),))
+        self._finish(((operation, error),))
         for entry in operation.closes:
             entry.closing = False
-        self.advance([*operation.entries, *operation.closes])
+        self._advance([*operation.entries, *operation.closes])
 
     # An operation ends.
 
-    def finish(self, ended: Sequence[tuple[Operation, Result | QuireError | None]]) -> None:
+    def _finish(self, ended: Sequence[tuple[Operation, Result | QuireError | None]]) -> None:
         """Removes operations from all tables and answers their callers. None: no answer."""
         replies = self._context.effects.replies
         for operation, outcome in ended:
@@ -284,7 +304,7 @@ class OperationQueues:
                     entry.waiting.remove(operation)
             if operation.is_answered and outcome is not None:
                 replies.append((operation.ticket, outcome))
-        self._admission.leave([operation for operation, _ in ended])
+        self.admission.leave(map(_first, ended))
 
     def _stop(self, operation: Operation) -> None:
         """Stops whatever is under way for an operation."""
@@ -297,12 +317,19 @@ class OperationQueues:
         if append is not None and not entry.visible and entry.worker is not None:
             self._workers.affinity.forget(append.token_ids, entry.worker, entry.state.salt)
 
-    def cancel(self, operation: Operation) -> None:
-        """Cancels an operation. A release, or one that is committing, continues without an answer."""
+    def cancel(self, ticket: int, now_s: float) -> None:
+        """Cancels an operation and undoes its effects. No reply follows.
+
+        A release, or one that is committing, is completed nevertheless.
+        """
+        self._context.now_s = now_s
+        operation = self.operations.get(ticket)
+        if operation is None:
+            return
         operation.is_answered = False
         if operation.state is not COMMITTING and operation.kind is not self._releases:
-            self.finish(((operation, None),))
-            self.advance(operation.entries)
+            self._finish(((operation, None),))
+            self._advance(operation.entries)
 
     # A cache ends.
 
@@ -312,15 +339,15 @@ class OperationQueues:
         for entry in entries:
             for operation in list(entry.operations()):
                 error = operation.kind.cache_released(operation, operation.request, entry)
-                self.finish(((operation, error),))
+                self._finish(((operation, error),))
                 others += [each for each in operation.entries if each is not entry]
         self._discard(entries)
         # Operations that waited there for a fork can begin.
-        self.advance(others)
+        self._advance(others)
 
     def _discard(self, entries: Sequence[CacheEntry]) -> None:
         """Frees everything that caches hold."""
         self._kv.drop(*entries)
         for entry in entries:
-            self._index.remove(entry)
-        self._admission.remove(entries)
+            self.index.remove(entry)
+        self.admission.remove(entries)

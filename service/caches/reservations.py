@@ -108,18 +108,17 @@ class Admission:
         ):
             self._require_admission(append, tenant, queued)
         known, size_bytes = kind.entries(request, tenant)
-        if is_checked and size_bytes:
-            self.require_journal(size_bytes)
+        left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
+        if is_checked and size_bytes and size_bytes > left_bytes:
+            raise JournalFull(self._limits.max_journal_bytes)
         serving = self._weights.serving
         checked = serving if append is None or append.weights is None else append.weights
-        entries: list[CacheEntry] = []
         for entry in known:
             if entry is None or entry.waiting or not entry.state.weights == serving == checked:
-                entry = self._require_turn(kind, append, known, entry)
-            entries.append(entry)
+                self._require_turn(kind, append, known, entry)
         self._queued_bytes += size_bytes
         tenant.in_flight += 1
-        return entries, size_bytes
+        return known, size_bytes  # type: ignore[return-value]  # None is none of them
 
     def _require_turn(
         self,
@@ -127,7 +126,7 @@ class Admission:
         append: Append | None,
         known: Sequence[CacheEntry | None],
         entry: CacheEntry | None,
-    ) -> CacheEntry:
+    ) -> None:
         """Raises CacheNotFound, WeightsChanged or QueueFull, if a request cannot wait for its turn on a cache."""
         try:
             if entry is None:
@@ -140,7 +139,6 @@ class Admission:
                 raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
         except QuireError as error:
             raise error.with_index(known.index(entry), len(known)) from None
-        return entry
 
     def require_journal(self, size_bytes: int) -> None:
         """Raises JournalFull if the journal must not grow by so much. To be asked before a cache is created."""

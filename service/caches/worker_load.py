@@ -183,7 +183,10 @@ class WorkerLoad:
             before += normal if priority else normal + low
         own = ahead.by_caller.get(caller)
         callers = len(ahead.by_caller) + (own is None)
-        total = min(cost + before, (cost + (own or 0)) * callers)
+        total, in_turn = cost + before, (cost + (own or 0)) * callers
+        # Without the call that `min` is: this runs for each token.
+        if in_turn < total:
+            total = in_turn
         if enters:
             ahead.cost[priority] += cost
             ahead.by_caller[caller] = cost + (own or 0)

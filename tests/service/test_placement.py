@@ -138,7 +138,7 @@ def test_the_machine_is_told_of_one_incarnation() -> None:
     machine.worker_ready(view("b", 2, 10), 0.0)
 
     def sent_to() -> str:
-        machine.submit_many([Append(AppendKind.PREFILL, "", PROMPT)], 0.0)
+        machine.submit([Append(AppendKind.PREFILL, "", PROMPT)], 0.0)
         ((worker_id, _, _),) = machine.take_effects().commands
         return worker_id
 

@@ -30,7 +30,7 @@ def phase_of(operation: Operation) -> str:
 
 def check_invariants(machine: CacheMachine) -> None:
     """Asserts that the parts of the machine agree. Half of what a schedule costs: no pass is made twice."""
-    index, operations = machine.index, machine._queues.operations
+    index, operations = machine.index, machine.operations
     entries = {entry.number: entry for entry in index}
     assert len(machine.ledger) == len(index)
     for number, entry in entries.items():

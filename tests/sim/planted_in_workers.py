@@ -72,7 +72,7 @@ class _Replays(PlantedMachine):
 class NothingReplayed(_Replays):
     def replay(self, command: Attempt) -> Iterable[Command]:
         done = worker_pb2.ForwardDone(kept=len(command.append.token_ids))
-        self.answered_many([(command.op_id, done)], self.oracle.now_s)
+        self.answered([(command.op_id, done)], self.oracle.now_s)
         return ()
 
 
@@ -163,7 +163,7 @@ class NobodyIsQuarantined(PlantedMachine):
         self.dead.add((worker_id, epoch))
         self.worker_draining(worker_id, epoch, now_s)
         missing = CommandFailed(WorkerFault(), kv_missing=True)
-        self.answered_many([(op_id, missing) for op_id in self.sent.pop((worker_id, epoch), ())], now_s)
+        self.answered([(op_id, missing) for op_id in self.sent.pop((worker_id, epoch), ())], now_s)
         super().worker_lost(worker_id, epoch, now_s, crashed=crashed)
 
 
