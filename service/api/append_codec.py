@@ -84,28 +84,29 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
 
 def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Decode. Raises InvalidArgument."""
-    # This runs for each token, so valid fields cause no function calls.
+    # This runs for each token, so valid fields cause no function calls, and each is read once.
+    cache_id, token_id, priority = request.cache_id, request.token_id, PRIORITIES.get(request.priority)
     if limits.limits_of_cache is not None:
-        limits = limits.of(request.cache_id)
-    if not request.cache_id:
-        validation.check_cache_id(request.cache_id)
+        limits = limits.of(cache_id)
+    if not cache_id:
+        validation.check_cache_id(cache_id)
     if not request.HasField("token_id"):
         raise InvalidArgument("EMPTY_TOKENS", "token_id", "token_id is required")
-    if request.token_id >= limits.vocab_size:
-        raise out_of_vocab(request.token_id, limits, "token_id")
-    token_ids = (request.token_id,)
-    if request.HasField("output") or request.priority not in PRIORITIES:
+    if token_id >= limits.vocab_size:
+        raise out_of_vocab(token_id, limits, "token_id")
+    token_ids = (token_id,)
+    if request.HasField("output") or priority is None:
         options = worker_pb2.ForwardOptions(rows=1)
         return _append(request, limits, timeout_s, options, kind=AppendKind.DECODE, token_ids=token_ids)
     # Only the next token is wanted: the same, in a fifth of the time.
     return Append(
         DECODE,
-        request.cache_id,
+        cache_id,
         token_ids,
         request.position if request.HasField("position") else None,
         _NEXT_TOKEN,
         timeout_s,
-        PRIORITIES[request.priority],
+        priority,
         ROW_ANSWER_BYTES,
         limits.weights,
     )

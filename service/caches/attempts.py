@@ -146,7 +146,7 @@ class Attempts:
         # As `_end_attempt`, but for all of them together: this runs for each token.
         over: list[Operation] = []
         others: list[tuple[Operation, Attempt, ForwardDone | CommandFailed]] = []
-        answered: dict[WorkerView, list[tuple[Work, float]]] = {}
+        answered: dict[WorkerView, list[Work]] = {}
         for op_id, answer in events:
             operation = self.running.get(op_id)
             if operation is None or answer is None:
@@ -165,7 +165,7 @@ class Attempts:
             del self.running[op_id]
             operation.attempt, operation.done = None, answer
             worker.pages_queued -= attempt.pages
-            answered.setdefault(worker, []).append((attempt.work, attempt.sent_s))
+            answered.setdefault(worker, []).append(attempt.work)
             over.append(operation)
         for worker, works in answered.items():
             worker.load.leave(works, self._context.now_s, End.ANSWERED)
@@ -370,13 +370,13 @@ class Attempts:
         state, is_copy = entry.state, operation.copy_number is not None
         tokens, now_s = len(append.token_ids), context.now_s
         caller = operation.caller or -operation.ticket
-        work = load.estimate(caller, tokens, append.rows, append.priority, enters=True)
+        work = load.estimate(caller, tokens, append.rows, append.priority, now_s, enters=True)
         timeout_s = operation.submitted_s + self._max_wait_s - now_s
         if operation.deadline_s is not None or work.is_long:
             try:
                 timeout_s = self._require_time(operation.deadline_s, work, timeout_s, load)
             except QuireError:
-                load.leave(((work, now_s),), now_s, End.TAKEN_BACK)
+                load.leave((work,), now_s, End.TAKEN_BACK)
                 raise
         if is_copy and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
@@ -401,7 +401,6 @@ class Attempts:
             -(-tokens // worker.page_tokens),
             first_segment,
             is_suspect,
-            now_s,
             work,
         )
         operation.state, operation.attempt = REPLAYING if replays else COMPUTING, attempt
@@ -439,7 +438,7 @@ class Attempts:
         """Removes the running attempt from all counts."""
         operation.attempt = None
         del self.running[attempt.op_id]
-        worker.load.leave(((attempt.work, attempt.sent_s),), self._context.now_s, end)
+        worker.load.leave((attempt.work,), self._context.now_s, end)
         worker.pages_queued -= attempt.pages
         if attempt.first_segment is not None:
             _take_one(self._replayed, (worker, attempt.first_segment))

@@ -53,8 +53,7 @@ class Attempt:
     first_segment: Segment | None = None
     # Workers died while they computed this cache. Other such caches wait for its end.
     is_suspect: bool = False
-    # When it was sent, and how it counts in the load of the worker.
-    sent_s: float = 0.0
+    # How it counts in the load of the worker.
     work: Work = NO_WORK
 
 

@@ -32,76 +32,83 @@ _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") fo
 _pack_decode = struct.Struct("<9Q").pack
 _DONE = struct.Struct("<5Q")
 _new_decode_done = functools.partial(tuple.__new__, effects.DecodeDone)
-_Request = tuple[worker_pb2.ConnectRequest, list[bytes], dict[bytes, int]]
 # Larger options are sent with each forward.
 _MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
+class _Message:
+    """What is sent to one worker at once: plain decodes that follow each other are one command."""
+
+    __slots__ = ("request", "rows", "options")
+
+    def __init__(self) -> None:
+        self.request = worker_pb2.ConnectRequest()
+        # Of the plain decodes that are not in it yet. Their options, each with its number.
+        self.rows: list[bytes] = []
+        self.options: dict[bytes, int] = {}
+
+    def add(self, command: effects.Command) -> None:
+        """Appends a command, which is no plain decode."""
+        self.write_decodes()
+        try:
+            # In place: a message that is appended is copied.
+            write_command(command, self.request.commands.add())
+        except Exception:
+            del self.request.commands[-1]
+            raise
+
+    def write_decodes(self) -> None:
+        """Appends the plain decodes so far, so that they precede what is added later."""
+        if self.rows:
+            decodes = self.request.commands.add().decodes
+            decodes.rows = b"".join(self.rows)
+            decodes.options.extend(self.options)
+            self.rows.clear()
+            self.options.clear()
+
+
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
-    # Each has the message, and of the plain decodes that are not in it yet the rows and the options.
-    requests: dict[WorkerLink, _Request] = {}
+    messages: dict[WorkerLink, _Message] = {}
     for worker_id, epoch, command in commands:
         link = links.get((worker_id, epoch))
-        if link is not None:
-            request = requests.get(link)
-            if request is None:
-                request = requests[link] = worker_pb2.ConnectRequest(), [], {}
-            try:
-                _add(command, *request)
-            except Exception:
-                # A bug, which must not keep the others from being sent.
-                _log.exception("a command could not be encoded", worker_id=worker_id)
-    for link, request in requests.items():
-        _write_decodes(*request)
-        link.send(request[0])
-
-
-def _add(
-    command: effects.Command,
-    request: worker_pb2.ConnectRequest,
-    rows: list[bytes],
-    options: dict[bytes, int],
-) -> None:
-    """Appends a command. Plain decodes that follow each other become one."""
-    if isinstance(command, effects.Attempt):
-        append = command.append
-        if (
-            append.kind is DECODE
-            and len(append.token_ids) == 1
-            and len(append.options) <= _MAX_OPTIONS_BYTES
-            and append.priority is NORMAL
-            and command.position
-            and not (command.ephemeral or command.adapter)
-        ):
-            index = options.setdefault(append.options, len(options))
-            timeout_ns = 0 if command.timeout_s is None else max(1, int(command.timeout_s * 1e9))
-            rows.append(
+        if link is None:
+            continue
+        message = messages.get(link)
+        if message is None:
+            message = messages[link] = _Message()
+        try:
+            if not isinstance(command, effects.Attempt):
+                message.add(command)
+                continue
+            append, timeout_s = command.append, command.timeout_s
+            # The only place that decides which decodes are plain: this runs for each token.
+            is_plain = (
+                append.kind is DECODE
+                and len(append.token_ids) == 1
+                and len(append.options) <= _MAX_OPTIONS_BYTES
+                and append.priority is NORMAL
+                and command.position > 0
+                and not (command.ephemeral or command.adapter)
+            )
+            if not is_plain:
+                message.add(command)
+                continue
+            index = message.options.setdefault(append.options, len(message.options))
+            message.rows.append(
                 _pack_decode(
                     command.op_id, command.number, command.caller, command.position, append.token_ids[0],
-                    command.prompt_len, 2 * index + append.prelaunch, timeout_ns, command.seed,
+                    command.prompt_len, 2 * index + append.prelaunch,
+                    0 if timeout_s is None else max(1, int(timeout_s * 1e9)), command.seed,
                 )
             )  # fmt: skip
-            return
-    if rows:
-        _write_decodes(request, rows, options)
-    try:
-        # In place: a message that is appended is copied.
-        write_command(command, request.commands.add())
-    except Exception:
-        del request.commands[-1]
-        raise
-
-
-def _write_decodes(request: worker_pb2.ConnectRequest, rows: list[bytes], options: dict[bytes, int]) -> None:
-    """Appends the plain decodes so far, so that they precede what is added later."""
-    if rows:
-        decodes = request.commands.add().decodes
-        decodes.rows = b"".join(rows)
-        decodes.options.extend(options)
-        rows.clear()
-        options.clear()
+        except Exception:
+            # A bug, which must not keep the others from being sent.
+            _log.exception("a command could not be encoded", worker_id=worker_id)
+    for link, message in messages.items():
+        message.write_decodes()
+        link.send(message.request)
 
 
 def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:

@@ -223,9 +223,9 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
             model.forget(tokens, computes, salt)
         if rng.random() < 0.6:
             load = rng.choice(views).load
-            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, enters=True)
+            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1, enters=True)
             if rng.random() < 0.5:
-                load.leave([(work, caller - 0.1)], float(caller), End.ANSWERED)
+                load.leave([work], float(caller), End.ANSWERED)
 
 
 def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
