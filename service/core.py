@@ -24,7 +24,7 @@ from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.config import Config, ConfigError, needing_extra
-from service.dispatcher import Dispatcher, ObservedDispatcher
+from service.dispatcher import Dispatcher
 from service.extension import Extension
 from service.journal.base import Journal
 from service.journal.opening import open_configured
@@ -140,11 +140,10 @@ class Core:
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(directory, lease, gpus, extensions))
-        parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         observing = [one.appends for one in extensions if one.appends is not None]
         self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
-        # Who observes nothing pays for no call.
-        self.dispatcher = ObservedDispatcher(observing, *parts) if observing else Dispatcher(*parts)
+        send = functools.partial(wire.send, self.pool.links)
+        self.dispatcher = Dispatcher(self.caches, self.journal, send, observing=observing)
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)

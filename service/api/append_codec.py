@@ -334,8 +334,7 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
         into.adapter_version = handle.adapter
     if handle.expires_at_s < math.inf:
         expire_s = time.time() + handle.expires_at_s - time.monotonic()
-        if expire_s > _MAX_TIMESTAMP_S:
-            expire_s = _MAX_TIMESTAMP_S
+        expire_s = min(expire_s, _MAX_TIMESTAMP_S)
         seconds, expire_time = int(expire_s), into.expire_time
         expire_time.seconds = seconds
         expire_time.nanos = int((expire_s - seconds) * 1e9)

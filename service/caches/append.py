@@ -12,7 +12,7 @@ from service.caches.effects import ForwardDone, TruncateSequence
 from service.caches.entries import CacheEntry, Change, Operation, touch
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
-from service.caches.records import CacheCreated, Record, TokensAppended
+from service.caches.records import CacheCreated, TokensAppended
 from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant

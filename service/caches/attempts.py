@@ -1,9 +1,9 @@
 """How operations are computed: placement, replay, forward, retries. Pure.
 
 An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
-attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored. If the
-worker dies, has lost the KV or has too few pages, the operation starts again. When its attempts are over, it is
-returned with what came of them in `done` or `error`; there are no callbacks. The states are those of `states.py`: parked, replaying, computing.
+attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored. If
+the worker dies, has lost the KV or has too few pages, the operation starts again. The operations whose
+attempts are over are returned, with what came of them in `done` or `error`; there are no callbacks.
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ class Attempts:
                 over.append(operation)
         return over
 
-    def _is_over(
-        self, operation: Operation, attempt: Attempt, answer: ForwardDone | CommandFailed
-    ) -> bool:
+    def _is_over(self, operation: Operation, attempt: Attempt, answer: ForwardDone | CommandFailed) -> bool:
         """Goes on after an attempt that has failed, was a replay, or that of a suspect."""
         entry = operation.entry
         if isinstance(answer, CommandFailed):
@@ -412,9 +410,7 @@ class Attempts:
             self._suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
 
-    def _require_time(
-        self, deadline_s: float | None, work: Work, wait_s: float, load: WorkerLoad
-    ) -> float:
+    def _require_time(self, deadline_s: float | None, work: Work, wait_s: float, load: WorkerLoad) -> float:
         """Within which time it has to begin, at most `wait_s`.
 
         Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.

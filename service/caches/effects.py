@@ -37,13 +37,13 @@ class Attempt:
     # Release the sequence afterwards.
     ephemeral: bool
     # A sequence shares pages only with those of the same salt.
-    salt: bytes
+    salt: bytes = b""
     # The adapter of the cache. 0: none.
-    adapter: int
+    adapter: int = 0
     # It has to begin within this time. None: no limit.
-    timeout_s: float | None
+    timeout_s: float | None = None
     # It replays tokens of the cache.
-    replays: bool
+    replays: bool = False
 
     # The others are not sent.
 

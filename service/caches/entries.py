@@ -92,7 +92,7 @@ class Operation:
     failures: int = 0
     # Replayed because the KV was not on the worker.
     replayed_tokens: int = 0
-    # What came of its attempts: the answer of the worker, or why there is none. Both None: only KV was needed.
+    # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
     done: ForwardDone | None = None
     error: QuireError | None = None
 

@@ -39,7 +39,7 @@ from service.caches.restore import Restores
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
-from service.errors import JournalUnavailable, ShardMoved, WeightsChanged, WorkerLost
+from service.errors import ShardMoved, WeightsChanged, WorkerLost
 
 
 def _new_cache_id() -> str:
@@ -299,13 +299,6 @@ class CacheMachine(OperationQueues):
     def journal_stalls(self) -> None:
         """A write takes too long: no new operations are accepted until it is durable."""
         self.admission.journal_works = False
-
-    def write_failed(self, tickets: Sequence[int], now_s: float) -> None:
-        """The records of these operations could not be written, and never will be."""
-        self._context.now_s = now_s
-        self.admission.journal_works = False
-        for ticket in tickets:
-            self._not_committed(self.operations[ticket], JournalUnavailable())
 
     def close(self) -> None:
         """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so."""

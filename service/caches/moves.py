@@ -19,7 +19,6 @@ from service.caches.effects import (
 )
 from service.caches.entries import Change, Copy, Operation, WorkerView
 from service.caches.kind import BaseKind, Parts
-from service.caches.records import Record
 from service.caches.requests import Move, Moved, Result
 from service.caches.states import COPYING
 from service.errors import NoWorker, QuireError, SequenceQuarantined, SequenceTooLong

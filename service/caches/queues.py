@@ -244,36 +244,43 @@ class OperationQueues:
         self._context.now_s = now_s
         self.admission.journal_works = True
         operations = map(self.operations.__getitem__, tickets)
+        freed: list[CacheEntry] = []
         # In their order, those of a kind together: an operation may release the caches of those before it.
-        entries: list[CacheEntry] = []
         for kind, group in itertools.groupby(operations, _kind_of):
-            entries += self._apply(kind, list(group))
-        self._advance(entries)
+            applied: list[Operation] = []
+            for operation in group:
+                try:
+                    for record in operation.records or ():
+                        self.ledger.apply(record)
+                    applied.append(operation)
+                except RecordConflict as error:
+                    # A bug: the state has changed since the operation was checked.
+                    self._not_committed(operation, failure_of(error))
+            entries = list(itertools.chain.from_iterable(map(_entries_of, applied)))
+            touch(entries, now_s)
+            ended = list(zip(applied, kind.applied(applied), strict=True))
+            self._finish(ended)
+            for operation, answer in ended:
+                if operation.closes:
+                    self._close(operation.closes)
+                if not operation.is_answered:
+                    self._release_undelivered(operation, answer)
+            freed += entries
+        self._advance(freed)
 
-    def _apply(self, kind: OperationKind[Any], operations: Sequence[Operation]) -> list[CacheEntry]:
-        """Applies the records of operations of one kind, and answers their callers. Returns their caches."""
-        applied: list[Operation] = []
-        for operation in operations:
-            try:
-                for record in operation.records or ():
-                    self.ledger.apply(record)
-                applied.append(operation)
-            except RecordConflict as error:
-                # A bug: the state has changed since the operation was checked.
-                self._not_committed(operation, failure_of(error))
-        entries = list(itertools.chain.from_iterable(map(_entries_of, applied)))
-        touch(entries, self._context.now_s)
-        ended = list(zip(applied, kind.applied(applied), strict=True))
-        self._finish(ended)
-        for operation, answer in ended:
-            if operation.closes:
-                self._close(operation.closes)
-            if not operation.is_answered:
-                for cache_id in undelivered(operation.request, answer):
-                    created = self.index.find(cache_id, operation.entry.tenant)
-                    if created is not None:
-                        self._release(created)
-        return entries
+    def write_failed(self, tickets: Sequence[int], now_s: float) -> None:
+        """The records of these operations could not be written, and never will be."""
+        self._context.now_s = now_s
+        self.admission.journal_works = False
+        for ticket in tickets:
+            self._not_committed(self.operations[ticket], JournalUnavailable())
+
+    def _release_undelivered(self, operation: Operation, answer: Result) -> None:
+        """Releases what was made for a caller who has left before he knew it."""
+        for cache_id in undelivered(operation.request, answer):
+            created = self.index.find(cache_id, operation.entry.tenant)
+            if created is not None:
+                self._release(created)
 
     def _not_committed(self, operation: Operation, error: QuireError) -> None:
         """Its records could not be written: undoes the operation."""

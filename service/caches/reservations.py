@@ -15,7 +15,6 @@ from service.caches.context import Context
 from service.caches.entries import CacheEntry, Operation, OperationKind, touch
 from service.caches.ledger import CacheState, Ledger
 from service.caches.requests import Append, Priority, Request
-from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import UNBOUNDED, Tenant
 from service.caches.weights import Weights
 from service.caches.worker_load import CompletionRate
@@ -127,7 +126,7 @@ class Admission:
         known: Sequence[CacheEntry | None],
         entry: CacheEntry | None,
     ) -> None:
-        """Raises CacheNotFound, WeightsChanged or QueueFull, if a request cannot wait for its turn on a cache."""
+        """Raises CacheNotFound, WeightsChanged or QueueFull if a request cannot wait for its turn there."""
         try:
             if entry is None:
                 raise CacheNotFound
@@ -141,7 +140,7 @@ class Admission:
             raise error.with_index(known.index(entry), len(known)) from None
 
     def require_journal(self, size_bytes: int) -> None:
-        """Raises JournalFull if the journal must not grow by so much. To be asked before a cache is created."""
+        """Raises JournalFull if the journal must not grow by so much. For caches that are to be created."""
         if size_bytes > self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes:
             raise JournalFull(self._limits.max_journal_bytes)
 

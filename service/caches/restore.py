@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind, Parts
-from service.caches.records import Record
-from service.caches.requests import Handles, Restore, Result
-from service.errors import QuireError
+from service.caches.requests import Handles, Restore
 
 # A cache that was not used for so long is replayed only on request.
 _LATELY_S = 60.0

@@ -18,7 +18,7 @@ from typing import Final
 class State(enum.Enum):
     """How far an operation has come."""
 
-    # Its turn has not come on all of its caches: earlier operations are ahead, or one of them is being released.
+    # Its turn has not come on all of its caches: operations are ahead, or one of these is being released.
     WAITING = enum.auto()
     # Its turn has come, but it cannot be computed now: see `Need`.
     PARKED = enum.auto()
@@ -40,10 +40,11 @@ COPYING, COMMITTING, ENDED = State.COPYING, State.COMMITTING, State.ENDED
 
 # To which states an operation may go from each.
 NEXT: Final[Mapping[State, frozenset[State]]] = {
-    # It begins. What needs no worker is written or answered at once.
-    WAITING: frozenset({PARKED, REPLAYING, COMPUTING, COPYING, COMMITTING, ENDED}),
+    # It begins. What needs no worker is written or answered at once. Of a fork, the release of one of its
+    # caches may take back the turn that it has there already.
+    WAITING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, COPYING, COMMITTING, ENDED}),
     # It is tried again, or its time is up. The release of its cache takes its turn back, as in the next three.
-    PARKED: frozenset({WAITING, REPLAYING, COMPUTING, ENDED}),
+    PARKED: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),
     # All is computed, or the worker has failed and another one begins anew. A restore or a move then ends.
     REPLAYING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),
     # As above; and then its records are written. A scoring, or what is computed again, is answered at once.

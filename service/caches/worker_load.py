@@ -194,8 +194,7 @@ class WorkerLoad:
         callers = len(ahead.by_caller) + (own is None)
         total, in_turn = cost + before, (cost + (own or 0)) * callers
         # Without the call that `min` is: this runs for each token.
-        if in_turn < total:
-            total = in_turn
+        total = min(total, in_turn)
         if enters:
             ahead.cost[priority] += cost
             ahead.by_caller[caller] = cost + (own or 0)

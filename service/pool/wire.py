@@ -40,7 +40,7 @@ _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priorit
 class _Message:
     """What is sent to one worker at once: plain decodes that follow each other are one command."""
 
-    __slots__ = ("request", "rows", "options")
+    __slots__ = ("options", "request", "rows")
 
     def __init__(self) -> None:
         self.request = worker_pb2.ConnectRequest()

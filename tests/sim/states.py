@@ -1,0 +1,50 @@
+"""Checks each change of an operation's state against the tables of `service/caches/states.py`."""
+
+from __future__ import annotations
+
+import sys
+
+from service.caches import entries
+from service.caches.states import ENDED, MOVED_BY, NEXT, WAITING, State
+
+# The changes that happened so far.
+SEEN: set[tuple[State, State]] = set()
+_state = entries.Operation.state
+
+
+class CheckedOperation(entries.Operation):  # type: ignore[misc]  # a property in the place of a slot
+    """Asserts that its state changes along the table, by the module that it names."""
+
+    @property
+    def state(self) -> State:
+        return _state.__get__(self)  # type: ignore[attr-defined,no-any-return]  # the descriptor of a slot
+
+    @state.setter
+    def state(self, after: State) -> None:
+        try:
+            before = self.state
+        except AttributeError:
+            # It is made.
+            assert after is WAITING
+        else:
+            module = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]
+            assert after in NEXT[before], f"from {before} to {after}"
+            assert module == MOVED_BY[after], f"{module} moves one to {after}"
+            SEEN.add((before, after))
+        _state.__set__(self, after)  # type: ignore[attr-defined]
+
+
+def check_state(operation: entries.Operation) -> None:
+    """Asserts that the other fields of an operation agree with its state."""
+    state, attempt = operation.state, operation.attempt
+    assert state is not ENDED, "it is in no table any more"
+    assert not operation.turns_left or state is WAITING
+    assert (operation.need is not None) is (state is State.PARKED)
+    assert (operation.records is not None) is (state is State.COMMITTING)
+    assert (attempt is not None) is (state in (State.REPLAYING, State.COMPUTING))
+    assert attempt is None or attempt.replays is (state is State.REPLAYING)
+    assert state is not State.COPYING or operation.copy is not None
+
+
+# Every machine of the simulator makes these.
+sys.modules["service.caches.queues"].Operation = CheckedOperation  # type: ignore[attr-defined]
