@@ -5,10 +5,9 @@ the time. Outputs are taken with `take_effects()`: commands for workers, records
 So a seeded simulator (`tests/sim`) can drive it, and check its invariants at any moment.
 
 The state of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
-operation of a cache runs at a time; the others wait in order (`queues.py`). A fork of several caches waits
-for its turn on each:
-
-    WAITING -> [PARKED, REPLAYING, COMPUTING: with a worker; `attempts.py`] -> COMMITTING -> answered
+operation of a cache runs at a time; the others wait in order (`queues.py`, which has the inputs that every
+request passes). A fork of several caches waits for its turn on each. `states.py` has the states of an
+operation: usually WAITING, COMPUTING, COMMITTING, ENDED.
 
 Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`, `moves.py`. The KV of a
 cache (`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
