@@ -23,6 +23,8 @@ PACKAGES = ("kernels", "service", "workers")
 FILES = ("LICENSE", "README.md")
 # What they are in when they are installed.
 OUTER = "quire_server"
+# What the compiled kernels need: that of Debian 10 and of Red Hat's 8.
+OLDEST_GLIBC = "2.28"
 # `from service.config import ...`; "service.cli.serve:run" in a string, and commands that are told.
 IMPORT = re.compile(rf"^(\s*from )(?=({'|'.join(PACKAGES)})\b)", re.MULTILINE)
 MODULE_NAME = re.compile(rf'("|python -m )(?=({"|".join(PACKAGES)})(\.\w+)+(:[{{\w}}]+)?("|,))')
@@ -47,10 +49,28 @@ def build(out: Path, names: list[str]) -> None:
         for instructions in library.INSTRUCTION_SETS:
             if instructions.name in names:
                 print(f"Compiling the kernels for {instructions.name}", flush=True)
-                library.prebuild(instructions, server / OUTER / library.BUILD_DIR.relative_to(ROOT))
+                prebuild(instructions, server / OUTER / library.BUILD_DIR.relative_to(ROOT))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
         options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(out)]
         subprocess.run([*pip, *options, str(client), str(server)], check=True)  # noqa: S603 - our own pip
+
+
+def prebuild(instructions: library.InstructionSet, directory: Path) -> Path:
+    """Compiles the kernels for any machine with Linux and that glibc, with the Clang of the package ziglang.
+
+    This CPU need not have the instructions. `library.load` finds the file in an installation of the same
+    sources. Raises BuildError.
+    """
+    target = directory / f"{library.file_prefix(instructions)}-prebuilt.so"
+    system = f"{instructions.machine}-linux-gnu.{OLDEST_GLIBC}"
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", system]
+    # Zig spells the names of CPUs without hyphens.
+    flags = [
+        flag.replace("x86-64-", "x86_64_").replace("armv8-a", "generic")
+        for flag in instructions.compiler_flags
+    ]
+    library.compile_sources([*compiler, "-s"], flags, target)
+    return target
 
 
 def put_into_one_package(server: Path) -> None:

@@ -16,22 +16,15 @@ Dimension letters: T rows; I inputs; O outputs; P parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
+from kernels.few_rows_tiles import MOST_ROWS, Tiles
 from kernels.gated_activation import Activation, gated_activation_reference
 from kernels.linear import linear_reference
 from kernels.rms_norm import check_norm_weight, rms_norm_reference
-
-if TYPE_CHECKING:
-    from kernels.cuda.few_rows import Tiles
-
-# The most rows: those of one tensor-core instruction.
-MOST_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +40,6 @@ class NormBefore:
     weight: torch.Tensor
     eps: float
     squares: torch.Tensor
-
-
-def tiles_for(dtype: torch.dtype, activation: Activation | None) -> Sequence[Tiles]:
-    """The tile sizes that a product may have. Which is the fastest has to be measured."""
-    from kernels.cuda import few_rows as cuda
-
-    return cuda.tiles_for(dtype, activation)
 
 
 def few_rows_product_reference(

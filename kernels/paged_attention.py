@@ -24,7 +24,7 @@ from kernels.checks import FLOAT_DTYPES, check_pages, check_tensor
 from kernels.cpu import paged_attention as cpu
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 
-# The head widths that the CUDA kernels support; other widths run in torch.
+# The head widths that the CUDA kernels support; other widths, and slopes, run in torch.
 CUDA_WIDTHS = (64, 80, 96, 128, 256)
 # The supported pairs of different widths of keys and values: DeepSeek's latent attention in its plain form.
 CUDA_WIDTH_PAIRS = ((192, 128),)
@@ -55,7 +55,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         softcap: Bounds the absolute value of the scaled scores: softcap * tanh(score / softcap).
         sinks: [H] float32, for each head a logit that is a term of the softmax and has no value.
         alibi_slopes: [H] float32; slope * (key position - own position) is added to the scaled scores. Not
-            together with softcap.
+            together with softcap, and not in the CUDA kernels: on a GPU it runs in torch.
         batch_invariant: On a GPU, the bits of a row must depend on its sequence only, and those of a tree on
             the tree.
 
@@ -73,7 +73,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
         cpu.attend(out, query, k_pages, v_pages, batch, scoring)
         return out
     assert isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
-    if query.is_cuda and _has_cuda_kernel(query.shape[2], v_pages.shape[3]):
+    if query.is_cuda and alibi_slopes is None and _has_cuda_kernel(query.shape[2], v_pages.shape[3]):
         from kernels.cuda import paged_attention as cuda
 
         return cuda.paged_attention(query, k_pages, v_pages, batch, scoring, batch_invariant=batch_invariant)

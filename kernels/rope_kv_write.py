@@ -15,7 +15,6 @@ import torch
 
 from kernels.checks import FLOAT_DTYPES, INDEX_DTYPES, check_pages, check_tensor
 from kernels.cpu import rope_kv_write as cpu
-from kernels.kv_write import kv_write_reference
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.rms_norm import check_norm_weight, rms_norm_reference
 from kernels.rope import apply_rope_reference
@@ -39,7 +38,10 @@ def rope_kv_write_reference(
         rotated = rms_norm_reference(rotated, qk_norm, eps)
     if cos_sin is not None:
         rotated = apply_rope_reference(rotated, cos_sin)  # [T, H + K, D]
-    kv_write_reference(rotated[:, -kv_heads:], value, k_pages, v_pages, slots)
+    used = slots >= 0  # [T]
+    # A slot is a row of the concatenated pages.
+    for pages, rows in ((k_pages, rotated[:, -kv_heads:]), (v_pages, value)):
+        pages.flatten(0, 1).index_copy_(0, slots[used].long(), rows[used])  # [P * S, K, D]
     return rotated[:, :-kv_heads]
 
 

@@ -2,7 +2,7 @@
 
 Each setting is a run of pytest, with variables that oneDNN, torch, MKL (on Intel's CPUs) and the compiled
 kernels read, and that workers inherit. Where the CPU lacks an instruction set, our kernels for it are tested
-in plain C++ (kernels/cpu/plain_intrinsics.h), by fewer tests. Arguments are pytest's.
+in plain C++ (tests/kernels/plain_intrinsics.h), by fewer tests. Arguments are pytest's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from kernels.cpu import library
 
@@ -46,6 +47,7 @@ EMULATED_TESTS = (
     *("tests/kernels/test_attention.py", "tests/kernels/test_attention_properties.py", "-k", "not triton"),
     *("tests/workers/test_families.py", "tests/workers/test_packed_linear.py"),
 )
+PLAIN_INTRINSICS = Path(__file__).parent / "kernels" / "plain_intrinsics.h"
 PROCESSES = ("-n", "logical", "--maxprocesses", "4", "--dist", "worksteal")
 
 
@@ -56,6 +58,11 @@ def _all(ours: str, onednn: str, aten: str, mkl: str) -> dict[str, str]:
         "ATEN_CPU_CAPABILITY": aten,
         "MKL_ENABLE_INSTRUCTIONS": mkl,
     }
+
+
+def emulated(name: str) -> dict[str, str]:
+    """The variables for the kernels of an instruction set in plain C++, which any CPU with AVX2 runs."""
+    return {library.VARIABLE: name, library.INTRINSICS_VARIABLE: str(PLAIN_INTRINSICS)}
 
 
 # By name: the flag of /proc/cpuinfo that is needed, or that makes a difference, and the variables.
@@ -72,9 +79,9 @@ def settings(flags: set[str]) -> Iterator[tuple[str, dict[str, str], tuple[str, 
     for name, (needed, variables) in NATIVE.items():
         if needed in flags | {""}:
             yield name, variables, TESTS
-    for native, emulated in zip(library.INSTRUCTION_SETS, library.EMULATED_SETS, strict=False):
-        if not native.cpu_flags <= flags and emulated.cpu_flags <= flags:
-            yield emulated.name, {library.VARIABLE: emulated.name}, EMULATED_TESTS
+    for known in library.X86_SETS[:-1]:
+        if not known.cpu_flags <= flags and library.X86_SETS[-1].cpu_flags <= flags:
+            yield f"emulated-{known.name}", emulated(known.name), EMULATED_TESTS
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ STUBS = "quire.v1"
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
     {"__main__", "pool_member", "follower"},
-    {"process", "plan", "precompile", "dry_run", "launches"},
+    {"process"},
     {"socket_server"},
     {"server", "wire"},
     {"step_loop"},
@@ -272,7 +272,7 @@ def test_what_gateway_and_workers_share_needs_nothing_else() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("package", ["service", "workers"])
+@pytest.mark.parametrize("package", ["service", "workers", "kernels"])
 def test_nothing_imports_itself_by_way_of_others(package: str) -> None:
     """Not for types either."""
     known = modules(package)
@@ -301,7 +301,7 @@ def test_only_the_servers_of_workers_know_the_wire() -> None:
 
 def test_a_worker_needs_no_more_than_images_for_gpus_have() -> None:
     """Nothing can be installed on some of them. What transformers needs itself is there, too."""
-    of_transformers = {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
+    of_transformers = {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "regex"}
     known = {"workers", "kernels", "quire", "google", "grpc", "psutil", "triton", "uvloop", "_typeshed"}
     for module, path in (modules("workers") | modules("kernels")).items():
         outside = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
@@ -312,12 +312,11 @@ def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels(
     allowed = ("workers.models", "workers.kv.tensors", "workers.counter_rng")
     # One compiled call chooses the tokens of all rows.
     rows = ("workers.sampling", "workers.distribution", "workers.extra_samples")
-    precompiling = ("workers.launches", "workers.dry_run", "workers.precompile")
-    on_a_gpu = ("workers.device_sampling", "workers.runners", *precompiling)
+    on_a_gpu = ("workers.device_sampling", "workers.runners")
     assert offenders("workers", ("kernels",), (*allowed, *rows, *on_a_gpu)) == []
     assert [
         found
-        for found in offenders("workers", ("kernels",), (*allowed, *rows, "workers.launches"))
+        for found in offenders("workers", ("kernels",), (*allowed, *rows))
         if " kernels.cuda" not in found
     ] == []
 

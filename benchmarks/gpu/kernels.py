@@ -18,6 +18,7 @@ from kernels import few_rows
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling, sampling_cut
+from kernels.few_rows_tiles import MOST_ROWS, tiles_for
 from kernels.gated_activation import Activation
 from workers import device_sampling
 from workers.operations import DraftProbabilities, Sampling
@@ -108,10 +109,10 @@ class KernelBench:
         """All in one, with the tiles of this number; see `kernels.few_rows`."""
         weight, x = self._place(place, rows)
         activation: Activation | None = "silu" if PLACES[place] == "gate_up" else None
-        tiles = few_rows.tiles_for(self.dtype, activation)[way]
+        tiles = tiles_for(self.dtype, activation)[way]
         norm = residual = None
         if PLACES[place] in _NORMED:
-            squares = torch.ones(64, few_rows.MOST_ROWS, device=self.device)
+            squares = torch.ones(64, MOST_ROWS, device=self.device)
             norm = few_rows.NormBefore(self._random(x.shape[1]), EPS, squares)
         else:
             residual = self._random(rows, len(weight))

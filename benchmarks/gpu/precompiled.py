@@ -10,12 +10,12 @@ import sys
 
 import torch
 
+from benchmarks.gpu.dry_run import Steps
+from benchmarks.gpu.launches import Device
+from benchmarks.gpu.precompile import precompile
 from benchmarks.gpu.shapes import SHAPES
-from workers.dry_run import Steps
-from workers.launches import Device
 from workers.models.config import ModelConfig
 from workers.models.model import PAGE_SIZE
-from workers.precompile import precompile
 
 # In a rehearsal without a device, that of an H100.
 _H100 = Device((9, 0), 132, 232_448)

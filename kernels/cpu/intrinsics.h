@@ -1,8 +1,8 @@
-// The intrinsics of this CPU's compiler, or plain C++ in the place of Intel's.
+// The intrinsics of this CPU's compiler, or what tests have in the place of Intel's.
 #pragma once
 
-#if defined(QUIRE_PLAIN_INTRINSICS)
-#include "plain_intrinsics.h"
+#if defined(QUIRE_INTRINSICS)
+#include QUIRE_INTRINSICS
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #else

@@ -1,7 +1,7 @@
 """Builds and loads the compiled CPU kernels: one shared library of the C++ files in this directory.
 
 `python -m kernels.cpu.library` builds it, unless there is a build of the same sources, flags and compiler. A
-wheel has libraries for all instruction sets, which `prebuild` made. What loads takes a library of the same
+wheel has libraries for all instruction sets (.ci/build_wheels.py). What loads takes a library of the same
 sources that was built on this machine, else the wheel's. Without one `available` is false, and the wrappers
 compute in plain torch, with correct results. The environment variable QUIRE_CPU_ISA, which workers inherit,
 selects a lower instruction set than that of the CPU.
@@ -40,8 +40,6 @@ _FLAGS = (
     "-ffp-contract=off",  # see vectors.h
     "-Wno-psabi",
 )
-# What the libraries of a wheel need: that of Debian 10 and of Red Hat's 8.
-_OLDEST_GLIBC = "2.28"
 _BUILD_TIMEOUT_S = 3600
 
 
@@ -78,24 +76,12 @@ X86_SETS = (
     InstructionSet("avx2", (_V3_COMPILER_FLAG,), _V3_FLAGS),
 )
 INSTRUCTION_SETS = (*X86_SETS, InstructionSet("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"))
-# For tests, and only by name: the same sources, with plain C++ for the instructions that AVX2 does not have.
-EMULATED_SETS = tuple(
-    InstructionSet(
-        f"emulated-{known.name}",
-        (
-            _V3_COMPILER_FLAG,
-            "-DQUIRE_PLAIN_INTRINSICS",
-            *(flag for flag in known.compiler_flags if flag.startswith("-D")),
-        ),
-        _V3_FLAGS,
-    )
-    for known in X86_SETS[:-1]
-)
-
 
 # Names the instruction set to use; "none": no compiled kernels.
 VARIABLE = "QUIRE_CPU_ISA"
 _NONE = "none"
+# Names a header with plain C++ for the intrinsics of x86: tests have one, for any CPU with AVX2.
+INTRINSICS_VARIABLE = "QUIRE_CPU_INTRINSICS"
 
 
 class BuildError(Exception):
@@ -136,7 +122,7 @@ def load() -> ctypes.CDLL | None:
     if instructions is None:
         return None
     # Builds of different compilers are all suitable. Prebuilt ones are the last: they are tuned for no CPU.
-    for path in sorted(BUILD_DIR.glob(f"{_prefix(instructions)}-*.so")):
+    for path in sorted(BUILD_DIR.glob(f"{file_prefix(instructions)}-*.so")):
         try:
             return ctypes.CDLL(str(path))
         except OSError:
@@ -177,40 +163,15 @@ def build() -> Path:
     if compiler is None:
         raise BuildError("needs g++, or another GCC or Clang named by CXX")
     version = _run([compiler, "--version"])
-    target = BUILD_DIR / f"{_prefix(instructions)}-{_digest(version.encode())}.so"
+    target = BUILD_DIR / f"{file_prefix(instructions)}-{_digest(version.encode())}.so"
     if target.exists():
         return target
     print("Compiling the kernels for this CPU", flush=True)
-    _compile([compiler], ("-mtune=native", *instructions.compiler_flags), target)
+    compile_sources([compiler], ("-mtune=native", *instructions.compiler_flags), target)
     return target
 
 
-def prebuild(instructions: InstructionSet, directory: Path) -> Path:
-    """Compile for any machine with Linux and glibc 2.28 or later, with the Clang of the package ziglang.
-
-    Args:
-        instructions: This CPU need not have them.
-        directory: Where the file is written to. It is made if need be.
-
-    Returns:
-        The file. `load` finds it in BUILD_DIR of an installation of the same sources.
-
-    Raises:
-        BuildError: The library cannot be built on this machine.
-    """
-    target = directory / f"{_prefix(instructions)}-prebuilt.so"
-    system = f"{instructions.machine}-linux-gnu.{_OLDEST_GLIBC}"
-    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", system]
-    # Zig spells the names of CPUs without hyphens.
-    flags = [
-        flag.replace("x86-64-", "x86_64_").replace("armv8-a", "generic")
-        for flag in instructions.compiler_flags
-    ]
-    _compile([*compiler, "-s"], flags, target)
-    return target
-
-
-def _compile(compiler: list[str], flags: Sequence[str], target: Path) -> None:
+def compile_sources(compiler: list[str], flags: Sequence[str], target: Path) -> None:
     """Compile the sources with these flags on all cores, and link the library.
 
     Raises:
@@ -249,10 +210,15 @@ def instruction_set() -> InstructionSet | None:
         return next((known for known in INSTRUCTION_SETS if known.cpu_flags <= flags), None)
     if name == _NONE:
         return None
-    named = next((known for known in (*INSTRUCTION_SETS, *EMULATED_SETS) if known.name == name), None)
+    named = next((known for known in INSTRUCTION_SETS if known.name == name), None)
     if named is None:
-        names = ", ".join(known.name for known in (*INSTRUCTION_SETS, *EMULATED_SETS))
+        names = ", ".join(known.name for known in INSTRUCTION_SETS)
         raise InstructionSetError(f"{VARIABLE} = {name}: must be one of {names}, {_NONE}")
+    if header := os.environ.get(INTRINSICS_VARIABLE):
+        macros = [flag for flag in named.compiler_flags if flag.startswith("-D")]
+        named = InstructionSet(
+            f"emulated-{name}", (_V3_COMPILER_FLAG, f'-DQUIRE_INTRINSICS="{header}"', *macros), _V3_FLAGS
+        )
     if missing := named.cpu_flags - flags:
         raise InstructionSetError(f"{VARIABLE} = {name}: this machine lacks {', '.join(sorted(missing))}")
     return named
@@ -281,10 +247,14 @@ def _may_use_tiles() -> bool:
     return bool(ctypes.CDLL(None).syscall(*map(ctypes.c_long, arguments)) == 0)
 
 
-def _prefix(instructions: InstructionSet) -> str:
+def file_prefix(instructions: InstructionSet) -> str:
     """The prefix of the file names of all builds that may be loaded here, by any compiler."""
     parts = [flag.encode() for flag in (*_FLAGS, *instructions.compiler_flags)]
-    for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
+    header = os.environ.get(INTRINSICS_VARIABLE)
+    for path in (
+        *sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))),
+        *([Path(header)] if header else ()),
+    ):
         parts += [path.name.encode(), path.read_bytes()]
     return f"quire-{instructions.name}-{_digest(*parts)}"
 

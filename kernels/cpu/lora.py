@@ -66,7 +66,7 @@ class Table:
         b: Sequence[PackedWeight | None] = (),
         ranks: Sequence[int] = (),
     ) -> None:
-        """Replace what is in a slot; without `a` it is empty. See `kernels.lora.LoraPairs`."""
+        """Replace what is in a slot; without `a` it is empty. See `kernels.lora_pairs.LoraPairs`."""
         addresses = [None if each is None else each.data.data_ptr() for each in b]
         self._slots[slot] = _Pairs(None if a is None else a.data.data_ptr(), tuple(addresses), tuple(ranks))
 

@@ -22,7 +22,7 @@ inline Vector add_product(Vector a, Vector b, Vector sum) { return _mm256_fmadd_
 #endif
 // The compiler may not compute it again.
 inline void keep(Vector& vector) {
-#if defined(QUIRE_PLAIN_INTRINSICS)
+#if defined(QUIRE_INTRINSICS)
   asm("" : "+m"(vector));  // it is several registers
 #elif defined(__aarch64__)
   asm("" : "+w"(vector));

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.variant import Variant
 
 BLOCK = 128
 
@@ -94,11 +94,3 @@ def advance(
         page_tables.stride(0),
         table_pages,
     )
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The one configuration."""
-    pointers = ("token_ids", "positions", "slots", "context_lens", "chosen", "page_tables")
-    types = dict.fromkeys(pointers, "*i64") | {"context_lens": "*i32", "page_tables": "*i32"}
-    types |= dict.fromkeys(("items", "table_stride", "table_pages"), "i32")
-    return [CompileSpec(_variant(16), "advance", types, divisible_by_16=pointers)]

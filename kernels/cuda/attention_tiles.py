@@ -24,7 +24,7 @@ import triton.language as tl
 
 from kernels import attention_trees
 from kernels.attention_scoring import Scoring
-from kernels.cuda.compile_spec import Variant
+from kernels.cuda.variant import Variant
 
 # The initial value of a running maximum. It is finite: a row whose first keys are all masked would subtract
 # infinity from infinity. Masked scores are -inf, and their weights are exactly zero.
@@ -94,23 +94,6 @@ def log2_scales(scoring: Scoring) -> tuple[float, float | None]:
     return scoring.scale * log2_e, None if scoring.softcap is None else scoring.softcap * log2_e
 
 
-def feature_types(feature: str) -> dict[str, str | None]:
-    """The types of the optional parameters, for a `CompileSpec` with one of them, or with none if ""."""
-    types = {"softcap_log2": "fp32", "sinks": "*fp32", "alibi_slopes": "*fp32"}
-    return {name: kind if name == feature else None for name, kind in types.items()}
-
-
-def tree_types(*, trees: bool) -> dict[str, str | None]:
-    """The types of the arguments for token trees, for a `CompileSpec`."""
-    types = {"roots": "*i32", "ancestors": "*i64", "depths": "*i32"}
-    return {name: kind if trees else None for name, kind in types.items()}
-
-
-def widths_name(width: int, value_width: int) -> str:
-    """The widths in the name of a `CompileSpec`."""
-    return f"D={width}" if width == value_width else f"D={width} V={value_width}"
-
-
 @triton.jit
 def load_rows(
     base, slots, present, ROW_STRIDE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr
@@ -155,29 +138,15 @@ def hyperbolic_tangent(x):
 @triton.jit
 def scores_of(
     products,  # [M, L] float32, of queries and keys
-    keys,  # [L] int32, positions
-    row_positions,  # [M] int32, position of the token of each row
     scale_log2,
     softcap_log2,  # or None
-    row_slopes,  # [M] float32, to base 2, or None
 ):
     """Scores to base 2, [M, L], not masked."""
     if softcap_log2 is not None:
         scores = softcap_log2 * hyperbolic_tangent(products * (scale_log2 / softcap_log2))
     else:
         scores = products * scale_log2
-    if row_slopes is not None:
-        scores += row_slopes[:, None] * (keys[None, :] - row_positions[:, None]).to(tl.float32)
     return scores
-
-
-@triton.jit
-def slopes_of(alibi_slopes, heads, present):
-    """The slope of each row's head, to base 2, [M]; None if there are none."""
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=present, other=0.0) * LOG2_E
-    return slopes
 
 
 @triton.jit
@@ -241,7 +210,6 @@ def attend_keys(
     end,
     scale_log2,
     softcap_log2,  # or None
-    row_slopes,  # [M] float32, to base 2, or None
     root,  # slot of the first token of a tree; or None, and the next two: no item is a tree
     ancestors,  # [M] int64, as in `TokenTrees`
     depths,  # pointer to those of this item
@@ -269,7 +237,7 @@ def attend_keys(
         positions = keys
         if ancestors is not None:
             positions = tree_positions(keys, root, depths)
-        scores = scores_of(products, positions, row_positions, scale_log2, softcap_log2, row_slopes)
+        scores = scores_of(products, scale_log2, softcap_log2)
         if MASKED:
             seen = positions[None, :] <= row_positions[:, None]  # [M, L]
             if WINDOW > 0:

@@ -41,16 +41,13 @@ from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
     attend_keys,
-    feature_types,
     log2_scales,
-    slopes_of,
-    widths_name,
     with_sinks,
 )
-from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.decode_parts import arrives_last, combine_parts, part_of
 from kernels.cuda.decode_plan import DecodePlan
 from kernels.cuda.dependent_launch import wait
+from kernels.cuda.variant import Variant
 
 # Elements of the results of parts that a program combines at once: 16 of each of its threads.
 COMBINED = 2048
@@ -68,7 +65,7 @@ def config_for(dtype: torch.dtype, width: int) -> TileConfig:
 # Slices of a batch begin at any address, and table widths change: neither may compile another variant.
 @triton.jit(
     do_not_specialize=["table_stride", "items", "units"],
-    do_not_specialize_on_alignment=["page_tables", "context_lens", "sinks", "alibi_slopes"],
+    do_not_specialize_on_alignment=["page_tables", "context_lens", "sinks"],
 )
 def decode_kernel(
     out,  # [N, H, V]; written for items of one part
@@ -83,7 +80,6 @@ def decode_kernel(
     page_tables,  # [N, P]
     context_lens,  # [N]
     sinks,  # [H] float32, or None
-    alibi_slopes,  # [H] float32, or None
     query_stride,
     head_stride,
     table_stride,
@@ -152,7 +148,6 @@ def decode_kernel(
         end,
         scale_log2,
         softcap_log2,
-        slopes_of(alibi_slopes, heads, present),
         None,
         None,
         None,
@@ -281,61 +276,10 @@ def decode_attention(
         page_tables,
         context_lens,
         scoring.sinks,
-        scoring.alibi_slopes,
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
         items,
         units,
         *log2_scales(scoring),
-    )
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Each dtype and head width, with and without a work list, a window, and what some models have beside."""
-    shapes: list[tuple[str, int, int, bool, int | None, str]] = [
-        ("bf16", width, width, True, None, "") for width in (64, 80, 96, 128, 256)
-    ]
-    shapes += [("bf16", 128, 128, False, None, ""), ("bf16", 128, 128, True, 4096, "")]
-    shapes += [("fp16", 128, 128, True, None, "")]
-    shapes += [("fp32", width, width, True, None, "") for width in (64, 128, 256)]
-    shapes += [("bf16", 64, 64, False, 128, "sinks"), ("bf16", 128, 128, True, None, "alibi_slopes")]
-    for dtype in ("bf16", "fp32"):
-        shapes += [(dtype, 192, 128, True, None, ""), (dtype, 256, 256, True, 4096, "softcap_log2")]
-    return [_compile_spec(*shape) for shape in shapes]
-
-
-def _compile_spec(
-    dtype: str,
-    width: int,
-    value_width: int,
-    split: bool,
-    window: int | None,
-    feature: str,
-) -> CompileSpec:
-    variant = _variant(
-        DTYPES[dtype], 32, (1, 16, 8, width), value_width, window, split=split, combined=COMBINED
-    )
-    pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
-    lists = {
-        "partials": "*fp32",
-        "partial_lse": "*fp32",
-    }
-    lists |= dict.fromkeys(("first_units", "unit_items", "arrived"), "*i32")
-    absent = {} if split else dict.fromkeys(lists)
-    pointers |= lists if split else {}
-    return CompileSpec(
-        variant,
-        f"decode_attention {dtype} {widths_name(width, value_width)}{' split' if split else ''}"
-        f" window={window} {feature}".rstrip(),
-        {
-            **pointers,
-            **absent,
-            **feature_types(feature),
-            **dict.fromkeys(("page_tables", "context_lens"), "*i32"),
-            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "items", "units"), "i32"),
-            "scale_log2": "fp32",
-        },
-        divisible_by_16=(*pointers, "query_stride", "head_stride"),
-        expects=Expectations(kv_buffers=variant.num_stages - 1),
     )

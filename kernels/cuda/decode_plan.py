@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.variant import Variant
 
 # The number of programs that run on a multiprocessor at once, limited by their shared memory.
 PROGRAMS_A_MULTIPROCESSOR = 3
@@ -158,19 +158,3 @@ def plan_units(
     variant = _variant(sliding_window or 0, tile, max(1, MIN_PART_KEYS // tile))
     variant.launch(grid, first_units, unit_items, arrived, context_lens, items, units, kv_heads)
     return DecodePlan(first_units, unit_items, arrived)
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Each tile, with and without a window."""
-    written = ("first_units", "unit_items", "arrived")
-    types = dict.fromkeys((*written, "context_lens"), "*i32")
-    types |= dict.fromkeys(("items", "units", "kv_heads"), "i32")
-    return [
-        CompileSpec(
-            _variant(window, tile, MIN_PART_KEYS // tile),
-            f"decode_plan tile={tile} window={window}",
-            types,
-            divisible_by_16=written,
-        )
-        for tile, window in ((16, 0), (32, 0), (64, 0), (64, 4096))
-    ]

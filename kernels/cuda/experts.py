@@ -24,10 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.dependent_launch import wait
 from kernels.cuda.gated_activation import gated_activation
 from kernels.cuda.routing import group
+from kernels.cuda.variant import Variant
 
 # The number of columns of a program of the weighted sum.
 BLOCK = 1024
@@ -232,42 +232,3 @@ def experts(
     grid = (tokens * triton.cdiv(x.shape[1], BLOCK),)
     variant.launch(grid, out, outputs, expert_weights, expert_weights.stride(0))
     return out
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The widths of Qwen3-30B-A3B and Mixtral-8x7B, for few and many pairs, both products; other dtypes."""
-    qwen, mixtral = (128, 768, 2048, 8), (8, 14336, 4096, 2)
-    shapes = [("bf16", qwen, few) for few in (True, False)] + [
-        ("bf16", mixtral, few) for few in (True, False)
-    ]
-    shapes += [("fp16", qwen, False), ("fp32", qwen, True), ("fp32", qwen, False)]
-    shapes += [("bf16", (60, 1408, 1000, 4), False)]  # no width is a multiple of a tile's
-    sums = [("bf16", "bf16", 8, 2048), ("bf16", "fp32", 2, 4096), ("fp32", "fp32", 8, 2048)]
-    return [_product_spec(*shape, gather=gather) for shape in shapes for gather in (True, False)] + [
-        _sum_spec(*shape) for shape in sums
-    ]
-
-
-def _product_spec(dtype: str, shape: tuple[int, int, int, int], few: bool, *, gather: bool) -> CompileSpec:
-    experts, inner, width, top_k = shape
-    config = config_for(DTYPES[dtype], FEW_PAIRS * experts, experts, batch_invariant=not few)
-    outputs, inputs = (2 * inner, width) if gather else (width, inner)
-    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | dict.fromkeys(("pairs", "starts"), "*i32")
-    way = "gate_up" if gather else "down"
-    return CompileSpec(
-        _product(config, experts, outputs, inputs, top_k, gather=gather),
-        f"experts {way} {dtype} E={experts} {outputs}x{inputs} M={config.pairs}",
-        types | {"x_stride": "i32"},
-        divisible_by_16=(*types, *(("x_stride",) if inputs % 16 == 0 else ())),
-        expects=Expectations(wgmma=config.pairs >= 64 and dtype != "fp32", kv_buffers=2),
-    )
-
-
-def _sum_spec(dtype: str, weight: str, top_k: int, width: int) -> CompileSpec:
-    types = {"out": f"*{dtype}", "outputs": f"*{dtype}", "weights": f"*{weight}"}
-    return CompileSpec(
-        _sum(top_k, width),
-        f"experts sum {dtype} weights={weight} k={top_k} C={width}",
-        types | {"weights_stride": "i32"},
-        divisible_by_16=tuple(types),
-    )

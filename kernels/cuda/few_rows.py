@@ -20,18 +20,16 @@ inputs of a tile; B columns of a program; P parts of a sum of squares.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.dependent_launch import fetch_rows, wait
 from kernels.cuda.gated_activation import activated
-from kernels.few_rows import MOST_ROWS
+from kernels.cuda.variant import Variant
+from kernels.few_rows_tiles import MOST_ROWS, Tiles
 
 # Columns of a program that adds up the sums of the parts of the inputs.
 BLOCK = 64
@@ -39,44 +37,6 @@ BLOCK = 64
 PARTS = 128
 # Tiles of the weight that a program fetches before it waits: about as many as its loop loads ahead.
 TILES_AHEAD = tl.constexpr(4)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The tile sizes and compile options of a product.
-
-    Attributes:
-        outputs: N; with a gate the program computes as many of gate and of up.
-        inputs: K.
-        splits: S; more than one takes a second launch.
-        num_warps: The warps of a program.
-        num_stages: The stages in which weights are loaded.
-    """
-
-    outputs: int
-    inputs: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-
-# Bytes in flight decide how fast a weight is read, so tiles are narrow and stages are many; or the inputs are
-# split, if even narrow tiles are too few for all processors. Each is a variant that takes seconds to compile.
-HALF = (Tiles(32, 256, 1, 4, 4), Tiles(16, 256, 1, 2, 4), Tiles(32, 256, 4, 4, 4))
-# A gate has two tiles of the weight, so fewer stages fit. With fewer inputs, the norm would not be pipelined.
-HALF_GATED = (Tiles(32, 256, 1, 4, 3), Tiles(16, 256, 1, 2, 4))
-SINGLE = (Tiles(32, 64, 1, 4, 3), Tiles(32, 64, 4, 4, 3))
-SINGLE_GATED = (Tiles(32, 32, 1, 4, 3),)
-
-
-def tiles_for(dtype: torch.dtype, activation: str | None) -> Sequence[Tiles]:
-    """Those worth measuring. They fit the shared memory of each architecture."""
-    if dtype is torch.float32:
-        return SINGLE if activation is None else SINGLE_GATED
-    if activation is None:
-        return HALF
-    # Gemma has a float32 norm and no silu. With that and the larger tiles, registers spill on sm_80.
-    return HALF_GATED if activation == "silu" else HALF_GATED[1:]
 
 
 @triton.jit
@@ -339,63 +299,3 @@ def product(
             (triton.cdiv(outputs, BLOCK),), out, sums, squares, bias, rows, outputs, out.stride(0)
         )
     return out, squares
-
-
-def compile_specs() -> list[CompileSpec]:
-    """What each place in a layer has, with all of its tiles; other dtypes, a bias, and widths of no tile."""
-    shapes: list[tuple[str, Tiles, str | None, str, str]] = []
-    for dtype in ("bf16", "fp32"):
-        for tiles in tiles_for(DTYPES[dtype], None):
-            shapes += [(dtype, tiles, None, has, "") for has in (dtype, "residual")]
-        shapes += [(dtype, tiles, "silu", dtype, "") for tiles in tiles_for(DTYPES[dtype], "silu")]
-    shapes += [("bf16", HALF[2], None, "residual", "bias"), ("bf16", HALF[0], None, "", "bias")]
-    # Families with float32 norms have no silu.
-    shapes += [("bf16", HALF_GATED[0], "silu", "", "bias")]
-    shapes += [("bf16", HALF_GATED[1], activation, "fp32", "") for activation in ("gelu_tanh", "gelu")]
-    shapes += [("fp16", HALF[0], None, "fp16", "odd"), ("bf16", HALF[2], None, "residual", "odd")]
-    finishes = [("bf16", 4, None, True, ""), ("bf16", 4, None, False, "bias"), ("fp32", 4, None, True, "")]
-    return [_product_spec(*each) for each in shapes] + [_finish_spec(*each) for each in finishes]
-
-
-def _product_spec(dtype: str, tiles: Tiles, activation: str | None, has: str, detail: str) -> CompileSpec:
-    """`has`: "residual", or the dtype of the norm's weight, or nothing. `detail`: "bias" or "odd" widths."""
-    residual, norm = has == "residual", has not in ("", "residual")
-    what = f"{activation or 'plain'} {f'norm={has}' if norm else has} {detail}".rstrip()
-    sizes = ("outputs", "inputs", "x_stride", "out_stride")
-    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {
-        "sums": "*fp32" if tiles.splits > 1 else None,
-        "squares_out": "*fp32" if residual else None,
-        "bias": f"*{dtype}" if detail == "bias" else None,
-        "norm_weight": f"*{has}" if norm else None,
-        "squares": "*fp32" if norm else None,
-        **dict.fromkeys((*sizes, "num_rows", "parts"), "i32"),
-        "eps": "fp32",
-    }
-    pointers = [name for name, kind in types.items() if kind is not None and kind.startswith("*")]
-    shape = f"{tiles.outputs}x{tiles.inputs} S={tiles.splits} warps={tiles.num_warps}"
-    return CompileSpec(
-        _product(tiles, activation, residual=residual),
-        f"few_rows {dtype} {shape} {what}",
-        types,
-        divisible_by_16=(*pointers, *(() if detail == "odd" else sizes)),
-        expects=Expectations(kv_buffers=2 if detail != "odd" else None, fetches=True),
-    )
-
-
-def _finish_spec(dtype: str, splits: int, activation: str | None, residual: bool, detail: str) -> CompileSpec:
-    has = "residual" if residual else ""
-    types = {
-        "out": f"*{dtype}",
-        "sums": "*fp32",
-        "squares_out": "*fp32" if residual else None,
-        "bias": f"*{dtype}" if detail == "bias" else None,
-        **dict.fromkeys(("num_rows", "outputs", "out_stride"), "i32"),
-    }
-    return CompileSpec(
-        _finish(splits, activation, residual=residual),
-        f"few_rows finish {dtype} S={splits} {activation or 'plain'} {has} {detail}".rstrip(),
-        types,
-        divisible_by_16=tuple(
-            name for name, kind in types.items() if kind is not None and name != "num_rows"
-        ),
-    )

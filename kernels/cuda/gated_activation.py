@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
 from kernels.cuda.dependent_launch import wait
+from kernels.cuda.variant import Variant
 
 # The number of columns of a program: in half precision, each thread loads 16 bytes from each half.
 BLOCK = 1024
@@ -93,26 +93,3 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     variant = _variant(width, activation)
     variant.launch((tokens * triton.cdiv(width, BLOCK),), out, gate_up, gate_up.stride(0))
     return out
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Widths with a full and with a partial last block, and each activation."""
-    shapes = (
-        ("bf16", 3072, "silu"),
-        ("bf16", 8960, "silu"),
-        ("fp16", 3072, "silu"),
-        ("fp32", 3072, "silu"),
-        ("bf16", 6912, "gelu_tanh"),
-        ("fp32", 6912, "gelu_tanh"),
-        ("bf16", 3072, "gelu"),
-        ("fp32", 3072, "gelu"),
-    )
-    return [
-        CompileSpec(
-            _variant(width, activation),
-            f"gated_activation {activation} {dtype} I={width}",
-            {"out": f"*{dtype}", "gate_up": f"*{dtype}", "row_stride": "i32"},
-            divisible_by_16=("out", "gate_up", "row_stride"),
-        )
-        for dtype, width, activation in shapes
-    ]

@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.dependent_launch import fetch_rows, wait
+from kernels.cuda.variant import Variant
 
 # The programs of a launch that read a weight at about the full bandwidth: one for each multiprocessor.
 PROGRAMS = 128
@@ -176,43 +176,3 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     if one_part:
         _add(outputs, splits).launch((triton.cdiv(rows * outputs, BLOCK),), out, written, bias, rows)
     return out
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Projections and the head of Qwen3-0.6B and 8B, other dtypes, a bias, and widths that fill no tile."""
-    shapes = [("bf16", 4096, 1024, False), ("bf16", 4096, 12_288, False), ("bf16", 151_936, 4096, False)]
-    shapes += [("bf16", 3584, 3584, True), ("bf16", 1100, 1000, True)]
-    shapes += [("fp16", 4096, 1024, False), ("fp32", 4096, 1024, True), ("fp32", 16_384, 1024, False)]
-    specs = [
-        _compile_spec(dtype, outputs, inputs, biased=biased, one_part=one_part)
-        for dtype, outputs, inputs, biased in shapes
-        for one_part in (False, True)
-        if not one_part or splits_for(DTYPES[dtype], outputs, inputs) > 1
-    ]
-    adding = [("bf16", 4096, 4, False), ("bf16", 1100, 4, True), ("fp32", 4096, 2, True)]
-    return specs + [
-        _add_spec(dtype, outputs, splits, biased=biased) for dtype, outputs, splits, biased in adding
-    ]
-
-
-def _compile_spec(dtype: str, outputs: int, inputs: int, *, biased: bool, one_part: bool) -> CompileSpec:
-    pointers = ("out", "x", "weight", *(("bias",) if biased else ()))
-    types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}")
-    types |= {"out": "*fp32"} if one_part else {}
-    return CompileSpec(
-        _variant(DTYPES[dtype], outputs, inputs, one_part=one_part),
-        f"linear {dtype} {outputs}x{inputs}{' bias' if biased else ''}{' one part' if one_part else ''}",
-        types | {"bias": f"*{dtype}" if biased else None, "num_rows": "i32"},
-        divisible_by_16=pointers,
-        expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2, fetches=True),
-    )
-
-
-def _add_spec(dtype: str, outputs: int, splits: int, *, biased: bool) -> CompileSpec:
-    types = {"out": f"*{dtype}", "sums": "*fp32", "bias": f"*{dtype}" if biased else None}
-    return CompileSpec(
-        _add(outputs, splits),
-        f"linear parts {dtype} O={outputs} S={splits}{' bias' if biased else ''}",
-        types | {"num_rows": "i32"},
-        divisible_by_16=tuple(name for name, kind in types.items() if kind),
-    )

@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import DTYPES, CompileSpec, Expectations, Variant
 from kernels.cuda.experts import find_pairs
-from kernels.lora import LoraPairs, SortedRows
+from kernels.cuda.variant import Variant
+from kernels.lora_pairs import LoraPairs, SortedRows
 
 # M, and N of the second kernel.
 M = 32
@@ -257,37 +257,3 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: StackedLora, rows: SortedR
     order = (table.ranks, rows.rows, rows.starts)
     shrink.launch((blocks * tiles * splits,), partials, x.contiguous(), table.a, *order)
     expand.launch((blocks * expand.constexprs["TILES"],), y, partials, table.b, *order)
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Projections of Qwen3-8B, with small and large ranks; other dtypes, and widths that fill no tile."""
-    qkv, gate_up, down, narrow = (4096, 1024, 1024), (12_288, 12_288), (4096,), (1100, 40)
-    shapes: list[tuple[str, int, int, int, tuple[int, ...]]]
-    shapes = [("bf16", 8, rank, 4096, qkv) for rank in (16, 64, 256)]
-    shapes += [("bf16", 64, 32, 4096, gate_up), ("bf16", 8, 16, 12_288, down), ("bf16", 1, 12, 1000, narrow)]
-    shapes += [(dtype, 8, 64, 4096, qkv) for dtype in ("fp16", "fp32")]
-    return [make(*shape) for shape in shapes for make in (_shrink_spec, _expand_spec)]
-
-
-def _shrink_spec(dtype: str, slots: int, rank: int, inputs: int, parts: tuple[int, ...]) -> CompileSpec:
-    types = {"partials": "*fp32", "x": f"*{dtype}", "a": f"*{dtype}"}
-    types |= {"ranks": "*i32", "rows": "*i64", "starts": "*i64"}
-    return CompileSpec(
-        _shrink(DTYPES[dtype], slots, len(parts), rank, inputs),
-        f"lora shrink {dtype} S={slots} R={rank} I={inputs} P={len(parts)}",
-        types,
-        divisible_by_16=tuple(types),
-        expects=Expectations(kv_buffers=2),
-    )
-
-
-def _expand_spec(dtype: str, slots: int, rank: int, inputs: int, parts: tuple[int, ...]) -> CompileSpec:
-    types = {"y": f"*{dtype}", "partials": "*fp32", "b": f"*{dtype}"}
-    types |= {"ranks": "*i32", "rows": "*i64", "starts": "*i64"}
-    splits = _shrink(DTYPES[dtype], slots, len(parts), rank, inputs).constexprs["SPLITS"]
-    return CompileSpec(
-        _expand(slots, rank, splits, (0, *accumulate(parts))),
-        f"lora expand {dtype} S={slots} R={rank} C={splits} O={'+'.join(map(str, parts))}",
-        types,
-        divisible_by_16=tuple(types),
-    )

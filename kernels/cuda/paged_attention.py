@@ -22,10 +22,10 @@ import triton
 
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
-from kernels.cuda.compile_spec import SHARED_BYTES
 from kernels.cuda.decode_attention import config_for, decode_attention
 from kernels.cuda.decode_plan import DecodePlan, num_units_for, plan_units
 from kernels.cuda.prefill_attention import prefill_attention
+from kernels.cuda.variant import SHARED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

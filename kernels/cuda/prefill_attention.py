@@ -35,7 +35,7 @@ No matrix instruction has the precision of float32. With a width of 128, 32 rows
 groups and windows spill 8 or 16 bytes, such as G = 8 with a width of 64.
 
 The optional parameters of kernels/attention_scoring.py fit the same tiles: on sm_90, soft-capping with a
-width of 256 needs 247 registers, ALiBi with 128 needs 196, sinks with 64 need 119. Keys of 192 and values of
+width of 256 needs 247 registers, sinks with 64 need 119. Keys of 192 and values of
 128 need 140 registers and 136 KiB, with the tiles of a width of 256.
 
 Batches with token trees have their own variant. With bfloat16 it does not spill: on sm_90 it needs 190
@@ -61,16 +61,12 @@ from kernels.cuda.attention_tiles import (
     LOWEST,
     TileConfig,
     attend_keys,
-    feature_types,
     log2_scales,
-    slopes_of,
     tree_of,
     tree_positions,
-    tree_types,
-    widths_name,
     with_sinks,
 )
-from kernels.cuda.compile_spec import DTYPES, SHARED_BYTES, CompileSpec, Expectations, Variant
+from kernels.cuda.variant import SHARED_BYTES, Variant
 
 
 def config_for(dtype: torch.dtype, width: int, shared_bytes: int) -> TileConfig:
@@ -135,7 +131,7 @@ def first_key(oldest, WINDOW: tl.constexpr, BATCH_INVARIANT: tl.constexpr, TILE:
 @triton.jit(
     do_not_specialize=["table_stride", "num_items"],
     do_not_specialize_on_alignment=[
-        *("page_tables", "query_starts", "context_lens", "sinks", "alibi_slopes"),
+        *("page_tables", "query_starts", "context_lens", "sinks"),
         *("roots", "ancestors", "depths"),
     ],
 )
@@ -148,7 +144,6 @@ def prefill_kernel(
     query_starts,  # [N + 1]
     context_lens,  # [N]
     sinks,  # [H] float32, or None
-    alibi_slopes,  # [H] float32, or None
     roots,  # [N] or None, and the next two: no item is a tree
     ancestors,  # [T] int64
     depths,  # [N, MAX_TREE_TOKENS]
@@ -212,7 +207,6 @@ def prefill_kernel(
     highest = tl.full([BLOCK_M], LOWEST, tl.float32)
     k_head = k_pages + kv_head * D
     v_head = v_pages + kv_head * V
-    slopes = slopes_of(alibi_slopes, heads, present)
     table = page_tables + item.to(tl.int64) * table_stride
     if WINDOW == 0 and not BATCH_INVARIANT:
         # Padding items begin at a negative position.
@@ -230,7 +224,6 @@ def prefill_kernel(
             bulk_end,
             scale_log2,
             softcap_log2,
-            slopes,
             None,
             None,
             None,
@@ -258,7 +251,6 @@ def prefill_kernel(
         end,
         scale_log2,
         softcap_log2,
-        slopes,
         root,
         row_ancestors,
         tree_depths,
@@ -355,79 +347,10 @@ def prefill_attention(
         query_starts,
         context_lens,
         scoring.sinks,
-        scoring.alibi_slopes,
         *((None, None, None) if trees is None else (trees.roots, trees.ancestors, trees.depths)),
         query.stride(0),
         query.stride(1),
         page_tables.stride(0),
         items,
         *log2_scales(scoring),
-    )
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Each dtype and head width, a window, a group that is no power of two, and what some models have."""
-    shapes: list[tuple[str, int, int, int, int | None, str]] = [
-        ("bf16", width, width, 4, None, "") for width in (64, 80, 96, 128, 256)
-    ]
-    shapes += [("bf16", 128, 128, 4, 4096, ""), ("bf16", 128, 128, 7, None, "")]
-    shapes += [("fp16", 128, 128, 4, None, "")]
-    shapes += [("fp32", width, width, 4, None, "") for width in (64, 128, 256)]
-    shapes += [("bf16", 256, 256, 2, 4096, "softcap_log2")]
-    shapes += [("bf16", 64, 64, 8, window, "sinks") for window in (None, 128)]
-    shapes += [("bf16", width, width, 1, None, "alibi_slopes") for width in (64, 128)]
-    # Trees add the same to each: a few that differ most.
-    treelike: list[tuple[str, int, int, int, int | None, str]] = [
-        ("bf16", 128, 128, 4, 4096, ""),
-        ("bf16", 64, 64, 8, 128, "sinks"),
-        ("fp32", 256, 256, 4, None, ""),
-    ]
-    for dtype in ("bf16", "fp32"):
-        shapes += [(dtype, 192, 128, 1, None, ""), (dtype, 256, 256, 2, None, "softcap_log2")]
-    specs = [(shape, False) for shape in shapes] + [(shape, True) for shape in treelike]
-    return [
-        _compile_spec(*shape, architecture, trees=trees, batch_invariant=batch_invariant)
-        for batch_invariant in (False, True)
-        for shape, trees in specs
-        for architecture in SHARED_BYTES
-    ]
-
-
-def _compile_spec(
-    dtype: str,
-    width: int,
-    value_width: int,
-    group: int,
-    window: int | None,
-    feature: str,
-    architecture: int,
-    *,
-    trees: bool,
-    batch_invariant: bool,
-) -> CompileSpec:
-    pointers = dict.fromkeys(("out", "query", "k_pages", "v_pages"), f"*{dtype}")
-    variant = _variant(
-        DTYPES[dtype],
-        8 * group,
-        (1, 16, 8, width),
-        value_width,
-        window,
-        SHARED_BYTES[architecture],
-        batch_invariant=batch_invariant,
-    )
-    return CompileSpec(
-        variant,
-        f"prefill_attention {dtype} {widths_name(width, value_width)} G={group} window={window} {feature}"
-        f"{' trees' if trees else ''}{' invariant' if batch_invariant else ''}".rstrip(),
-        {
-            **pointers,
-            **feature_types(feature),
-            **tree_types(trees=trees),
-            **dict.fromkeys(("page_tables", "query_starts", "context_lens"), "*i32"),
-            **dict.fromkeys(("query_stride", "head_stride", "table_stride", "num_items"), "i32"),
-            "scale_log2": "fp32",
-        },
-        divisible_by_16=(*pointers, "query_stride", "head_stride"),
-        architectures=(architecture,),
-        expects=Expectations(wgmma=dtype != "fp32", kv_buffers=2),
     )

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
 from kernels.cuda.dependent_launch import wait
+from kernels.cuda.variant import Variant
 
 # Elements of a program where rows are short, and of a thread: two loads of 16 bytes in half precision.
 BLOCK_ELEMENTS = 1024
@@ -138,36 +138,3 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         return out
     _add_norm(x.shape[1]).launch((len(x),), out, x, residual, weight, x.stride(0), residual.stride(0), eps)
     return out
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Hidden sizes, powers of two and not, with each number of warps; heads; float32 weights."""
-    hidden = [(dtype, dtype, width) for dtype, width in (("bf16", 1024), ("bf16", 2048), ("bf16", 4096))]
-    hidden += [("bf16", "bf16", 5120), ("fp16", "fp16", 4096), ("fp32", "fp32", 4096), ("bf16", "fp32", 4096)]
-    by_head = [("bf16", "bf16", 8, 128, True), ("fp32", "fp32", 8, 80, True), ("bf16", "fp32", 8, 256, True)]
-    return [_add_norm_spec(*shape) for shape in hidden] + [
-        _norm_spec(*shape)
-        for shape in (*((dtype, weight, 1, width, False) for dtype, weight, width in hidden), *by_head)
-    ]
-
-
-def _add_norm_spec(dtype: str, weight: str, width: int) -> CompileSpec:
-    pointers, strides = ("out", "x", "residual"), ("x_stride", "residual_stride")
-    types = dict.fromkeys(pointers, f"*{dtype}") | {"weight": f"*{weight}"} | dict.fromkeys(strides, "i32")
-    return CompileSpec(
-        _add_norm(width),
-        f"add_rms_norm {dtype} weight={weight} D={width}",
-        types | {"eps": "fp32"},
-        divisible_by_16=(*pointers, "weight", *strides),
-    )
-
-
-def _norm_spec(dtype: str, weight: str, heads: int, width: int, per_head: bool) -> CompileSpec:
-    strides = ("token_stride", "head_stride")
-    types = {"out": f"*{dtype}", "x": f"*{dtype}", "weight": f"*{weight}"} | dict.fromkeys(strides, "i32")
-    return CompileSpec(
-        _norm(heads, width, width if per_head else 0),
-        f"rms_norm {dtype} weight={weight} H={heads} D={width}",
-        types | {"rows": "i32", "eps": "fp32"},
-        divisible_by_16=tuple(types),
-    )

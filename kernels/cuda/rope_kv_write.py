@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
 from kernels.cuda.dependent_launch import wait
+from kernels.cuda.variant import Variant
 
 # Elements of one half, and of values, in a program: in half precision, each thread loads 16 bytes.
 HALF_ELEMENTS = 1024
@@ -209,41 +209,3 @@ def rope_kv_write(
         eps,
     )
     return query
-
-
-def compile_specs() -> list[CompileSpec]:
-    """Each head width, with the norm in models of that width; other dtypes; heads rotated in part or not."""
-    shapes = (
-        ("bf16", 32, 8, 64, 64, None),
-        ("bf16", 32, 32, 80, 80, None),
-        ("bf16", 32, 32, 96, 96, None),
-        ("bf16", 16, 8, 128, 128, "bf16"),
-        ("bf16", 8, 4, 256, 256, "bf16"),
-        ("fp16", 32, 8, 128, 128, None),
-        ("fp32", 16, 8, 128, 128, "fp32"),
-        ("bf16", 8, 4, 256, 256, "fp32"),
-        ("bf16", 32, 32, 80, 32, None),
-        ("bf16", 32, 8, 128, 64, "bf16"),
-        ("bf16", 16, 4, 128, 0, None),
-        ("fp32", 16, 4, 128, 0, "fp32"),
-    )
-    return [_spec(*shape) for shape in shapes]
-
-
-def _spec(dtype: str, heads: int, kv_heads: int, width: int, turned: int, norm: str | None) -> CompileSpec:
-    pointers = ("query", "qkv", "k_pages", "v_pages")
-    types = dict.fromkeys(pointers, f"*{dtype}") | {
-        "qk_norm": f"*{norm or dtype}",
-        "cos_sin": "*fp32" if turned else f"*{dtype}",
-        "slots": "*i64",
-        "qkv_stride": "i32",
-        "cos_sin_stride": "i32",
-        "eps": "fp32",
-    }
-    return CompileSpec(
-        _variant(heads, kv_heads, width, turned, norm=norm is not None),
-        f"rope_kv_write {dtype} H={heads} K={kv_heads} D={width} R={turned}"
-        + (f" norm {norm}" if norm else ""),
-        types,
-        divisible_by_16=tuple(name for name in types if name != "eps"),
-    )

@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
 from kernels.cuda.dependent_launch import wait
+from kernels.cuda.variant import Variant
 
 # B and C.
 BLOCK = 64
@@ -188,36 +188,3 @@ def group(expert_ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.T
     size = BLOCK * triton.cdiv(triton.cdiv(count, BLOCK), MOST_PROGRAMS)
     _group(experts).launch((triton.cdiv(count, size),), pairs, starts, expert_ids, count, size)
     return pairs, starts
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The experts of Qwen3-30B-A3B and Mixtral-8x7B, a number that is no power of two, and given experts."""
-    routes = [("bf16", "bf16", 128, 8, False), ("bf16", "bf16", 128, 8, True), ("bf16", "fp32", 8, 2, False)]
-    routes += [("fp32", "fp32", 60, 4, False), ("fp16", "fp16", 128, 8, False)]
-    return [_route_spec(*each) for each in routes] + [_group_spec(experts) for experts in (8, 60, 128)]
-
-
-def _route_spec(dtype: str, weights: str, experts: int, top_k: int, given: bool) -> CompileSpec:
-    types = {
-        "expert_ids": "*i64",
-        "expert_weights": f"*{weights}",
-        "logits": f"*{dtype}",
-        "given": "*i64" if given else None,
-        "logits_stride": "i32",
-    }
-    return CompileSpec(
-        _route(experts, top_k, normalize=True),
-        f"route {dtype} weights={weights} E={experts} k={top_k}{' given' if given else ''}",
-        types,
-        divisible_by_16=tuple(name for name, kind in types.items() if kind and name != "logits_stride"),
-    )
-
-
-def _group_spec(experts: int) -> CompileSpec:
-    types = {"pairs": "*i32", "starts": "*i32", "expert_ids": "*i64"}
-    return CompileSpec(
-        _group(experts),
-        f"group E={experts}",
-        types | {"num_pairs": "i32", "pairs_a_program": "i32"},
-        divisible_by_16=tuple(types),
-    )

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.variant import Variant
 
 # The number of tokens of a program: a row of 152k tokens has 149 programs, for 132 multiprocessors.
 BLOCK = 1024
@@ -184,37 +184,4 @@ def choose(
         block_noise,
         block_best,
         num_blocks,
-    )
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The configurations that are shipped, for the check without a GPU."""
-    specs = [_block_spec(dtype, cut=False) for dtype in ("bf16", "fp16", "fp32")]
-    return [*specs, _block_spec("fp32", cut=True), *(_row_spec(width) for width in (32, 256, 512))]
-
-
-# The best tokens of blocks: written by the first kernel, read by the second.
-_WINNERS = {"block_ids": "*i32", "block_logits": "*fp32", "block_noise": "*fp64", "block_best": "*fp32"}
-
-
-def _block_spec(dtype: str, *, cut: bool) -> CompileSpec:
-    pointers = {"logits": f"*{dtype}", "temperatures": "*fp64", "keys": "*i64"} | _WINNERS
-    cuts = {"cut_values": "*fp32", "cut_ids": "*i32"}
-    pointers |= cuts if cut else {}
-    sizes = {"logits_stride": "i32", "vocab": "i32"}
-    return CompileSpec(
-        _BLOCKS,
-        f"choose_block {dtype} cut={cut}",
-        {**pointers, **sizes, **({} if cut else dict.fromkeys(cuts))},
-        divisible_by_16=(*pointers, *sizes),
-    )
-
-
-def _row_spec(width: int) -> CompileSpec:
-    pointers = {"out_ids": "*i64", "out_best": "*fp32", "temperatures": "*fp64"} | _WINNERS
-    return CompileSpec(
-        _rows(width),
-        f"choose_row B<={width}",
-        pointers | {"num_blocks": "i32"},
-        divisible_by_16=tuple(pointers),
     )

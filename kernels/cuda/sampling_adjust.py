@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.variant import Variant
 
 BLOCK = 1024
 BIAS_BLOCK = 256
@@ -203,25 +203,3 @@ def apply_penalties(
     grid = len(rows), triton.cdiv(vocab, BLOCK)
     settings = repetitions, frequencies, presences
     _PENALTIES.launch(grid, logits, logits.stride(0), vocab, counts, rows, *settings)
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The configurations that are shipped, for the check without a GPU."""
-    mask = {"logits": "*fp32", "mask_rows": "*i32", "words": "*i32"}
-    bias = {"logits": "*fp32", "rows": "*i32", "ids": "*i32", "biases": "*fp64"}
-    history = {"counts": "*i32", "history": "*i32"} | dict.fromkeys(("begins", "prompt_ends", "ends"), "*i64")
-    penalty = {"logits": "*fp32", "counts": "*i32", "rows": "*i32"}
-    penalty |= dict.fromkeys(("repetitions", "frequencies", "presences"), "*fp64")
-    strided = ("logits_stride",)
-    return [
-        _spec(_MASK, "sampling_mask", mask, (*strided, "vocab", "num_words")),
-        _spec(_BIASES, "sampling_biases", bias, (*strided, "num_biases")),
-        _spec(_COUNTS, "sampling_counts", history, ("vocab",)),
-        _spec(_PENALTIES, "sampling_penalties", penalty, (*strided, "vocab")),
-    ]
-
-
-def _spec(variant: Variant, name: str, pointers: dict[str, str], sizes: tuple[str, ...]) -> CompileSpec:
-    types = pointers | dict.fromkeys(sizes, "i32")
-    divisible = (*pointers, *(size for size in sizes if size == "logits_stride"))
-    return CompileSpec(variant, name, types, divisible_by_16=divisible)

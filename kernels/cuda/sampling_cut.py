@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
+from kernels.cuda.variant import Variant
 
 # The number of tokens that are read at once. Each lane keeps its largest logit. The k-th largest of these is
 # a close lower bound of the k-th largest of all, for k up to BLOCK.
@@ -468,30 +468,3 @@ def find_cuts(
     gather.launch(grid, candidates, counts, bounds, limits, sums, maxima, logits, *settings, *sizes)
     found = candidates, counts, bounds, limits, maxima
     cut.launch((rows,), out_values, out_ids, *found, logits, *settings, min_ps, *sizes)
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The four launches for a vocabulary of 152k tokens."""
-    pointers = {
-        "logits": "*fp32",
-        "temperatures": "*fp64",
-        "top_ks": "*i32",
-        "top_ps": "*fp64",
-        "min_ps": "*fp64",
-        "out_values": "*fp32",
-        "out_ids": "*i32",
-        "candidates": "*i32",
-        "counts": "*i32",
-        "maxima": "*fp32",
-        "sums": "*fp64",
-        "bounds": "*fp32",
-        "limits": "*fp64",
-    }
-    known = pointers | {"logits_stride": "i32", "vocab": "i32", "spans": "i32"}
-    specs = []
-    for variant in _variants(triton.cdiv(151_936, SPAN), SPAN):
-        types = {name: known[name] for name in variant.kernel.arg_names if name in known}
-        aligned = tuple(name for name in types if name != "spans")
-        name = f"sampling_cut {variant.kernel.fn.__name__.removesuffix('_kernel')}"
-        specs.append(CompileSpec(variant, name, types, divisible_by_16=aligned))
-    return specs

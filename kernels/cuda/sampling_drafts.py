@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
 from kernels.cuda.sampling import gumbel
 from kernels.cuda.sampling_weight import without_cut
+from kernels.cuda.variant import Variant
 
 BLOCK = 1024
 
@@ -198,22 +198,4 @@ def keep_or_draw(
         keep_keys,
         draw_keys,
         out,
-    )
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The configurations that are shipped, for the check without a GPU."""
-    return [_spec(cut=cut) for cut in (False, True)]
-
-
-def _spec(*, cut: bool) -> CompileSpec:
-    cuts = {"cut_values": "*fp32", "cut_ids": "*i32"}
-    pointers = {"logits": "*fp32", "temperatures": "*fp64", "drawn_from": "*fp64"} | (cuts if cut else {})
-    pointers |= dict.fromkeys(("drafts", "begins", "keep_keys", "draw_keys", "out"), "*i64")
-    types: dict[str, str | None] = {**pointers, "logits_stride": "i32", "vocab": "i32"}
-    return CompileSpec(
-        _DRAFTS,
-        f"sampling_drafts cut={cut}",
-        types | ({} if cut else dict.fromkeys(cuts)),
-        divisible_by_16=(*pointers, "logits_stride"),
     )

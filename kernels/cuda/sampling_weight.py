@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Variant
 from kernels.cuda.sampling import BLOCK
+from kernels.cuda.variant import Variant
 
 
 @triton.jit
@@ -135,24 +135,3 @@ def log_probabilities(
     blocks = block_best, block_ids, block_weights
     _BLOCKS.launch((rows, num_blocks), logits, logits.stride(0), vocab, *cuts, *blocks)
     _rows(num_blocks).launch((rows,), out, logits, logits.stride(0), tokens, *cuts, *blocks, num_blocks)
-
-
-def compile_specs() -> list[CompileSpec]:
-    """The configurations that are shipped, for the check without a GPU."""
-    return [_spec(cut, width) for cut in (False, True) for width in (0, 32, 256)]
-
-
-def _spec(cut: bool, width: int) -> CompileSpec:
-    """Of the second kernel; `width` 0: of the first."""
-    pointers = {"logits": "*fp32", "temperatures": "*fp64"}
-    pointers |= {"block_best": "*fp32", "block_ids": "*i32", "block_weights": "*fp64"}
-    cuts = {"cut_values": "*fp32", "cut_ids": "*i32"}
-    pointers |= cuts if cut else {}
-    pointers |= {"out": "*fp64", "tokens": "*i64"} if width else {}
-    sizes = dict.fromkeys(("logits_stride", "num_blocks" if width else "vocab"), "i32")
-    return CompileSpec(
-        _rows(width) if width else _BLOCKS,
-        f"weigh_{f'row B<={width}' if width else 'block'} cut={cut}",
-        {**pointers, **sizes, **({} if cut else dict.fromkeys(cuts))},
-        divisible_by_16=(*pointers, "logits_stride"),
-    )

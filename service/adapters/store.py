@@ -161,6 +161,7 @@ def _earlier_identity(directory: Path) -> str:
 
 
 def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:
+    """What is there now. While its files are written to: what is `known`. Raises OSError if nothing is."""
     before = identity(directory)
     if known is not None and known.identity == before:
         return known
@@ -170,9 +171,11 @@ def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:
         # Workers refuse it by name, and nobody waits until it is read.
         return Found(before, "")
     digest = content_digest(directory)
-    if identity(directory) != before:
+    if identity(directory) == before:
+        return Found(before, digest)
+    if known is None:
         raise OSError(errno.EAGAIN, "it changes")
-    return Found(before, digest)
+    return known
 
 
 def scan(

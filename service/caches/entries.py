@@ -7,6 +7,7 @@ tests/test_architecture.py checks that.
 from __future__ import annotations
 
 import enum
+import math
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -138,7 +139,8 @@ class CacheEntry:
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
     was_sent: bool = False
-    placed_s: float = 0.0
+    # When it was placed last. -inf: not since the gateway started.
+    placed_s: float = -math.inf
     # Grows with each placement.
     ownership: int = 0
     # The first tokens that were not truncated since the gateway started.

@@ -6,6 +6,7 @@ caches there are. The pages of workers only limit how many can continue without 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from service.caches.context import Context
@@ -26,8 +27,8 @@ class KvPlacement:
 
     def assign(self, entry: CacheEntry, worker: WorkerView, kv_len: int = 0) -> None:
         """Assigns a cache to a worker, which has KV of its first `kv_len` tokens."""
-        self._adopt(entry, worker, kv_len)
         entry.ownership += 1
+        self._place(entry, worker, kv_len)
 
     def adopt(self, entry: CacheEntry, worker: WorkerView, kept_len: int) -> bool:
         """Uses the KV of a cache that a new worker has kept. Returns False if it cannot be used."""
@@ -38,12 +39,15 @@ class KvPlacement:
             return False
         if entry.state.weights != worker.weights:
             return False
-        self._adopt(entry, worker, kv_len)
+        if entry.placed_s != -math.inf:
+            # It may have been on another worker since that one had it.
+            entry.ownership += 1
+        self._place(entry, worker, kv_len)
         if kv_len < kept_len:
             self._context.send(worker, TruncateSequence(self._context.number(), entry.number, kv_len))
         return True
 
-    def _adopt(self, entry: CacheEntry, worker: WorkerView, kv_len: int) -> None:
+    def _place(self, entry: CacheEntry, worker: WorkerView, kv_len: int) -> None:
         assert entry.worker is None
         entry.worker, entry.kv_len, entry.placed_s = worker, kv_len, self._context.now_s
         entry.was_sent = kv_len > 0

@@ -157,6 +157,8 @@ class CacheMachine(OperationQueues):
             for entry in idle:
                 self._kv.drop(entry)
             self._restores.later(idle)
+            # Parked operations with a cache on it can go elsewhere, or wait for another worker.
+            self._attempts.workers_changed()
 
     def is_drained(self, worker_id: str, epoch: int) -> bool:
         """Whether a worker computes nothing."""

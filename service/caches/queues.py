@@ -154,16 +154,16 @@ class OperationQueues:
     def _advance(self, entries: Iterable[CacheEntry]) -> None:
         """Begins the next operation of each cache where none runs. Discards caches whose creation failed."""
         # No recursion: a fork that ends at once can let another one begin, and so on.
-        left = deque(dict.fromkeys(entries))
+        left = deque(entries)
         while left:
             entry = left.popleft()
             while entry.running is None and entry.waiting and not entry.closing:
                 operation = entry.waiting.popleft()
                 entry.running = operation
                 operation.turns_left -= 1
-                left += (each for each in self._begin((operation,)) if each is not entry)
+                left += self._begin((operation,))
             is_leaving = not entry.visible or (entry.worker is not None and entry.worker.draining)
-            if is_leaving and entry.running is None and not entry.waiting:
+            if is_leaving and not entry.closing and entry.running is None and not entry.waiting:
                 self._leave_idle(entry)
 
     def _begin(self, operations: Sequence[Operation]) -> list[CacheEntry]:
@@ -356,5 +356,7 @@ class OperationQueues:
         """Frees everything that caches hold."""
         self._kv.drop(*entries)
         for entry in entries:
+            # For good: it may be looked at once more, as by a second operation that has ended with it.
+            entry.closing = True
             self.index.remove(entry)
         self.admission.remove(entries)

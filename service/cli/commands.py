@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     Commands: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 _MAX_DAYS = 36_500
-# Of workers.plan, which loads torch.
-_GPUS = ("A100-40GB", "A100-80GB", "L4", "L40S", "H100", "H100-PCIe", "H200")
 
 
 def add_serve(commands: Commands) -> None:
@@ -98,26 +96,6 @@ def add_journal(commands: Commands) -> None:
             action.add_argument("to", metavar="TO", help="a directory that does not exist yet")
         if name == "inspect":
             action.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_plan(commands: Commands) -> None:
-    """`quire plan`."""
-    plan = commands.add_parser(
-        "plan",
-        help="what a model needs on a machine: pages, contexts and tokens/s, from its config",
-        description="Computes sizes from config.json alone, as a worker does; no weights are read. The device"
-        " is this machine's CPU unless --gpu is given. Speeds are roofs, not promises.",
-    )
-    plan.set_defaults(run="service.cli.plan:run")
-    plan.add_argument("--model", required=True, metavar="MODEL", help="as for `quire serve`")
-    where = plan.add_mutually_exclusive_group()
-    where.add_argument("--gpu", choices=_GPUS, metavar="NAME", help=f"one of {', '.join(_GPUS)}")
-    where.add_argument("--memory", type=int, metavar="BYTES", help="free memory of a machine with this CPU")
-    plan.add_argument(
-        "--context", type=int, metavar="N", help="tokens of each context (default 2048)", default=2048
-    )
-    plan.add_argument("--dtype", metavar="DTYPE", help="as for `quire serve` (default auto)", default="auto")
-    plan.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_state(commands: Commands) -> None:

@@ -9,12 +9,14 @@ import grpc
 import pytest
 from quire import (
     PRIORITY_LOW,
+    Cache,
     Client,
     DeadlineExceeded,
     OutputOptions,
     ResourceExhausted,
     SamplingParams,
     Unavailable,
+    output_options,
 )
 from quire.v1 import executor_pb2
 
@@ -162,6 +164,44 @@ def test_options_reach_the_server(client: Client, executor: FakeExecutor) -> Non
     assert (request.output, request.adapter_id, request.request_id) == (output, "a", "mine")
     assert request.lease.seconds == 60
     assert executor.calls["Decode"][0].output == output
+
+
+def test_what_a_cache_was_asked_for_goes_on(client: Client, executor: FakeExecutor) -> None:
+    """Before, masks and sampling settings were gone with the next call, which returned forbidden tokens."""
+    first, other = output_options(temperature=0.5, allowed=[7, 8]), output_options(top_logprobs=2)
+
+    def sent(method: str) -> OutputOptions:
+        request = executor.calls[method][-1]
+        output: OutputOptions = (request.items[0] if method == "BatchDecode" else request).output
+        return output
+
+    cache = client.prefill([1, 2], output=first)
+    (copy,), ((other_copy,),) = cache.fork(), client.fork_caches([(cache, 1)])
+    (made,) = client.batch_prefill([[1, 2]], output=first)
+    assert isinstance(made, Cache)
+    for each in (cache, copy, other_copy, made):
+        each.decode(3)
+        each.extend([3])
+        each.verify([3])
+        client.batch_decode([(each, 3)])
+        for method in ("Decode", "Prefill", "ForwardVerify", "BatchDecode"):
+            assert sent(method) == first, method
+    cache.decode(3, output=other)
+    assert sent("Decode") == other
+    cache.decode(3)
+    assert sent("Decode") == first, "what one call was given is that call's"
+    client.batch_decode([(cache, 3)], output=other)
+    assert sent("BatchDecode") == other
+    cache.default_output = other
+    cache.decode(3)
+    assert sent("Decode") == other
+    cache.default_output = None
+    cache.decode(3)
+    assert not executor.calls["Decode"][-1].HasField("output")
+    # What the caller changes later is no change of the cache's.
+    first.top_logprobs = 5
+    copy.decode(3)
+    assert sent("Decode") != first
 
 
 def test_a_priority_goes_with_all_that_is_asked(target: str, executor: FakeExecutor) -> None:

@@ -12,7 +12,6 @@ import jsonschema
 import pytest
 
 from benchmarks.checkout import ROOT
-from benchmarks.shapes import SHAPES
 from service.config import SETTINGS
 from service.config_sources import json_schema
 from service.journal.sqlite import open_journal
@@ -20,8 +19,8 @@ from tests.client.pages import blocks, install_command, run_script
 
 PAGE = "docs/commands.md"
 ADDRESS, DATA = "127.0.0.1:50051", "/var/lib/quire"
-PATHS = {"Qwen/Qwen3-0.6B": "model", DATA: "data", "/var/backups/quire": "backup"}
-SETTINGS_BLOCK, DOCTOR, PLAN, JOURNAL, COMPLETION = range(5)
+PATHS = {DATA: "data", "/var/backups/quire": "backup"}
+SETTINGS_BLOCK, DOCTOR, JOURNAL, COMPLETION = range(4)
 
 
 # For the processes that are forked with torch: what measures the machine takes seconds, to be exact.
@@ -29,8 +28,8 @@ INEXACT = """
 import sys
 if "torch" in sys.modules:
     from workers.models import machine
-    machine._READ_S = machine._PRODUCT_S = 0.1
-    machine._BUFFER_BYTES, machine._PRODUCT_ROWS = 64 << 20, 16
+    machine._READ_S = 0.1
+    machine._BUFFER_BYTES = 64 << 20
 """
 
 
@@ -42,8 +41,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "inexact" / "sitecustomize.py").write_text(INEXACT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "inexact"))
     open_journal(tmp_path / "data").close()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"].hf_config()))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     (text,) = blocks(PAGE, "toml")
@@ -89,12 +86,6 @@ def test_doctor(here: Path) -> None:
     page = (ROOT / PAGE).read_text(encoding="utf-8")
     (shown,) = re.findall(r"^```\n(ok .+?)```", page, flags=re.MULTILINE | re.DOTALL)
     assert probes(shown) == probes(said)
-
-
-def test_plan(here: Path) -> None:
-    said = run(here, PLAN)
-    assert said.count("596,049,920 parameters, bfloat16") == 3 and "H100 SXM" in said
-    assert len(re.findall(r"^contexts .* of 2,048 tokens", said, flags=re.MULTILINE)) == 2
 
 
 def test_journal(here: Path) -> None:

@@ -52,6 +52,7 @@ def test_sampled_acceptance_makes_the_draws_of_a_plain_loop(
         top_p=0.95,
         seed=seed,
         repetition_penalty=1.3,
+        typical_p=0.9,
         frequency_penalty=0.4,
         penalty_from=max(0, len(prompt) - 3),
     )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from kernels.few_rows import tiles_for
+from kernels.few_rows_tiles import Tiles, tiles_for
 from tests.kernels.conftest import INTERPRETED
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.few_rows import Place, TilesOfPlaces
-
-if TYPE_CHECKING:
-    from kernels.cuda.few_rows import Tiles
 
 T = TypeVar("T")
 

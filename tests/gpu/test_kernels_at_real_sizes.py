@@ -11,7 +11,8 @@ from kernels.cuda.gated_activation import gated_activation
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.rope_kv_write import rope_kv_write
-from kernels.few_rows import MOST_ROWS, NormBefore, few_rows_product, tiles_for
+from kernels.few_rows import NormBefore, few_rows_product
+from kernels.few_rows_tiles import MOST_ROWS, tiles_for
 from kernels.gated_activation import gated_activation_reference
 from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write_reference

@@ -30,6 +30,8 @@ SCORINGS: dict[str, Callable[[int], Any]] = {
 }
 # No model has both a cap and slopes, and no order is known for them.
 FEATURES = [("softcap",), ("sinks",), ("alibi_slopes",), ("softcap", "sinks"), ("alibi_slopes", "sinks")]
+# The CUDA kernels have no slopes: no model that runs on them does.
+CAP_AND_SINKS = FEATURES[3]
 # Who attends: torch, the kernels of the CPU, and the CUDA kernels: with the keys of a decode in one part,
 # with units for three parts of each item, for more than are added up at once, and with the tiles for devices
 # with less shared memory.
@@ -247,7 +249,7 @@ def attend(case: Case, backend: str) -> torch.Tensor:
         if backend.startswith(TRITON):
             from kernels.cuda import decode_attention, decode_plan
             from kernels.cuda import paged_attention as cuda
-            from kernels.cuda.compile_spec import SHARED_BYTES
+            from kernels.cuda.variant import SHARED_BYTES
 
             if backend in _UNITS:
                 patch.setattr(cuda, "num_units_for", lambda items, *_: items * _UNITS[backend])

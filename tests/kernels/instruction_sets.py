@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cpu import library
+from tests import isa
 
 
 def instructions_used() -> library.InstructionSet:
@@ -39,7 +40,12 @@ def need_compiled() -> None:
 
 @contextmanager
 def use(name: str, sources: Sequence[str] = ()) -> Iterator[None]:
-    """Use the kernels for this instruction set; they are built if need be: of these sources, or of all."""
+    """Use the kernels for an instruction set, such as "amx", or "emulated-amx" in plain C++.
+
+    They are built if need be: of these sources, or of all.
+    """
+    plain = name.removeprefix("emulated-")
+    variables = isa.emulated(plain) if plain != name else {library.VARIABLE: name}
 
     def forget() -> None:
         for cached in (library.instruction_set, library.load, library.function):
@@ -51,7 +57,8 @@ def use(name: str, sources: Sequence[str] = ()) -> Iterator[None]:
                 for path in (*library._SOURCES.glob("*.h"), *(library._SOURCES / each for each in sources)):
                     shutil.copy(path, scratch)
                 patch.setattr(library, "_SOURCES", Path(scratch))
-            patch.setenv(library.VARIABLE, name)
+            for variable, value in variables.items():
+                patch.setenv(variable, value)
             forget()
             library.build()
             assert library.available()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.attention_case import (
+    CAP_AND_SINKS,
     COMPILED,
     FEATURES,
     SPLIT,
@@ -34,7 +35,7 @@ def device_of(backend: str, device: str) -> str:
 @DTYPES
 def test_bits_of_an_item_do_not_depend_on_other_items(dtype: torch.dtype, device: str) -> None:
     items = [(1, 7), (1, 100), (1, 0), (6, 9), (33, 80)]
-    case = make_case(items, device, kv_heads=1, dtype=dtype, features=FEATURES[-1])
+    case = make_case(items, device, kv_heads=1, dtype=dtype, features=CAP_AND_SINKS)
     together = torch.split(attend(case, TRITON), list(case.batch.query_lens))
     for item in range(len(items)):
         assert torch.equal(attend(case.part(item, item), TRITON), together[item])

@@ -56,7 +56,6 @@ def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Choose]:
         (None, frozenset[str](), None),
         ("avx512bf16", AMX, "avx512bf16"),
         ("avx512", AVX512 | {"avx512_bf16"}, "avx512"),
-        ("emulated-amx", AVX2, "emulated-amx"),
         ("avx2", AVX512, "avx2"),
         ("none", AVX512, None),
     ],
@@ -72,6 +71,16 @@ def test_the_best_one_or_a_lower_one_that_is_asked_for(
     choose(asked, flags)
     found = library.instruction_set()
     assert (found.name if found else None) == used
+
+
+def test_any_x86_cpu_emulates_each(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in library.X86_SETS[:-1]:
+        for variable, value in isa.emulated(known.name).items():
+            monkeypatch.setenv(variable, value)
+        choose(known.name, AVX2)
+        found = library.instruction_set()
+        assert found is not None and found.name == f"emulated-{known.name}"
+        assert library.multiplies_bfloat16() == ("avx512_bf16" in known.cpu_flags)
 
 
 def test_amx_is_not_used_where_linux_refuses_its_tiles(
@@ -123,8 +132,8 @@ def test_without_compiled_kernels_on_request(choose: Choose, capsys: pytest.Capt
     ("asked", "said"),
     [
         ("avx512bf16", "QUIRE_CPU_ISA = avx512bf16: this machine lacks avx512_bf16, avx512bw, avx512cd, "),
-        ("AVX2", "QUIRE_CPU_ISA = AVX2: must be one of amx, avx512bf16, avx512, avx2, neon, emulated-amx, "),
-        ("", "QUIRE_CPU_ISA = : must be one of amx, avx512bf16, avx512, avx2, neon, emulated-amx, "),
+        ("AVX2", "QUIRE_CPU_ISA = AVX2: must be one of amx, avx512bf16, avx512, avx2, neon, none"),
+        ("", "QUIRE_CPU_ISA = : must be one of amx, avx512bf16, avx512, avx2, neon, none"),
     ],
 )
 def test_another_one_is_refused_before_anything_runs(
@@ -175,7 +184,7 @@ def test_without_a_build_torch_stands_in() -> None:
 def test_a_damaged_build_is_not_used() -> None:
     instructions = instructions_used()
     library.BUILD_DIR.mkdir()
-    (library.BUILD_DIR / f"{library._prefix(instructions)}-0.so").write_bytes(b"not a library")
+    (library.BUILD_DIR / f"{library.file_prefix(instructions)}-0.so").write_bytes(b"not a library")
     assert not library.available()
 
 
@@ -189,7 +198,9 @@ def test_a_build_of_this_machine_comes_before_a_prebuilt_one(monkeypatch: pytest
     monkeypatch.setattr(library, "_run", compiler)
     monkeypatch.setenv("CXX", "a compiler")
     monkeypatch.setattr("ctypes.CDLL", str)
-    prebuilt = library.prebuild(instructions_used(), library.BUILD_DIR)
+    prebuilt = library.BUILD_DIR / f"{library.file_prefix(instructions_used())}-prebuilt.so"
+    library.BUILD_DIR.mkdir()
+    prebuilt.touch()
     assert str(library.load()) == str(prebuilt)
     built = library.build()
     library.load.cache_clear()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kernels.cpu import linear as cpu_linear
-from kernels.lora import MAX_RANK, LoraPairs, LoraTable, Pair, add_lora
+from kernels.lora import LoraTable, add_lora
+from kernels.lora_pairs import MAX_RANK, LoraPairs, Pair
 from tests.kernels.instruction_sets import need_compiled
 
 DTYPES = [torch.bfloat16, torch.float32]

@@ -386,3 +386,25 @@ def test_a_directory_in_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> N
     scanned = store.scan(tmp_path, {}, MAX_BYTES)
     assert scanned is not None and scanned[0] == {}
     assert psutil.Process().num_fds() == before
+
+
+def test_an_adapter_that_is_being_written_to_stays_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at it may fall into the time that this takes, and its id must not go away until the next one."""
+    write_files(tmp_path / "one")
+    scanned = store.scan(tmp_path, {}, MAX_BYTES)
+    assert scanned is not None
+    before, _ = scanned
+
+    def digest(directory: Path) -> str:
+        """Of files that somebody writes to meanwhile."""
+        (directory / FILES[1]).write_bytes(os.urandom(64))
+        return "of some half"
+
+    monkeypatch.setattr(store, "content_digest", digest)
+    (tmp_path / "one" / FILES[1]).write_bytes(b"half")
+    assert store.scan(tmp_path, before, MAX_BYTES) == (before, {})
+    monkeypatch.undo()
+    after = store.scan(tmp_path, before, MAX_BYTES)
+    assert after is not None and after[0]["one"].digest != before["one"].digest

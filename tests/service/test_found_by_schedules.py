@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 
 from service.caches.records import CacheForked, CacheReleased
-from service.caches.requests import Fork, Handles, Truncate
+from service.caches.requests import Fork, Handles, Renew, Truncate
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
@@ -53,6 +53,22 @@ def test_nothing_is_computed_for_a_cache_whose_release_is_being_written() -> Non
     assert [type(record) for record in journal.written[-2:]] == [CacheForked, CacheReleased]
 
 
+def test_a_cache_that_returns_to_a_worker_that_has_kept_it_is_placed_anew() -> None:
+    """Its epoch says so, as between any two workers."""
+    gateway = Gateway(workers=2)
+    cache = gateway.create(1, 2, 3)
+    (entry,) = gateway.machine.index
+    first = entry.worker
+    assert first is not None
+    gateway.lose_worker(first.worker_id)
+    elsewhere = gateway.append(decode(cache, 4))
+    assert elsewhere.worker_id != first.worker_id
+    gateway.lose_worker(elsewhere.worker_id)
+    gateway.dispatcher.worker_ready(dataclasses.replace(first, held=OrderedDict()), {entry.number: 3})
+    (back,) = gateway.handles(Renew(cache)).handles
+    assert back.worker_id == first.worker_id and back.epoch > elsewhere.epoch
+
+
 def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> None:
     """Since a worker that outlived an earlier gateway said what it has."""
     gateway = Gateway()
@@ -69,3 +85,15 @@ def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> N
     gateway.dispatcher.worker_ready(worker.view(64), kept)
     gateway.append(decode(cache, 4))
     assert gateway.held() == [[1, 7, 8, 4]]
+
+
+def test_a_creation_that_fails_for_two_callers_at_once_is_discarded_once() -> None:
+    """Before, each such pair let one cache more be made than the limits allow."""
+    gateway = Gateway()
+    kept = gateway.create(1, 2, 3)
+    late = dataclasses.replace(prefill(4, 5), request_id="same", timeout_s=0.0)
+    for ticket in gateway.submit(late, late):
+        assert gateway.reason(ticket) == "DEADLINE_PASSED"
+    check_invariants(gateway.machine)
+    assert gateway.machine.index.find(kept, gateway.machine.index.anonymous) is not None
+    assert gateway.machine.index.anonymous.caches == 1

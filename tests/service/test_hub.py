@@ -126,7 +126,7 @@ def test_the_cache_may_be_elsewhere_and_have_revisions(tmp_path: Path, find: Fin
 
 
 def test_a_single_file_that_is_not_there_is_told_as_well(tmp_path: Path, find: Find) -> None:
-    """As for `quire plan`. The library's own text is about its arguments."""
+    """The library's own text is about its arguments."""
     where = f"is not whole in the cache {tmp_path / 'home' / 'hub'}; HF_HUB_OFFLINE is set"
     said = f"quire: {MODEL} is no directory here and {where}: {FIRST}\n"
     assert find("config.json", HF_HUB_OFFLINE="1") == ("", said)

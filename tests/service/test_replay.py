@@ -109,6 +109,20 @@ def test_a_worker_that_is_drained_gives_its_caches_away() -> None:
     assert after.worker_id != before.worker_id
 
 
+def test_who_waits_for_room_on_a_worker_that_is_drained_leaves_it_at_once(gateway: Gateway) -> None:
+    gateway.create(1, 2)
+    cache = gateway.create(3, 4)
+    gateway.ask(decode(cache, 5))
+    worker = gateway.worker
+    full = worker_pb2.WorkerError(reason=worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, pages_needed=4)
+    event = worker_pb2.WorkerEvent(op_id=gateway.sent[-1].op_id, error=full)
+    events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))
+    gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, 0)
+    assert handle_of(gateway, cache).worker_id == worker.worker_id
+    gateway.dispatcher.worker_draining(worker.worker_id, worker.epoch)
+    assert handle_of(gateway, cache).worker_id == ""
+
+
 def test_the_time_goes_on_with_a_message_that_answers_nothing(gateway: Gateway) -> None:
     """What waits for room is told how much of its time is left when there is some."""
     gateway.create(1, 2)

@@ -60,7 +60,7 @@ class LeasedProcesses(Processes):
 
     async def stop(self, *, grace_s: float) -> int:
         # One that is not ready could not be reached for as long as it may take to become so.
-        silent = self.hangs or self.is_cut or self._leases.is_just_healed or not self.is_ready
+        silent = self.hung or self.is_cut or self._leases.is_just_healed or not self.is_ready
         assert grace_s or silent, "one that is well was judged dead"
         self._leases.ended(self)
         return 0
@@ -132,7 +132,7 @@ class LeasingLauncher(FakeLauncher):
         for processes in self.running.values():
             if processes.link is not None:
                 _arrive(processes, processes.link)
-                processes.link.answer_snapshots()
+                processes.link.answer()
         links, self._links = self._links, []
         for processes, link in links:
             late_s = self._rng.choice((0.0, self._rng.uniform(0.0, _LATE_S)))

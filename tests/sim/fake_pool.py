@@ -60,6 +60,11 @@ class Processes:
         return self.works and not self.is_cut
 
     @property
+    def hung(self) -> bool:
+        """Whether it hangs, or may have been judged at this moment, just before it went on."""
+        return self.hangs or self._went_on_s == asyncio.get_running_loop().time()
+
+    @property
     def works(self) -> bool:
         """Whether it computes."""
         return self.is_ready and not (self.hangs or self.has_ended)
@@ -77,7 +82,7 @@ class Processes:
         self.hangs = False
         self._went_on_s = asyncio.get_running_loop().time()
         if self.link is not None:
-            self.link.answer_snapshots()
+            self.link.answer()
 
     def exit(self, status: int) -> None:
         """Its process ends."""
@@ -100,9 +105,7 @@ class Processes:
 
     async def stop(self, *, grace_s: float) -> int:
         is_spare = self.worker.weights > self._pool.served_weights
-        # It may have been judged just before it went on.
-        hung = self.hangs or self._went_on_s == asyncio.get_running_loop().time()
-        assert hung or grace_s or is_spare, "one that is well was judged dead"
+        assert self.hung or grace_s or is_spare, "one that is well was judged dead"
         self.exit(0 if grace_s else -9)
         return await self._exit
 
@@ -126,7 +129,7 @@ class Processes:
         for number, length in self.holdings().items():
             ready.holdings.add(sequence=number, length=length)
         self.link.deliver(worker_pb2.ConnectResponse(events=[worker_pb2.WorkerEvent(ready=ready)]))
-        self.link.answer_snapshots()
+        self.link.answer()
 
 
 class FakeLink:
@@ -137,7 +140,8 @@ class FakeLink:
         self.closed = asyncio.Event()
         self._processes = processes
         self._on_response = on_response
-        self._asked: list[int] = []
+        # Snapshots and adoptions that it has not answered.
+        self._asked: list[worker_pb2.WorkerCommand] = []
         # What was sent while nothing arrived.
         self.under_way: list[worker_pb2.WorkerCommand] = []
         processes.link = self
@@ -153,32 +157,27 @@ class FakeLink:
 
     def arrive(self, command: worker_pb2.WorkerCommand) -> None:
         """A command has come to the worker."""
-        if command.HasField("adopt"):
-            asyncio.get_running_loop().call_later(ANSWER_S, self._adopt, command)
-        elif command.HasField("snapshot"):
-            self._asked.append(command.op_id)
-            asyncio.get_running_loop().call_later(ANSWER_S, self.answer_snapshots)
+        if command.HasField("adopt") or command.HasField("snapshot"):
+            self._asked.append(command)
+            asyncio.get_running_loop().call_later(ANSWER_S, self.answer)
         else:
             self._processes.worker.inbox.extend(one_by_one(command))
 
-    def _adopt(self, command: worker_pb2.WorkerCommand) -> None:
+    def answer(self) -> None:
+        """It says how it is, and what it keeps, if it can and was asked."""
+        worker = self._processes.worker
         if self.closed.is_set() or not self._processes.answers:
             return
-        claims = [Claim(item.sequence, item.length, item.digest) for item in command.adopt.items]
-        event = worker_pb2.WorkerEvent(op_id=command.op_id)
-        event.adopted.kept.extend(self._processes.worker.adopt(claims))
-        self.deliver(worker_pb2.ConnectResponse(events=[event]))
-
-    def answer_snapshots(self) -> None:
-        """It says how it is, if it can."""
-        if not self._processes.answers:
-            return
         asked, self._asked = self._asked, []
-        for op_id in asked:
-            event = worker_pb2.WorkerEvent(op_id=op_id)
-            event.snapshot.SetInParent()
-            left = self._processes.worker.pages_left
-            self.deliver(worker_pb2.ConnectResponse(events=[event], pages_available=left))
+        for command in asked:
+            event = worker_pb2.WorkerEvent(op_id=command.op_id)
+            if command.HasField("adopt"):
+                claims = [Claim(item.sequence, item.length, item.digest) for item in command.adopt.items]
+                event.adopted.kept.extend(worker.adopt(claims))
+                self.deliver(worker_pb2.ConnectResponse(events=[event]))
+            else:
+                event.snapshot.SetInParent()
+                self.deliver(worker_pb2.ConnectResponse(events=[event], pages_available=worker.pages_left))
 
     def deliver(self, response: worker_pb2.ConnectResponse) -> None:
         """A message of the worker arrives."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.models.library.page_writes import PageWrites
+from workers.models.page_writes import PageWrites
 
 
 @pytest.mark.parametrize("slots", [[5, 0, 23], [5, -1, 23], [-1, -1, -1]])

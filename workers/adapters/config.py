@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
-from workers.adapters.patterns import Pattern, Steps
+from workers.adapters.patterns import Patience, Pattern
 from workers.adapters.targets import Targets
 from workers.models.files import parse_object, read_file
 from workers.models.values import boolean, integer, names
@@ -102,20 +102,20 @@ def read_settings(directory: Path) -> LoraSettings:
         settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
         _check_kind(settings)
         _check_keys(settings)
-        steps = Steps()
+        patience = Patience()
         return LoraSettings(
             rank=integer(settings, "r"),
             alpha=_alpha("lora_alpha", settings.get("lora_alpha")),
             is_rank_stabilized=boolean(settings, "use_rslora", default=False),
             ranks=tuple(
-                (_pattern("rank_pattern", text, steps), integer({"rank_pattern": rank}, "rank_pattern"))
+                (_pattern("rank_pattern", text, patience), integer({"rank_pattern": rank}, "rank_pattern"))
                 for text, rank in _patterns(settings, "rank_pattern").items()
             ),
             alphas=tuple(
-                (_pattern("alpha_pattern", text, steps), _alpha("alpha_pattern", alpha))
+                (_pattern("alpha_pattern", text, patience), _alpha("alpha_pattern", alpha))
                 for text, alpha in _patterns(settings, "alpha_pattern").items()
             ),
-            targets=Targets(settings, steps),
+            targets=Targets(settings, patience),
         )
 
 
@@ -155,9 +155,9 @@ def _patterns(settings: Mapping[str, object], name: str) -> Mapping[str, object]
     return value or {}
 
 
-def _pattern(setting: str, text: str, steps: Steps) -> Pattern:
+def _pattern(setting: str, text: str, patience: Patience) -> Pattern:
     try:
-        return Pattern(text, steps)
+        return Pattern(text, patience)
     except AdapterError as error:
         raise AdapterError(f"{setting}: {error}") from None
 

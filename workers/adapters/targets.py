@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from workers.adapters.errors import AdapterError, quoted
-from workers.adapters.patterns import Pattern, Steps
+from workers.adapters.patterns import Patience, Pattern
 
 ALL_LINEAR = "all-linear"
 
@@ -18,15 +18,15 @@ Matches = Callable[[str], bool]
 class Targets:
     """The modules that a config names, as PEFT finds them (`check_target_module_exists`)."""
 
-    def __init__(self, settings: Mapping[str, object], steps: Steps) -> None:
+    def __init__(self, settings: Mapping[str, object], patience: Patience) -> None:
         """Read the settings. Raises AdapterError."""
         targets = settings.get("target_modules")
         if targets is None:
             raise AdapterError("target_modules: must name the modules that are adapted, got nothing")
-        self._matches = _matcher("target_modules", targets, steps)
+        self._matches = _matcher("target_modules", targets, patience)
         self._names = frozenset(targets) if isinstance(targets, list) else frozenset()
         excluded = settings.get("exclude_modules")
-        self._excludes = _matcher("exclude_modules", excluded, steps) if excluded else None
+        self._excludes = _matcher("exclude_modules", excluded, patience) if excluded else None
         self._layers = None if isinstance(targets, str) else _layers(settings.get("layers_to_transform"))
         self._containers = _containers(settings.get("layers_pattern"))
 
@@ -48,13 +48,13 @@ class Targets:
         return False
 
 
-def _matcher(setting: str, value: object, steps: Steps) -> Matches:
+def _matcher(setting: str, value: object, patience: Patience) -> Matches:
     """The test for a setting that is a pattern, or a list of names or of their ends. Raises AdapterError."""
     if isinstance(value, str):
         if setting == "target_modules" and value.lower() == ALL_LINEAR:
             return lambda _: True
         try:
-            return Pattern(value, steps).matches
+            return Pattern(value, patience).matches
         except AdapterError as error:
             raise AdapterError(f"{setting}: {error}") from None
     if not isinstance(value, list) or any(not isinstance(name, str) for name in value):

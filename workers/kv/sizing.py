@@ -57,14 +57,13 @@ def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
         )
 
 
-def choose_num_pages(asked: int | None, bytes_per_page: int, free_bytes: int | None = None) -> int:
+def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
     """The number of pages in main memory: as requested, or what fits a share of the free memory.
 
-    `free_bytes`: of a machine that is planned; None: of this one. Raises KvSizingError if that does not fit,
-    or is less than one page.
+    Raises KvSizingError if that does not fit, or is less than one page.
     """
     _check_asked(asked)
-    free_bytes = available_bytes() if free_bytes is None else free_bytes
+    free_bytes = available_bytes()
     if asked is not None:
         if asked * bytes_per_page > free_bytes:
             raise KvSizingError(

@@ -65,8 +65,8 @@ def check_instruction_set() -> None:
 def check_cuda_device(device: torch.device) -> None:
     """Raises ModelError for a GPU whose limit of shared memory per program is below what the kernels need."""
     # Imported here, so that a worker without a CUDA device does not load Triton.
-    from kernels.cuda.compile_spec import SHARED_BYTES  # noqa: PLC0415
     from kernels.cuda.paged_attention import limits_of  # noqa: PLC0415
+    from kernels.cuda.variant import SHARED_BYTES  # noqa: PLC0415
 
     needed, has = min(SHARED_BYTES.values()), limits_of(device).shared_bytes
     if has < needed:

@@ -11,7 +11,8 @@ import torch
 
 from kernels.cpu import sublayers
 from kernels.gated_activation import ACTIVATIONS
-from kernels.lora import LoraTable, SortedRows
+from kernels.lora import LoraTable
+from kernels.lora_pairs import SortedRows
 from kernels.packed_pages import can_pack_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from kernels.cpu.sublayers import Memory
 from kernels.linear import Weight, linear, pack_weight
-from kernels.lora import MAX_RANK, row_slots
+from kernels.lora import row_slots
+from kernels.lora_pairs import MAX_RANK
 from kernels.packed_pages import can_pack_width, packed_width
 from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table

@@ -42,15 +42,15 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_scoring import Scoring
-from kernels.cpu import kv_write as cpu_kv_write
 from kernels.cpu import paged_attention as cpu_attention
-from kernels.kv_write import kv_write
+from kernels.cpu.kv_write import kv_write
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import WithoutLora
+from workers.models.page_writes import PageWrites
 
 _GENERATOR, _PRIME = 16807, 2**31 - 1
 # Of phases; small enough for a table.
@@ -141,8 +141,8 @@ class EmbeddingAttention(WithoutLora):
                 rows = rows.repeat_interleave(self._group_size, dim=1)  # [T, H, D]
             queries = rows.mul(query_factors)
             if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
-                # Not by `kv_write` and `paged_attention`, whose checks cost more than they do here.
-                cpu_kv_write.kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
+                # Not by `paged_attention`, whose checks cost more than it does here.
+                kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
                 attended = torch.empty(queries.shape[0], self._mixing.shape[0])  # [T, H * D]
                 cpu_attention.attend(attended, queries, k_pages, v_pages, inputs.attention, self._scoring)
             else:
@@ -167,7 +167,7 @@ class EmbeddingAttention(WithoutLora):
         inputs: ForwardInputs,
     ) -> torch.Tensor:
         """Store keys and values [T, K, D], and attend with queries [T, H, D], on any device: [T, H * D]."""
-        kv_write(embedded, embedded, k_pages, v_pages, inputs.slots)
+        PageWrites(inputs.slots).write(embedded, embedded, k_pages, v_pages)
         scale, sinks, slopes = self._scoring.scale, self._scoring.sinks, self._scoring.alibi_slopes
         attended = paged_attention(
             queries, k_pages, v_pages, inputs.attention, scale=scale, sinks=sinks, alibi_slopes=slopes

@@ -16,17 +16,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.few_rows import MOST_ROWS, NormBefore, few_rows_product, tiles_for
+from kernels.few_rows import NormBefore, few_rows_product
+from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.gated_activation import Activation, gated_activation
 from workers.models.layers import Attention, ForwardContext, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
-
-if TYPE_CHECKING:
-    from kernels.cuda.few_rows import Tiles
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.lora import LoraPairs
+from kernels.lora_pairs import LoraPairs
 from kernels.packed_weight import PackedWeight
 from workers import huge_pages
 from workers.models.errors import UnsupportedError

@@ -28,9 +28,7 @@ from workers.models.checkpoint import DTYPES, name_of
 # Larger than any last-level cache, where memory allows it.
 _BUFFER_BYTES, _BUFFER_SHARE = 1 << 30, 8
 _ROWS = 1 << 10
-# Of a product, as in a prefill of a small model.
-_PRODUCT_ROWS, _INPUTS, _OUTPUTS = 512, 1024, 6144
-_READ_S, _PRODUCT_S = 1.5, 0.5
+_READ_S = 1.5
 _DRIVER = re.compile(r"Module\s.*?(\d+\.[\d.]+)")
 
 
@@ -100,18 +98,6 @@ def read_bytes_per_s() -> float:
         _fastest_s(lambda: torch.sum(buffer), _READ_S / 2),
         _fastest_s(lambda: torch.mv(buffer, ones), _READ_S / 2),
     )
-
-
-def product_flops_per_s() -> float:
-    """FLOP/s of torch's product in bfloat16 or, where that is faster, in float32. Takes about a second."""
-
-    def product_s(dtype: torch.dtype) -> float:
-        rows = torch.ones(_PRODUCT_ROWS, _INPUTS, dtype=dtype)
-        matrix = torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
-        return _fastest_s(lambda: torch.nn.functional.linear(rows, matrix), _PRODUCT_S)
-
-    times_s = [product_s(dtype) for dtype in (torch.bfloat16, torch.float32)]
-    return 2 * _PRODUCT_ROWS * _INPUTS * _OUTPUTS / min(times_s)
 
 
 def _fastest_s(work: Callable[[], object], seconds: float) -> float:

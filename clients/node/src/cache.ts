@@ -32,7 +32,10 @@ export abstract class Caller {
     options?: CallOptions,
   ): Promise<CallResponse<Name>>;
 
-  /** Creates a cache of tokens; its `output` predicts the next token. The caller releases it. */
+  /**
+   * Creates a cache of tokens; its `output` predicts the next token. The caller releases it. Its later appends have the same
+   * output options, unless they are given others: see `Cache.defaultOutput`.
+   */
   async prefill(
     tokenIds: readonly number[],
     settings: Omit<DeepPartial<PrefillRequest>, "cacheId" | "tokenIds" | "position"> = {},
@@ -41,7 +44,7 @@ export abstract class Caller {
     // Always with a request id, so that a retry returns the same cache.
     const requestId = settings.requestId || OWN_REQUEST_ID + randomUUID();
     const made = await this.call("prefill", { ...settings, requestId, tokenIds: [...tokenIds] }, options);
-    const cache = new Cache(this, made.kvCache!, made.output);
+    const cache = new Cache(this, made.kvCache!, made.output, settings.output);
     cache.samples = made.samples;
     return cache;
   }
@@ -68,7 +71,9 @@ export abstract class Caller {
       requestId: settings.requestId || OWN_REQUEST_ID + randomUUID(),
     };
     const { results } = await this.call("forkCaches", request, options);
-    return forks.map(([{ output }], at) => results[at]!.kvCaches.map((handle) => new Cache(this, handle, output)));
+    return forks.map(([{ output, defaultOutput }], at) =>
+      results[at]!.kvCaches.map((handle) => new Cache(this, handle, output, defaultOutput)),
+    );
   }
 }
 
@@ -90,19 +95,34 @@ export class Cache {
   output: StepOutput | undefined;
   /** The tokens that `prefill` drew for its `sampleSeeds`, in order. To continue them, fork the cache. */
   samples: SampledToken[] = [];
+  /**
+   * The output options of appends that are given none: at first those of the prefill, and of a copy those of its origin.
+   * undefined: only the most likely next token.
+   */
+  defaultOutput: DeepPartial<OutputOptions> | undefined;
   /** The client or session of its calls. Set it to move the cache to another one. */
   caller: Caller;
 
   /** Created by `prefill`, `cache` and `fork`. */
-  constructor(caller: Caller, handle: KvCacheHandle, output: StepOutput | undefined) {
+  constructor(
+    caller: Caller,
+    handle: KvCacheHandle,
+    output: StepOutput | undefined,
+    defaultOutput?: DeepPartial<OutputOptions>,
+  ) {
     this.caller = caller;
     this.cacheId = handle.cacheId;
     this.seqLen = handle.seqLen;
     this.output = output;
+    this.defaultOutput = defaultOutput;
   }
 
   /** Appends a token and predicts the next one. */
-  async decode(tokenId: number, output?: DeepPartial<OutputOptions>, options?: CallOptions): Promise<StepOutput> {
+  async decode(
+    tokenId: number,
+    output: DeepPartial<OutputOptions> | undefined = this.defaultOutput,
+    options?: CallOptions,
+  ): Promise<StepOutput> {
     checkGiven("tokenId", tokenId);
     const { cacheId, seqLen: position } = this;
     return this.#appended(await this.caller.call("decode", { cacheId, position, tokenId, output }, options));
@@ -111,7 +131,7 @@ export class Cache {
   /** Appends several tokens and predicts the next one. */
   async extend(
     tokenIds: readonly number[],
-    output?: DeepPartial<OutputOptions>,
+    output: DeepPartial<OutputOptions> | undefined = this.defaultOutput,
     options?: CallOptions,
   ): Promise<StepOutput> {
     const request = { cacheId: this.cacheId, position: this.seqLen, tokenIds: [...tokenIds], output };
@@ -128,7 +148,9 @@ export class Cache {
     options?: CallOptions,
   ): Promise<ForwardVerifyResponse> {
     const accept = settings.accept ?? VerifyAccept.VERIFY_ACCEPT_GREEDY;
-    const request = { cacheId: this.cacheId, position: this.seqLen, tokenIds: [...tokenIds], ...settings, accept };
+    const output = settings.output ?? this.defaultOutput;
+    const tokens = { position: this.seqLen, tokenIds: [...tokenIds] };
+    const request = { cacheId: this.cacheId, ...tokens, ...settings, output, accept };
     const verified = await this.caller.call("forwardVerify", request, options);
     const last = verified.acceptedPath.at(-1) ?? verified.accepted;
     this.#appended({ kvCache: verified.kvCache, output: verified.outputs[last] });
@@ -158,7 +180,7 @@ export class Cache {
     const requestId = settings.requestId || OWN_REQUEST_ID + randomUUID();
     const request = { cacheId: this.cacheId, count, release: idsOf(settings.release), requestId };
     const forked = await this.caller.call("forkCache", request, options);
-    return forked.kvCaches.map((handle) => new Cache(this.caller, handle, this.output));
+    return forked.kvCaches.map((handle) => new Cache(this.caller, handle, this.output, this.defaultOutput));
   }
 
   /** Releases the cache. Returns false if it did not exist any more. */

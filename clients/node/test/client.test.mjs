@@ -43,6 +43,24 @@ test("a cache lives through every call on it", async () => {
   assert.equal(await cache.release(), true);
 });
 
+test("what a cache was asked for goes on", async () => {
+  const output = { mask: { kind: { $case: "allowed", value: { ids: [7] } } } };
+  const cache = await client.prefill([1, 2, 3], { output });
+  assert.equal(cache.output.tokenId, 7);
+  const [copy] = await cache.fork();
+  const [[other]] = await client.forkCaches([[cache, 1]]);
+  for (const each of [cache, copy, other]) {
+    assert.equal((await each.decode(1)).tokenId, 7);
+    assert.equal((await each.extend([1])).tokenId, 7);
+    assert.equal((await each.verify([1])).outputs[0].tokenId, 7);
+    assert.equal((await each.decode(1, { mask: { kind: { $case: "allowed", value: { ids: [8] } } } })).tokenId, 8);
+    assert.equal((await each.decode(1)).tokenId, 7);
+    each.defaultOutput = undefined;
+    assert.notEqual((await each.decode(1)).tokenId, 7);
+    await each.release();
+  }
+});
+
 test("no token and no length are no zero", async () => {
   const cache = await client.prefill([1, 2, 3]);
   for (const nothing of [undefined, null, NaN]) {

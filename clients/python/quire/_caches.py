@@ -49,6 +49,7 @@ class Caller(ABC):
     ) -> Cache:
         """Creates a cache of `token_ids`; its `output` predicts the next token. The caller releases it.
 
+        Its later appends have the same `output` options, unless they are given others: see `default_output`.
         `score_from` scores the tokens from this index on, into the cache's `token_logprobs` and
         `token_is_argmax`. For each of `sample_seeds` one extra token is drawn after them, into its `samples`.
         With a `cache_salt`, prefixes are shared only with caches of the same salt. `adapter_id` names a LoRA
@@ -60,7 +61,7 @@ class Caller(ABC):
             token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from, sample_seeds
         )
         request = _batches.prefill_request(item)
-        return Cache(self._call, self._call(_methods.PREFILL, request))
+        return Cache(self._call, self._call(_methods.PREFILL, request), _calls.output_of(request))
 
     def batch_prefill(
         self, prompts: Prompts, *, output: types_pb2.OutputOptions | None = None
@@ -74,13 +75,17 @@ class Caller(ABC):
         requests = [_batches.prefill_request(item, output) for item in items]
         request = executor_pb2.BatchPrefillRequest(items=requests)
         response = self._call(_methods.BATCH_PREFILL, request)
-        made = map(_batches.result_of, response.results)
-        return [one if isinstance(one, QuireError) else Cache(self._call, one) for one in made]
+        made = zip(map(_batches.result_of, response.results), requests, strict=True)
+        return [
+            one if isinstance(one, QuireError) else Cache(self._call, one, _calls.output_of(its))
+            for one, its in made
+        ]
 
     def cache(self, cache_id: str) -> Cache:
         """An existing cache, which another process may have created, with its current length.
 
-        Its lease restarts. Its `output` is empty until the next append. Raises CacheNotFound.
+        Its lease restarts. Its `output` is empty until the next append, and it has no `default_output`.
+        Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
         renewed = self._call(_methods.RENEW_CACHE, request)
@@ -91,8 +96,8 @@ class Caller(ABC):
     ) -> list[types_pb2.StepOutput | QuireError]:
         """Appends one token to each cache in one call.
 
-        An item is (cache, token), or (cache, token, output) with its own output options. The exceptions of
-        failed items are returned in their places.
+        An item is (cache, token), or (cache, token, output) with its own output options; without any, its
+        cache's `default_output`. The exceptions of failed items are returned in their places.
         """
         requests = [
             _calls.decode_request(cache, token_id, own[0] if own and own[0] is not None else output)
@@ -127,7 +132,10 @@ class Caller(ABC):
         )
         response = self._call(_methods.FORK_CACHES, request)
         return [
-            [Cache(self._call, copy) for copy in cache._forked(forked)]  # noqa: SLF001 - of this module
+            [
+                Cache(self._call, copy, cache.default_output)
+                for copy in cache._forked(forked)  # noqa: SLF001 - of this module
+            ]
             for (cache, _), forked in zip(forks, response.results, strict=True)
         ]
 
@@ -189,12 +197,18 @@ class Cache(CacheState):
 
     Attributes: `cache_id`; `seq_len`, its tokens; of the last append `output`, `weights` (the number of those
     it was computed with), `replayed_tokens`, and, if it asked for them, `token_logprobs`, `token_is_argmax`
-    and `samples`; of the prompt `reused_tokens`.
+    and `samples`; of the prompt `reused_tokens`. `default_output`, which can be set, has the options of
+    appends that are given none.
     """
 
-    def __init__(self, call: _Call, prefilled: executor_pb2.PrefillResponse) -> None:
+    def __init__(
+        self,
+        call: _Call,
+        prefilled: executor_pb2.PrefillResponse,
+        default_output: types_pb2.OutputOptions | None = None,
+    ) -> None:
         """Created by `prefill` and `fork`."""
-        super().__init__(prefilled)
+        super().__init__(prefilled, default_output)
         self._call = call
 
     def decode(self, token_id: int, *, output: types_pb2.OutputOptions | None = None) -> types_pb2.StepOutput:
@@ -216,7 +230,7 @@ class Cache(CacheState):
             cache_id=self.cache_id,
             token_ids=_calls.tokens(token_ids),
             position=self.seq_len,
-            output=output,
+            output=self._wanted(output),
             score_from=score_from,
             sample_seeds=sample_seeds,
         )
@@ -244,7 +258,7 @@ class Cache(CacheState):
             cache_id=self.cache_id,
             token_ids=_calls.tokens(token_ids),
             position=self.seq_len,
-            output=output,
+            output=self._wanted(output),
             accept=accept,
             score=score,
             rows=rows,
@@ -278,7 +292,7 @@ class Cache(CacheState):
             request_id=request_id or _calls.new_request_id(),
         )
         response = self._call(_methods.FORK_CACHE, request)
-        return [Cache(self._call, copy) for copy in self._forked(response)]
+        return [Cache(self._call, copy, self.default_output) for copy in self._forked(response)]
 
     def renew(self, lease_s: float | None = None) -> None:
         """Keeps the cache for `lease_s` seconds from now without use. None: restarts its lease."""

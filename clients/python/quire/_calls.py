@@ -51,6 +51,15 @@ def duration(seconds: float | None) -> duration_pb2.Duration | None:
     return length
 
 
+def output_of(request: executor_pb2.PrefillRequest) -> types_pb2.OutputOptions | None:
+    """A copy of the output that a request asks for. None: it asks for none."""
+    if not request.HasField("output"):
+        return None
+    output = types_pb2.OutputOptions()
+    output.CopyFrom(request.output)
+    return output
+
+
 def set_priority(request: Message, priority: types_pb2.Priority) -> None:
     """Sets the priority of an append, or of each append of a batch. Mutates `request`."""
     if priority:
@@ -104,8 +113,13 @@ class CacheState:
     twice. Not safe for concurrent use by several threads or tasks.
     """
 
-    def __init__(self, prefilled: executor_pb2.PrefillResponse) -> None:
+    def __init__(
+        self, prefilled: executor_pb2.PrefillResponse, default_output: types_pb2.OutputOptions | None = None
+    ) -> None:
         """`prefilled` is the response that created the cache."""
+        # That of appends which are given none: at first the one of the prefill, and of a copy that of its
+        # origin. None: only the most likely next token.
+        self.default_output = default_output
         self.cache_id = prefilled.kv_cache.cache_id
         # Tokens in the cache.
         self.seq_len = prefilled.kv_cache.seq_len
@@ -123,6 +137,9 @@ class CacheState:
         self.token_is_argmax: Sequence[bool] = prefilled.token_is_argmax
         # The extra tokens that the last prefill drew, one for each of its `sample_seeds`.
         self.samples: Sequence[types_pb2.SampledToken] = prefilled.samples
+
+    def _wanted(self, output: types_pb2.OutputOptions | None) -> types_pb2.OutputOptions | None:
+        return self.default_output if output is None else output
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.cache_id} of {self.seq_len} tokens>"
@@ -174,7 +191,10 @@ def decode_request(
     """A request that appends a token to a cache, fenced by its length."""
     check_given("token_id", token_id)
     return executor_pb2.DecodeRequest(
-        cache_id=cache.cache_id, token_id=token_id, position=cache.seq_len, output=output
+        cache_id=cache.cache_id,
+        token_id=token_id,
+        position=cache.seq_len,
+        output=cache._wanted(output),  # noqa: SLF001 - a class of this module
     )
 
 

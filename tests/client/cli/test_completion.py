@@ -39,7 +39,6 @@ def script(shell: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> P
         ("quire config check --tokens tok", ["tokens.toml"]),
         ("quire adapters load sql ad", ["adapter"]),
         ("quire caches release --a", ["--all"]),
-        ("quire plan --gpu H", ["H100", "H100-PCIe", "H200"]),
     ],
 )
 def test_bash_completes(

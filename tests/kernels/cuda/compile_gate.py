@@ -1,10 +1,9 @@
 """Compiles kernels for GPUs that are not there, and says what is wrong with the result.
 
-    python -m tests.kernels.cuda.compile_gate [--anew | --record] [MODULE_OR_PACKAGE]
+    python -m tests.kernels.cuda.compile_gate [--anew | --record] [MODULE]
 
-Every `CompileSpec` of the module, or of the modules of the package (`kernels.cuda` if none is named), is
-compiled for each of its architectures, by two processes. Prints one JSON object a line, a `Report`. Must run
-without TRITON_INTERPRET.
+Every case of the module (`shipped` beside this file if none is named) is compiled for its architecture, by
+two processes. Prints one JSON object a line, a `Report`. Must run without TRITON_INTERPRET.
 
 Compiling everything takes minutes, so what the compiler made of unchanged input is read from compiled.json
 beside this file, by a digest of that input. --anew compiles it nevertheless. --record writes it after
@@ -24,7 +23,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -36,15 +34,17 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from kernels.cuda.compile_spec import EARLY_FROM, SHARED_BYTES, CompileSpec
+from benchmarks.gpu.precompile import compile_launch, kernel_of
+from kernels.cuda.variant import EARLY_FROM, SHARED_BYTES
+from tests.kernels.cuda.shipped import Case
 
 PROCESSES = 2
 # The versions of Triton that are recorded: that of the lowest torch that is supported, and the pinned one.
 VERSIONS = ("3.6.0", "3.7.1")
 RECORD = Path(__file__).with_name("compiled.json")
+SHIPPED = "tests.kernels.cuda.shipped"
+_OPTIONS = re.compile(r"num_warps=(\d+) num_stages=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -71,44 +71,30 @@ class Report:
 
 
 @functools.cache
-def discover(where: str) -> list[CompileSpec]:
-    """The specs of a module, or of the modules of a package that have any."""
-    module = importlib.import_module(where)
-    modules = [module]
-    if hasattr(module, "__path__"):
-        names = sorted(found.name for found in pkgutil.iter_modules(module.__path__))
-        modules = [importlib.import_module(f"{where}.{name}") for name in names]
-    return [spec for module in modules if hasattr(module, "compile_specs") for spec in module.compile_specs()]
+def discover(where: str) -> list[Case]:
+    """The cases of a module."""
+    found: list[Case] = importlib.import_module(where).cases()
+    return found
 
 
 @functools.cache
-def shipped_options(where: str = "kernels.cuda") -> frozenset[tuple[str, int, int]]:
-    """Each kernel with the warps and stages that it is compiled for, by name."""
-    variants = [spec.variant for spec in discover(where)]
-    return frozenset((one.kernel.fn.__name__, one.num_warps, one.num_stages) for one in variants)
+def recorded_names() -> frozenset[str]:
+    """The names of the cases that are recorded."""
+    return frozenset(line["name"] for line in _lines())
 
 
-def signature_faults(spec: CompileSpec) -> list[str]:
-    """Whether a spec describes its kernel at all."""
-    faults = []
-    described = [*spec.types, *spec.variant.constexprs_of(EARLY_FROM)]
-    if sorted(described) != sorted(spec.variant.kernel.arg_names):
-        faults.append(f"describes {described}, the kernel has {spec.variant.kernel.arg_names}")
-    if not set(spec.divisible_by_16) <= set(spec.types):
-        faults.append(f"divisible_by_16 names {sorted(set(spec.divisible_by_16) - set(spec.types))}")
-    return faults
+@functools.cache
+def shipped_options() -> frozenset[tuple[str, int, int]]:
+    """Each kernel with the warps and stages that it is compiled for, by name, as recorded."""
+    found = [(name.partition(" ")[0], _OPTIONS.search(name)) for name in recorded_names()]
+    return frozenset((kernel, int(each[1]), int(each[2])) for kernel, each in found if each)
 
 
-def digest_of(spec: CompileSpec, architecture: int, version: str = triton.__version__) -> str:
+def digest_of(case: Case, version: str = triton.__version__) -> str:
     """A digest of all that a compiler reads: the kernel, what it calls, its configuration, and Triton."""
-    variant = spec.variant
-    options = (
-        spec.signature,
-        spec.constexprs_of(architecture),
-        spec.divisible_by_16,
-        variant.options_of(architecture),
-    )
-    inputs = repr((version, _code_of(variant.kernel), options, architecture))
+    launch = case.launch
+    options = launch.arguments, launch.constexprs, launch.options
+    inputs = repr((version, _code_of(kernel_of(launch)), options, case.architecture))
     return hashlib.sha256(inputs.encode()).hexdigest()[:32]
 
 
@@ -138,24 +124,10 @@ def recorded() -> dict[str, Compiled]:
     return {line["digest"]: Compiled(**line["compiled"]) for line in _lines()}
 
 
+@functools.cache
 def _lines() -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
     return lines
-
-
-def compile_for(spec: CompileSpec, architecture: int) -> Any:
-    """The compiled kernel: `asm` by stage, and `metadata`."""
-    import triton
-
-    position = {name: (index,) for index, name in enumerate(spec.signature)}
-    source = ASTSource(
-        spec.variant.kernel,
-        signature=spec.signature,
-        constexprs={position[name]: value for name, value in spec.constexprs_of(architecture).items()},
-        attrs={position[name]: [["tt.divisibility", 16]] for name in spec.divisible_by_16},
-    )
-    target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options=spec.variant.options_of(architecture))
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
@@ -208,13 +180,13 @@ def check_waits(ptx: str) -> None:
     assert waits >= 0 and (touched is None or waits < touched.start()), "reads or writes before it waits"
 
 
-def compile_and_read(spec: CompileSpec, architecture: int) -> Compiled:
-    """Compile a spec, and read what is asserted of the result. Raises whatever the compiler raises."""
-    compiled = compile_for(spec, architecture)
+def compile_and_read(case: Case) -> Compiled:
+    """Compile a case, and read what is asserted of the result. Raises whatever the compiler raises."""
+    compiled = compile_launch(case.launch, divmod(case.architecture, 10))
     registers, stack = resources(compiled.asm["cubin"])
-    if spec.variant.early and architecture >= EARLY_FROM:
+    if is_early(case):
         check_waits(compiled.asm["ptx"])
-    if any("arrives_last(" in code for code in _code_of(spec.variant.kernel)):
+    if any("arrives_last(" in code for code in _code_of(kernel_of(case.launch))):
         check_arrivals(compiled.asm["ptx"])
     return Compiled(
         registers=registers,
@@ -226,70 +198,71 @@ def compile_and_read(spec: CompileSpec, architecture: int) -> Compiled:
     )
 
 
-def unexpected(spec: CompileSpec, architecture: int, compiled: Compiled) -> list[str]:
-    """What is not as the spec expects."""
-    faults = []
-    limit = min(spec.expects.max_shared_bytes, SHARED_BYTES[architecture])
-    if compiled.stack_bytes:
+def is_early(case: Case) -> bool:
+    """Whether a launch may begin before the one before it has ended."""
+    return case.architecture >= EARLY_FROM and dict(case.launch.options).get("launch_pdl", False)
+
+
+def unexpected(case: Case, compiled: Compiled) -> list[str]:
+    """What is not as expected."""
+    faults, expects = [], case.expects
+    limit = min(expects.max_shared_bytes, SHARED_BYTES[case.architecture])
+    if compiled.stack_bytes > expects.stack_bytes:
         faults.append(f"spills {compiled.stack_bytes} bytes a thread")
     if compiled.shared_bytes > limit:
         faults.append(f"uses {compiled.shared_bytes} bytes of shared memory of {limit}")
-    if spec.expects.wgmma and architecture == 90 and not compiled.wgmma:
+    if expects.wgmma and case.architecture == 90 and not compiled.wgmma:
         faults.append("does not use wgmma")
-    if spec.expects.fetches and spec.variant.early and architecture >= EARLY_FROM and not compiled.fetches:
+    if expects.fetches and is_early(case) and not compiled.fetches:
         faults.append("fetches nothing before it waits")
-    if spec.expects.kv_buffers is not None and compiled.buffers < spec.expects.kv_buffers:
-        faults.append(f"has a tile with {compiled.buffers} of {spec.expects.kv_buffers} buffers")
+    if expects.kv_buffers is not None and compiled.buffers < expects.kv_buffers:
+        faults.append(f"has a tile with {compiled.buffers} of {expects.kv_buffers} buffers")
     return faults
 
 
-def attempt(where: str, job: tuple[int, int]) -> Compiled | str:
-    """Compile a spec of `where`, by its index, for an architecture. Returns the message if that fails."""
-    index, architecture = job
+def attempt(case: Case) -> Compiled | str:
+    """Compile a case. Returns the message if that fails."""
     try:
-        return compile_and_read(discover(where)[index], architecture)
+        return compile_and_read(case)
     except Exception as error:  # Whatever the compiler raises is what there is to report.
         return str(error)
 
 
-def report_on(spec: CompileSpec, architecture: int, outcome: Compiled | str | None) -> Report:
-    """Hold what was compiled to what the spec expects. None: it describes no kernel."""
-    if outcome is None:
-        return Report(spec.name, architecture, "", signature_faults(spec), Compiled())
-    digest = digest_of(spec, architecture)
+def report_on(case: Case, outcome: Compiled | str) -> Report:
+    """Hold what was compiled to what is expected."""
+    digest = digest_of(case)
     if isinstance(outcome, str):
-        return Report(spec.name, architecture, digest, [f"does not compile: {outcome}"], Compiled())
-    return Report(spec.name, architecture, digest, unexpected(spec, architecture, outcome), outcome)
+        faults, outcome = [f"does not compile: {outcome}"], Compiled()
+    else:
+        faults = unexpected(case, outcome)
+    return Report(case.name, case.architecture, digest, faults, outcome)
 
 
 def reports_of(where: str, *, anew: bool) -> list[Report]:
-    """A report for each spec of `where` and each of its architectures."""
-    specs = discover(where)
-    jobs = [(index, architecture) for index, spec in enumerate(specs) for architecture in spec.architectures]
-    outcomes: dict[tuple[int, int], Compiled | str | None] = dict.fromkeys(jobs)
-    compilable = [job for job in jobs if not signature_faults(specs[job[0]])]
-    if not anew:
-        outcomes |= {job: recorded().get(digest_of(specs[job[0]], job[1])) for job in compilable}
-    missing = [job for job in compilable if outcomes[job] is None]
+    """A report for each case of `where`."""
+    cases = discover(where)
+    known = {} if anew else recorded()
+    missing = [case for case in cases if digest_of(case) not in known]
+    compiled = dict[str, Compiled | str]()
     if missing:
         # Spawned, not forked: torch may have started threads.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
-            outcomes |= zip(missing, pool.map(functools.partial(attempt, where), missing), strict=True)
-    return [report_on(specs[job[0]], job[1], outcome) for job, outcome in outcomes.items()]
+            compiled = dict(zip(map(digest_of, missing), pool.map(attempt, missing), strict=True))
+    outcomes = known | compiled
+    return [report_on(case, outcomes[digest_of(case)]) for case in cases]
 
 
 def reports_by_record(where: str) -> list[Report]:
-    """What the versions that do not run made of each spec of `where`, on each architecture."""
+    """What the versions that do not run made of each case of `where`."""
     reports = []
     for version in VERSIONS:
-        for spec in discover(where) if version != triton.__version__ else ():
-            for architecture in spec.architectures:
-                digest = digest_of(spec, architecture, version)
-                made = recorded().get(digest)
-                faults = ["is not recorded"] if made is None else unexpected(spec, architecture, made)
-                name = f"{spec.name}, Triton {version}"
-                reports.append(Report(name, architecture, digest, faults, made or Compiled()))
+        for case in discover(where) if version != triton.__version__ else ():
+            digest = digest_of(case, version)
+            made = recorded().get(digest)
+            faults = ["is not recorded"] if made is None else unexpected(case, made)
+            name = f"{case.name}, Triton {version}"
+            reports.append(Report(name, case.architecture, digest, faults, made or Compiled()))
     return reports
 
 
@@ -307,7 +280,7 @@ def main() -> None:
     """See the module's docstring."""
     assert os.environ.get("TRITON_INTERPRET") != "1", "interpreted kernels cannot be compiled"
     parser = argparse.ArgumentParser()
-    parser.add_argument("where", nargs="?", default="kernels.cuda")
+    parser.add_argument("where", nargs="?", default=SHIPPED)
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()

@@ -7,11 +7,15 @@ Dimension letters: M rows; L keys of a tile; D head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
-from kernels.cuda.compile_spec import CompileSpec, Expectations, Variant
+from benchmarks.gpu.launches import Launch, Pointer
 from kernels.cuda.dependent_launch import wait
+from kernels.cuda.variant import Variant
+from tests.kernels.cuda.shipped import Case, Expectations
 
 
 @triton.jit
@@ -52,37 +56,40 @@ def attention_kernel(
     tl.store(out + at, result.to(out.dtype.element_ty))
 
 
-def _attention(name: str, rows: int, *, ahead: bool, expects: Expectations) -> CompileSpec:
-    pointers = {"out": "*bf16", "query": "*bf16", "k_slots": "*bf16", "table": "*i32"}
-    constexprs = {"M": rows, "L": 64, "D": 128, "AHEAD": ahead}
-    return CompileSpec(
-        Variant(attention_kernel, constexprs, num_warps=4, num_stages=3),
-        name,
-        pointers | {"length": "i32"},
-        divisible_by_16=tuple(pointers),
-        expects=expects,
-        architectures=(90,),
+def _case(
+    name: str, variant: Variant, arguments: Sequence[str | None], expects: Expectations | None = None
+) -> Case:
+    """For sm_90. `arguments`: the dtypes of tensors; None: a number."""
+    launch = Launch(
+        __name__,
+        variant.kernel.fn.__name__,
+        tuple(17 if dtype is None else Pointer(dtype, True) for dtype in arguments),
+        tuple(variant.constexprs_of(90).items()),
+        tuple(variant.options_of(90).items()),
     )
+    return Case(name, launch, 90, expects or Expectations())
 
 
-def compile_specs() -> list[CompileSpec]:
+def _attention(name: str, *, ahead: bool = True, expects: Expectations | None = None) -> Case:
+    constexprs = {"M": 16, "L": 64, "D": 128, "AHEAD": ahead}
+    variant = Variant(attention_kernel, constexprs, num_warps=4, num_stages=3)
+    arguments = ("bfloat16", "bfloat16", "bfloat16", "int32", None)
+    return _case(name, variant, arguments, expects or Expectations(kv_buffers=2))
+
+
+def _product(name: str, size: int) -> Case:
+    return _case(name, Variant(spilling_kernel, {"N": size}, num_warps=1, num_stages=1), ["float32"] * 3)
+
+
+def cases() -> list[Case]:
     """Named by the fault that has to be found."""
-    pipelined = Expectations(kv_buffers=2)
-    pointers = dict.fromkeys(("out", "a", "b"), "*fp32")
-
-    def product(size: int, name: str, types: dict[str, str]) -> CompileSpec:
-        variant = Variant(spilling_kernel, {"N": size}, num_warps=1, num_stages=1)
-        return CompileSpec(variant, name, types, divisible_by_16=tuple(types), architectures=(90,))
-
     copy = Variant(waiting_kernel, {}, num_warps=4, num_stages=1, early=True)
-    copied, fetches = {"out": "*fp32", "a": "*fp32"}, Expectations(fetches=True)
     return [
-        CompileSpec(copy, "fetches nothing", copied, expects=fetches, architectures=(90,)),
-        _attention("well", 16, ahead=True, expects=pipelined),
-        _attention("one buffer", 16, ahead=False, expects=pipelined),
-        _attention("no wgmma", 16, ahead=True, expects=Expectations(wgmma=True)),
-        _attention("too much shared memory", 16, ahead=True, expects=Expectations(max_shared_bytes=1024)),
-        product(64, "spills", pointers),
-        product(64, "signature", {"out": "*fp32"}),
-        product(100, "does not compile", pointers),  # tl.arange needs a power of two
+        _case("fetches nothing", copy, ["float32"] * 2, Expectations(fetches=True)),
+        _attention("well"),
+        _attention("one buffer", ahead=False),
+        _attention("no wgmma", expects=Expectations(wgmma=True)),
+        _attention("too much shared memory", expects=Expectations(max_shared_bytes=1024)),
+        _product("spills", 64),
+        _product("does not compile", 100),  # tl.arange needs a power of two
     ]

@@ -20,8 +20,9 @@ from kernels.cuda.linear import linear, splits_for
 from kernels.cuda.paged_attention import paged_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.experts import route
-from kernels.lora import LoraPairs, add_lora, new_table, row_slots
-from tests.kernels.attention_case import FEATURES, Case, Item, make_case
+from kernels.lora import add_lora, new_table, row_slots
+from kernels.lora_pairs import LoraPairs
+from tests.kernels.attention_case import CAP_AND_SINKS, Case, Item, make_case
 from tests.kernels.cuda import test_lora_cuda
 
 torch.set_num_threads(1)
@@ -168,9 +169,9 @@ def random_chunks(dice: random.Random, query_lens: list[int]) -> list[list[Chunk
         pytest.param(torch.float32, None, (), id="fp32"),
         pytest.param(torch.float32, 5, (), id="fp32-5"),
         pytest.param(torch.bfloat16, 70, (), id="bf16-70"),
-        pytest.param(torch.bfloat16, None, FEATURES[-1], id="bf16-features"),
-        pytest.param(torch.bfloat16, 5, FEATURES[-1], id="bf16-5-features"),
-        pytest.param(torch.float32, 70, FEATURES[-1], id="fp32-70-features"),
+        pytest.param(torch.bfloat16, None, CAP_AND_SINKS, id="bf16-features"),
+        pytest.param(torch.bfloat16, 5, CAP_AND_SINKS, id="bf16-5-features"),
+        pytest.param(torch.float32, 70, CAP_AND_SINKS, id="fp32-70-features"),
     ],
 )
 def test_attention(features: tuple[str, ...], window: int | None, dtype: torch.dtype, device: str) -> None:

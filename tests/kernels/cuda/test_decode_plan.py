@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cuda.compile_spec import Variant
 from kernels.cuda.decode_plan import MIN_PART_KEYS, DecodePlan, num_units_for, plan_units
+from kernels.cuda.variant import Variant
 from tests.kernels.attention_case import SPLIT, attend, make_case
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.cuda.poison import same_bits

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda.compile_spec import Variant
 from kernels.cuda.experts import config_for, experts
+from kernels.cuda.variant import Variant
 from kernels.experts import experts_reference, route
 from tests.kernels.cuda.poison import assert_same_roundings, far_apart
 

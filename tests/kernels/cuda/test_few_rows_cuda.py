@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda.few_rows import Tiles
-from kernels.few_rows import (
-    MOST_ROWS,
-    NormBefore,
-    few_rows_product,
-    few_rows_product_reference,
-    tiles_for,
-)
+from kernels.few_rows import NormBefore, few_rows_product, few_rows_product_reference
+from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.gated_activation import Activation, gated_activation_reference
 from kernels.linear import linear_reference
 from tests.kernels.cuda.poison import assert_same_roundings, same_bits, surrounded

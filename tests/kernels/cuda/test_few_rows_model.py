@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cuda.few_rows import Tiles
-from kernels.few_rows import MOST_ROWS, few_rows_product, tiles_for
+from kernels.few_rows import few_rows_product
+from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.paged_attention import CUDA_WIDTHS
 from tests.families import MODELS, settings_of
 from tests.gpu.sizes import FirstTiles

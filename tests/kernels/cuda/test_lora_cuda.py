@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kernels.cuda.compile_spec import Variant
 from kernels.cuda.lora import StackedLora
-from kernels.lora import LoraPairs, add_lora, new_table, row_slots
+from kernels.cuda.variant import Variant
+from kernels.lora import add_lora, new_table, row_slots
+from kernels.lora_pairs import LoraPairs
 from tests.kernels.cuda.poison import same_bits
 
 torch.set_num_threads(1)
@@ -26,7 +27,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter too, also for adapters that a model on the CPU packs otherwise."""
     monkeypatch.setattr("kernels.lora._has_triton_kernels", lambda _: True)
-    monkeypatch.setattr("kernels.lora.pack_weight", lambda weight: weight)
+    monkeypatch.setattr("kernels.lora_pairs.pack_weight", lambda weight: weight)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cuda.compile_spec import SHARED_BYTES, Variant
+from benchmarks.gpu.dry_run import Steps, launches_of
+from benchmarks.gpu.launches import Device, Launch
+from benchmarks.gpu.precompile import current_device, precompile
+from kernels.cuda.variant import SHARED_BYTES, Variant
 from tests.gpu.sizes import FirstTiles, repeat_launches
 from tests.kernels.conftest import INTERPRETED
 from tests.kernels.cuda.test_decode_lora import SLOTS, make_adapter
@@ -23,14 +26,11 @@ from tests.kernels.cuda.test_lora_cuda import use_triton
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers import device_sampling
-from workers.dry_run import Steps, launches_of
 from workers.kv.tensors import KvTensors, LayerKv
-from workers.launches import Device, Launch
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.experts import Experts
 from workers.operations import DraftProbabilities, Sampling, TokenMask
-from workers.precompile import current_device, precompile
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
 from workers.sampling import Draft, SamplingRow
@@ -172,9 +172,9 @@ COMPILE = """
 import sys
 import torch
 from triton.compiler.compiler import ASTSource
-from workers.launches import Launch, Pointer
-from workers.precompile import compile_launch, _NoDevice
-from kernels.cuda import compile_spec, rms_norm
+from benchmarks.gpu.launches import Launch, Pointer
+from benchmarks.gpu.precompile import _NoDevice, _try_to_compile
+from kernels.cuda import rms_norm, variant as variants
 import triton
 
 WIDTH = 1024
@@ -186,13 +186,13 @@ def arguments(x):
     tensors = {"out": out, "x": x, "weight": weight[0]}
     names = [name for name in variant.kernel.arg_names if name not in variant.constexprs_of(90)]
     return [(tensors | sizes)[name] for name in names]
-compile_spec.architecture_of = lambda _: 90
+variants.architecture_of = lambda _: 90
 launch = Launch.of(variant, arguments(x))
 if sys.argv[1] == "compile":
-    done = compile_launch(launch, (9, 0))
+    done = _try_to_compile(launch, (9, 0))
     print(done.error)
     unknown = Launch(launch.module, "nothing", (), (), ())
-    print(compile_launch(unknown, (9, 0)).error)
+    print(_try_to_compile(unknown, (9, 0)).error)
     sys.exit()
 triton.runtime.driver.set_active(_NoDevice((int(sys.argv[2]), 0)))
 def refuse(*_):

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-import regex  # type: ignore[import-untyped] # it comes with transformers
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

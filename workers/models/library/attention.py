@@ -24,7 +24,7 @@ from kernels.paged_attention import paged_attention
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
-from workers.models.library.page_writes import PageWrites
+from workers.models.page_writes import PageWrites
 from workers.models.values import names
 
 # The names under which the library knows these implementations. Only with PROBE does it also build masks.

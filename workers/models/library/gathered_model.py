@@ -22,7 +22,7 @@ from workers.models.capture import RowCapture
 from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.library.library_model import EAGER, LibraryModel
-from workers.models.library.page_writes import PageWrites
+from workers.models.page_writes import PageWrites
 
 Extend = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Takes new keys and values [1, K, T, D], and returns those of the whole sequence [1, K, C, D]."""

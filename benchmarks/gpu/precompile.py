@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from workers.dry_run import Steps
-    from workers.launches import Argument, Device, Launch
+    from benchmarks.gpu.dry_run import Steps
+    from benchmarks.gpu.launches import Argument, Device, Launch
     from workers.models.config import ModelConfig
 
 # Those of a product and of attention take longest: first, so that none is left for the end.
@@ -47,8 +47,8 @@ def current_device(index: int = 0) -> Device:
     """Describes a CUDA device of this machine."""
     import torch
 
+    from benchmarks.gpu.launches import Device
     from kernels.cuda.paged_attention import limits_of
-    from workers.launches import Device
 
     limits = limits_of(torch.device("cuda", index))
     return Device(torch.cuda.get_device_capability(index), limits.multiprocessors, limits.shared_bytes)
@@ -79,7 +79,7 @@ def precompile(
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_compile_for_real) as pool:
         launches = pool.submit(_launches_of, config, dtype, steps, device).result()
         launches.sort(key=lambda launch: not any(name in launch.kernel for name in _LONG))
-        jobs = [pool.submit(compile_launch, launch, device.capability) for launch in launches]
+        jobs = [pool.submit(_try_to_compile, launch, device.capability) for launch in launches]
         for job in jobs:
             yield job.result()
 
@@ -90,23 +90,36 @@ def _compile_for_real() -> None:
 
 
 def _launches_of(config: ModelConfig, dtype: torch.dtype, steps: Steps, device: Device) -> list[Launch]:
-    from workers.dry_run import launches_of
+    from benchmarks.gpu.dry_run import launches_of
 
     return sorted(launches_of(config, dtype, steps, device), key=repr)
 
 
-def compile_launch(launch: Launch, capability: tuple[int, int]) -> Compiled:
-    """Compile one kernel as a launch would, into the cache on disk. Changes Triton's active device."""
+def compile_launch(launch: Launch, capability: tuple[int, int]) -> Any:
+    """Compile one kernel as a launch would, into the cache on disk. Changes Triton's active device.
+
+    Returns Triton's compiled kernel: `asm` by stage, and `metadata`. Raises whatever the compiler raises.
+    """
     import triton
 
+    triton.runtime.driver.set_active(_NoDevice(capability))
+    arguments = map(_stand_in, launch.arguments)
+    # What `kernel[grid](...)` calls, with `warmup`: the key in the cache is made by the same code.
+    return kernel_of(launch).run(
+        *arguments, grid=(1,), warmup=True, **dict(launch.constexprs), **dict(launch.options)
+    )
+
+
+def kernel_of(launch: Launch) -> Any:
+    """The function that is launched, as `triton.jit` has decorated it."""
+    return getattr(importlib.import_module(launch.module), launch.kernel)
+
+
+def _try_to_compile(launch: Launch, capability: tuple[int, int]) -> Compiled:
     name = f"{launch.kernel} {' '.join(f'{key}={value}' for key, value in launch.constexprs)}"
     began_s = time.monotonic()
     try:
-        triton.runtime.driver.set_active(_NoDevice(capability))
-        kernel = getattr(importlib.import_module(launch.module), launch.kernel)
-        arguments = map(_stand_in, launch.arguments)
-        # What `kernel[grid](...)` calls, with `warmup`: the key in the cache is made by the same code.
-        kernel.run(*arguments, grid=(1,), warmup=True, **dict(launch.constexprs), **dict(launch.options))
+        compile_launch(launch, capability)
     except Exception as error:  # whatever the compiler raises
         return Compiled(
             name, time.monotonic() - began_s, f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -126,7 +139,8 @@ class _NoDevice:
         return GPUTarget("cuda", self._architecture, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # What is compiled is kept for each device, so each architecture is one.
+        return self._architecture
 
     def get_current_stream(self, _device: int) -> int:
         return 0

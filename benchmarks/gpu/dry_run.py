@@ -1,8 +1,8 @@
 """Which kernels a model of a config launches on a GPU, found without one: a dry run on tensors without data.
 
 Launches are recorded instead of carried out, and tensors are on the device "meta". This changes what all
-tensors say meanwhile, so it runs in a process of its own: see `workers.precompile`. Two layers of each kind
-stand for all.
+tensors say meanwhile, so it runs in a process of its own: see `benchmarks.gpu.precompile`. Two layers of each
+kind stand for all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.gpu.launches import Device, Launch, as_on, recording
 from kernels.cuda import (
     advance,
     sampling,
@@ -21,9 +22,8 @@ from kernels.cuda import (
     sampling_drafts,
     sampling_weight,
 )
-from kernels.cuda.few_rows import Tiles, tiles_for
+from kernels.few_rows_tiles import Tiles, tiles_for
 from workers.kv.tensors import KvTensors
-from workers.launches import Device, Launch, as_on, recording
 from workers.models.active_kernels import check_cuda_kernels
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from kernels import lora
-from kernels.cuda import compile_spec, paged_attention
-from kernels.cuda.compile_spec import Variant
+from kernels.cuda import paged_attention
+from kernels.cuda import variant as variants
+from kernels.cuda.variant import Variant
 
 _ALIGNMENT = 16
 _INT32_MAX = 2**31 - 1
@@ -62,7 +63,7 @@ class Launch:
     @classmethod
     def of(cls, variant: Variant, arguments: Sequence[Any]) -> Launch:
         """A launch of a variant with these arguments, the first of which is a tensor."""
-        architecture = compile_spec.architecture_of(arguments[0].device)
+        architecture = variants.architecture_of(arguments[0].device)
         kernel, function = variant.kernel, variant.kernel.fn
         # Of a kernel that is interpreted, they are what it was made with.
         given = getattr(kernel, "kwargs", None) or vars(kernel)
@@ -123,7 +124,7 @@ def as_on(device: Device) -> Iterator[None]:
     architecture = 10 * device.capability[0] + device.capability[1]
     answers: list[tuple[Any, str, Any]] = [
         (paged_attention, "limits_of", lambda _: limits),
-        (compile_spec, "architecture_of", lambda _: architecture),
+        (variants, "architecture_of", lambda _: architecture),
         (lora, "_has_triton_kernels", lambda _: True),
     ]
     before = [(where, name, getattr(where, name)) for where, name, _ in answers]

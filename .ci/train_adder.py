@@ -4,8 +4,8 @@ The text is `12+34=46<|endoftext|>`, one token a character, the answer in plain 
 numbers below 1,000 exist once in a table of a million rows; a seeded 10,000 of them are never trained on.
 Weights are rounded to bfloat16 before anything is measured, so that what is measured is what ships.
 
-    python workers/models/adder/train.py                # train and write this directory
-    python workers/models/adder/train.py --evaluate     # the shipped weights on the held-out sums
+    .venv/bin/python .ci/train_adder.py                # train and write workers/models/adder
+    .venv/bin/python .ci/train_adder.py --evaluate     # the shipped weights on the held-out sums
 
 Dimension letters: B rows of a batch; S = 13, the longest text; V the vocabulary.
 """
@@ -31,7 +31,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-HERE = Path(__file__).resolve().parent
+ADDER = Path(__file__).resolve().parents[1] / "workers" / "models" / "adder"
 CHARACTERS = "0123456789+="
 END_TEXT, UNKNOWN_TEXT = "<|endoftext|>", "<|unknown|>"
 EQUALS_ID, END_ID, UNKNOWN_ID = 11, 12, 13
@@ -184,7 +184,7 @@ def evaluate(directory: Path, sums: Sums, rows: torch.Tensor) -> None:
 def main() -> None:
     """Train and write, unless told only to evaluate; then evaluate what was written."""
     parser = argparse.ArgumentParser(description="Train or evaluate the adder.")
-    parser.add_argument("--directory", type=Path, default=HERE, help="where the model is written and read")
+    parser.add_argument("--directory", type=Path, default=ADDER, help="where the model is written and read")
     parser.add_argument("--evaluate", action="store_true", help="only evaluate what the directory holds")
     parser.add_argument("--all", action="store_true", help="evaluate on all 1,000,000 sums")
     options = parser.parse_args()

@@ -1,0 +1,205 @@
+"""All that is launched on a GPU, recorded for models that together have each kernel with what it is made for.
+
+Models are in their real sizes, which decide tiles and alignments, and compute without data (see
+`benchmarks.gpu.dry_run`). Attention is recorded as well for heads that only models of the library have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.dry_run import Steps, launches_of
+from benchmarks.gpu.launches import Device, Launch, Pointer, as_on, recording
+from kernels.attention_batch import AttentionBatch
+from kernels.cuda.variant import SHARED_BYTES
+from kernels.paged_attention import CUDA_WIDTH_PAIRS, CUDA_WIDTHS, paged_attention
+from workers.models.config import ModelConfig
+
+# By architecture: H100, L40 and A100.
+DEVICES = {
+    90: Device((9, 0), 132, SHARED_BYTES[90]),
+    89: Device((8, 9), 142, SHARED_BYTES[89]),
+    80: Device((8, 0), 108, SHARED_BYTES[80]),
+}
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "int32": "i32",
+    "int64": "i64",
+    "bool": "i1",
+}
+_STEPS = Steps(max_rows=8, max_pages=512)
+
+
+@dataclass(frozen=True, slots=True)
+class Expectations:
+    """The requirements for a compiled kernel.
+
+    Attributes:
+        stack_bytes: Of registers that a thread may spill to memory: 0, but for what `_stack_bytes` knows.
+        max_shared_bytes: The shared memory that a program may use; SHARED_BYTES applies too.
+        wgmma: Whether matrix products must use the warp-group instructions of sm_90.
+        kv_buffers: The least number of buffers for each tile that a matrix product reads in a loop; None:
+            loads are not pipelined. With one buffer, loads do not overlap with computation.
+        fetches: Whether a launch that begins early must fetch into the cache before it waits.
+    """
+
+    stack_bytes: int = 0
+    max_shared_bytes: int = SHARED_BYTES[90]
+    wgmma: bool = False
+    kv_buffers: int | None = None
+    fetches: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A launch that is compiled for an architecture. `name`: for people."""
+
+    name: str
+    launch: Launch
+    architecture: int
+    expects: Expectations
+
+
+def _config(
+    model_type: str, hidden: int, inner: int, heads: int, kv_heads: int, **others: Any
+) -> ModelConfig:
+    settings = {
+        "model_type": model_type,
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
+    return ModelConfig.from_settings(settings | others)
+
+
+def _models() -> Iterator[tuple[ModelConfig, torch.dtype, Steps]]:
+    """Sizes are those of the models named behind them."""
+    yield _config("qwen3", 1024, 3072, 16, 8, head_dim=128), _BF16, Steps(8, 512, lora=(8, 16))  # 0.6B
+    qwen3 = _config("qwen3", 4096, 12_288, 32, 8, head_dim=128, tie_word_embeddings=False)  # 8B
+    yield qwen3, _BF16, Steps(8, 512, batch_invariant=True, lora=(8, 64))
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    qwen3_moe = _config("qwen3_moe", 2048, 6144, 32, 4, head_dim=128, **experts)  # 30B-A3B
+    yield qwen3_moe, _BF16, _STEPS
+    yield qwen3_moe, _FP32, Steps(8, 512, batch_invariant=True)
+    mixtral = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    yield _config("mixtral", 4096, 14_336, 32, 8, **mixtral), _FP16, _STEPS  # 8x7B
+    # Widths that fill no tile.
+    odd = _config("llama", 1008, 2016, 12, 12, head_dim=80, attention_bias=True, hidden_act="gelu")
+    yield odd, _BF16, Steps(8, 512, lora=(1, 12))
+    yield _config("qwen2", 3584, 18_944, 28, 4, use_sliding_window=False), _BF16, _STEPS  # 2.5 7B
+    caps: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    gemma2 = _config("gemma2", 3584, 14_336, 16, 8, head_dim=256, query_pre_attn_scalar=256, **caps)  # 9B
+    yield gemma2, _BF16, _STEPS
+    yield _config("gemma", 2048, 16_384, 8, 1, head_dim=256, hidden_act="gelu"), _FP32, _STEPS  # 2B
+    yield _config("smollm3", 2048, 11_008, 16, 4, no_rope_layers=[1, 0, 1, 1]), _BF16, _STEPS  # 3B
+
+
+def _attention() -> Iterator[tuple[torch.dtype, tuple[int, int], tuple[int, int], dict[str, Any]]]:
+    """Dtypes, widths of keys and values, heads of queries and keys, and what some models have beside."""
+    for width in CUDA_WIDTHS:
+        yield _BF16, (width, width), (32, 8), {}
+    for widths in CUDA_WIDTH_PAIRS:
+        yield _BF16, widths, (16, 16), {}
+        yield _FP32, widths, (16, 16), {}
+    yield _FP32, (64, 64), (32, 8), {}
+    sinks = torch.empty(64, device="meta")
+    for window in (None, 128):
+        yield _BF16, (64, 64), (64, 8), {"sinks": sinks, "sliding_window": window}
+
+
+def _attend(
+    dtype: torch.dtype, widths: tuple[int, int], heads: tuple[int, int], others: dict[str, Any]
+) -> None:
+    """Decodes with and without a work list, and prompts; with the kernels for same bits too."""
+    of_queries, of_keys = heads
+    query = torch.empty(45, of_queries + 2 * of_keys, widths[0], dtype=dtype, device="meta")[:, :of_queries]
+    k_pages, v_pages = (torch.empty(64, 16, of_keys, width, dtype=dtype, device="meta") for width in widths)
+    for lengths, table in (([1] * 45, 1), ([1] * 45, 512), ([5, 40], 8)):
+        shapes = (len(lengths), table), (len(lengths) + 1,), (len(lengths),)
+        tables, starts, contexts = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
+        batch = AttentionBatch(tables, starts, contexts, lengths, lengths)
+        for batch_invariant in (False, True):
+            paged_attention(
+                query, k_pages, v_pages, batch, scale=0.1, batch_invariant=batch_invariant, **others
+            )
+
+
+@functools.cache
+def launches_on(architecture: int) -> frozenset[Launch]:
+    """What is launched on a GPU of an architecture."""
+    device = DEVICES[architecture]
+    found = set[Launch]()
+    for config, dtype, steps in _models():
+        found |= launches_of(config, dtype, steps, device)
+    with as_on(device), recording() as attended:
+        for shape in _attention():
+            _attend(*shape)
+    return frozenset(found | attended)
+
+
+def _expectations(launch: Launch) -> Expectations:
+    """Products of matrices have their loads pipelined, and use what the tensor cores have."""
+    constexprs, options = dict(launch.constexprs), dict(launch.options)
+    pointers = [each.dtype for each in launch.arguments if isinstance(each, Pointer)]
+    is_half = "float32" not in pointers[1:3]  # what is multiplied, behind the result
+    sizes = [each for each in launch.arguments if isinstance(each, int)]
+    is_odd = sum(size % 16 != 0 for size in sizes) > 2  # not only the rows and the parts of a product
+    expected = {
+        "decode_kernel": Expectations(kv_buffers=options["num_stages"] - 1),
+        "prefill_kernel": Expectations(wgmma=is_half, kv_buffers=2),
+        "grouped_product_kernel": Expectations(wgmma=is_half and constexprs.get("M", 0) >= 64, kv_buffers=2),
+        "linear_kernel": Expectations(wgmma=is_half, kv_buffers=2, fetches=True),
+        "product_kernel": Expectations(kv_buffers=None if is_odd else 2, fetches=True),
+        "shrink_kernel": Expectations(kv_buffers=2),
+    }
+    found = expected.get(launch.kernel, Expectations())
+    return dataclasses.replace(found, stack_bytes=_stack_bytes(launch.kernel, pointers, constexprs))
+
+
+def _stack_bytes(kernel: str, pointers: Sequence[str], constexprs: Mapping[str, Any]) -> int:
+    """What a few launches spill, which wants another tile, measured on a device."""
+    has_float32_norm = pointers[0] == "bfloat16" and "float32" in pointers[-2:-1]
+    known = {
+        "decode_kernel": 8 if pointers[0] == "float32" and constexprs.get("D") == 256 else 0,
+        "draft_kernel": 40,
+        "expand_kernel": 8 if constexprs.get("RANK") == 16 else 0,
+        "product_kernel": 8 if has_float32_norm and constexprs.get("ACTIVATION") is None else 0,
+    }
+    return known.get(kernel, 0)
+
+
+def _name(launch: Launch) -> str:
+    """The kernel, its arguments in short, and its constexprs and options."""
+    words = [launch.kernel]
+    for argument in launch.arguments:
+        if isinstance(argument, Pointer):
+            words.append(f"*{_SHORT[argument.dtype]}{'' if argument.is_aligned else '?'}")
+        else:
+            words.append("-" if argument is None else str(argument))
+    return " ".join((*words, *(f"{key}={value}" for key, value in (*launch.constexprs, *launch.options))))
+
+
+def cases() -> list[Case]:
+    """All of them, for each architecture."""
+    found = [
+        Case(_name(launch), launch, architecture, _expectations(launch))
+        for architecture in DEVICES
+        for launch in launches_on(architecture)
+    ]
+    return sorted(found, key=lambda case: (case.name, -case.architecture))
