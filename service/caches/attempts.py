@@ -147,6 +147,9 @@ class Attempts:
         over: list[Operation] = []
         others: list[tuple[Operation, Attempt, ForwardDone | CommandFailed]] = []
         answered: dict[WorkerView, list[Work]] = {}
+        # Those of the worker before, which is nearly always the same.
+        works: list[Work] = []
+        before: WorkerView | None = None
         for op_id, answer in events:
             operation = self.running.get(op_id)
             if operation is None or answer is None:
@@ -165,7 +168,9 @@ class Attempts:
             del self.running[op_id]
             operation.attempt, operation.done = None, answer
             worker.pages_queued -= attempt.pages
-            answered.setdefault(worker, []).append(attempt.work)
+            if worker is not before:
+                before, works = worker, answered.setdefault(worker, [])
+            works.append(attempt.work)
             over.append(operation)
         for worker, works in answered.items():
             worker.load.leave(works, self._context.now_s, End.ANSWERED)

@@ -170,12 +170,11 @@ class OperationQueues:
         """Begins the operations whose turn has come on all caches. Returns the caches of those that ended."""
         ended: list[CacheEntry] = []
         for kind, group in itertools.groupby(operations, _kind_of):
-            together = list(group)
-            # What one releases, the next one must know of.
-            for batch in [[operation] for operation in together] if kind.releases else [together]:
+            # What one releases, the next one must know of: then each is a batch of its own.
+            for batch in zip(group, strict=True) if kind.releases else (group,):
                 # One whose cache an earlier one releases has lost its turn again.
-                turned = itertools.filterfalse(_turns_left_of, batch)
-                for operation, change in kind.begin(list(turned)):
+                turned = list(itertools.filterfalse(_turns_left_of, batch))
+                for operation, change in kind.begin(turned):
                     if isinstance(change, list):
                         self._commit(operation, change)
                         if kind.releases:

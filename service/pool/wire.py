@@ -71,13 +71,16 @@ class _Message:
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
     messages: dict[WorkerLink, _Message] = {}
+    # To whom the command before went: nearly always the same.
+    before: tuple[str, int] | None = None
+    message: _Message | None = None
     for worker_id, epoch, command in commands:
-        link = links.get((worker_id, epoch))
-        if link is None:
-            continue
-        message = messages.get(link)
+        if before is None or epoch != before[1] or worker_id != before[0]:
+            before = worker_id, epoch
+            link = links.get(before)
+            message = None if link is None else messages.setdefault(link, _Message())
         if message is None:
-            message = messages[link] = _Message()
+            continue
         try:
             if not isinstance(command, effects.Attempt):
                 message.add(command)

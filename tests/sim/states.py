@@ -12,7 +12,7 @@ SEEN: set[tuple[State, State]] = set()
 _state = entries.Operation.state
 
 
-class CheckedOperation(entries.Operation):  # type: ignore[misc]  # a property in the place of a slot
+class CheckedOperation(entries.Operation):
     """Asserts that its state changes along the table, by the module that it names."""
 
     @property
