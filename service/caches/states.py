@@ -43,7 +43,7 @@ NEXT: Final[Mapping[State, frozenset[State]]] = {
     # It begins. What needs no worker is written or answered at once. Of a fork, the release of one of its
     # caches may take back the turn that it has there already.
     WAITING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, COPYING, COMMITTING, ENDED}),
-    # It is tried again, or its time is up. The release of its cache takes its turn back, as in the next three.
+    # It is tried again, or its time is up. The release of its cache takes its turn back, here and below.
     PARKED: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),
     # All is computed, or the worker has failed and another one begins anew. A restore or a move then ends.
     REPLAYING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),

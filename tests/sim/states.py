@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any, cast
 
-from service.caches import entries
+from service.caches import entries, queues
 from service.caches.states import ENDED, MOVED_BY, NEXT, WAITING, State
 
 # The changes that happened so far.
 SEEN: set[tuple[State, State]] = set()
-_state = entries.Operation.state
+_state: Any = entries.Operation.state  # type: ignore[misc]  # the descriptor of a slot
 
 
 class CheckedOperation(entries.Operation):
@@ -17,7 +18,7 @@ class CheckedOperation(entries.Operation):
 
     @property
     def state(self) -> State:
-        return _state.__get__(self)  # type: ignore[attr-defined,no-any-return]  # the descriptor of a slot
+        return cast(State, _state.__get__(self))
 
     @state.setter
     def state(self, after: State) -> None:
@@ -31,7 +32,7 @@ class CheckedOperation(entries.Operation):
             assert after in NEXT[before], f"from {before} to {after}"
             assert module == MOVED_BY[after], f"{module} moves one to {after}"
             SEEN.add((before, after))
-        _state.__set__(self, after)  # type: ignore[attr-defined]
+        _state.__set__(self, after)
 
 
 def check_state(operation: entries.Operation) -> None:
@@ -47,4 +48,4 @@ def check_state(operation: entries.Operation) -> None:
 
 
 # Every machine of the simulator makes these.
-sys.modules["service.caches.queues"].Operation = CheckedOperation  # type: ignore[attr-defined]
+vars(queues)["Operation"] = CheckedOperation
