@@ -2,7 +2,7 @@
 
 Prints JSON: how long a turn of 32 decodes waits for its commit, with an event loop that has nothing else to
 do and with one that is busy, and what it takes of the CPU; how many turns a second can be written; how large
-the file becomes; and how long N tokens take to be recovered, as they were decoded, as prompts, and mixed.
+the files become; and how long N tokens take to be recovered, as they were decoded, as prompts, and mixed.
 Files lie in DIR, whose disk decides much. `--postgres` also measures commits in an empty database.
 """
 
@@ -12,9 +12,9 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import io
 import json
 import shutil
-import sqlite3
 import sys
 import tempfile
 import time
@@ -27,11 +27,12 @@ from benchmarks import machine
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheReleased, Record, TokensAppended
 from service.journal.base import Journal
-from service.journal.compactor import Compactor
-from service.journal.encoding import decode, encode, seal
-from service.journal.files import DATABASE, HIGH_WATER_MARK, Sync
+from service.journal.encoding import decode, encode, read_frames, seal, seed_of
+from service.journal.file_journal import FileJournal
 from service.journal.opening import open_configured
-from service.journal.sqlite import SqliteJournal, open_journal
+from service.journal.recovery import Recovery
+from service.journal.segment_writer import Segments
+from service.journal.segments import JOURNAL, Sync
 from service.journal.stored import StoredJournal
 
 _CALLERS = 32
@@ -71,12 +72,14 @@ def _per_call_us(call: Callable[[], object], times: int = 2000) -> float:
 def encoding() -> dict[str, float]:
     """The encoded records of an event-loop tick."""
     records = turn(1, 100)
-    frames = encode(records)
-    row = seal([frames], 1, 1)
+    payload, seed = encode(records), seed_of(b"a segment")
+    frame = seal([payload], 1, 1, seed)
     return {
         "encode_us": _per_call_us(lambda: encode(records)),
-        "decode_us": _per_call_us(lambda: list(decode(row, 1, 1))),
-        "row_bytes": len(row),
+        "seal_us": _per_call_us(lambda: seal([payload], 1, 1, seed)),
+        "read_us": _per_call_us(lambda: list(read_frames(io.BytesIO(frame), len(frame), seed))),
+        "decode_us": _per_call_us(lambda: list(decode(payload))),
+        "frame_bytes": len(frame),
     }
 
 
@@ -84,8 +87,10 @@ def encoding() -> dict[str, float]:
 async def _opened(place: Path | str, sync: Sync = "normal") -> AsyncIterator[StoredJournal]:
     """A journal in a directory, or in the database of this address."""
     if isinstance(place, Path):
-        with contextlib.closing(open_journal(place, sync)) as journal:
+        with contextlib.closing(_open(place, sync)) as journal:
+            running = asyncio.create_task(journal.run())
             yield journal
+            running.cancel()
         return
     opened = open_configured(place, sync, None, lambda *_: None, lambda *_: None)
     assert isinstance(opened, StoredJournal)
@@ -140,7 +145,7 @@ async def throughput(place: Path | str, sync: Sync = "normal") -> dict[str, floa
 
 
 def decoded(tokens: int) -> Iterator[list[Record]]:
-    """Rows with one token of each caller. New callers replace finished ones."""
+    """Frames with one token of each caller. New callers replace finished ones."""
     first, position = 1, 0
     for index in range(tokens // _CALLERS):
         first, position = 1 + index // _DECODED_TOKENS * _CALLERS, index % _DECODED_TOKENS
@@ -149,7 +154,7 @@ def decoded(tokens: int) -> Iterator[list[Record]]:
 
 
 def prompts(tokens: int, first: int = 1) -> Iterator[list[Record]]:
-    """Rows with one prompt each."""
+    """Frames with one prompt each."""
     prompt = array("I", range(_PROMPT_TOKENS))
     for number in range(first, first + tokens // _PROMPT_TOKENS):
         yield [_created(number), TokensAppended(number, 0, prompt, _PROMPT_TOKENS, 1)]
@@ -167,26 +172,26 @@ def mixed(tokens: int) -> Iterator[list[Record]]:
 
 def recovery(directory: Path, rows: Iterator[list[Record]], tokens: int) -> dict[str, Any]:
     """The recovery time, three times. The files were just written, and are in the page cache."""
-    open_journal(directory).close()
-    (directory / HIGH_WATER_MARK).unlink()
-    with sqlite3.connect(directory / DATABASE) as db:
-        for seq, records in enumerate(rows, start=1):
-            db.execute("INSERT INTO log VALUES (?, 1, ?)", (seq, seal([encode(records)], seq, 1)))
-    db.close()
+    segments = _written(directory)
+    count = 0
+    for records in rows:
+        segments.append([encode(records)])
+        count += 1
+    segments.close()
     times: list[float] = []
     found = 0
     for _ in range(3):
         gc.collect()
-        journal, ledger = open_journal(directory), Ledger()
+        ledger = Ledger()
         start = time.perf_counter()
-        _recover(journal, ledger)
+        journal = _open(directory, ledger=ledger)
         times.append(round(time.perf_counter() - start, 3))
         found = sum(state.length for state in ledger)
         journal.close()
-    size = (directory / DATABASE).stat().st_size
+    size = _size(directory)
     return {
         "tokens": found,
-        "rows": seq,
+        "frames": count,
         "s": times,
         "file_bytes": size,
         "file_bytes_per_token": round(size / tokens, 1),
@@ -194,10 +199,11 @@ def recovery(directory: Path, rows: Iterator[list[Record]], tokens: int) -> dict
 
 
 async def compaction(directory: Path) -> dict[str, Any]:
-    """The file's size with changing callers, and how long compaction steps block the event loop."""
-    journal, ledger = open_journal(directory), Ledger()
-    compactor = Compactor(ledger, journal)
-    steps, written = [], 0
+    """The files' size with changing callers, and how long parts of a compaction block the event loop."""
+    ledger = Ledger()
+    journal = _open(directory, ledger=ledger)
+    journal.bind_ledger(ledger)
+    steps, written, largest = [], 0, 0
     for index in range(10_000):
         first, position = 1 + index // _DECODED_TOKENS * _CALLERS, index % _DECODED_TOKENS
         records: list[Record] = []
@@ -207,31 +213,50 @@ async def compaction(directory: Path) -> dict[str, Any]:
                 CacheReleased(first - 2 * _CALLERS + i) for i in range(_CALLERS) if first > 2 * _CALLERS
             ]
         records += turn(first, position)
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        (compactor if compactor.is_underway else journal).commit(records, done.set_result)
-        if await done:
-            for record in records:
-                ledger.apply(record)
+        await _commit(journal, records, ledger)
         start = time.perf_counter()
-        compactor.step()
+        part = asyncio.ensure_future(journal.compact())
+        await asyncio.sleep(0)
         steps.append(time.perf_counter() - start)
+        await part
         written += len(encode(records))
+        if index % 100 == 0:
+            largest = max(largest, _size(directory))
     journal.close()
     return {
         "written_bytes": written,
         "live_bytes": ledger.size_bytes,
-        "file_bytes": (directory / DATABASE).stat().st_size,
+        "largest_bytes": largest,
+        "file_bytes": _size(directory),
         "step_us": _percentiles_us(steps),
     }
 
 
-def _recover(journal: SqliteJournal, ledger: Ledger) -> None:
-    journal.recover(lambda record, _: ledger.apply(record), lambda run, _: ledger.apply_run(run))
+def _open(directory: Path, sync: Sync = "normal", ledger: Ledger | None = None) -> FileJournal:
+    found = Ledger() if ledger is None else ledger
+    return FileJournal(
+        directory, lambda record, _: found.apply(record), lambda run, _: found.apply_run(run), sync
+    )
 
 
-async def _commit(journal: Journal, records: list[Record]) -> None:
+def _written(directory: Path) -> Segments:
+    return Segments(directory, "normal", Recovery(lambda *_: None, lambda *_: None))
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in (directory / JOURNAL).iterdir())
+
+
+async def _commit(journal: Journal, records: list[Record], ledger: Ledger | None = None) -> None:
     outcome: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    journal.commit(records, outcome.set_result)
+
+    def committed(ok: bool) -> None:
+        if ledger is not None:
+            for record in records:
+                ledger.apply(record)
+        outcome.set_result(ok)
+
+    journal.commit(records, committed)
     assert await outcome
 
 
@@ -258,8 +283,8 @@ def main() -> None:
     try:
         if options.postgres:
             url = options.postgres
-            # Beside SQLite with the same durability.
-            for name, place in (("postgres", url), ("sqlite_sync_full", base / "same")):
+            # Beside files with the same durability.
+            for name, place in (("postgres", url), ("disk_sync_full", base / "same")):
                 found[f"commit_{name}"] = asyncio.run(commits(place, "full"))
                 found[f"commit_{name}_busy_loop"] = asyncio.run(commits(place, "full", busy=True))
                 found[f"throughput_{name}"] = asyncio.run(throughput(place, "full"))

@@ -24,7 +24,7 @@ from quire.v1 import executor_pb2_grpc
 from benchmarks import machine
 from benchmarks.drivers import Stub, close_callers, open_callers, unary
 from benchmarks.gateway_process import CHANNEL_OPTIONS, GatewayProcess
-from service.shards.ids import shard_of
+from service.shard import shard_of
 
 _PROMPT = range(1, 33)
 _CALLERS = (16, 32)
@@ -35,7 +35,7 @@ def _processes(gateway: GatewayProcess, count: int) -> list[psutil.Process]:
     parent = psutil.Process(gateway.process.pid)
     if count == 1:
         return [parent]
-    children = [one for one in parent.children() if "service.cli.gateways" in one.cmdline()]
+    children = [one for one in parent.children() if "service.extensions.gateways.process" in one.cmdline()]
     return sorted(children, key=lambda one: one.pid)
 
 

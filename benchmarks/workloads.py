@@ -288,9 +288,9 @@ def _journal() -> Workload:
         entries=[
             Entry(f"{kind}: {name}", "journal", "decode", {"steps": 8, "journal": kind, "mode": mode})
             for name, mode in modes.items()
-            for kind in ("memory", "sqlite")
+            for kind in ("memory", "disk")
         ],
-        comparisons=[Comparison(f"sqlite: {name}", f"memory: {name}", 0.97) for name in modes],
+        comparisons=[Comparison(f"disk: {name}", f"memory: {name}", 0.97) for name in modes],
         share=1.5,
         prepare=("prepare_decode", {"batch": 32, "context_tokens": 128}),
         warm={"steps": 2},

@@ -9,21 +9,19 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from service.config import (
-    ENV_PREFIX,
-    OTHER_ENV,
-    SETTINGS,
-    Config,
-    ConfigError,
-    Setting,
-    plain,
-)
+from service.config import Config, all_settings
 from service.model_names import is_hub_id, is_model, model_problem
-from service.setting_rules import AUTO, MAX_PORT, POSTGRES, is_private, overlap
+from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
+from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.trusted import require_trusted
 
+# Environment variables with the prefix that are not settings: the file, those of the client commands, and
+# those that workers read themselves (kernels/cpu/library.py).
+_OTHER_ENV = (
+    "QUIRE_CONFIG", "QUIRE_TARGET", "QUIRE_TOKEN", "QUIRE_CA", "QUIRE_CERT", "QUIRE_KEY", "QUIRE_CPU_ISA",
+)  # fmt: skip
 # Names of values that are not shown.
 _SECRET = re.compile("token|secret|passw|key|credential")
 # Many times what all settings take with comments. A device may have no end.
@@ -34,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` and a flag for each setting. Values stay strings: `read_settings` checks them."""
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
     add = parser.add_argument
-    for setting in SETTINGS.values():
+    for setting in all_settings().values():
         if setting.group:
             add = parser.add_argument_group(setting.group).add_argument
         # A switch without a value means on.
@@ -59,12 +57,17 @@ class Settings:
     errors: Sequence[ConfigError]
     file: str
 
+    def where(self, name: str) -> str:
+        """The source of a setting, with the line of the file."""
+        source = self.sources.get(name, "default")
+        return f"{source}{_line_of(source, name)}" if source == self.file else source
+
     def said(self, error: ConfigError) -> str:
         """The error, with where the setting is from: the line, if it is in the file."""
         source = error.source or self.sources.get(error.setting, "default")
         if not self.file or source != self.file:
             return str(ConfigError(error.setting, source, error.value, error.allowed))
-        return f"{self.file}{line_of(self.file, error.setting)}: {error.shown} is refused: {error.allowed}"
+        return f"{self.file}{_line_of(self.file, error.setting)}: {error.shown} is refused: {error.allowed}"
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
@@ -86,12 +89,13 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Setti
             sources[setting.name] = source
         except ConfigError as error:
             errors.append(error)
-    config = Config(**values)
+    config = Config().with_values(values)
+    given = config.values()
     refused = {error.setting for error in errors}
     for names, problem in _conflicts(config):
         # What does not fit a setting that is refused may fit it when it is corrected.
         if not refused.intersection(names):
-            value = getattr(config, names[0])
+            value = given[names[0]]
             # A default may not fit what is given.
             source = next((sources[name] for name in names if name in sources), "default")
             errors.append(ConfigError(names[0], source, AUTO if value is None else value, problem))
@@ -105,33 +109,27 @@ def _given(
 
     The later ones override. A file that cannot be read is added to `errors`.
     """
+    known = all_settings()
     content: Mapping[str, object] = {}
     try:
         content = _read(path) if path else {}
     except ConfigError as error:
         errors.append(error)
     for name, value in content.items():
-        yield name, value, path, SETTINGS.get(name) or _unknown(name, [*SETTINGS])
-    by_env = {setting.env: setting for setting in SETTINGS.values()}
+        yield name, value, path, known.get(name) or _unknown(name, [*known])
+    by_env = {setting.env: setting for setting in known.values()}
     for name, value in environ.items():
         if name in by_env:
             yield name, value, name, by_env[name]
-        elif name.startswith(ENV_PREFIX) and name not in OTHER_ENV:
-            yield name, value, "the environment", _unknown(name, [*by_env, *OTHER_ENV])
+        elif name.startswith(ENV_PREFIX) and name not in _OTHER_ENV:
+            yield name, value, "the environment", _unknown(name, [*by_env, *_OTHER_ENV])
     for name, value in flags.items():
-        if name in SETTINGS and value is not None:
-            yield name, value, SETTINGS[name].flag, SETTINGS[name]
+        if name in known and value is not None:
+            yield name, value, known[name].flag, known[name]
 
 
-# The names of settings that do not fit each other, first of the one that is refused; and why.
-_Conflict: TypeAlias = tuple[tuple[str, ...], str]
-
-
-def _conflicts(config: Config) -> Iterator[_Conflict]:
+def _conflicts(config: Config) -> Iterator[Conflict]:
     """Settings that do not fit each other, such as a public address without TLS."""
-    if config.default_lease_s > config.max_lease_s:
-        limit = plain(config.max_lease_s)
-        yield ("default_lease_s", "max_lease_s"), f"must be at most max_lease_s, which is {limit}"
     if config.adapters and not config.max_lora_adapters:
         yield ("adapters", "max_lora_adapters"), "needs max_lora_adapters to be at least 1"
     if config.model_revision is not None and not is_hub_id(config.model):
@@ -140,38 +138,42 @@ def _conflicts(config: Config) -> Iterator[_Conflict]:
         if getattr(config, name) and not getattr(config, other):
             yield (name, other), f"needs {other} too"
     yield from _pool_conflicts(config)
-    yield from _gateway_conflicts(config)
-    for name in ("listen", "openai_listen"):
-        value = getattr(config, name)
-        if value and not (is_private(value) or config.tls_cert or config.insecure == "on"):
+    for extension in config.extensions:
+        yield from extension.conflicts(config)
+    yield from _port_conflicts(config)
+
+
+def _port_conflicts(config: Config) -> Iterator[Conflict]:
+    """As `_conflicts`, about ports, also of those that come from a setting and the number of a gateway."""
+    taken: list[tuple[str, str]] = []
+    is_secure = bool(config.tls_cert) or config.insecure == "on"
+    # Further ports that follow from a setting are refused, rather than those that are given.
+    for setting, index, address in sorted(config.ports(), key=lambda port: port[1]):
+        assert setting.port is not None
+        name = setting.name
+        if setting.port.needs_tls and not (is_secure or is_private(address)):
             problem = "remote clients need TLS (tls_cert and tls_key), or insecure = on"
             yield (name, "tls_cert", "insecure"), problem
-    yield from _address_conflicts(config)
-
-
-def _address_conflicts(config: Config) -> Iterator[_Conflict]:
-    """As `_conflicts`, about ports, also of those that come from a setting and the number of a gateway."""
-    port = int(config.metrics_listen.rpartition(":")[2] or 0)
-    if port and port + config.gateways - 1 > MAX_PORT:
-        problem = f"needs a port for each of gateways = {config.gateways}, of which the last is {MAX_PORT}"
-        yield ("metrics_listen", "gateways"), problem
-        return
-    taken: list[tuple[str, int, str]] = []
-    for name, index, address in config.addresses():
-        for other, _, its_address in taken:
+        if not address.startswith("unix:") and int(address.rpartition(":")[2]) > MAX_PORT:
+            problem = (
+                f"needs a port for each of gateways = {config.gateways}, of which the last is {MAX_PORT}"
+            )
+            yield (name, "gateways"), problem
+            continue
+        of_gateways = ("gateways",) if index else ()
+        where = f"with gateways = {config.gateways}, gateway {index} has {address}: " if index else ""
+        for other, its_address in taken:
             if name != other and overlap(address, its_address):
-                of_gateways = ("gateways",) if index else ()
-                where = f"with gateways = {config.gateways}, gateway {index} has {address}: " if index else ""
                 yield (name, other, *of_gateways), f"{where}{other} has this port already"
-        taken.append((name, index, address))
+        taken.append((name, address))
     # Elsewhere the same port is another one.
     for address in filter(is_private, config.worker_addresses):
-        for name, _, own in taken:
+        for name, own in taken:
             if overlap(address, own):
                 yield ("workers_at", name), f"{address} is this server's own {name}, not a worker's"
 
 
-def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
+def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     """As `_conflicts`, about where workers run."""
     # On other hosts the model can be where this one has nothing.
     if not config.has_remote_workers and not is_model(config.model):
@@ -179,8 +181,6 @@ def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
     for name in ("workers_at", "pool_listen"):
         if getattr(config, name) and not config.pool:
             yield (name, "pool"), "needs pool too"
-        if getattr(config, name) and config.launcher == "ray":
-            yield (name, "launcher"), "or launcher = ray, not both"
     if config.workers is None and config.pool_listen:
         problem = "must be a number with pool_listen: how many of the workers that call are used"
         yield ("workers", "pool_listen"), problem
@@ -189,56 +189,10 @@ def _pool_conflicts(config: Config) -> Iterator[_Conflict]:
         yield ("pool_listen", "workers_at"), problem
     if config.devices and (config.has_remote_workers or config.device == "cpu"):
         problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
-        yield ("devices", "device", "workers_at", "pool_listen", "launcher"), problem
-    if config.launcher == "ray" and not config.orphan_grace_s:
-        problem = "must be above 0 with launcher = ray: workers outlive what has started them"
-        yield ("orphan_grace_s", "launcher"), problem
+        yield ("devices", "device", "workers_at", "pool_listen"), problem
 
 
-def needs_a_worker(config: Config) -> str:
-    """Why there are too few workers."""
-    return f"each of {config.gateways} gateways needs a worker"
-
-
-def _gateway_conflicts(config: Config) -> Iterator[_Conflict]:
-    """As `_conflicts`, for several gateways, of this host or of several."""
-    slots = "workers_at" if config.workers_at else "workers"
-    # How many `auto` is, the machine tells at the start.
-    is_known = config.workers_at or config.workers is not None
-    on_one_host = (
-        (slots, is_known and config.gateways > config.worker_slots, needs_a_worker(config)),
-        ("listen", config.listen.startswith("unix:"), "several gateways share a port, not a Unix socket"),
-        ("pool_listen", bool(config.pool_listen), "with several gateways only workers_at is possible"),
-        ("launcher", config.launcher == "ray", "with several gateways only local is possible"),
-    )
-    on_several = (
-        ("peer_listen", not config.journal.startswith(POSTGRES), "needs journal = postgresql://..."),
-        ("peer_listen", not config.workers_at, "needs workers_at, the same ones for all gateways"),
-        ("workers_at", config.worker_slots < config.shards, f"each of {config.shards} shards needs one"),
-        ("gateways", config.gateways > 1, "must be 1 with peer_listen: start each gateway"),
-    )
-    alone = (("peer_listen", config.shards > 1, "shards needs peer_listen too"),)
-    for others, problems in (
-        (("gateways",), on_one_host if config.gateways > 1 else ()),
-        (("shards", "peer_listen"), on_several if config.peer_listen else alone),
-    ):
-        for name, is_wrong, problem in problems:
-            if is_wrong:
-                yield (name, *others), problem
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of the configuration file, for editors."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "The configuration file of quire serve",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {setting.name: setting.schema for setting in SETTINGS.values()},
-    }
-
-
-def line_of(file: str, name: str) -> str:
+def _line_of(file: str, name: str) -> str:
     """The line of a key or table, as a suffix of the file; empty if it is not found."""
     key = re.compile(rf"""\s*\[?\s*(["']?){re.escape(name)}\1\s*[=\].]""")
     try:

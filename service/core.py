@@ -6,7 +6,6 @@ What belongs to the process, such as ports, authentication and metrics, is in `g
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -16,19 +15,14 @@ from service.adapters.loader import AdapterLoader, FindAdapter
 from service.adapters.registry import Adapters
 from service.adapters.store import AdapterStore
 from service.api.admin import OperatorCalls
-from service.api.elsewhere import RunHere
 from service.api.executor import ExecutorApi
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant
-from service.caches.machine import CacheMachine
-from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
-from service.config import Config, ConfigError, needing_extra
+from service.config import Config
 from service.dispatcher import Dispatcher
 from service.extension import Extension
-from service.journal.base import Journal
-from service.journal.opening import open_configured
-from service.logging import get_logger
+from service.lease import FencedLease
 from service.pool import wire
 from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
@@ -38,67 +32,11 @@ from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.weight_uploads import WeightUploads
-from service.shards.forwarding import Forwarding
-from service.shards.ids import Shard
-from service.shards.leases import Lease, Leases
+from service.settings import ConfigError
+from service.shard import OpenShard
 from service.uploads import UploadDirectory
 
-_log = get_logger(__name__)
 _POLL_INTERVAL_S = 0.02
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OpenShard:
-    """What a core begins with: its journal, and the caches that were read from it."""
-
-    shard: Shard
-    caches: CacheMachine
-    journal: Journal
-    # Where further state is. None: nothing else survives the process.
-    directory: Path | None = None
-    # By which its workers know the gateways of the shard. None: by the directory.
-    lease: Lease | None = None
-
-
-def _new_caches(config: Config, shard: Shard) -> CacheMachine:
-    # Limits are settings of the same names.
-    limits = Limits(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Limits)})
-    return CacheMachine(limits, new_cache_id=shard.new_cache_id)
-
-
-def open_alone(config: Config, shard: Shard, directory: Path | None) -> OpenShard:
-    """Opens a shard that only this host has. Blocks. Raises JournalUnusable or ConfigError."""
-    caches, start_s = _new_caches(config, shard), time.monotonic()
-    with needing_extra("postgres", "journal", config.journal):
-        journal = open_configured(
-            config.journal, config.journal_sync, directory, caches.recovering, caches.recovering_run
-        )
-    _log_recovered(config, shard, caches, start_s)
-    return OpenShard(shard, caches, journal, directory)
-
-
-async def open_leased(config: Config, shard: Shard, lease: Lease, leases: Leases) -> OpenShard:
-    """Opens a shard of several hosts. Raises JournalUnusable or DatabaseFailed."""
-    from service.journal.postgres import PostgresJournal  # noqa: PLC0415 - its driver is an extra
-    from service.postgres.database import Database  # noqa: PLC0415
-
-    caches, start_s = _new_caches(config, shard), time.monotonic()
-    database = Database(config.journal)
-    journal = PostgresJournal(database, leases, lease)
-    try:
-        await journal.recover(caches.recovering, caches.recovering_run)
-    except BaseException:
-        database.terminate()
-        raise
-    _log_recovered(config, shard, caches, start_s)
-    return OpenShard(shard, caches, journal, lease=lease)
-
-
-def _log_recovered(config: Config, shard: Shard, caches: CacheMachine, start_s: float) -> None:
-    if number := len(caches.ledger):
-        took_ms = round(1e3 * (time.monotonic() - start_s))
-        named = {"shard": shard.index} if shard.count > 1 else {}
-        _log.info("recovered", caches=number, journal=config.journal, took_ms=took_ms, **named)
 
 
 class Core:
@@ -122,8 +60,6 @@ class Core:
         self.config = config
         self.shard, directory, lease = opened.shard, opened.directory, opened.lease
         self.caches, self.journal = opened.caches, opened.journal
-        if lease is not None:
-            self.caches.admission.lease = lease
         self._recovered(tenant_of)
         configured = config.model if config.has_remote_workers else model_argument(config.model)
         self.versions = versions = ModelVersions(
@@ -179,7 +115,7 @@ class Core:
     def _new_launcher(
         self,
         directory: Path | None,
-        lease: Lease | None,
+        lease: FencedLease | None,
         gpus: Sequence[Gpu],
         extensions: Sequence[Extension],
     ) -> Launcher:
@@ -192,6 +128,16 @@ class Core:
             return RemoteLauncher(directory, self.config, self._remove_leftovers, pool, lease)
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
         return LocalLauncher(directory, grace_s, self._remove_leftovers, gpus)
+
+    def count_with(self, first: Core) -> None:
+        """Counts where the first core of this process does, so that figures stay when this one ends.
+
+        Answers that are not read yet have one limit.
+        """
+        self.state.answers = first.state.answers
+        self.versions.starts = first.versions.starts
+        self.caches.parts.context.counts = first.caches.parts.context.counts
+        self.versions.subscribe(first.versions.changed)
 
     def _upload_directories(self) -> tuple[UploadDirectory, ...]:
         return self.adapter_store.directory, self.weight_uploads.directory
@@ -222,32 +168,3 @@ class Core:
         self.journal.close()
         for directory in self._upload_directories():
             directory.close()
-
-
-class AnsweringCore:
-    """The core of a further shard of a gateway. Calls reach it from its creation until it drains."""
-
-    def __init__(self, core: Core, forwarding: Forwarding) -> None:
-        self._core = core
-        self._forwarding = forwarding
-        self.caches, self.versions = core.caches, core.versions
-        self.run_here: RunHere = core.api.run_here
-        self.operator_calls = core.operator_calls
-        forwarding.cores[core.shard.index] = self
-
-    async def run(self) -> None:
-        """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""
-        try:
-            await self._core.run()
-        finally:
-            self._forwarding.cores.pop(self._core.shard.index, None)
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuses new calls and waits for running ones. The workers keep their KV for the next owner."""
-        self._core.pool.detach_workers()
-        await self._core.drain(grace_s)
-
-    def close(self) -> None:
-        """Closes what is left."""
-        self._core.dispatcher.close()
-        self._core.close()

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 from service.config import Config
+from service.journal.segments import has_journal
+from service.settings import ConfigError
 from workers.common.trusted import require_trusted
 
 _MODEL_BYTES = 4
@@ -54,8 +56,11 @@ def state_dir() -> Path:
 def data_directory(config: Config) -> Path | None:
     """The configured directory, or a default one for each address and model.
 
-    None if the port is chosen at each start: the next gateway could not find it.
+    None if the port is chosen at each start: the next gateway could not find it. And with other hosts'
+    gateways, which would not have it.
     """
+    if config.has_other_hosts:
+        return None
     if config.data_dir is not None:
         return Path(config.data_dir).resolve()
     if config.listen.endswith(":0"):
@@ -80,8 +85,7 @@ def prepare(config: Config) -> None:
     Also if it cannot be written to, unless nothing has to be: without a journal on disk.
     """
     directory = data_directory(config)
-    # The state of a gateway of several hosts is in the database.
-    if directory is None or config.peer_listen:
+    if directory is None:
         return
     try:
         require_trusted(directory)
@@ -94,6 +98,25 @@ def prepare(config: Config) -> None:
     except OSError as error:
         if config.journal != "memory":
             raise StateUnusable(directory, error) from None
+
+
+def count_file(directory: Path) -> Path:
+    """Has the number of gateways of which the caches in a data directory are, if that is not one."""
+    return directory / "shards" / "count"
+
+
+def check_gateways(directory: Path | None, gateways: int) -> None:
+    """Raises ConfigError if the caches in a directory are of another number of gateways."""
+    if directory is None:
+        return
+    found = None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = count_file(directory).read_text().strip()
+    if found is None and has_journal(directory):
+        found = "1"
+    if found is not None and found != str(gateways):
+        allowed = f"the caches in {directory} are of {found}; keep it, or choose another data_dir"
+        raise ConfigError("gateways", "", gateways, allowed)
 
 
 def data_directories() -> list[Path]:

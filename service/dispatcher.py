@@ -28,7 +28,6 @@ from service.caches.requests import Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
-from service.journal.compactor import Compactor
 from service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -67,7 +66,7 @@ class Dispatcher:
         self.caches = caches
         self._clock_s = clock_s
         self._journal = journal
-        self._compactor = Compactor(caches.ledger, journal)
+        journal.bind_ledger(caches.ledger)
         self._send = send
         self._observing = observing
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
@@ -156,7 +155,7 @@ class Dispatcher:
             self.release([entry.state.cache_id for entry in made if entry is not None], tenant)
 
         # The current commits are complete when this empty one is.
-        self._compactor.commit((), release)
+        self._journal.commit((), release)
 
     def start_draining(self) -> None:
         """Refuses new operations. Those in flight continue."""
@@ -182,8 +181,6 @@ class Dispatcher:
             if self.caches.num_parked:
                 self.caches.tick(self._clock_s())
                 self._carry_out()
-            if self._compactor.is_underway:
-                self._compact()
             if slept_s >= _EXPIRY_INTERVAL_S:
                 slept_s = 0.0
                 expired = 0
@@ -198,15 +195,6 @@ class Dispatcher:
                 if not self.caches.admission.journal_works:
                     # An empty commit checks whether the journal can be written again.
                     self._commit(())
-                else:
-                    self._compact()
-
-    def _compact(self) -> None:
-        try:
-            self._compactor.step()
-        except Exception:
-            # A bug. It only costs space.
-            _log.exception("the journal could not be compacted")
 
     # Weights.
 
@@ -301,9 +289,7 @@ class Dispatcher:
         for ticket, of_one in writes:
             records += of_one
             tickets.append(ticket)
-        # The compactor adds caches to commits only during a pass.
-        journal = self._compactor if self._compactor.is_underway else self._journal
-        journal.commit(records, functools.partial(self._on_committed, tickets))
+        self._journal.commit(records, functools.partial(self._on_committed, tickets))
 
     def _answer(self, replies: Sequence[Reply]) -> None:
         # In the order of the replies: the operations of a cache end one after the other.

@@ -360,7 +360,7 @@ class GatewayUnavailable(QuireError, code="UNAVAILABLE", reason="GATEWAY_UNAVAIL
 class ShardMoved(QuireError, code="UNAVAILABLE", reason="SHARD_MOVED", retry_after_s=0.2):
     """The cache moved to another gateway just now. Calls are forwarded once."""
 
-    message = "the cache belongs to another gateway since a moment ago; nothing was applied"
+    message = "the cache has just moved to another gateway; nothing was applied"
 
 
 class WorkerLost(QuireError, code="UNAVAILABLE", reason="WORKER_LOST", retry_after_s=0.1):

@@ -1,36 +1,45 @@
-"""What a package can add to a gateway without a change here: a port of its own, or what observes calls.
+"""What a package can add to a gateway without a change here: a journal, runtimes, a port, other gateways, ...
 
-An extension is found by an entry point of the group `quire.extensions`: a function that gets the settings and
-returns an `Extension`, or None if these do not ask for it. It is called before any other part exists, so it
-should import its libraries only when it is asked for.
+An extension is found by an entry point of the group `quire.extensions`, which names its settings: a subclass
+of `ExtensionSettings`. Their `opened_by` is a function that gets all settings and returns an `Extension`, or
+None if these do not ask for it. It is called before any other part exists, so it should import its libraries
+only when it is asked for. Before all of them, those with `served_by` are asked whether they serve in place of
+a gateway in this process.
+
+What extensions implement is defined where the core uses it: `Journal` in service/journal/base.py, `Launcher`
+in service/pool/launcher.py, `Runtime` and `ChunkSink` in service/runtimes/base.py, `OtherShards` in
+service/api/other_shards.py. All else is on this page.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
+from service.api.admin import AdminApi, OperatorCalls, Stop
 from service.api.executor import ExecutorApi
-from service.api.interceptor import Observing
+from service.api.interceptor import CallInterceptor, Observing
+from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
 from service.caches.machine import CacheMachine
-from service.config import Config
-from service.dispatcher import ObserveAppends
+from service.config import Config, installed_extensions
+from service.dispatcher import Dispatcher, ObserveAppends
 from service.logging import get_logger
 from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
+from service.pool.supervisor import Supervisor
 from service.runtimes.base import Runtime
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
+from service.shard import OpenJournal, OpenShard, Shard
 from service.text.text_model import TextModel
 
 _log = get_logger(__name__)
-GROUP = "quire.extensions"
 
 # Returns an ASGI application that does more than the given one.
 WrapHttp = Callable[[Any], Any]
@@ -38,6 +47,11 @@ WrapHttp = Callable[[Any], Any]
 # the next gateway needs to know of them (None: nothing survives), and what it calls once no other gateway
 # uses that directory.
 NewLauncher = Callable[[Config, Path | None, Callable[[], None]], Launcher]
+# Opens the shard that a gateway begins with, and may wait until it gets one. Is given what opens journals.
+# Raises JournalUnusable or ConfigError.
+OpenHome = Callable[[OpenJournal], Awaitable[OpenShard]]
+# Serves until a signal. Returns the exit status. Raises ConfigError.
+Serve = Callable[[], int]
 
 
 class RuntimeSource(Protocol):
@@ -57,10 +71,45 @@ class RuntimeSource(Protocol):
 
 
 class ServedShard(Protocol):
-    """A shard of the gateway: its caches and its workers."""
+    """A shard that this gateway has: a core."""
 
+    shard: Shard
     caches: CacheMachine
     versions: ModelVersions
+    pool: Supervisor
+    dispatcher: Dispatcher
+    api: ExecutorApi
+    operator_calls: OperatorCalls
+
+    async def run(self) -> None:
+        """Runs its tasks until cancelled. Raises OwnershipLost, PoolFailed."""
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new operations and waits for running ones."""
+
+    def close(self) -> None:
+        """Closes its journal."""
+
+
+class OtherGateways(Protocol):
+    """The other gateways of a server, which have other shards.
+
+    Attributes:
+        secret: By which they prove that they forward a call of a tenant.
+        operator_calls: Those of operators, to whichever gateway they are for.
+        stop_all: Stops the whole server. None: each gateway is stopped by itself.
+    """
+
+    secret: str
+    operator_calls: OperatorCalls
+    stop_all: Stop | None
+
+    @property
+    def shards(self) -> OtherShards:
+        """What answers calls for caches that they have."""
+
+    def further_shards(self) -> Sequence[ServedShard]:
+        """Those that this gateway has now beside its first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +120,27 @@ class GatewayParts:
         state: With the settings, the limits of answers, and the log of calls.
         api: The calls of gRPC, of a caller in the same process.
         authenticator: None: there are no tokens.
+        interceptor: Wraps each call of gRPC.
+        admin: The calls of operators. None: they are not safe to offer.
         shards: Those that the gateway has now; the one that it got first is the first.
+        open_core: Makes the core of a further shard.
+        stop: Stops this gateway; a second call, before it has ended, ends it at once.
         http: What other extensions do with each HTTP request, the first one outermost.
         num_http_connections: Of all extensions.
     """
 
     state: ServerState
     api: ExecutorApi
+    admin: AdminApi | None
+    interceptor: CallInterceptor
     authenticator: Authenticator | None
     text: TextModel
     executions: Executions
     router: Router
     adapters: Adapters
     shards: Callable[[], Sequence[ServedShard]]
+    open_core: Callable[[OpenShard], ServedShard]
+    stop: Stop
     http: Sequence[WrapHttp]
     num_http_connections: Callable[[], int]
 
@@ -102,6 +159,10 @@ class Extension:
         http: See `WrapHttp`.
         launcher: See `NewLauncher`. None: the core's own start them.
         runtimes: See `RuntimeSource`. None: there is only the local one.
+        journal: See `OpenJournal`. None: the core has it.
+        open_home: See `OpenHome`. None: the gateway has the only shard.
+        has_parent: Another process says when to stop, by `GatewayParts.stop`. Signals are ignored: service
+            managers send them to all processes at once.
         listen: The address of its port, as the settings have it; "": it has none.
         port_for: What the port is for, in the log.
     """
@@ -112,8 +173,14 @@ class Extension:
     http: WrapHttp | None = None
     launcher: NewLauncher | None = None
     runtimes: RuntimeSource | None = None
+    journal: OpenJournal | None = None
+    open_home: OpenHome | None = None
+    has_parent = False
     listen = ""
     port_for = ""
+
+    def connect(self, home: ServedShard, state: ServerState) -> OtherGateways | None:
+        """The other gateways. `home`: the shard of `open_home`. None: there are none."""
 
     def attach(self, parts: GatewayParts) -> None:
         """Called once, when all parts exist and nothing runs. Raises ConfigError."""
@@ -130,6 +197,9 @@ class Extension:
     async def run(self) -> None:
         """Runs until cancelled."""
 
+    async def drain(self, grace_s: float) -> None:
+        """The gateway stops, and takes no new calls: waits so long for running ones, if some are its own."""
+
     async def stop(self, grace_s: float) -> None:
         """Ends its requests, after running ones had this time. All executions have ended."""
 
@@ -140,17 +210,30 @@ class Extension:
         """Called last."""
 
 
+def find_server(config: Config) -> Serve | None:
+    """What serves in place of a gateway in this process. Raises ConfigError."""
+    for settings in installed_extensions().values():
+        if not isinstance(settings, str) and settings.served_by:
+            serve: Serve | None = _function(settings.served_by)(config)
+            if serve is not None:
+                return serve
+    return None
+
+
 def open_extensions(config: Config) -> list[Extension]:
     """Those that the settings ask for, by name. Raises ConfigError."""
     found = []
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-        try:
-            make: Callable[[Config], Extension | None] = point.load()
-        except ModuleNotFoundError as error:
-            # Removed from the installation, maybe on purpose.
-            _log.warning("an extension is missing", extension=point.name, module=error.name)
+    for name, settings in installed_extensions().items():
+        if isinstance(settings, str):
+            _log.warning("an extension is missing", extension=name, module=settings)
             continue
-        extension = make(config)
+        extension: Extension | None = _function(settings.opened_by)(config)
         if extension is not None:
             found.append(extension)
     return found
+
+
+def _function(place: str) -> Callable[[Config], Any]:
+    module, _, name = place.partition(":")
+    function: Callable[[Config], Any] = getattr(importlib.import_module(module), name)
+    return function

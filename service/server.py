@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
-from service.config import Config, needing_extra
-from service.core import OpenShard, open_leased
-from service.gateway import Gateway
-from service.journal.base import JournalUnusable
+from service.config import Config
+from service.extension import Extension
+from service.gateway import Gateway, open_gateway
+from service.journal.base import JournalUnusable, OwnershipLost
 from service.listening import CannotListen, actual_address
-from service.logging import drain_log, get_logger
+from service.logging import get_logger
 from service.pool.launcher import PoolFailed
-from service.postgres.errors import DatabaseFailed
 from service.runtimes.sources import FindModel
-from service.shards.keeper import Keeper
-from service.shards.leases import OwnershipLost
-from service.shards.one_host import LEAVE_WORKERS, Membership
 from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
 
 _log = get_logger(__name__)
@@ -37,11 +31,12 @@ async def serve(
     config: Config,
     find_model: FindModel | None = None,
     find_adapter: FindAdapter | None = None,
-    member: Membership | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> int:
     """Runs a gateway until a signal or a failure. Returns the exit status of the process.
 
-    The caller raises the limit on file descriptors: see `with_descriptors`. Other arguments: see `Gateway`.
+    The caller raises the limit on file descriptors: see `with_descriptors`. Other arguments: see
+    `open_gateway`.
     """
     with contextlib.ExitStack() as stack:
         is_unix = config.listen.startswith("unix:")
@@ -52,8 +47,7 @@ async def serve(
                 _log.error("cannot listen", listen=config.listen, error=error.strerror)
                 return 1
         try:
-            cluster = await _join(config) if config.peer_listen else None
-            gateway = Gateway(config, find_model, find_adapter, member, cluster)
+            gateway = await open_gateway(config, find_model, find_adapter, extensions)
         except JournalUnusable as error:
             # A server on the same port has locked the data directory, too. The port is the clearer message.
             if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:
@@ -62,23 +56,13 @@ async def serve(
                 _log.error("cannot use the journal", error=str(error))
             return 1
         stack.callback(gateway.close)
-        return await _run(gateway, is_member=member is not None)
+        return await _run(gateway)
 
 
-async def _join(config: Config) -> tuple[Keeper, OpenShard]:
-    """Waits for a first shard, and opens it. Raises JournalUnusable or ConfigError."""
-    with needing_extra("postgres", "journal", config.journal):
-        keeper = Keeper(config, f"{config.peer_listen} {config.advertise}".strip())
-    try:
-        return keeper, await open_leased(config, *await keeper.join())
-    except (DatabaseFailed, OwnershipLost) as error:
-        raise JournalUnusable(f"the database of the journal: {error}") from None
-
-
-async def _run(gateway: Gateway, *, is_member: bool) -> int:
+async def _run(gateway: Gateway) -> int:
     config = gateway.config
     # First, so that no signal can leave anything behind.
-    _stop_on_signals(gateway, is_member=is_member)
+    _stop_on_signals(gateway)
     try:
         port = await gateway.start()
     except CannotListen as error:
@@ -90,7 +74,7 @@ async def _run(gateway: Gateway, *, is_member: bool) -> int:
                 http_port = extension.bind()
             except CannotListen as error:
                 _log.error("cannot listen", listen=error.listen, error=error.why)
-                await gateway.stop_servers(0)
+                await gateway.server.stop(0)
                 return 1
             listen = actual_address(extension.listen, http_port)
             _log.info(f"listening for {extension.port_for}", listen=listen)
@@ -138,33 +122,18 @@ def _single(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _stop_on_signals(gateway: Gateway, *, is_member: bool) -> None:
+def _stop_on_signals(gateway: Gateway) -> None:
     """The first SIGTERM, SIGINT or SIGUSR2 starts a drain, the second one kills the process.
 
-    SIGTERM and SIGINT stop the workers. SIGUSR2 leaves them to the next gateway. One of several gateways is
-    told by its parent: service managers send signals to all processes at once.
+    SIGTERM and SIGINT stop the workers. SIGUSR2 leaves them to the next gateway.
     """
-
-    def on_parent() -> None:
-        told = os.read(sys.stdin.fileno(), 1)
-        if not told:
-            # The parent was killed.
-            signal.raise_signal(signal.SIGKILL)
-        on_signal(signal.SIGUSR2 if told == LEAVE_WORKERS else signal.SIGTERM)
+    ignores = any(one.has_parent for one in gateway.extensions)
 
     def on_signal(number: signal.Signals) -> None:
-        leave_workers = number == signal.SIGUSR2
-        if gateway.stopping.is_set():
-            _log.warning("stopping at once")
-            if not leave_workers:
-                gateway.core.pool.kill()
-            drain_log()
-            signal.raise_signal(signal.SIGKILL)
-        gateway.stop(leave_workers=leave_workers)
+        if not ignores:
+            gateway.stop_or_kill(leave_workers=number == signal.SIGUSR2)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        # Ignored by a handler, which the processes that it starts do not inherit.
-        loop.add_signal_handler(number, (lambda _: None) if is_member else on_signal, number)
-    if is_member:
-        loop.add_reader(sys.stdin.fileno(), on_parent)
+        # Also to ignore it: a handler is not inherited by the processes that this one starts.
+        loop.add_signal_handler(number, on_signal, number)

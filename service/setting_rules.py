@@ -23,7 +23,6 @@ MAX_SOCKET_PATH_BYTES = 107
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 MAX_WORKERS = 256
 MAX_PORT = 65_535
-_RESOURCE = re.compile(r"[\w.:/-]+=\d+(\.\d+)?", re.ASCII)
 DAY_S = 86_400
 YEAR_S = 365 * DAY_S
 
@@ -42,8 +41,6 @@ class Text:
 
     accepts: Callable[[str], bool]
     allowed: str
-    # For editors: what all valid texts match.
-    pattern: str = ""
 
 
 # The last ones are the valid texts themselves.
@@ -135,25 +132,15 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def are_resources(value: str) -> bool:
-    """Whether it is a list of NAME=NUMBER with commas, or empty."""
-    return not value or all(_RESOURCE.fullmatch(part) for part in value.split(","))
-
-
 def are_devices(value: str) -> bool:
     """Whether it is a list of GPUs, by number or UUID, or empty."""
     return not value or bool(re.fullmatch(r"(\d+|GPU-[0-9a-f-]+)(,(\d+|GPU-[0-9a-f-]+))*", value, re.ASCII))
 
 
-def is_collector(value: str) -> bool:
-    """Whether it is the address of a collector of traces, or empty."""
-    return not value or bool(re.fullmatch(r"https?://[^/?#@\s]+/?", value))
-
-
 def is_journal(value: str) -> bool:
-    """Whether it is a kind of journal, or the address of a database, which has no password in it."""
-    if not value.startswith(POSTGRES):
-        return value in (AUTO, "sqlite", "memory")
+    """Whether it is a kind of journal, or the address of one elsewhere, which has no password in it."""
+    if "://" not in value:
+        return value in (AUTO, "disk", "memory")
     address = urllib.parse.urlsplit(value)
     asked = urllib.parse.parse_qs(address.query, keep_blank_values=True)
     return ":" not in address.netloc.rpartition("@")[0] and not {"password", "sslpassword"} & asked.keys()
@@ -165,8 +152,7 @@ def is_revision(value: str) -> bool:
 
 
 FILE = Text(is_file, "must be a file")
-HOST_PORT = r"([^:]+|\[.*\]):[0-9]+"
-HTTP_ADDRESS = Text(is_http_address, "must be host:port or [ipv6]:port", pattern=f"^({HOST_PORT})?$")
+HOST_PORT_ADDRESS = Text(is_http_address, "must be host:port or [ipv6]:port")
 SWITCH = ("off", "on")
 LOGGED_CALLS = ("off", "errors", "all")
 COUNT = Range(1, 1 << 20)

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from service.errors import InvalidArgument, MessageTimeout
 
-# What uploads leave free on the disk, for the journal. `quire doctor` warns below it.
+# What uploads leave free on the disk, for the journal. A start below it warns.
 RESERVE_BYTES = 1 << 30
 # Of an upload, beside the time that a message may take.
 LEAST_BYTES_PER_S: Final = 256 << 10

@@ -32,12 +32,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.checkout import ROOT, environment
 
 # What is imported before a fork. The process for gateways is without torch, as they are.
-GATEWAYS = ("quire.cli.main", "service.cli.serve", "service.cli.gateways")
+GATEWAYS = ("quire.cli.main", "service.cli.serve", "service.extensions.gateways.process")
 WORKERS = ("torch", "workers.executors.llm", "workers.executors.weightless", "workers.process")
 _MESSAGE_BYTES = 1 << 20
 # Read when libraries are loaded: as the launcher sets it, and no threads, which a fork would lack.
@@ -331,27 +331,6 @@ class ForkedWorker(Forked):
         self.wait()
 
 
-def asked(server: str) -> SimpleNamespace:
-    """In the place of `subprocess` in service.cli.child, which starts what needs torch."""
-
-    def start(
-        command: Sequence[str],
-        *,
-        stdin: int,
-        stdout: IO[str],
-        stderr: IO[str],
-        cwd: str,
-        start_new_session: bool,
-        **of: Any,
-    ) -> Forked:
-        assert stdin == subprocess.DEVNULL
-        with Path(os.devnull).open("rb") as nothing:
-            files = (nothing.fileno(), stdout.fileno(), stderr.fileno())
-            return Forked(server, command, cwd=cwd, files=files, is_session=start_new_session, **of)
-
-    return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-
-
 class _Child:
     """A fork of this process itself, which has one thread: what `quire worker` starts again and again."""
 
@@ -398,7 +377,7 @@ class _Child:
 
 def main() -> int:
     """See the module's docstring. Gateways of `quire serve --gateways N` and of a soak are `-P -m MODULE`."""
-    from service.cli import child, gateways
+    from service.extensions.gateways import parent
     from service.pool import local
 
     server = sys.argv.pop(1)
@@ -408,7 +387,6 @@ def main() -> int:
             server, command, env=options["env"], cwd=options["cwd"], is_session=start_new_session
         )
 
-    vars(child)["subprocess"] = asked(server)
     vars(local)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
     if sys.argv[1] == "-P":
         module = sys.argv[3]
@@ -423,7 +401,7 @@ def main() -> int:
         from service.cli import worker
 
         vars(worker)["subprocess"] = SimpleNamespace(PIPE=subprocess.PIPE, Popen=_Child)
-    vars(gateways)["sys"] = SimpleNamespace(executable=str(Path(server).with_name("python")), path=sys.path)
+    vars(parent)["sys"] = SimpleNamespace(executable=str(Path(server).with_name("python")), path=sys.path)
     return quire()
 
 

@@ -66,21 +66,29 @@ class _Handler(BaseHTTPRequestHandler):
                 hub.refusal[0], b"{}", {"X-Error-Code": hub.refusal[1]} if hub.refusal[1] else {}
             )
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path)
+        tree = re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        found = api or file
+        found = api or tree or file
         if found is None or found[1] != hub.model:
             return self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if found[2] not in (None, "main", COMMIT):
             return self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
-        if api is not None:
-            return self._answer(200, json.dumps(self._listing()).encode(), {})
+        if api is not None or tree is not None:
+            found_there = self._listing() if tree is None else self._tree()
+            return self._answer(200, json.dumps(found_there).encode(), {})
         if found[3] not in hub.files:
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
         return self._file(hub.files[found[3]], with_content=with_content)
 
-    def _listing(self) -> dict[str, Any]:
+    def _listing(self) -> Any:
         siblings = [{"rfilename": name, "size": len(data)} for name, data in self.hub.files.items()]
         return {"id": self.hub.model, "sha": COMMIT, "siblings": siblings}
+
+    def _tree(self) -> Any:
+        return [
+            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in self.hub.files.items()
+        ]
 
     def _file(self, content: bytes, *, with_content: bool) -> None:
         headers = {

@@ -140,10 +140,9 @@ def test_installed_it_serves_with_compiled_kernels_without_a_compiler(
             assert kernels == ["torch", f"cpu-{instructions.name}"]
             assert "".join(chunk.text for chunk in client.execute("12+34=")) == "46"
         for command in (
-            ["journal", "inspect", str(home)],
-            ["doctor"],
+            ["journal", "verify", str(home)],
             ["plan", "--model", "adder"],
-            ["config", "check"],
+            ["serve", "--check"],
         ):
             subprocess.run([str(installed / "quire"), *command], cwd=tmp_path, env=settings, check=True)
     finally:

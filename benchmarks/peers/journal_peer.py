@@ -8,7 +8,7 @@ import tempfile
 from benchmarks.peers.base import Peer, PeerConfig, Sample
 from benchmarks.peers.service_peer import ServicePeer
 
-KINDS = ("memory", "sqlite")
+KINDS = ("memory", "disk")
 
 
 class JournalPeer(Peer):
@@ -22,7 +22,7 @@ class JournalPeer(Peer):
         }
 
     def versions(self) -> dict[str, str]:
-        return self._services["sqlite"].versions()
+        return self._services["disk"].versions()
 
     def prepare_decode(self, batch: int, context_tokens: int) -> list[int]:
         return [

@@ -39,8 +39,7 @@ _WAY = (
     ("gateway", 3, "encoding, socket back to the gateway"),
     ("gateway", 4, "state machine, until the records are given to the journal"),
     ("gateway", 5, "encode the records"),
-    # The few that the journal's thread writes take longer: it is woken, and wakes the event loop.
-    ("gateway", 6, "write the row"),
+    ("gateway", 6, "write the frame"),
     ("gateway", 7, "apply the records"),
     ("gateway", 8, "wake the call's task"),
 )

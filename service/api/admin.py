@@ -33,9 +33,9 @@ def is_available(config: Config) -> bool:
     return has_authentication or is_private(config.listen)
 
 
-def check_only_gateway(config: Config) -> None:
+def check_only_gateway(state: ServerState) -> None:
     """Raises SeveralGateways: a change of one gateway would be lost in most calls."""
-    if config.gateways > 1 or config.peer_listen:
+    if state.has_other_gateways:
         raise SeveralGateways
 
 
@@ -119,7 +119,7 @@ class AdminApi:
         """Waits until workers are ready, of all gateways."""
         config = self._state.config
         # Those of other hosts have their own.
-        is_known = config.workers is not None and not config.peer_listen
+        is_known = config.workers is not None and not config.has_other_hosts
         if is_known and request.workers > config.worker_slots:
             raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {config.worker_slots} workers")
         ready = await self._operator_calls.warm_up(request.workers, context)
@@ -140,7 +140,7 @@ class AdminApi:
         self, requests: AsyncIterator[Any], _context: Context
     ) -> admin_pb2.LoadAdapterResponse:
         """Loads an adapter from a source or from the stream."""
-        check_only_gateway(self._state.config)
+        check_only_gateway(self._state)
         version = await self._loader.load(parsed(requests), current_tenant_name())
         return admin_pb2.LoadAdapterResponse(adapter=self._describe([version])[0])
 
@@ -148,7 +148,7 @@ class AdminApi:
         self, request: admin_pb2.UnloadAdapterRequest, _context: Context
     ) -> admin_pb2.UnloadAdapterResponse:
         """Removes an id."""
-        check_only_gateway(self._state.config)
+        check_only_gateway(self._state)
         owner = None if request.shared else current_tenant_name()
         return admin_pb2.UnloadAdapterResponse(unloaded=await self._loader.unload(request.adapter_id, owner))
 

@@ -20,7 +20,7 @@ from service.api import validation
 from service.api.append_codec import held_bytes, write_handle
 from service.api.budget import in_memory
 from service.api.calls import CALLS, Call
-from service.api.elsewhere import Elsewhere, SessionCalls
+from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.auth.authenticator import current_tenant
@@ -47,8 +47,8 @@ class ExecutorApi:
         self._adapters = adapters
         self._sessions: set[Session] = set()
         self._version = metadata.version("quire-llm-server")
-        # Set if there are several shards.
-        self.elsewhere: Elsewhere | None = None
+        # Set if there are several gateways.
+        self.other_shards: OtherShards | None = None
         # What they answer for this shard alone.
         self._readers: dict[str, Callable[[Any, Context], Awaitable[Any]]] = {
             "ListCaches": self._list_here,
@@ -57,15 +57,16 @@ class ExecutorApi:
             "GetLoraMetrics": self._lora_metrics_here,
         }
 
-    def run_here(self, method: str, request: Any, context: Context) -> Awaitable[Any]:
+    def run_here(self, method: str, request: Any, context: Any) -> Awaitable[Any]:
         """The answer to a call for caches of this shard."""
         if method in self._readers:
             return self._readers[method](request, context)
         return self._run(CALLS[method], request, context, is_here=True)
 
     async def _run(self, call: Call, request: Any, context: Context, *, is_here: bool = False) -> Any:
-        if self.elsewhere is not None and not is_here and self.elsewhere.concerns(call.method, request):
-            return await self.elsewhere.answer(call.method, request, context, self.run_here)
+        others = self.other_shards
+        if others is not None and not is_here and others.must_answer(call.method, request):
+            return await others.answer(call.method, request, context, self.run_here)
         limits, left_s = self._state.current_limits, context.time_remaining()
         if limits is None:
             limits, left_s = await self._state.limits_when_ready(left_s), context.time_remaining()
@@ -103,10 +104,9 @@ class ExecutorApi:
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: SessionContext
     ) -> None:
-        elsewhere = None
-        if self.elsewhere is not None:
-            elsewhere = SessionCalls(self.elsewhere, context, self.run_here)
-        session = Session(self._dispatcher, self._state, context, elsewhere)
+        others = self.other_shards
+        of_others = None if others is None else others.in_session(context, self.run_here)
+        session = Session(self._dispatcher, self._state, context, of_others)
         self._sessions.add(session)
         try:
             await session.run(request_iterator)
@@ -121,9 +121,11 @@ class ExecutorApi:
     # Read-only calls.
 
     async def ListCaches(self, request: pb.ListCachesRequest, context: Context) -> pb.ListCachesResponse:
-        if self.elsewhere is None:
+        if self.other_shards is None:
             return await self._list_here(request, context)
-        response: pb.ListCachesResponse = await self.elsewhere.list_caches(request, context, self._list_here)
+        response: pb.ListCachesResponse = await self.other_shards.list_caches(
+            request, context, self._list_here
+        )
         return response
 
     async def _list_here(self, request: pb.ListCachesRequest, context: Context) -> pb.ListCachesResponse:
@@ -183,8 +185,8 @@ class ExecutorApi:
     async def _observe(self, method: str, request: Any, context: Context) -> Any:
         """What all shards of this gateway say."""
         response = await self._readers[method](request, context)
-        if self.elsewhere is not None:
-            await self.elsewhere.observe(method, request, context, response)
+        if self.other_shards is not None:
+            await self.other_shards.observe(method, request, context, response)
         return response
 
     GetStatus = partialmethod(_observe, "GetStatus")

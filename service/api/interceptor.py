@@ -82,7 +82,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 self._authenticator.authenticate(method, handler_call_details.invocation_metadata)
             except QuireError as error:
-                return self._refusing_handler(method, error)
+                return self.refusing_handler(method, error)
         wrapped = self._wrapped.get(method)
         if wrapped is not None:
             return wrapped
@@ -109,13 +109,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             # Also of a message that a Session has encoded itself.
             serializer = operator.methodcaller("SerializeToString")
         else:
-            behaviour = self._foreign_behaviour(method, behaviour, receive)
+            behaviour = self._third_party_behaviour(method, behaviour, receive)
         behaviour = self._observed(method, behaviour)
         if not handler.response_streaming:
             behaviour = _AwaitableFunction(behaviour)
         return make(behaviour, deserializer, serializer)
 
-    def _refusing_handler(self, method: str, error: QuireError) -> Handler:
+    def refusing_handler(self, method: str, error: QuireError) -> Handler:
         """A handler that ends a call of any shape without reading its request."""
 
         async def refuse(_messages: Any, _context: Context) -> QuireError:
@@ -129,7 +129,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             behaviour = observe(method, behaviour)
         return behaviour
 
-    def _foreign_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
+    def _third_party_behaviour(self, method: str, behaviour: Behaviour, receive: Receive) -> Behaviour:
         """A behaviour of another library's service, which handles its own errors."""
         rpc = _name(method)
 

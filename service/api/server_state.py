@@ -75,6 +75,8 @@ class ServerState:
         self.connections = ConnectionCount(config)
         self.memory = ProcessMemory()
         self.call_log = CallLog(config)
+        # The server has others, which answer calls, too.
+        self.has_other_gateways = False
         # Caches were recovered from the journal, so callers exist and calls wait for the first worker.
         self.has_recovered = False
         self._has_worker = asyncio.Event()

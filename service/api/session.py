@@ -26,7 +26,7 @@ from service.api import validation
 from service.api.append_codec import held_bytes
 from service.api.budget import COPIES, SMALL_BYTES, in_memory
 from service.api.calls import CALLS, Call, Outcome, start_weight
-from service.api.elsewhere import SessionCalls
+from service.api.other_shards import SessionCalls
 from service.api.parsing import parsed
 from service.api.server_state import ServerState
 from service.api.status import to_status
@@ -77,7 +77,7 @@ class _OpenCall:
     answer_bytes: int = 0
     # When it began, if slow calls are logged.
     began_s: float = 0.0
-    # If it concerns other shards: the request, its timeout, and its answer.
+    # If other shards must answer it: the request, its timeout, and its answer.
     message: Any = None
     timeout_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -109,10 +109,10 @@ class Session:
         dispatcher: Dispatcher,
         state: ServerState,
         context: SessionContext,
-        elsewhere: SessionCalls | None = None,
+        of_others: SessionCalls | None = None,
     ) -> None:
-        """`elsewhere`: if there are several shards."""
-        self._elsewhere = elsewhere
+        """`of_others`: if there are other gateways."""
+        self._of_others = of_others
         self._dispatcher = dispatcher
         self._state = state
         self._config: Config = state.config
@@ -222,7 +222,7 @@ class Session:
         timeout_s = validation.timeout_seconds(self._context.time_remaining(), call_timeout)
         limits = self._state.current_limits or await self._state.limits_when_ready(timeout_s)
         call, request = _CALLS[kind], getattr(message, kind)
-        if self._elsewhere is not None and self._elsewhere.concern(call.method, request):
+        if self._of_others is not None and self._of_others.must_answer(call.method, request):
             return _OpenCall(
                 message.tag,
                 kind,
@@ -292,7 +292,7 @@ class Session:
             call.tickets.append(ticket)
         for call in calls:
             if call.message is not None:
-                self._run_elsewhere(call)
+                self._run_for_others(call)
             elif not call.outcomes:
                 # A batch without a valid item.
                 self._complete(call)
@@ -305,14 +305,14 @@ class Session:
             if call.missing == 0:
                 self._complete(call)
 
-    def _run_elsewhere(self, call: _OpenCall) -> None:
+    def _run_for_others(self, call: _OpenCall) -> None:
         def on_done(answer: object) -> None:
             call.answer, call.message = answer, None
             self._complete(call)
 
-        assert self._elsewhere is not None
+        assert self._of_others is not None
         method, request = call.call.method, call.message
-        call.task = self._elsewhere.start(method, request, call.timeout_s, on_done)
+        call.task = self._of_others.start(method, request, call.timeout_s, on_done)
 
     # Answering.
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from service.auth.reloaded_file import ReloadedFile
 from service.auth.tokens import Principal, Role, TokenStore, is_tenant_name, read_token_store
 from service.caches.tenants import Tenant
-from service.config import Config, ConfigError
+from service.config import Config
 from service.errors import RoleMissing, Unauthenticated
+from service.settings import ConfigError
 
 AUTHORIZATION = "authorization"
 # The metadata by which a gateway knows calls that another gateway of the same server forwards.
@@ -110,7 +111,7 @@ class Authenticator:
         return True
 
     def _authenticate_forwarded(self, metadata: Mapping[str, str | bytes]) -> None:
-        """Sets the tenant of a call whose certificate another gateway has seen."""
+        """Sets the tenant of a call that a peer has authenticated."""
         secret, tenant = str(metadata.get(HOP, "")), metadata.get(TENANT)
         is_ours = self.hop_secret and hmac.compare_digest(secret.encode(), self.hop_secret.encode())
         if is_ours and is_tenant_name(tenant):

@@ -13,7 +13,8 @@ from typing import TypeVar
 import grpc
 
 from service.auth.reloaded_file import ReloadedFile
-from service.config import Config, ConfigError
+from service.config import Config
+from service.settings import ConfigError
 from workers.common.trusted import require_trusted
 
 _T = TypeVar("_T")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from service.caches.context import Context
 from service.caches.entries import CacheEntry, Operation, OperationKind, touch
@@ -27,20 +26,7 @@ from service.errors import (
     QueueFull,
     QuireError,
 )
-
-
-class Lease(Protocol):
-    """Changed by who keeps it. See `service.shards.leases`."""
-
-    valid_until_s: float
-
-
-@dataclass
-class Unlimited:
-    """The lease of a gateway that shares its journal with no other."""
-
-    valid_until_s: float = math.inf
-
+from service.lease import Lease, Unlimited
 
 # The most operations that may wait for one another on one cache.
 MAX_WAITING_PER_CACHE = 64
@@ -78,7 +64,7 @@ class Admission:
         self.draining = False
         # False after a failed write: nothing is computed that could not be written.
         self.journal_works = True
-        # Where several gateways share the journal: until when it is certainly this one's.
+        # Where several gateways share the journal: see its `valid_until_s`.
         self.lease: Lease = Unlimited()
 
     # Admission.

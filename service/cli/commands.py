@@ -29,62 +29,22 @@ def add_serve(commands: Commands) -> None:
         "settings. Flags override the environment, which overrides the file.",
     )
     serve.set_defaults(run="service.cli.serve:run")
+    check = "say what is given and why a start would fail, with exit status 2, and start nothing"
+    serve.add_argument("--check", action="store_true", help=check)
     add_flags(serve)
-
-
-def add_config(commands: Commands) -> None:
-    """`quire config`."""
-    config = commands.add_parser("config", help="check or show the settings of a server")
-    actions = config.add_subparsers(dest="action", required=True, metavar="check|show|schema")
-    check = actions.add_parser(
-        "check",
-        help="say all problems of the settings",
-        description="Reads the file, the environment and flags as `quire serve` does, and checks also what"
-        " only shows at the start: certificates, tokens, runtimes, addresses, the data directory and the"
-        " journal in it. Exits with 1 if there is a problem.",
-    )
-    check.set_defaults(run="service.cli.config:check")
-    check.add_argument(
-        "--running",
-        action="store_true",
-        help="a server with these settings is running: its addresses are in use",
-    )
-    show = actions.add_parser("show", help="show each setting, its value and where it comes from")
-    show.set_defaults(run="service.cli.config:show")
-    show.add_argument("--json", action="store_true", help="print JSON")
-    for parser in (check, show):
-        parser.add_argument("file", nargs="?", metavar="FILE", help="the TOML file, in place of --config")
-        add_flags(parser)
-    schema = actions.add_parser("schema", help="print a JSON schema of the file, for editors")
-    schema.set_defaults(run="service.cli.config:schema")
-
-
-def add_doctor(commands: Commands) -> None:
-    """`quire doctor`."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine: what prevents serving, what makes it slow, and what to do",
-        description="Looks at CPU, memory, GPUs, disk, limits and libraries. Takes a few seconds. Exits"
-        " with 1 if something prevents serving.",
-    )
-    doctor.set_defaults(run="service.cli.doctor:run")
-    doctor.add_argument("--config", metavar="FILE", help="the server's TOML file (env QUIRE_CONFIG)")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_journal(commands: Commands) -> None:
     """`quire journal`."""
     journal = commands.add_parser(
         "journal",
-        help="look into, verify, export or copy the journal of a server's caches",
+        help="verify or copy the journal of a server's caches",
         description="Reads the journal in a data directory, and never changes it. Of a running server it"
         " reads what is durable at that moment.",
     )
-    actions = journal.add_subparsers(dest="action", required=True, metavar="inspect|verify|export|backup")
+    actions = journal.add_subparsers(dest="action", required=True, metavar="verify|backup")
     for name, help_text in (
-        ("inspect", "show what is in it"),
         ("verify", "check each record and the state that they give"),
-        ("export", "print a line of JSON for each cache, with its tokens"),
         ("backup", "copy it to a new directory"),
     ):
         action = actions.add_parser(name, help=help_text)
@@ -94,8 +54,6 @@ def add_journal(commands: Commands) -> None:
         )
         if name == "backup":
             action.add_argument("to", metavar="TO", help="a directory that does not exist yet")
-        if name == "inspect":
-            action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_state(commands: Commands) -> None:

@@ -11,8 +11,8 @@ Importing this module loads the hub's library: import it where a model of the hu
 from __future__ import annotations
 
 import io
-import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 # Before the library is imported. The hub learns which model is requested, but gets no telemetry.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
 from service.model_names import other_format
@@ -36,14 +36,14 @@ _CONFIG = "config.json"
 _SMALL = (
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "model.safetensors.index.json",
 )  # fmt: skip
 # Optional files, which clients can read.
 _CARDS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
-_MAX_CARD_BYTES = 1 << 20
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# In one file or in many. Not those in directories, nor in another layout (`consolidated.safetensors`).
+_WEIGHTS = "model*.safetensors"
+_SHARD = re.compile(r"-of-(\d+)\.safetensors$", re.ASCII)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# An index has about 100 bytes per tensor.
-_MAX_INDEX_BYTES = 32 << 20
 _MAX_REASON_CHARACTERS = 300
 _AUTH_STATUSES = (401, 403)
 _STEP_PERCENT = 10
@@ -67,14 +67,13 @@ class HubError(Exception):
 
 
 def find_model(
-    hub_id: str, revision: str | None, *, download: bool, on_progress: Callable[[float], None] | None = None
+    hub_id: str, revision: str | None, *, on_progress: Callable[[float], None] | None = None
 ) -> Path:
     """The model's directory in the local cache, after a download if necessary.
 
     Args:
         hub_id: ORG/NAME, validated.
         revision: A commit, branch or tag, validated; None: the main branch.
-        download: Whether a download is allowed.
         on_progress: Gets the downloaded fraction of the weights, from 0 to 1. None: standard error gets it.
 
     Raises:
@@ -83,8 +82,8 @@ def find_model(
     cached, problem = _look_in_cache(hub_id, revision)
     if cached is not None:
         return cached
-    if not download or constants.is_offline_mode():
-        raise _not_here(hub_id, revision, problem, may_download=download)
+    if constants.is_offline_mode():
+        raise _not_here(hub_id, revision, problem)
     try:
         return _download(hub_id, revision, on_progress)
     except Exception as error:
@@ -92,79 +91,56 @@ def find_model(
         raise _to_hub_error(error, hub_id, revision) from error
 
 
-def find_files(hub_id: str, names: Sequence[str], *, download: bool) -> Path:
+def find_files(hub_id: str, names: Sequence[str]) -> Path:
     """A directory in the local cache with these files of a repository, after a download if necessary.
 
     Raises:
         HubError: See `find_model`.
     """
-    may_download = download and not constants.is_offline_mode()
     try:
-        paths = [
-            Path(hf_hub_download(hub_id, name, local_files_only=not may_download)).parent for name in names
-        ]
-    except Exception as error:
-        if not may_download and isinstance(error, errors.LocalEntryNotFoundError):
+        directory = Path(snapshot_download(hub_id, allow_patterns=list(names)))
+    except errors.LocalEntryNotFoundError as error:
+        if constants.is_offline_mode():
             problem = f"is not whole in the cache {constants.HF_HUB_CACHE}"
-            raise _not_here(hub_id, None, problem, may_download=download) from None
+            raise _not_here(hub_id, None, problem) from None
+        raise _to_hub_error(error, hub_id, None) from error
+    except Exception as error:
         # The library raises its own errors and those of its HTTP client.
         raise _to_hub_error(error, hub_id, None) from error
-    if len(set(paths)) > 1:
-        raise HubError(f"{hub_id} changed while it was downloaded: try again")
-    return paths[0]
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise HubError(f"{hub_id} has no {missing[0]}")
+    return directory
 
 
-def _not_here(hub_id: str, revision: str | None, problem: str, *, may_download: bool) -> HubError:
+def _not_here(hub_id: str, revision: str | None, problem: str) -> HubError:
     """Why there is no download of what the cache lacks."""
-    why_not = "HF_HUB_OFFLINE is set" if may_download else "model_download is off"
     first = _download_command(hub_id, revision)
-    return HubError(f"{_named(hub_id, revision)} is no directory here and {problem}; {why_not}: {first}")
+    text = f"{_named(hub_id, revision)} is no directory here and {problem}; HF_HUB_OFFLINE is set: {first}"
+    return HubError(text)
 
 
 def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]:
-    """The snapshot in the local cache if it is complete, else None and the problem. Raises HubError."""
+    """The snapshot in the local cache if it is complete, else None and the problem."""
     where = f"in the cache {constants.HF_HUB_CACHE}"
     try:
-        # Without weights, whose file names are not known yet.
         found = snapshot_download(
-            hub_id, revision=revision, local_files_only=True, allow_patterns=list(_SMALL)
+            hub_id, revision=revision, local_files_only=True, allow_patterns=[*_SMALL, _WEIGHTS]
         )
     except errors.IncompleteSnapshotError:
-        return None, f"is not whole {where}, some of its settings are missing"
+        return None, f"is not whole {where}"
     except errors.LocalEntryNotFoundError:
         return None, f"is not {where}"
     except OSError as error:
         return None, f"cannot be read {where}: {error.strerror}"
-    missing = _first_missing(Path(found))
-    return (Path(found), "") if missing is None else (None, f"is not whole {where}, {missing} is missing")
+    directory = Path(found)
+    return (directory, "") if _is_whole(directory) else (None, f"is not whole {where}")
 
 
-def _first_missing(directory: Path) -> str | None:
-    """The first required file that the directory lacks. Raises HubError for an invalid index."""
-    needed = [_CONFIG]
-    if (directory / _WEIGHTS).is_file() or not (directory / _INDEX).is_file():
-        needed.append(_WEIGHTS)
-    else:
-        needed += _shards(directory / _INDEX)
-    return next((name for name in needed if not (directory / name).is_file()), None)
-
-
-def _shards(index: Path) -> list[str]:
-    """The files that an index names. Raises HubError."""
-    try:
-        with index.open("rb") as file:
-            names = set(json.loads(file.read(_MAX_INDEX_BYTES))["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise HubError(f"{index}: is no index of weights") from None
-    for name in names:
-        # The index is untrusted: names must be printable, of safetensors, and without directories.
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or not (name.isprintable() and name.endswith(".safetensors"))
-        ):
-            raise HubError(f"{index}: must name safetensors beside it, got {escaped(repr(name))[:100]}")
-    return sorted(names)
+def _is_whole(directory: Path) -> bool:
+    """Whether a snapshot has what is needed. The library knows that of its own downloads only."""
+    weights = [path.name for path in directory.glob(_WEIGHTS) if path.is_file()]
+    counts = [int(found[1]) for name in weights if (found := _SHARD.search(name)) is not None]
+    return (directory / _CONFIG).is_file() and len(weights) >= max(counts, default=1)
 
 
 def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], None] | None) -> Path:
@@ -172,27 +148,18 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     _check_can_be_served(hub_id, sizes)
-    # By the name of the revision, so that the cache knows that name. All other files are of the same commit.
-    directory = Path(hf_hub_download(hub_id, _CONFIG, revision=revision)).parent
+    small, hidden = [*_SMALL, *_CARDS], _progress(lambda _: None)
+    # By the name of the revision, so that the cache knows that name. The weights are of the same commit.
+    directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=small, tqdm_class=hidden))
     if problem := quantised(directory):
         raise HubError(f"{hub_id} cannot be served: {problem}", EXIT_CONFIG)
-    index = () if _WEIGHTS in sizes else (_INDEX,)
-    wanted = (*_SMALL[1:], *index)
-    for name, size_bytes in sizes.items():
-        is_card = name in _CARDS and size_bytes <= _MAX_CARD_BYTES
-        if is_card or any(fnmatchcase(name, pattern) for pattern in wanted):
-            hf_hub_download(hub_id, name, revision=directory.name)
-    weights = _shards(directory / _INDEX) if index else [_WEIGHTS]
-    total_bytes = sum(sizes.get(name, 0) for name in weights)
+    total_bytes = sum(size for name, size in sizes.items() if fnmatchcase(name, _WEIGHTS))
     _print(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
-    done_bytes = 0
-    for name in weights:
-        # On a terminal the library shows its own bars.
-        progress: Any = None if sys.stderr.isatty() else _ProgressLines
-        if on_progress is not None:
-            progress = _progress_fraction(done_bytes, total_bytes, on_progress)
-        hf_hub_download(hub_id, name, revision=directory.name, tqdm_class=progress)
-        done_bytes += sizes.get(name, 0)
+    report = on_progress or _print_tenths()
+    # On a terminal the library shows its own bars.
+    is_shown = on_progress is None and sys.stderr.isatty()
+    progress = None if is_shown else _progress(lambda done_bytes: report(done_bytes / (total_bytes or 1)))
+    snapshot_download(hub_id, revision=directory.name, allow_patterns=_WEIGHTS, tqdm_class=progress)
     return directory
 
 
@@ -201,14 +168,14 @@ def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
     if _CONFIG not in sizes:
         problem = other_format(sizes) or f"it has no {_CONFIG}"
         raise HubError(f"{hub_id} cannot be served: {problem}")
-    if _WEIGHTS in sizes or _INDEX in sizes:
+    if any(fnmatchcase(name, _WEIGHTS) for name in sizes):
         return
     if any(name.endswith(_PICKLES) for name in sizes):
         raise HubError(
             f"{hub_id} cannot be served: its weights are pickles only, which run code when they are loaded;"
             " look for a --model-revision with safetensors, such as refs/pr/N, or for another model"
         )
-    problem = other_format(sizes) or f"it has neither {_WEIGHTS} nor {_INDEX}"
+    problem = other_format(sizes) or "it has no weights in safetensors"
     raise HubError(f"{hub_id} cannot be served: {problem}")
 
 
@@ -262,33 +229,36 @@ def _print(text: str) -> None:
     print(f"quire: {text}", file=sys.stderr, flush=True)
 
 
-class _ProgressLines(tqdm):
-    """Prints a line to standard error for each tenth of a file."""
+def _print_tenths() -> Callable[[float], None]:
+    """Returns what prints a line to standard error for each tenth of a download."""
+    printed = 0
 
-    # Otherwise tqdm starts a thread that refreshes stalled bars.
-    monitor_interval = 0
+    def report(done: float) -> None:
+        nonlocal printed
+        percent = int(100 * done) // _STEP_PERCENT * _STEP_PERCENT
+        if percent > printed:
+            printed = percent
+            _print(f"{percent}% downloaded")
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._printed_percent = 0
-        shown = {"disable": False, "leave": False, "file": io.StringIO()}
-        super().__init__(*args, **(settings | shown))  # type: ignore[no-untyped-call]
-
-    def display(self, *_: object, **__: object) -> None:
-        """Called by tqdm from time to time, and at the end."""
-        percent = int(100 * self.n / self.total) if self.total else 0
-        percent -= percent % _STEP_PERCENT
-        if percent > self._printed_percent:
-            self._printed_percent = percent
-            # The library puts the commit before the name.
-            name = str(self.desc).rpartition("/")[2]
-            print(f"quire: {escaped(name)}: {percent}%", file=sys.stderr, flush=True)
+    return report
 
 
-def _progress_fraction(done_bytes: int, total_bytes: int, report: Callable[[float], None]) -> Any:
-    """A tqdm class that reports the downloaded fraction of all files; `done_bytes` are of earlier files."""
+def _progress(report: Callable[[int], None]) -> Any:
+    """A tqdm class that shows nothing, and reports how many bytes there are of all files."""
 
-    class ProgressFraction(_ProgressLines):
+    class Progress(tqdm):
+        # Otherwise tqdm starts a thread that refreshes stalled bars.
+        monitor_interval = 0
+
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            # Others count files, or what comes through the network.
+            self._has_bytes = settings.get("name") == "huggingface_hub.snapshot_download"
+            shown = {"disable": False, "leave": False, "file": io.StringIO()}
+            super().__init__(*args, **(settings | shown))  # type: ignore[no-untyped-call]
+
         def display(self, *_: object, **__: object) -> None:
-            report(min(1.0, (done_bytes + self.n) / total_bytes) if total_bytes else 0.0)
+            """Called by tqdm from time to time, and at the end."""
+            if self._has_bytes:
+                report(int(self.n))
 
-    return ProgressFraction
+    return Progress

@@ -1,7 +1,6 @@
-"""`quire journal`: looks into a journal, verifies, exports and copies it. Never changes it.
+"""`quire journal`: verifies and copies a journal. Never changes it.
 
-The journal of a stopped server is copied while it is locked, that of a running one as SQLite shows it to
-readers: with all commits up to one moment. Then the copy is recovered, as a server does at its start.
+That of a running server is read up to what is durable at one moment, while the server goes on.
 """
 
 from __future__ import annotations
@@ -9,187 +8,156 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import errno
-import json
 import math
 import os
 import shutil
-import sqlite3
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 from service.caches.ledger import CacheState, Ledger
-from service.caches.records import Record, TokensAppended
 from service.cli.state import unused
 from service.data_directory import state_dir
 from service.journal.base import JournalUnusable
-from service.journal.files import DATABASE, HIGH_WATER_MARK, first_seq, translate_errors
-from service.journal.sqlite import open_journal
-from service.logging import configure_logging
+from service.journal.directory import translate_errors
+from service.journal.encoding import Frame
+from service.journal.recovery import Recovery, Unrecoverable
+from service.journal.segments import (
+    END,
+    JOURNAL,
+    Found,
+    boot_id,
+    read_end,
+    refuse_earlier,
+    refused,
+    replay,
+    segment_path,
+)
 from service.printable import escaped
 from service.setting_rules import POSTGRES
 from service.uploads import sync_tree
 
-_NAMES_SHOWN = 20
-# Of the table, where those of the JSON say too little.
-_NAMES = {"size_bytes": "bytes of rows", "memory_bytes": "of max_journal_bytes"}
+# Of a running server: it may remove segments that are about to be read, or write to `end` just then.
+_ATTEMPTS = 5
+_PAUSE_S = 0.1
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(slots=True)
 class Contents:
-    """A recovered journal.
+    """A recovered journal. `damage`: of its end, which a start would drop."""
 
-    Attributes:
-        in_use: A server was using the directory.
-        format: Of the tables.
-        rows, dropped_rows: How many there are, and how many of these a start would drop, as they are damaged.
-        written_s: Unix times of the oldest and the newest row.
-        model_tag: Of the weights of the newest caches, see `service.pool.model_versions`.
-    """
-
-    ledger: Ledger = dataclasses.field(default_factory=Ledger)
-    in_use: bool = False
-    format: int = 0
-    rows: int = 0
-    dropped_rows: int = 0
-    records: int = 0
-    size_bytes: int = 0
-    written_s: tuple[float, float] | None = None
-    model_tag: str | None = None
-
-
-def inspect(options: argparse.Namespace) -> int:
-    """Prints what is in a journal. Returns the exit status."""
-    found = _contents(options)
-    ledger = found.ledger
-    tenants = Counter(state.tenant for state in ledger)
-    oldest, newest = (
-        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at)) for at in found.written_s or (0.0, 0.0)
-    )
-    facts = {
-        "format": found.format,
-        "in_use": found.in_use,
-        "rows": found.rows,
-        "records": found.records,
-        "size_bytes": found.size_bytes,
-        "caches": len(ledger),
-        "tokens": sum(state.length for state in ledger),
-        "longest_tokens": max((state.length for state in ledger), default=0),
-        "memory_bytes": ledger.size_bytes,
-        "oldest": oldest if found.written_s else None,
-        "newest": newest if found.written_s else None,
-        "tenants": dict(tenants.most_common()),
-        "adapters": {str(number): count for number, count in ledger.adapters.most_common()},
-        "weights": {str(number): n for number, n in Counter(s.weights for s in ledger).most_common()},
-    }
-    if options.json:
-        print(json.dumps(facts))
-        return 0
-    for name, value in facts.items():
-        shown = _counts(value, "" if name == "tenants" else "number ") if isinstance(value, dict) else value
-        print(escaped(f"{_NAMES.get(name, name.replace('_', ' ')):21} {shown}"))
-    return 0
-
-
-def _counts(numbers: Mapping[str, int], prefix: str) -> str:
-    """The first names with the caches of each."""
-    shown = [
-        f"{f'{prefix}{name}' if name else 'no tenant'}: {count} cache{'s' if count != 1 else ''}"
-        for name, count in numbers.items()
-    ]
-    more = [f"and {len(shown) - _NAMES_SHOWN} more"] if len(shown) > _NAMES_SHOWN else []
-    return ", ".join(shown[:_NAMES_SHOWN] + more) or "none"
+    ledger: Ledger
+    frames: int
+    records: int
+    model_tag: str | None
+    damage: str
 
 
 def verify(options: argparse.Namespace) -> int:
     """Checks each record and the state that they give. Returns the exit status: 1 if something is wrong."""
-    found = _contents(options)
+    try:
+        found = read_journal(_directory(options.directory))
+    except JournalUnusable as error:
+        return _refused(error)
     problems = [*_broken(found.ledger)]
-    if found.dropped_rows:
-        problems.append("the last row is damaged: a start would drop it, and lose the commits in it")
+    if found.damage:
+        problems.append(f"the end was not written completely ({found.damage}): a start would drop it")
     for problem in problems:
         print(f"quire: {escaped(problem)}", file=sys.stderr)
     if not problems:
-        print(f"{found.records} records in {found.rows} rows give {len(found.ledger)} caches; all is well")
+        caches = len(found.ledger)
+        print(f"{found.records} records in {found.frames} frames give {caches} caches; all is well")
     return 1 if problems else 0
-
-
-def export(options: argparse.Namespace) -> int:
-    """Prints a line of JSON for each cache. Returns the exit status."""
-    for state in sorted(_contents(options).ledger, key=lambda state: state.number):
-        line = {
-            "id": state.cache_id,
-            "tenant": state.tenant,
-            "tokens": state.tokens.copy().tolist(),
-            "prompt_tokens": state.prompt_len,
-            "adapter": state.adapter,
-            "weights": state.weights,
-            "lease_s": state.lease_s,
-        }
-        print(json.dumps(line))
-    return 0
 
 
 def backup(options: argparse.Namespace) -> int:
     """Copies a journal to a new directory, with which a server can start. Returns the exit status."""
-    if os.path.lexists(options.to):
-        return _refused(JournalUnusable(f"{options.to} exists: name a directory that does not exist yet"))
     target = Path(options.to)
+    if os.path.lexists(target):
+        return _refused(JournalUnusable(f"{target} exists: name a directory that does not exist yet"))
     made = [path for path in (target, *target.parents) if not path.exists()]
     target.mkdir(mode=0o700, parents=True)
     try:
-        _copy(_directory(options.directory), target)
-        sync_tree(made[-1])
+        _read(_directory(options.directory), lambda journal, _in_use: _copy(journal, target / JOURNAL))
+        with translate_errors(target):
+            sync_tree(made[-1])
     except BaseException as error:
         shutil.rmtree(target)
         if isinstance(error, JournalUnusable):
             return _refused(error)
         raise
-    print(f"copied {sum(path.stat().st_size for path in target.iterdir()):,} bytes to {escaped(options.to)}")
+    size = sum(path.stat().st_size for path in (target / JOURNAL).iterdir())
+    print(f"copied {size:,} bytes to {escaped(options.to)}")
     return 0
 
 
 def read_journal(directory: Path) -> Contents:
-    """Recovers a copy of the journal in a directory. Raises JournalUnusable."""
-    found = Contents()
-    with tempfile.TemporaryDirectory(prefix="quire-journal-") as name:
-        copy = Path(name)
-        found.in_use = _copy(directory, copy)
+    """Recovers the journal in a data directory. Raises JournalUnusable."""
 
-        def apply(record: Record, _wall_s: float) -> None:
-            found.ledger.apply(record)
-            found.records += 1
-
-        def apply_run(run: TokensAppended, _wall_s: float) -> None:
-            found.ledger.apply_run(run)
-            found.records += len(run.token_ids)
-
+    def read(journal: Path, in_use: bool) -> Contents:
+        ledger = Ledger()
+        recovery = Recovery(
+            lambda record, _wall_s: ledger.apply(record), lambda run, _wall_s: ledger.apply_run(run)
+        )
+        found = _replay(journal, recovery.add)
         try:
-            with contextlib.closing(open_journal(copy)) as journal, translate_errors(copy / DATABASE):
-                _count(copy, found)
-                rows = found.rows
-                found.model_tag = journal.model_fingerprint
-                journal.recover(apply, apply_run)
-                found.size_bytes = journal.size_bytes
-        except JournalUnusable as error:
-            # The advice is about the original.
-            raise JournalUnusable(str(error).replace(str(copy), str(directory))) from None
-        _count(copy, found)
-        found.dropped_rows = rows - found.rows
+            recovery.end()
+        except Unrecoverable as error:
+            raise refused(journal, journal, str(error)) from None
+        # A server may be writing at the end just now.
+        damage = "" if in_use else found.damage
+        return Contents(ledger, recovery.frames, recovery.records, recovery.model, damage)
+
+    return _read(directory, read)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies all frames, each of which is checked. Raises JournalUnusable, OSError."""
+    found = _replay(source, lambda _frame: None)
+    with translate_errors(target):
+        target.mkdir(mode=0o700, exist_ok=True)
+        for number in range(found.end.first_segment, found.segment + 1):
+            path = segment_path(target, number)
+            with segment_path(source, number).open("rb") as original, _private(path) as copy:
+                shutil.copyfileobj(original, copy)
+                if number == found.segment:
+                    copy.truncate(found.size_bytes)
+        last = found.next_number - 1
+        with _private(target / END) as file:
+            file.write(found.end._replace(written=last, synced=last, boot=boot_id()).encoded())
+
+
+def _private(path: Path) -> BinaryIO:
+    """A file for its owner only, which is made, or emptied. Raises OSError."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+
+
+def _read(directory: Path, read: Callable[[Path, bool], _T]) -> _T:
+    """`read` gets the directory of the journal, and whether a server uses it. Raises JournalUnusable."""
+    journal = directory / JOURNAL
+    with translate_errors(journal), unused(directory) as is_unused:
+        refuse_earlier(directory)
+        if not journal.is_dir():
+            raise JournalUnusable(f"{directory} has no journal: name a server's data directory")
+        for _ in range(0 if is_unused else _ATTEMPTS):
+            with contextlib.suppress(JournalUnusable, OSError):
+                return read(journal, True)
+            time.sleep(_PAUSE_S)
+        return read(journal, not is_unused)
+
+
+def _replay(journal: Path, on_frame: Callable[[Frame], None]) -> Found:
+    """Raises JournalUnusable, OSError."""
+    # First, since all that it names is in the segments by then.
+    end = read_end(journal)
+    found = replay(journal, end, end.must_exist("normal"), on_frame)
+    if found is None:
+        raise JournalUnusable(f"{journal} has no segments")
     return found
-
-
-def _contents(options: argparse.Namespace) -> Contents:
-    """Raises SystemExit with 1, after a line that says why, if the journal cannot be read."""
-    configure_logging("error", "pretty", sys.stderr)
-    try:
-        return read_journal(_directory(options.directory))
-    except JournalUnusable as error:
-        raise SystemExit(_refused(error)) from None
 
 
 def _refused(error: JournalUnusable) -> int:
@@ -205,44 +173,6 @@ def _directory(name: str) -> Path:
         )
     named = state_dir() / name
     return named if not Path(name).exists() and named.is_dir() else Path(name)
-
-
-def _copy(directory: Path, target: Path) -> bool:
-    """Copies the files of a journal. Whether a server is using it. Raises JournalUnusable."""
-    path, copy_path = directory / DATABASE, target / DATABASE
-    with translate_errors(path), contextlib.ExitStack() as stack:
-        if not path.is_file():
-            raise JournalUnusable(f"{directory} has no {DATABASE}: name a server's data directory")
-        is_unused = stack.enter_context(unused(directory))
-        # For their owner only, as the original.
-        os.close(os.open(copy_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        if is_unused:
-            for name in (DATABASE, f"{DATABASE}-wal", HIGH_WATER_MARK):
-                if (directory / name).exists():
-                    shutil.copy(directory / name, target / name)
-            return False
-        # A reader of a database that another process has open changes nothing.
-        with (
-            contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
-            contextlib.closing(sqlite3.connect(copy_path)) as copy,
-        ):
-            try:
-                source.backup(copy)
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorname != "SQLITE_FULL":
-                    raise
-                raise OSError(errno.ENOSPC, str(error), copy_path) from error
-        return True
-
-
-def _count(directory: Path, found: Contents) -> None:
-    """Reads what only the tables say. Raises sqlite3.Error."""
-    with contextlib.closing(sqlite3.connect(directory / DATABASE)) as db:
-        (found.format,) = db.execute("PRAGMA user_version").fetchone()
-        query = "SELECT count(*), min(wall_ns), max(wall_ns) FROM log WHERE seq >= ?"
-        found.rows, *walls_ns = db.execute(query, (first_seq(db),)).fetchone()
-    if found.rows:
-        found.written_s = walls_ns[0] / 1e9, walls_ns[1] / 1e9
 
 
 def _broken(ledger: Ledger) -> Iterator[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import uvloop
@@ -15,18 +14,18 @@ from service.adapters.store import bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config
 from service.errors import LoadFailed
+from service.extension import Extension
 from service.logging import configure_logging
 from service.server import serve
-from service.shards.one_host import Membership
 from workers.common.adapter_files import FILES
 from workers.common.switching import switch_often
 
 
-def run_gateway(config: Config, member: Membership | None = None) -> int:
-    """Runs a gateway in this process. Raises ConfigError. `member`: see `Gateway`."""
-    fields = {} if member is None else {"gateway": member.shard.index}
-    configure_logging(config.log_level, config.log_format, fields=fields)
-    may_download = config.model_download == "on"
+def run_gateway(
+    config: Config, extensions: Sequence[Extension] = (), log_fields: Mapping[str, object] | None = None
+) -> int:
+    """Runs a gateway in this process. Raises ConfigError. `extensions`: beside those that are found."""
+    configure_logging(config.log_level, config.log_format, fields=log_fields)
     try:
         # Before the event loop, which uses file descriptors, too.
         config = with_descriptors(config)
@@ -38,26 +37,24 @@ def run_gateway(config: Config, member: Membership | None = None) -> int:
     gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        find = functools.partial(_find_on_hub, download=may_download)
-        find_adapter = functools.partial(_find_adapter_on_hub, download=may_download)
-        return runner.run(serve(config, find, find_adapter, member))
+        return runner.run(serve(config, _find_on_hub, _find_adapter_on_hub, extensions))
 
 
-def _find_on_hub(hub_id: str, on_progress: Callable[[float], None], *, download: bool) -> Path:
+def _find_on_hub(hub_id: str, on_progress: Callable[[float], None]) -> Path:
     """Finds a model for LoadWeights. Raises LoadFailed."""
     from service.cli import hub
 
     try:
-        return hub.find_model(hub_id, None, download=download, on_progress=on_progress)
+        return hub.find_model(hub_id, None, on_progress=on_progress)
     except hub.HubError as error:
         raise LoadFailed(str(error)) from None
 
 
-def _find_adapter_on_hub(hub_id: str, *, download: bool) -> Path:
+def _find_adapter_on_hub(hub_id: str) -> Path:
     """Finds an adapter for LoadAdapter. Raises InvalidArgument."""
     from service.cli import hub
 
     try:
-        return hub.find_files(hub_id, FILES, download=download)
+        return hub.find_files(hub_id, FILES)
     except hub.HubError as error:
         raise bad_adapter(str(error)) from None

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
+import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
+from service.auth.connections import TooFewDescriptors, with_descriptors
+from service.cli.machine import warn_of_machine
 from service.cli.one_gateway import run_gateway
-from service.config import Config, ConfigError
-from service.config_sources import read_settings
-from service.data_directory import StateUnusable, data_directory, prepare
+from service.config import Config
+from service.config_sources import Settings, read_settings
+from service.data_directory import StateUnusable, check_gateways, data_directory, prepare
+from service.extension import find_server
+from service.gateway import open_gateway
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
 from service.quantised import quantised
-from service.shards.one_host import check_count
+from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
+
+# The settings of a gateway that is only made, beside a directory of its own: it meets no other one.
+_ALONE = {"listen": "127.0.0.1:0", "journal": "memory"}
+# Of an extension, which may not be installed.
+_OF_OTHERS = {"gateways": 1, "shards": 1, "peer_listen": ""}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves until a signal. Returns the exit status."""
+    """Serves until a signal, unless it is only to check. Returns the exit status."""
     settings = read_settings(vars(options), os.environ)
     for error in settings.errors:
         print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
@@ -29,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         models = [error for error in settings.errors if error.setting == "model"]
         return EXIT_CONFIG if any(has_other_format(str(error.value)) for error in models) else 2
     try:
-        return _run(settings.config)
+        return _check(settings) if options.check else _run(settings.config)
     except ConfigError as error:
         print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
         return 2
@@ -38,14 +50,44 @@ def run(options: argparse.Namespace) -> int:
         return 1 if error.may_pass else EXIT_CONFIG
 
 
+def _check(settings: Settings) -> int:
+    """Says what is given. Makes all parts of a gateway that starts nothing, and changes nothing on disk.
+
+    Raises ConfigError.
+    """
+    values = settings.config.values()
+    for name in settings.sources:
+        value = json.dumps("auto" if values[name] is None else values[name])
+        print(escaped(f"{name} = {value}  # {settings.where(name)}"))
+    config = settings.config
+    if not config.has_remote_workers and (problem := quantised(Path(config.model))):
+        raise ConfigError("model", "", config.model, problem)
+    alone = _ALONE | {name: default for name, default in _OF_OTHERS.items() if name in values}
+    with tempfile.TemporaryDirectory() as directory:
+        of_check = directory if data_directory(config) is not None else None
+        try:
+            asyncio.run(_make_parts(with_descriptors(config.with_values(alone | {"data_dir": of_check}))))
+        except TooFewDescriptors as error:
+            raise ConfigError("max_connections", "", config.max_connections, str(error)) from None
+    print(f"no problems; {len(values) - len(settings.sources)} settings have their defaults")
+    return 0
+
+
+async def _make_parts(config: Config) -> None:
+    """Reads certificates, tokens and files of extensions. Raises ConfigError."""
+    gateway = await open_gateway(config)
+    await gateway.server.stop(0)
+    await gateway.finish()
+    gateway.close()
+
+
 def _run(config: Config) -> int:
     """Raises ConfigError for a setting that is checked only when it is used, or StateUnusable."""
-    may_download = config.model_download == "on"
     if is_hub_id(config.model) and not config.has_remote_workers:
         from service.cli import hub
 
         try:
-            found = hub.find_model(config.model, config.model_revision, download=may_download)
+            found = hub.find_model(config.model, config.model_revision)
         except hub.HubError as error:
             return _failed(error, error.status)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
@@ -53,12 +95,12 @@ def _run(config: Config) -> int:
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
-    if config.gateways > 1:
-        from service.cli import gateways
-
-        configure_logging(config.log_level, config.log_format)
-        return gateways.run(config)
-    check_count(data_directory(config), 1)
+    configure_logging(config.log_level, config.log_format)
+    warn_of_machine(config)
+    serve = find_server(config)
+    if serve is not None:
+        return serve()
+    check_gateways(data_directory(config), 1)
     return run_gateway(config)
 
 

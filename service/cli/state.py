@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from service.data_directory import REMOVED, data_directories, state_dir
-from service.journal.files import LOCK
+from service.journal.directory import LOCK
 
 _DAY_S = 86_400
 

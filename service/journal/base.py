@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from service.caches.ledger import Ledger
 from service.caches.records import Record
 
 # Called with True if the records are as durable as the journal promises, with False if none is stored.
@@ -20,6 +21,13 @@ class JournalUnusable(Exception):
 
 class DirectoryInUse(JournalUnusable):
     """Another gateway uses the data directory."""
+
+
+class OwnershipLost(Exception):
+    """The journal is another gateway's now, or is not as this one has left it.
+
+    Nothing can be appended by this gateway any more, for ever: its core has to stop.
+    """
 
 
 class Journal:
@@ -40,6 +48,12 @@ class Journal:
         """Age of the oldest commit that has not finished; 0 if there is none."""
         return 0.0
 
+    def bind_ledger(self, ledger: Ledger) -> None:
+        """Lets the journal compact itself with the state that its records leave, which it only reads.
+
+        From now on whoever commits has to apply the records to the ledger first thing in `on_committed`.
+        """
+
     def commit(self, _records: Sequence[Record], on_committed: OnCommitted) -> None:
         """Makes records durable, all or none, after those of earlier commits.
 
@@ -50,20 +64,10 @@ class Journal:
     def bind_model(self, fingerprint: str) -> None:
         """Replaces the model tag. The new one is durable with the next commit."""
 
-    def wants_compaction(self, _live_bytes: int) -> bool:
-        """Whether so much of the journal is obsolete that a compaction pays off."""
-        return False
-
-    def begin_compaction(self) -> None:
-        """Sets a mark behind all records so far. No commit is unfinished."""
-
-    def end_compaction(self) -> None:
-        """Drops the records before the mark. All their caches have been restated or released since."""
-
     async def run(self) -> None:
         """Does what has to be done from time to time, until cancelled. Then it ends what is left to do.
 
-        Raises OwnershipLost if another gateway has taken over the journal.
+        Raises OwnershipLost.
         """
         await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""Compaction of the journal: restates every cache in one record, then drops all earlier records.
+"""Compaction of a journal: restates every cache in one record, then drops all earlier records.
 
 A pass begins at a moment without unfinished commits, when the ledger and the journal agree. From this mark
 on, each cache is restated before any other record of it, so that the journal is complete without the records
@@ -9,13 +9,13 @@ ends the pass, and nothing is dropped. No I/O, no clock.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from service.caches.ledger import CacheState, Ledger
 from service.caches.records import CacheForked, CacheReleased, CacheRestated, CacheTruncated, Record
 from service.caches.segments import Segment
-from service.journal.base import Journal, OnCommitted
+from service.journal.base import OnCommitted
 
 # Size of a portion, unless a single cache has more: 128 KiB, a millisecond or two.
 PORTION_TOKENS: Final = 1 << 15
@@ -25,14 +25,28 @@ _PORTION_CACHES: Final = 256
 class Compactor:
     """Runs passes, one at a time. Reads the ledger, never changes it.
 
-    While `is_underway`, it has to be given all commits instead of the journal. Their callers must apply the
-    records to the ledger first thing in `on_committed`. The added records do not change the ledger.
+    While `is_underway`, the journal gives it all commits. Their callers must apply the records to the ledger
+    first thing in `on_committed`. The added records do not change the ledger.
     """
 
-    def __init__(self, ledger: Ledger, journal: Journal, portion_tokens: int = PORTION_TOKENS) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        append: Callable[[Sequence[Record], OnCommitted], None],
+        on_begin: Callable[[], None],
+        on_complete: Callable[[], None],
+        portion_tokens: int = PORTION_TOKENS,
+    ) -> None:
+        """`append`: writes a commit.
+
+        on_begin: Sets the mark behind all that was appended so far. No commit is unfinished.
+        on_complete: Drops what was appended before the mark.
+        """
         self.is_underway = False
         self._ledger = ledger
-        self._journal = journal
+        self._append = append
+        self._on_begin = on_begin
+        self._on_complete = on_complete
         self._portion_tokens = portion_tokens
         # Commits that wait for the begin of a pass, in order. None: the pass has begun.
         self._held: list[tuple[Sequence[Record], OnCommitted]] | None = None
@@ -40,7 +54,7 @@ class Compactor:
         self._pass = 0
         # The caches that are not restated yet, in order.
         self._pending: dict[int, None] = {}
-        # Unfinished commits with restated caches.
+        # Unfinished commits of the pass itself, or with restated caches.
         self._unfinished = 0
         # For segments that several caches hold: one of these caches that is restated.
         self._holders: dict[Segment, int] = {}
@@ -60,35 +74,22 @@ class Compactor:
                 restated.append(self._forget(number) if released else self._restate(number))
             if isinstance(record, CacheTruncated | CacheReleased):
                 self._shrunk.add(number)
-        self._commit(restated, records, on_committed)
+        if restated:
+            self._commit(restated, records, on_committed)
+        else:
+            self._append(records, on_committed)
 
-    def step(self) -> bool:
-        """Restates a portion of the caches. Starts a pass if none is underway and it pays off.
+    def start(self) -> None:
+        """Starts a pass. To be called when none is underway."""
+        self.is_underway, self._held = True, []
+        self._pass += 1
+        # When this empty commit is finished, so are all earlier ones.
+        self._append((), self._begin)
 
-        To be called periodically, and sooner if it returns True: a pass is underway.
-        """
-        if not self.is_underway:
-            if self._journal.wants_compaction(self._ledger.size_bytes):
-                self.is_underway, self._held = True, []
-                self._pass += 1
-                # When this empty commit is finished, so are all earlier ones.
-                self._journal.commit((), self._begin)
-        elif self._held is None:
-            self._restate_portion()
-        return self.is_underway
-
-    def _begin(self, _ok: bool) -> None:
-        """Begins the pass, and commits the held records."""
-        assert self._held is not None
-        held, self._held = self._held, None
-        self._pending = dict.fromkeys(state.number for state in self._ledger)
-        self._unfinished = 0
-        self._journal.begin_compaction()
-        self._end_if_done()
-        for records, on_committed in held:
-            (self if self.is_underway else self._journal).commit(records, on_committed)
-
-    def _restate_portion(self) -> None:
+    def step(self) -> None:
+        """Restates a portion of the caches. To be called from time to time during a pass."""
+        if self._held is not None:
+            return
         restated: list[CacheRestated] = []
         size = 0
         for number in list(itertools.islice(self._pending, _PORTION_CACHES)):
@@ -99,30 +100,38 @@ class Compactor:
         if restated:
             self._commit(restated, (), lambda _ok: None)
 
+    def _begin(self, ok: bool) -> None:
+        """Begins the pass, and commits the held records."""
+        assert self._held is not None
+        held, self._held = self._held, None
+        self._unfinished = 0
+        if ok:
+            self._pending = dict.fromkeys(state.number for state in self._ledger)
+            self._on_begin()
+            # What the journal itself adds to a commit is behind the mark, too, also if there are no caches.
+            self._commit((), (), lambda _ok: None)
+        else:
+            self._end()
+        for records, on_committed in held:
+            (self.commit if self.is_underway else self._append)(records, on_committed)
+
     def _commit(
         self, restated: Sequence[CacheRestated], records: Sequence[Record], on_committed: OnCommitted
     ) -> None:
-        if not restated:
-            self._journal.commit(records, on_committed)
-            return
         self._unfinished += 1
         number = self._pass
 
         def committed(ok: bool) -> None:
             if self.is_underway and number == self._pass:
                 self._unfinished -= 1
-                if ok:
-                    self._end_if_done()
-                else:
+                if not ok:
                     self._end()
+                elif not (self._pending or self._unfinished):
+                    self._end()
+                    self._on_complete()
             on_committed(ok)
 
-        self._journal.commit([*restated, *records], committed)
-
-    def _end_if_done(self) -> None:
-        if not (self._pending or self._unfinished):
-            self._journal.end_compaction()
-            self._end()
+        self._append([*restated, *records], committed)
 
     def _end(self) -> None:
         self.is_underway = False

@@ -1,89 +1,134 @@
-"""Encodes records as bytes, and decodes them.
+"""Encodes records as frames, and decodes them.
 
-A row holds the records of one or more commits:
+A frame holds the records of one or more commits. A journal is a sequence of frames, in segment files or as
+rows of PostgreSQL:
 
-    row     version u8, 0 u8, 0 u16, length of the frames u32, crc32 u32, frames
-    frame   length of the body u32, kind u8, body, crc32 u32
+    frame   length of the payload u32, number u64, wall_ns i64, checksum of 8 bytes, payload
+    payload items: kind u8, length of the body u32, body
 
-All values are little-endian. The crc of a row covers the bytes before it and the row's number and time, which
-are stored beside the row. The crc of a frame covers the bytes before it in the frame. A frame holds one
-record, or packed decodes: a run of appends of one token each, of any caches, with 20 bytes an append.
+All values are little-endian. The checksum is BLAKE2b's, of a seed and of the frame but for the checksum. A
+seed belongs to one segment, or to one shard of a database, so that a frame of another one is not taken for
+its own.
 
-A record that creates a cache ends with the numbers of its weights and its adapter; zeros at its end are left
-out. There is a kind for each number of these. Earlier versions used the same kind with and without weights,
-which can still be read.
+An item is one record, or packed decodes: a run of appends of one token each, of any caches, with 20 bytes an
+append. The body of a record has the fields of its class in their order: integers as u64, floats as f64,
+texts, bytes and tokens behind their length as u32. A field that can be None begins with u8, whether it is
+there.
 
-A program that does not know the format of a row must refuse the journal. It must not treat the row as a
-damaged one, since a damaged last row is dropped.
+**The format changes only so that this code could read it too**: a new record gets a new kind; a new field
+goes to the end of its class and has a default, which is used where a body ends before the field. A program
+that meets an unknown kind or a longer body refuses the journal. It never takes a frame with a right checksum
+for a damaged one, since damaged frames at the end are dropped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import sys
+import typing
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
-from zlib import crc32
+from hashlib import blake2b
+from types import UnionType
+from typing import Any, BinaryIO, Final, NamedTuple
 
-from service.caches.records import (
-    CacheCreated,
-    CacheForked,
-    CacheReleased,
-    CacheRestated,
-    CacheTruncated,
-    Child,
-    ForkKey,
-    LastAppend,
-    LeaseRenewed,
-    Record,
-    TokensAppended,
-)
+from service.caches import records as cache_records
+from service.caches.frozen_struct import frozen_struct
+from service.caches.records import Record, TokensAppended
 
-# The newest format. A row has the oldest format that has all its kinds, so that older programs can read it.
-VERSION: Final = 4
-_FIRST_VERSION: Final = 1
-_TOKEN_BYTES: Final = 4
-_ROW_HEAD = struct.Struct("<BBHI")
-_ROW_KEY = struct.Struct("<Qq")
-_FRAME_HEAD = struct.Struct("<IB")
-_CRC = struct.Struct("<I")
-_ROW_START: Final = _ROW_HEAD.size + _CRC.size
-FRAME_BYTES: Final = _FRAME_HEAD.size + _CRC.size
-
-_CREATED, _APPENDED, _TRUNCATED, _FORKED, _RENEWED, _RELEASED, _RESTATED, _PACKED_DECODES = range(1, 9)
-# A fork of one of several parents in a request; caches with weights other than 0; caches with an adapter.
-_FORKED_TOGETHER, _CREATED_WITH_WEIGHTS, _RESTATED_WITH_WEIGHTS = range(9, 12)
-_CREATED_WITH_ADAPTER, _RESTATED_WITH_ADAPTER = range(12, 14)
-# The first format that has a kind, if that is not the first of all.
-_FORMATS: Final = {
-    _FORKED_TOGETHER: 2,
-    _CREATED_WITH_WEIGHTS: 3,
-    _RESTATED_WITH_WEIGHTS: 3,
-    _CREATED_WITH_ADAPTER: 4,
-    _RESTATED_WITH_ADAPTER: 4,
-}
-
+_HEAD: Final = struct.Struct("<IQq")
+_CHECKSUM_BYTES: Final = 8
+# What a frame has beside its payload.
+FRAME_BYTES: Final = _HEAD.size + _CHECKSUM_BYTES
+_ITEM: Final = struct.Struct("<BI")
 _U8, _U32, _U64, _F64 = map(struct.Struct, ("<B", "<I", "<Q", "<d"))
 # Number, position, prompt_len, ownership and token, each an u32.
 PACKED_DECODE_BYTES: Final = 20
-_PACKED_DECODE_VALUES: Final = PACKED_DECODE_BYTES // _TOKEN_BYTES
+_PACKED_DECODE_VALUES: Final = PACKED_DECODE_BYTES // 4
 
 
-class CorruptRecord(Exception):
-    """Damaged bytes. The message names the offset in the row and the damage."""
+@frozen_struct
+class ModelTag:
+    """The weights of the newest caches: see `service.pool.model_versions`."""
 
-    def __init__(self, at: int, what: str) -> None:
-        super().__init__(f"byte {at}: {what}")
-
-
-class NewerFormat(CorruptRecord):
-    """A row of a newer version of this program."""
+    tag: str
 
 
-def encode(records: Sequence[Record]) -> bytes:
-    """Encodes records as frames. Raises ValueError if a value is out of its range."""
-    frames: list[bytes] = []
+_PACKED_DECODES: Final = 0
+_KINDS: Final[dict[int, type]] = {
+    1: cache_records.CacheCreated,
+    2: TokensAppended,
+    3: cache_records.CacheTruncated,
+    4: cache_records.CacheForked,
+    5: cache_records.LeaseRenewed,
+    6: cache_records.CacheReleased,
+    7: cache_records.CacheRestated,
+    8: ModelTag,
+}
+_KIND_OF: Final = {cls: kind for kind, cls in _KINDS.items()}
+
+
+class DamagedFrame(Exception):
+    """Bytes that are no frame. The message says where, and what is wrong."""
+
+
+class UnknownRecord(Exception):
+    """A frame with a right checksum whose payload this program cannot read: a newer version wrote it."""
+
+
+class Frame(NamedTuple):
+    """A frame as it was read, and where it ends."""
+
+    number: int
+    wall_ns: int
+    payload: bytes
+    end: int
+
+
+def seed_of(identity: bytes) -> blake2b:
+    """The seed of the checksums of frames that belong together."""
+    return blake2b(identity, digest_size=_CHECKSUM_BYTES)
+
+
+def checksum(data: bytes) -> bytes:
+    """Of something else than a frame."""
+    return blake2b(data, digest_size=_CHECKSUM_BYTES).digest()
+
+
+def seal(payloads: Sequence[bytes], number: int, wall_ns: int, seed: blake2b) -> bytes:
+    """Makes one frame of results of `encode`."""
+    payload = payloads[0] if len(payloads) == 1 else b"".join(payloads)
+    head = _HEAD.pack(len(payload), number, wall_ns)
+    hashed = seed.copy()
+    hashed.update(head)
+    hashed.update(payload)
+    return b"".join((head, hashed.digest(), payload))
+
+
+def read_frames(file: BinaryIO, end: int, seed: blake2b) -> Iterator[Frame]:
+    """The frames from where a file stands up to `end`. Raises DamagedFrame, and OSError."""
+    at = file.tell()
+    while at < end:
+        start = file.read(FRAME_BYTES)
+        if len(start) < FRAME_BYTES:
+            raise DamagedFrame(f"byte {at}: a frame is cut off")
+        length, number, wall_ns = _HEAD.unpack_from(start)
+        if length > end - at - FRAME_BYTES:
+            raise DamagedFrame(f"byte {at}: a frame is cut off, or its length is wrong")
+        payload = file.read(length)
+        hashed = seed.copy()
+        hashed.update(start[: _HEAD.size])
+        hashed.update(payload)
+        if hashed.digest() != start[_HEAD.size :]:
+            raise DamagedFrame(f"byte {at}: the checksum of a frame differs")
+        at += FRAME_BYTES + length
+        yield Frame(number, wall_ns, payload, at)
+
+
+def encode(records: Sequence[Record | ModelTag]) -> bytes:
+    """Encodes records as a payload. Raises ValueError if a value is out of its range."""
+    items: list[bytes] = []
     packed_values: list[int] = []
     packed_records: list[TokensAppended] = []
     for record in records:
@@ -98,31 +143,17 @@ def encode(records: Sequence[Record]) -> bytes:
             packed_records.append(record)
             continue
         if packed_values:
-            frames += _encode_decodes(packed_values, packed_records)
+            items += _encode_decodes(packed_values, packed_records)
             packed_values, packed_records = [], []
-        frames.append(_encode_one(record))
+        items.append(_encode_one(record))
     if packed_values:
-        frames += _encode_decodes(packed_values, packed_records)
-    return frames[0] if len(frames) == 1 else b"".join(frames)
+        items += _encode_decodes(packed_values, packed_records)
+    return items[0] if len(items) == 1 else b"".join(items)
 
 
-def seal(commits: Sequence[bytes], seq: int, wall_ns: int) -> bytes:
-    """Makes a row of results of `encode`. Its crc includes `seq` and `wall_ns`."""
-    version = _FIRST_VERSION
-    for frames in commits:
-        at = 0
-        while at < len(frames):
-            length, kind = _FRAME_HEAD.unpack_from(frames, at)
-            if kind in _FORMATS:
-                version = max(version, _FORMATS[kind])
-            at += FRAME_BYTES + length
-    head = _ROW_HEAD.pack(version, 0, 0, sum(map(len, commits)))
-    return b"".join((head, _CRC.pack(crc32(head, crc32(_ROW_KEY.pack(seq, wall_ns)))), *commits))
-
-
-def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
-    """Yields the records of a row. Raises CorruptRecord, maybe after some records."""
-    for item in decode_packed(row, seq, wall_ns):
+def decode(payload: bytes) -> Iterator[Record | ModelTag]:
+    """Yields the records of a payload. Raises UnknownRecord, maybe after some records."""
+    for item in decode_packed(payload):
         if not isinstance(item, bytes):
             yield item
             continue
@@ -132,133 +163,84 @@ def decode(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
             yield TokensAppended(number, position, values[at + 4 : at + 5], prompt_len, ownership)
 
 
-def decode_packed(row: bytes, seq: int, wall_ns: int) -> Iterator[Record | bytes]:
+def decode_packed(payload: bytes) -> Iterator[Record | ModelTag | bytes]:
     """As `decode`, but leaves packed decodes packed: `PACKED_DECODE_BYTES` for each append of one token."""
-    _check_head(row, seq, wall_ns)
-    view, at = memoryview(row), _ROW_START
-    while at < len(row):
-        if at + FRAME_BYTES > len(row):
-            raise CorruptRecord(at, "a frame is truncated")
-        length, kind = _FRAME_HEAD.unpack_from(row, at)
-        body, end = at + _FRAME_HEAD.size, at + _FRAME_HEAD.size + length
-        if end + _CRC.size > len(row):
-            raise CorruptRecord(at, "a frame is longer than its row")
-        if crc32(view[at:end]) != _CRC.unpack_from(row, end)[0]:
-            raise CorruptRecord(at, "the checksum of a record differs")
+    body = _Body(payload)
+    while body.at < body.end:
+        kind, length = _ITEM.unpack(body.take(_ITEM.size))
+        item = body.take(length)
         if kind == _PACKED_DECODES:
             if length % PACKED_DECODE_BYTES:
-                raise CorruptRecord(at, "packed decodes are truncated")
-            yield row[body:end]
+                raise UnknownRecord("packed decodes of another length")
+            yield item
         else:
-            yield _decode_one(row, kind, body, end)
-        at = end + _CRC.size
-
-
-def _check_head(row: bytes, seq: int, wall_ns: int) -> None:
-    if len(row) < _ROW_START:
-        raise CorruptRecord(0, f"a row of {len(row)} bytes")
-    version, *zeros, length = _ROW_HEAD.unpack_from(row)
-    if crc32(row[: _ROW_HEAD.size], crc32(_ROW_KEY.pack(seq, wall_ns))) != _CRC.unpack_from(row, 8)[0]:
-        raise CorruptRecord(0, "the checksum of the row's head differs")
-    if version > VERSION:
-        raise NewerFormat(0, f"format {version}, and this program knows {VERSION} at most")
-    if not version or any(zeros) or length != len(row) - _ROW_START:
-        raise CorruptRecord(0, f"{len(row) - _ROW_START} bytes follow the row's head instead of {length}")
-
-
-def _frame(kind: int, body: bytes) -> bytes:
-    frame = _FRAME_HEAD.pack(len(body), kind) + body
-    return frame + _CRC.pack(crc32(frame))
+            yield _decode_one(kind, item)
 
 
 def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[bytes]:
     try:
         packed = array("I", values)
     except OverflowError:
-        # A value needs more than 32 bits, for which other records have room.
+        # A value needs more than 32 bits, for which other items have room.
         return [_encode_one(record) for record in records]
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return [_frame(_PACKED_DECODES, packed.tobytes())]
+    body = _bytes_of(packed)
+    return [_ITEM.pack(_PACKED_DECODES, len(body)) + body]
 
 
-def _encode_one(record: Record) -> bytes:
-    kind = _KINDS[type(record)]
-    if isinstance(record, CacheForked) and record.total:
-        kind = _FORKED_TOGETHER
-    elif isinstance(record, CacheCreated | CacheRestated) and record.adapter:
-        kind = _CREATED_WITH_ADAPTER if kind == _CREATED else _RESTATED_WITH_ADAPTER
-    elif isinstance(record, CacheCreated | CacheRestated) and record.weights:
-        kind = _CREATED_WITH_WEIGHTS if kind == _CREATED else _RESTATED_WITH_WEIGHTS
+def _encode_one(record: Record | ModelTag) -> bytes:
+    cls = type(record)
     try:
-        return _frame(kind, _LAYOUTS[kind].write(record))
+        body = _codec_of(cls).write(record)
+        return _ITEM.pack(_KIND_OF[cls], len(body)) + body
     except (struct.error, OverflowError) as error:
-        raise ValueError(f"{type(record).__name__} of a cache does not fit its encoding: {error}") from None
+        raise ValueError(f"{cls.__name__} of a cache does not fit its encoding: {error}") from None
 
 
-def _packed(values: array[int]) -> bytes:
-    """Little-endian bytes. May change `values`."""
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
-
-
-def _array_of(packed: bytes) -> array[int]:
-    values = array("I", packed)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
-def _decode_one(row: bytes, kind: int, at: int, end: int) -> Record:
-    if kind not in _LAYOUTS:
-        raise CorruptRecord(at, f"records of kind {kind} are unknown")
-    body = _Body(row, at, end)
-    record: Record = _LAYOUTS[kind].read(body)
-    if body.left:
-        raise CorruptRecord(end - body.left, "a record has extra bytes")
+def _decode_one(kind: int, item: bytes) -> Record | ModelTag:
+    cls = _KINDS.get(kind)
+    if cls is None:
+        raise UnknownRecord(f"records of kind {kind} are unknown")
+    body = _Body(item)
+    record: Record | ModelTag = _codec_of(cls).read(body)
+    if body.at < body.end:
+        raise UnknownRecord(f"{cls.__name__} has {body.end - body.at} bytes more than are known")
     return record
 
 
-# How the fields of records are encoded.
+# How values are encoded, by the types of their fields.
 
 
 class _Body:
-    """Reads the body of a frame, never beyond its end."""
+    """Bytes that are read in order, never beyond their end."""
 
-    def __init__(self, row: bytes, at: int, end: int) -> None:
-        self._row = row
-        self._at = at
-        self.left = end - at
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.at, self.end = 0, len(data)
 
     def take(self, size: int) -> bytes:
-        start = self._at
-        if size > self.left:
-            raise CorruptRecord(start, "a record is truncated")
-        self._at += size
-        self.left -= size
-        return self._row[start : self._at]
+        start = self.at
+        if size > self.end - start:
+            raise UnknownRecord("a record is cut off")
+        self.at = start + size
+        return self._data[start : self.at]
 
     def blob(self) -> bytes:
         return self.take(*_U32.unpack(self.take(_U32.size)))
 
     def text(self) -> str:
-        at = self._at
         try:
             return self.blob().decode()
         except UnicodeDecodeError:
-            raise CorruptRecord(at, "a text is not UTF-8") from None
+            raise UnknownRecord("a text is not UTF-8") from None
 
     def tokens(self) -> array[int]:
-        at, packed = self._at, self.blob()
-        if len(packed) % _TOKEN_BYTES:
-            raise CorruptRecord(at, "tokens are truncated")
+        packed = self.blob()
+        if len(packed) % 4:
+            raise UnknownRecord("tokens are cut off")
         return _array_of(packed)
 
 
 class _Codec(NamedTuple):
-    """Writes and reads one value."""
-
     write: Callable[[Any], bytes]
     read: Callable[[_Body], Any]
 
@@ -271,114 +253,73 @@ def _write_blob(data: bytes) -> bytes:
     return _U32.pack(len(data)) + data
 
 
-_INT, _FLOAT = _value(_U64), _value(_F64)
-_BLOB = _Codec(_write_blob, _Body.blob)
-_TEXT = _Codec(lambda text: _write_blob(text.encode()), _Body.text)
-_TOKENS = _Codec(lambda token_ids: _write_blob(_packed(array("I", token_ids))), _Body.tokens)
-# At the end of a record. 0 is not written.
-_WEIGHTS = _Codec(lambda weights: _INT.write(weights) if weights else b"", lambda b: b.left and _INT.read(b))
+_CODECS: Final[dict[Any, _Codec]] = {
+    int: _value(_U64),
+    float: _value(_F64),
+    str: _Codec(lambda text: _write_blob(text.encode()), _Body.text),
+    bytes: _Codec(_write_blob, _Body.blob),
+    Sequence[int]: _Codec(lambda tokens: _write_blob(_bytes_of(array("I", tokens))), _Body.tokens),
+}
 
 
-class _Layout:
-    """The fields of a dataclass, in the order in which they are written.
-
-    A field that can be None occurs twice: `_IS_SET`, and later its value, if it has one.
-    """
-
-    def __init__(self, cls: Callable[..., Any], *fields: tuple[str, _Codec]) -> None:
-        self._cls = cls
-        self._fields = fields
-
-    def write(self, value: object) -> bytes:
-        return b"".join([codec.write(getattr(value, name)) for name, codec in self._fields])
-
-    def read(self, body: _Body) -> Any:
-        values: dict[str, Any] = {}
-        for name, codec in self._fields:
-            values[name] = codec.read(body) if values.get(name, True) else None
-        return self._cls(**values)
+def _codec_of(kind: Any) -> _Codec:
+    """Of a class of records, or of the type of a field."""
+    if kind not in _CODECS:
+        if isinstance(kind, UnionType):
+            codec = _optional(_codec_of(typing.get_args(kind)[0]))
+        elif typing.get_origin(kind) is Sequence:
+            codec = _list_of(_codec_of(typing.get_args(kind)[0]))
+        else:
+            codec = _fields_of(kind)
+        _CODECS[kind] = codec
+    return _CODECS[kind]
 
 
-def _if_set(layout: _Layout) -> _Codec:
-    return _Codec(lambda value: b"" if value is None else layout.write(value), layout.read)
+def _optional(codec: _Codec) -> _Codec:
+    return _Codec(
+        lambda value: _U8.pack(0) if value is None else _U8.pack(1) + codec.write(value),
+        lambda body: codec.read(body) if _U8.unpack(body.take(1))[0] else None,
+    )
 
 
-def _list_of(layout: _Layout) -> _Codec:
-    def write(items: Sequence[object]) -> bytes:
-        return _U32.pack(len(items)) + b"".join(map(layout.write, items))
+def _list_of(codec: _Codec) -> _Codec:
+    def write(values: Sequence[object]) -> bytes:
+        return _U32.pack(len(values)) + b"".join(map(codec.write, values))
 
     def read(body: _Body) -> list[Any]:
         # A wrong count fails at the end of the body.
-        return [layout.read(body) for _ in range(*_U32.unpack(body.take(_U32.size)))]
+        return [codec.read(body) for _ in range(*_U32.unpack(body.take(_U32.size)))]
 
     return _Codec(write, read)
 
 
-_IS_SET = _Codec(lambda value: _U8.pack(value is not None), _value(_U8).read)
-_CHILDREN = _list_of(_Layout(Child, ("number", _INT), ("seed", _INT), ("cache_id", _TEXT)))
-_LAST = _if_set(_Layout(LastAppend, ("base", _INT), ("kept", _INT), ("accept", _INT), ("asked", _BLOB)))
-_FORK = _if_set(_Layout(ForkKey, ("parent", _INT), ("index", _INT), ("count", _INT), ("request_id", _TEXT)))
-_FORK_FIELDS = (("parent", _INT), ("request_id", _TEXT), ("children", _CHILDREN))
-_CREATED_FIELDS = (
-    ("number", _INT),
-    ("seed", _INT),
-    ("lease_s", _FLOAT),
-    ("cache_id", _TEXT),
-    ("tenant", _TEXT),
-    ("request_id", _TEXT),
-    ("salt", _BLOB),
-)
-_RESTATED_FIELDS = (
-    ("number", _INT),
-    ("seed", _INT),
-    ("lease_s", _FLOAT),
-    ("prompt_len", _INT),
-    ("ownership", _INT),
-    ("shares_with", _INT),
-    ("shared_len", _INT),
-    ("last", _IS_SET),
-    ("fork", _IS_SET),
-    ("cache_id", _TEXT),
-    ("tenant", _TEXT),
-    ("request_id", _TEXT),
-    ("salt", _BLOB),
-    ("last", _LAST),
-    ("fork", _FORK),
-    ("token_ids", _TOKENS),
-)
-_WITH_ADAPTER = (("weights", _INT), ("adapter", _INT))
-_CREATED_LAYOUT = _Layout(CacheCreated, *_CREATED_FIELDS, ("weights", _WEIGHTS))
-_RESTATED_LAYOUT = _Layout(CacheRestated, *_RESTATED_FIELDS, ("weights", _WEIGHTS))
-_LAYOUTS: Final = {
-    _CREATED: _CREATED_LAYOUT,
-    _CREATED_WITH_WEIGHTS: _CREATED_LAYOUT,
-    _CREATED_WITH_ADAPTER: _Layout(CacheCreated, *_CREATED_FIELDS, *_WITH_ADAPTER),
-    _APPENDED: _Layout(
-        TokensAppended,
-        ("number", _INT),
-        ("position", _INT),
-        ("prompt_len", _INT),
-        ("ownership", _INT),
-        ("accept", _INT),
-        ("asked", _BLOB),
-        ("token_ids", _TOKENS),
-    ),
-    _TRUNCATED: _Layout(CacheTruncated, ("number", _INT), ("new_len", _INT)),
-    _FORKED: _Layout(CacheForked, *_FORK_FIELDS),
-    _FORKED_TOGETHER: _Layout(CacheForked, *_FORK_FIELDS, ("total", _INT), ("first", _INT)),
-    _RENEWED: _Layout(LeaseRenewed, ("number", _INT), ("lease_s", _FLOAT)),
-    _RELEASED: _Layout(CacheReleased, ("number", _INT)),
-    _RESTATED: _RESTATED_LAYOUT,
-    _RESTATED_WITH_WEIGHTS: _RESTATED_LAYOUT,
-    _RESTATED_WITH_ADAPTER: _Layout(CacheRestated, *_RESTATED_FIELDS, *_WITH_ADAPTER),
-}
-# The oldest kind of each record.
-_KINDS: Final[dict[type, int]] = {
-    CacheCreated: _CREATED,
-    TokensAppended: _APPENDED,
-    CacheTruncated: _TRUNCATED,
-    CacheForked: _FORKED,
-    LeaseRenewed: _RENEWED,
-    CacheReleased: _RELEASED,
-    CacheRestated: _RESTATED,
-}
+def _fields_of(cls: Any) -> _Codec:
+    types = typing.get_type_hints(cls)
+    codecs = [(field, _codec_of(types[field.name])) for field in dataclasses.fields(cls)]
+
+    def write(value: object) -> bytes:
+        return b"".join([codec.write(getattr(value, field.name)) for field, codec in codecs])
+
+    def read(body: _Body) -> Any:
+        values: list[Any] = []
+        for field, codec in codecs:
+            if body.at == body.end and field.default is not dataclasses.MISSING:
+                break
+            values.append(codec.read(body))
+        return cls(*values)
+
+    return _Codec(write, read)
+
+
+def _bytes_of(values: array[int]) -> bytes:
+    """Little-endian. May change `values`."""
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _array_of(packed: bytes) -> array[int]:
+    values = array("I", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

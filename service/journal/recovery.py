@@ -1,7 +1,7 @@
-"""Applies the rows of a journal in order.
+"""Applies the frames of a journal in order.
 
 The time depends on the number of records, and each decoded token is one. Therefore appends of one token are
-collected from many rows, sorted by cache, and consecutive ones are applied as one record.
+collected from many frames, sorted by cache, and consecutive ones are applied as one record.
 """
 
 from __future__ import annotations
@@ -12,101 +12,91 @@ from typing import Final
 
 from service.caches.ledger import RecordConflict
 from service.caches.records import Record, TokensAppended
-from service.journal.base import JournalUnusable
-from service.journal.encoding import PACKED_DECODE_BYTES, CorruptRecord, NewerFormat, decode_packed
+from service.journal.encoding import (
+    FRAME_BYTES,
+    PACKED_DECODE_BYTES,
+    Frame,
+    ModelTag,
+    UnknownRecord,
+    decode_packed,
+)
 
 # Called with a record and the Unix time in seconds at which it was written.
 Apply = Callable[[Record, float], None]
 # Called with consecutive appends of one token, merged into one record.
 ApplyRun = Callable[[TokensAppended, float], None]
 
-# Approximate overhead of a row where it is stored.
-ROW_BYTES: Final = 24
 # So many packed decodes are collected (5 MiB).
-_MAX_APPENDS = 1 << 18
+_MAX_APPENDS: Final = 1 << 18
+
+
+class Unrecoverable(Exception):
+    """Frames are missing, damaged, or do not fit together. The message begins with the number of one."""
 
 
 class Recovery:
-    """Applies all rows of a journal, which have to be complete. Methods raise JournalUnusable."""
+    """Applies all frames of a journal.
 
-    def __init__(
-        self,
-        apply: Apply,
-        apply_run: ApplyRun,
-        first_seq: int,
-        next_seq: int,
-        place: str,
-        advice: Callable[[int], str],
-    ) -> None:
-        """Row `first_seq` is the first, and `next_seq` is that after the last.
+    Attributes:
+        size_bytes: Of the frames so far.
+        frames, records: How many there were. An append of one token is one record.
+        model: The last model tag.
+    """
 
-        place: Where the rows are. advice: What to do if this row is damaged.
-        """
-        # Size of the rows.
-        self.size_bytes = 0
-        # What is wrong with the last row, if it was written only in part. It is not applied.
-        self.torn: CorruptRecord | None = None
+    def __init__(self, apply: Apply, apply_run: ApplyRun) -> None:
+        self.size_bytes = self.frames = self.records = 0
+        self.model: str | None = None
         self._apply = apply
         self._apply_run = apply_run
-        self._expected = first_seq
-        self._next_seq = next_seq
-        self._place = place
-        self._advice = advice
-        # Packed decodes that wait, how many these are, and the time of each part.
+        # Packed decodes that are not applied yet, the time of each part, and how many decodes these are.
         self._packed: list[bytes] = []
-        self._count = 0
         self._walls_s: list[float] = []
+        self._count = 0
+        self._last = 0
 
-    def add(self, seq: int, wall_ns: object, row: object) -> None:
-        """Applies the next row. Packed decodes wait for the next other record, or until there are many."""
-        if seq != self._expected:
-            raise self.damaged(self._expected, "it is missing")
-        self._expected += 1
+    def add(self, frame: Frame) -> None:
+        """Applies the next frame. Packed decodes wait for another record, or until there are many.
+
+        Raises Unrecoverable.
+        """
+        self._last = frame.number
+        self.frames += 1
+        self.size_bytes += FRAME_BYTES + len(frame.payload)
+        wall_s = frame.wall_ns / 1e9
         try:
-            if not isinstance(wall_ns, int) or not isinstance(row, bytes):
-                raise CorruptRecord(0, "a column has the wrong type")
-            # Decoded first: of a damaged row nothing is applied.
-            for item in list(decode_packed(row, seq, wall_ns)):
+            for item in decode_packed(frame.payload):
                 if isinstance(item, bytes):
                     self._packed.append(item)
-                    self._walls_s.append(wall_ns / 1e9)
+                    self._walls_s.append(wall_s)
                     self._count += len(item) // PACKED_DECODE_BYTES
+                elif isinstance(item, ModelTag):
+                    self.model = item.tag
                 else:
                     self._flush()
-                    self._apply(item, wall_ns / 1e9)
+                    self._apply(item, wall_s)
+                    self.records += 1
             if self._count >= _MAX_APPENDS:
                 self._flush()
-        except NewerFormat as error:
-            advice = "Use the version of Quire that wrote it."
-            raise self.damaged(seq, str(error), advice) from None
-        except CorruptRecord as error:
-            if self._expected != self._next_seq:
-                raise self.damaged(seq, str(error)) from None
-            self.torn = error
-            return
+        except UnknownRecord as error:
+            why = f"{error}. Use the version of Quire that wrote it, or a newer one"
+            raise Unrecoverable(f"frame {frame.number}: {why}") from None
         except RecordConflict as error:
-            raise self._conflict(seq, error) from None
-        self.size_bytes += ROW_BYTES + len(row)
+            raise self._conflict(error) from None
 
     def end(self) -> None:
-        """Ends after the last row."""
+        """Ends after the last frame. Raises Unrecoverable."""
         try:
             self._flush()
         except RecordConflict as error:
-            raise self._conflict(self._expected - 1, error) from None
-        if self._expected != self._next_seq:
-            raise self.damaged(self._expected, "it is missing")
+            raise self._conflict(error) from None
 
-    def damaged(self, seq: int, what: str, advice: str = "") -> JournalUnusable:
-        """The refusal of a journal whose row `seq` has this damage."""
-        return JournalUnusable(f"{self._place}, row {seq}: {what}. {advice or self._advice(seq)}")
-
-    def _conflict(self, seq: int, error: RecordConflict) -> JournalUnusable:
-        return self.damaged(seq, f"the records up to this row conflict: {error}")
+    def _conflict(self, error: RecordConflict) -> Unrecoverable:
+        return Unrecoverable(f"frame {self._last}: the records up to it conflict: {error}")
 
     def _flush(self) -> None:
         """Applies all packed decodes."""
         if self._count:
+            self.records += self._count
             for run, wall_s in _runs(self._packed, self._walls_s):
                 self._apply_run(run, wall_s)
             self._packed, self._walls_s, self._count = [], [], 0

@@ -1,100 +1,111 @@
-"""What journals have in common that store rows: waiting commits, and which rows are obsolete."""
+"""What journals have in common that store frames: commits that wait, the model tag, and compaction."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
+from service.caches.ledger import Ledger
 from service.caches.records import Record
 from service.journal.base import Journal, OnCommitted
-from service.journal.encoding import encode
+from service.journal.compactor import Compactor
+from service.journal.encoding import FRAME_BYTES, ModelTag, encode
 from service.logging import get_logger
 
 _log = get_logger(__name__)
 
 # Fewer obsolete bytes are not worth a compaction pass.
 COMPACTION_BYTES: Final = 8 << 20
-# A row is closed when it is larger than this.
-MAX_ROW_BYTES: Final = 8 << 20
+# Commits that are written together become a frame that is closed when it is larger than this.
+MAX_PAYLOAD_BYTES: Final = 8 << 20
+# How often the journal looks whether a pass pays off, and how long it pauses between portions.
+CHECK_S: Final = 1.0
+PORTION_S: Final = 0.05
 # After callbacks for so many bytes of records, which take a few milliseconds, other tasks run.
 _CALLBACK_SLICE_BYTES: Final = 1 << 12
-# Called by a writer with a number of commits, the oldest that were not reported yet. True: they are durable.
-# False: none of them is stored.
-OnWritten = Callable[[int, bool], None]
-
-
-class RowWriter(Protocol):
-    """Makes rows of commits, in order, and stores them.
-
-    Attributes:
-        next_seq: Number of the next row.
-        written_bytes: Size of all rows that were written or recovered, including dropped ones.
-        model: A new model tag, which is stored with the next row.
-        is_dropping: There may be rows that are not needed.
-    """
-
-    next_seq: int
-    written_bytes: int
-    model: str | None
-    is_dropping: bool
-
-    def write(self, frames: bytes, *, at_once: bool) -> bool:
-        """Writes the frames of a commit. True: it is durable. False: the result is reported later.
-
-        at_once: all earlier commits have been reported, so it may be written before this returns.
-        """
-
-    def drop(self, first_seq: int) -> None:
-        """Drops the rows before `first_seq`. To be called only when earlier rows are dropped."""
 
 
 class _PendingCommit(NamedTuple):
     size_bytes: int
     given_at: float
+    tag: str | None
     on_committed: OnCommitted
 
 
 class StoredJournal(Journal):
-    """Owner of the commits that wait. A subclass owns what the writer writes to."""
+    """Owner of the commits that wait. A subclass stores payloads, in order, and knows where."""
 
     is_durable = True
 
-    def __init__(self, writer: RowWriter, compaction_bytes: int) -> None:
-        self._writer = writer
+    def __init__(self, compaction_bytes: int) -> None:
         self._compaction_bytes = compaction_bytes
+        self._compactor: Compactor | None = None
         self._loop: asyncio.AbstractEventLoop
+        # A model tag that no durable commit has yet: it is part of each commit until one is durable.
+        self._new_tag: str | None = None
         # Commits whose callbacks have not run. Those of the first ones are due: whether these are durable.
         self._waiting: collections.deque[_PendingCommit] = collections.deque()
         self._finished: collections.deque[bool] = collections.deque()
-        # The mark of the last compaction: the first row after it, and the size of all rows before that one.
-        self._mark = (0, 0)
-        # Size of the dropped rows, and of the others when they were dropped.
-        self._dropped_bytes = 0
-        self._kept_bytes = 0
+        # The size of all frames, of those before the mark of a pass, and of what the last pass has kept.
+        self._size_bytes = self._obsolete_bytes = self._kept_bytes = 0
+        # A pass is complete, and what was before its mark is still there.
+        self._has_obsolete = False
+        # The last commit was durable.
+        self._works = True
         self._closed = False
+
+    # What a subclass does.
+
+    def _store(self, payload: bytes, *, at_once: bool) -> bool | None:
+        """Stores a payload. None: the result is reported later, by `_finish`.
+
+        at_once: all earlier commits have been reported, so this one may be stored before this returns.
+        """
+        raise NotImplementedError
+
+    async def _prepare(self) -> bool:
+        """Prepares for `_set_mark`. False: it failed."""
+        return True
+
+    def _set_mark(self) -> None:
+        """Whatever is stored from now on remains when `_drop` drops the rest. Nothing is unfinished."""
+        raise NotImplementedError
+
+    async def _drop(self) -> bool:
+        """Drops what was stored before the mark. False: it failed, and may be tried again."""
+        raise NotImplementedError
+
+    # Commits.
+
+    def bind_ledger(self, ledger: Ledger) -> None:
+        """See `Journal.bind_ledger`."""
+        self._ledger = ledger
+        self._compactor = Compactor(ledger, self._commit, self._begun, self._completed)
 
     def bind_model(self, fingerprint: str) -> None:
         """See `Journal.bind_model`."""
         if fingerprint != self.model_fingerprint:
-            self.model_fingerprint = self._writer.model = fingerprint
+            self.model_fingerprint = self._new_tag = fingerprint
 
     @property
     def oldest_waiting_s(self) -> float:
         """See `Journal.oldest_waiting_s`."""
         return time.monotonic() - self._waiting[0].given_at if self._waiting else 0.0
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all rows that were not dropped."""
-        return self._writer.written_bytes - self._dropped_bytes
-
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         """See `Journal.commit`."""
+        if self._compactor is not None and self._compactor.is_underway:
+            self._compactor.commit(records, on_committed)
+        else:
+            self._commit(records, on_committed)
+
+    def _commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        tag = self._new_tag
         try:
-            frames = encode(records)
+            payload = encode(records if tag is None else [ModelTag(tag), *records])
         except ValueError:
             # A bug of ours: a value is out of its range.
             _log.exception("records could not be encoded")
@@ -104,30 +115,15 @@ class StoredJournal(Journal):
             on_committed(False)
             return
         self._loop = asyncio.get_running_loop()
-        given_at = time.monotonic()
-        if self._writer.write(frames, at_once=not self._waiting):
-            self._tell(given_at, on_committed, durable=True)
+        pending = _PendingCommit(FRAME_BYTES + len(payload), time.monotonic(), tag, on_committed)
+        durable = self._store(payload, at_once=not self._waiting)
+        if durable is None:
+            self._waiting.append(pending)
         else:
-            self._waiting.append(_PendingCommit(len(frames), given_at, on_committed))
-
-    def wants_compaction(self, live_bytes: int) -> bool:
-        """See `Journal.wants_compaction`."""
-        # Restated caches do not share all that the ledger shares, so a pass may keep more than `live_bytes`.
-        limit_bytes = max(2 * live_bytes, self._kept_bytes) + self._compaction_bytes
-        return self.size_bytes > limit_bytes and not self._writer.is_dropping
-
-    def begin_compaction(self) -> None:
-        """See `Journal.begin_compaction`."""
-        # The thread has nothing to write, so that these values belong together.
-        self._mark = (self._writer.next_seq, self._writer.written_bytes)
-
-    def end_compaction(self) -> None:
-        """See `Journal.end_compaction`."""
-        first_seq, self._dropped_bytes = self._mark
-        self._kept_bytes = self.size_bytes
-        self._writer.drop(first_seq)
+            self._tell(pending, durable)
 
     def _finish(self, commits: int, durable: bool) -> None:
+        """The oldest commits that were not reported are durable, or none of them is stored."""
         is_running = bool(self._finished)
         self._finished += [durable] * commits
         if not is_running:
@@ -142,13 +138,63 @@ class StoredJournal(Journal):
                 return
             commit, durable = self._waiting.popleft(), self._finished.popleft()
             done_bytes += commit.size_bytes
-            self._tell(commit.given_at, commit.on_committed, durable=durable)
+            self._tell(commit, durable)
 
-    def _tell(self, given_at: float, on_committed: OnCommitted, *, durable: bool) -> None:
-        for on_latency in self.on_latency if durable else ():
-            on_latency(time.monotonic() - given_at)
+    def _tell(self, commit: _PendingCommit, durable: bool) -> None:
+        self._works = durable
+        if durable:
+            self._size_bytes += commit.size_bytes
+            if commit.tag is not None and commit.tag == self._new_tag:
+                self._new_tag = None
+            for on_latency in self.on_latency:
+                on_latency(time.monotonic() - commit.given_at)
         try:
-            on_committed(durable)
+            commit.on_committed(durable)
         except Exception:
             # A bug of ours, which must not stop what follows.
             _log.exception("the callback of a commit failed")
+
+    # Compaction.
+
+    async def compact(self) -> float:
+        """Does the next part of a compaction, if one pays off. Returns when to call it again, in seconds."""
+        compactor = self._compactor
+        if compactor is None:
+            return CHECK_S
+        if compactor.is_underway:
+            compactor.step()
+        elif self._has_obsolete:
+            if not await self._drop():
+                return CHECK_S
+            self._has_obsolete = False
+            self._size_bytes -= self._obsolete_bytes
+            self._kept_bytes = self._size_bytes
+        elif not self._pays_off() or not await self._prepare():
+            return CHECK_S
+        else:
+            compactor.start()
+        return PORTION_S
+
+    def _pays_off(self) -> bool:
+        # Restated caches do not share all that the ledger shares, so a pass may keep more than the ledger
+        # has.
+        limit_bytes = max(2 * self._ledger.size_bytes, self._kept_bytes) + self._compaction_bytes
+        return self._works and self._size_bytes > limit_bytes
+
+    def _begun(self) -> None:
+        self._set_mark()
+        self._obsolete_bytes = self._size_bytes
+        self._new_tag = self.model_fingerprint
+
+    def _completed(self) -> None:
+        self._has_obsolete = True
+
+    async def _compact_forever(self) -> None:
+        while True:
+            pause_s = CHECK_S
+            try:
+                pause_s = await self.compact()
+            except Exception:
+                # A bug. It only costs space.
+                _log.exception("the journal could not be compacted")
+            await asyncio.sleep(pause_s)

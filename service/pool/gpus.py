@@ -13,7 +13,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from service.config import Config, ConfigError
+from service.config import Config
+from service.settings import ConfigError
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
 _TIMEOUT_S = 20.0

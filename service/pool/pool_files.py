@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from service.config import ConfigError
+from service.settings import ConfigError
 from workers.common.protocol import GATEWAY_NAME, WORKER_NAME
 from workers.common.trusted import require_trusted
 

@@ -17,6 +17,7 @@ import grpc
 from quire.v1 import worker_pb2, worker_pb2_grpc
 
 from service.config import Config
+from service.lease import FencedLease
 from service.listening import CannotListen, binding
 from service.logging import get_logger
 from service.pool import pool_files
@@ -24,7 +25,6 @@ from service.pool.endpoints import AttachedEndpoint, Endpoint, LeasedEndpoint
 from service.pool.launcher import PoolFailed
 from service.pool.registry import Epochs, Registry
 from service.pool.threads import in_thread
-from service.shards.leases import Lease
 from workers.common.handshakes import HandshakeLimits, Handshakes, Peer, peer_named
 from workers.common.protocol import HOP_SLACK_BYTES, PROTOCOL, WORKER_NAME
 
@@ -80,7 +80,7 @@ class RemoteLauncher:
         config: Config,
         on_locked: Callable[[], None],
         pool: Path,
-        lease: Lease | None = None,
+        lease: FencedLease | None = None,
     ) -> None:
         """Without a `data_dir` or a `lease` the next gateway is another one for the workers.
 

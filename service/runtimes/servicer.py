@@ -118,7 +118,7 @@ class RunnerApi:
 
     async def LoadWeights(self, request: runner_pb2.LoadWeightsRequest, context: Context) -> None:
         self._check_operator()
-        admin.check_only_gateway(self.state.config)
+        admin.check_only_gateway(self.state)
         _check_mode(request)
         if not request.source:
             raise InvalidArgument("BAD_SOURCE", "source", "a directory or a model's name is needed")
@@ -132,7 +132,7 @@ class RunnerApi:
         self, requests: AsyncIterator[Any], context: Context
     ) -> runner_pb2.UploadWeightsResponse:
         self._check_operator()
-        admin.check_only_gateway(self.state.config)
+        admin.check_only_gateway(self.state)
         return runner_pb2.UploadWeightsResponse(source=await self.uploads.receive(parsed(requests)))
 
     async def RebuildSession(

@@ -1,22 +1,20 @@
 """The served model's tokenizer, chat template and constraints. Workers send the tokenizer and the template.
 
-The tokenizer is loaded at its first use, which takes a second for a large vocabulary. Slow work runs in a
-limited number of threads and processes, so it does not block the event loop.
+The tokenizer is loaded at its first use, which takes a second for a large vocabulary. Texts are encoded in
+processes; only tokens are decoded here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.v1 import runner_pb2, worker_pb2
 
 from service.errors import (
-    NOT_FAILURES,
     InvalidArgument,
     NoTokenizer,
     QuireError,
@@ -24,7 +22,7 @@ from service.errors import (
     Unsupported,
 )
 from service.logging import get_logger
-from service.text.bounded_encoder import BoundedEncoder, check_loading
+from service.text.bounded_encoder import BoundedEncoder
 from service.text.bounded_json import check_chat
 from service.text.chat_template import ChatTemplates
 from service.text.chats import prompt_of
@@ -32,17 +30,12 @@ from service.text.constraints import Constraints, Matcher
 from service.text.loaded_tokenizer import load_tokenizer
 from service.text.task_process import TaskFailed
 from service.text.token_bytes import token_bytes
-from service.text.tokenizer_bounds import decodes_in_bounds, encodes_in_bounds
-from service.turns import Turns
+from service.text.tokenizer_bounds import decodes_in_bounds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _log = get_logger(__name__)
-# Threads that encode texts.
-_MAX_THREADS = 2
-# Texts up to this length are encoded in the event loop: that takes some tens of microseconds.
-_SHORT_CHARACTERS = 512
 # No text has more characters per token on average. Encoding takes some 170 bytes for each character.
 _MAX_CHARACTERS_PER_TOKEN = 32
 
@@ -53,7 +46,6 @@ class _Loaded:
 
     ready: worker_pb2.WorkerReady
     tokenizer: Tokenizer | None = None
-    # Used for encoding if the tokenizer may need much time or memory.
     encoder: BoundedEncoder | None = None
     # The special tokens by their texts.
     special_ids: Mapping[str, int] = field(default_factory=dict)
@@ -73,7 +65,6 @@ class TextModel:
         self._tenant = tenant
         self._loaded: _Loaded | None = None
         self._load_lock = asyncio.Lock()
-        self._threads, self._turns = ThreadPoolExecutor(_MAX_THREADS, "encode"), Turns(_MAX_THREADS)
         self._templates = ChatTemplates()
 
     async def tokenizer(self) -> Tokenizer | None:
@@ -92,19 +83,13 @@ class TextModel:
         Raises InvalidArgument if the tokenizer fails on it, NoTokenizer, or SequenceTooLong.
         """
         loaded = await self._load()
-        tokenizer = loaded.tokenizer
-        if tokenizer is None:
+        if loaded.encoder is None:
             raise NoTokenizer
         if len(text) > max_tokens * _MAX_CHARACTERS_PER_TOKEN:
             raise SequenceTooLong(-(-len(text) // _MAX_CHARACTERS_PER_TOKEN), max_tokens)
         try:
-            if loaded.encoder is not None:
-                tenant = self._tenant()
-                return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
-            if len(text) <= _SHORT_CHARACTERS:
-                return _encoded(tokenizer, text, add_special_tokens, field)
-            encode = functools.partial(_encoded, tokenizer, text, add_special_tokens, field)
-            return await self._turns.in_thread(self._tenant(), self._threads, encode)
+            tenant = self._tenant()
+            return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
         except TaskFailed as error:
             message = f"the model's tokenizer cannot encode it: it {error}"
             raise InvalidArgument("BAD_TEXT", field, message) from None
@@ -144,7 +129,6 @@ class TextModel:
     def close(self) -> None:
         """Ends all processes. Idempotent."""
         self._templates.close()
-        self._threads.shutdown(wait=False)
         if self._loaded is not None:
             if self._loaded.encoder is not None:
                 self._loaded.encoder.close()
@@ -165,21 +149,6 @@ class TextModel:
         return self._loaded
 
 
-def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> Sequence[int]:
-    """A text's tokens. May run in a thread. Raises InvalidArgument if the library fails."""
-    try:
-        if len(text) <= _SHORT_CHARACTERS:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # This call releases the GIL.
-        (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    except NOT_FAILURES:
-        raise
-    except BaseException:  # panics of the library included: the text causes them
-        _log.exception("a text could not be encoded")
-        raise InvalidArgument("BAD_TEXT", field, "the model's tokenizer cannot encode it") from None
-    return encoded.ids
-
-
 def _constraints(tokenizer: Tokenizer, vocab_size: int) -> Constraints | Unsupported:
     """Takes a second for a large vocabulary."""
     try:
@@ -198,11 +167,14 @@ def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
     if not ready.tokenizer_json:
         return _Loaded(ready)
     try:
-        check_loading(ready.tokenizer_json)
-        tokenizer = load_tokenizer(ready.tokenizer_json)
-        if not decodes_in_bounds(tokenizer):
-            raise ValueError("its decoder may produce long texts from few tokens")
-        encoder = None if encodes_in_bounds(tokenizer) else BoundedEncoder(ready.tokenizer_json)
+        # Loading normalizes added tokens: it is tried in the process first.
+        with contextlib.ExitStack() as stack:
+            encoder = BoundedEncoder(ready.tokenizer_json)
+            stack.callback(encoder.close)
+            tokenizer = load_tokenizer(ready.tokenizer_json)
+            if not decodes_in_bounds(tokenizer):
+                raise ValueError("its decoder may produce long texts from few tokens")
+            stack.pop_all()
     except (OSError, QuireError):
         # The system has no process or descriptor left. Not stored: the next call tries again.
         raise

@@ -39,7 +39,7 @@ def test_a_server_goes_back_to_what_was_saved(here: Path) -> None:
         continued = saved.decode(4)
         later = client.prefill([1, 2])
     assert "1 caches; all is well" in run(here, RESTORE)
-    assert (here / "data-newer" / "journal.db").exists()
+    assert (here / "data-newer" / "journal").exists()
     with GatewayProcess(model="adder", flags=flags) as server, Client(server.address) as client:
         listed = client.stub.ListCaches(executor_pb2.ListCachesRequest())
         found = {cache.cache_id: cache.seq_len for cache in listed.kv_caches}

@@ -40,7 +40,7 @@ class SeveralGateways(GatewayProcess):
         found = []
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "service.cli.gateways" in process.cmdline():
+                if "service.extensions.gateways.process" in process.cmdline():
                     found.append(process)
         return found
 

@@ -39,7 +39,7 @@ def test_a_worker_that_is_restarted_during_a_replacement_has_the_new_weights(
 ) -> None:
     """It has read them, dies, and is ready with the previous ones before another worker has read them."""
     # Longer than the silence of the stopped worker.
-    flags = [*FLAGS, "--suspect-after-s", str(PATIENCE_S), "--heartbeat-timeout-s", str(2 * PATIENCE_S)]
+    flags = [*FLAGS, "--heartbeat-timeout-s", str(2 * PATIENCE_S)]
     with GatewayProcess(model=str(adapted.model), workers=2, flags=flags) as gateway:
         first, second = sorted(gateway.status().workers, key=lambda worker: worker.worker_id)
         os.kill(second.pid, signal.SIGSTOP)

@@ -85,9 +85,7 @@ def test_pages_of_one_adapter_are_never_those_of_another_with_its_number(
         first.kill()
     (home.path / "adapters.json").write_bytes(saved)
     shutil.rmtree(home.path / "adapter-versions" / str(lost.version))
-    for path in home.path.glob("journal.db*"):
-        path.unlink()
-    (home.path / "floor").unlink()
+    shutil.rmtree(home.path / "journal")
     with start(home, adapted.model) as second:
         assert load(second, "c", adapted.adapters[2]).version == lost.version, "or nothing is tested here"
         assert home.note_workers(second) == before

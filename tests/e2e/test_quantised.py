@@ -119,11 +119,11 @@ def test_a_directory_of_gguf_has_the_same_status(tmp_path: Path) -> None:
         assert "it is in GGUF format, for llama.cpp: use the original model" in done.stderr
 
 
-def test_config_check_refuses_it(tmp_path: Path) -> None:
+def test_a_check_refuses_it(tmp_path: Path) -> None:
     directory = make(tmp_path / "model", QUANTISED["gptq"][0])
     file = tmp_path / "quire.toml"
     file.write_text(f"listen = '127.0.0.1:0'\nmodel = {json.dumps(str(directory))}\n")
-    done = ran("config", "check", str(file))
-    assert done.returncode == 1
+    done = ran("serve", "--check", "--config", str(file))
+    assert done.returncode == 2
     assert "quantised (gptq, says quantization_config of config.json): use the original" in done.stderr
     assert f"{file}:2: model = " in done.stderr

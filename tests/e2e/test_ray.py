@@ -49,7 +49,7 @@ def expected() -> list[int]:
 
 
 def serve(cluster: RayCluster, data: Path, *more: str, workers: int) -> GatewayProcess:
-    flags = ["--launcher", "ray", "--ray-address", cluster.address, "--data-dir", str(data)]
+    flags = ["--ray-address", cluster.address, "--data-dir", str(data)]
     flags += ["--orphan-grace-s", "60", "--kv-pages", "256", *more]
     return GatewayProcess(model="paged-attention", workers=workers, flags=flags)
 

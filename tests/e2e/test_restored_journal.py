@@ -1,10 +1,9 @@
-"""A journal that loses rows under a running gateway: nothing is acknowledged that would be lost with them."""
+"""A journal that loses frames under a running gateway: nothing is acknowledged that would be lost, too."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +11,12 @@ import grpc
 import pytest
 from quire.v1 import executor_pb2 as pb
 
+from service.journal.segments import JOURNAL
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
+from tests.service import journal_stores as faults
+from tests.service.journal_stores import Change, change_segment
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FLAGS = ("--kv-pages", "64")
@@ -84,46 +86,31 @@ def _until_acknowledged(decode: Callable[[], None]) -> None:
 
 
 def _restore_in_place(copy: Path, data_dir: Path) -> None:
-    for path in copy.iterdir():
-        if path.is_file() and path.name != "lock":
-            shutil.copyfile(path, data_dir / path.name)
+    for path in (copy / JOURNAL).iterdir():
+        shutil.copyfile(path, data_dir / JOURNAL / path.name)
 
 
-def _delete_rows(_copy: Path, data_dir: Path) -> None:
-    with contextlib.closing(sqlite3.connect(data_dir / "journal.db")) as db, db:
-        db.execute("DELETE FROM log WHERE seq > 12")
-
-
-def _until_checkpoint(data_dir: Path, statement: str) -> None:
-    """Changes rows, and brings the change into the file, as a program does that ends."""
-    with contextlib.closing(sqlite3.connect(data_dir / "journal.db", isolation_level=None)) as db:
-        db.execute(statement)
-        db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-
-def _delete_a_row(_copy: Path, data_dir: Path) -> None:
-    _until_checkpoint(data_dir, "DELETE FROM log WHERE seq = 12")
-
-
-def _change_a_row(_copy: Path, data_dir: Path) -> None:
-    last = "(SELECT data FROM log WHERE seq = 13)"
-    _until_checkpoint(data_dir, f"UPDATE log SET data = {last} WHERE seq = 12")
-
-
-def _exchange_rows(_copy: Path, data_dir: Path) -> None:
-    moved = "(SELECT data FROM log AS other WHERE other.seq = 25 - log.seq)"
-    _until_checkpoint(data_dir, f"UPDATE log SET data = {moved} WHERE seq IN (12, 13)")
+def _changed(change: Change) -> Callable[[Path, Path], None]:
+    return lambda _copy, data_dir: change_segment(data_dir / JOURNAL, change)
 
 
 @pytest.mark.parametrize(
-    "lose", [_restore_in_place, _delete_rows, _delete_a_row, _change_a_row, _exchange_rows]
+    "lose",
+    [
+        _restore_in_place,
+        _changed(faults.older_copy),
+        _changed(faults.one_missing),
+        _changed(faults.one_repeated),
+        _changed(faults.exchanged),
+    ],
+    ids=["restored", "cut", "missing", "repeated", "exchanged"],
 )
-def test_rows_that_sqlite_lost_are_noticed_by_the_next_commit(
+def test_frames_that_the_disk_lost_are_noticed_by_the_next_commit(
     tmp_path: Path, lose: Callable[[Path, Path], None]
 ) -> None:
     """What is there can be served again, once the operator has decided so."""
     data_dir, copy = tmp_path / "data", tmp_path / "copy"
-    flags = (*FLAGS, "--data-dir", str(data_dir), "--journal", "sqlite")
+    flags = (*FLAGS, "--data-dir", str(data_dir), "--journal", "disk")
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         text = Text(gateway)
         for _ in range(10):
@@ -133,11 +120,9 @@ def test_rows_that_sqlite_lost_are_noticed_by_the_next_commit(
             text.decode()
         lose(copy, data_dir)
         text.decode_refused()
-        assert any(one["event"] == "the journal has lost rows" for one in gateway.records())
-    for name in ("journal.db", "journal.db-wal", "journal.db-shm", "floor"):
-        (data_dir / name).unlink(missing_ok=True)
-        if (copy / name).exists():
-            shutil.copyfile(copy / name, data_dir / name)
+        assert any(one["event"] == "the journal has lost frames" for one in gateway.records())
+    shutil.rmtree(data_dir / JOURNAL)
+    shutil.copytree(copy / JOURNAL, data_dir / JOURNAL)
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         gateway.wait_until_ready()
         text.decode_again(gateway, known=10)

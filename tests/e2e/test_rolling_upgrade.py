@@ -20,7 +20,7 @@ from quire.errors import QuireError, from_rpc_error
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc
 
-from service.shards.ids import shard_of
+from service.shard import shard_of
 from tests import undisturbed
 from tests.e2e.several_gateways import retrying
 from tests.e2e.test_remote_workers import Pool, free_address, process_of

@@ -14,7 +14,7 @@ from quire._gateways import Gateways
 from quire.errors import QuireError, Unavailable
 from quire.v1 import executor_pb2_grpc
 
-from service.shards.ids import shard_of
+from service.shard import shard_of
 from tests.hosts.takeovers import Takeovers
 from tests.soak.callers import Caller, Stuck, Texts
 from tests.soak.tally import Tally

@@ -17,11 +17,11 @@ def main() -> None:
             del sys.modules[name]
     from service.cli.hub import HubError, find_files, find_model
 
-    revision, download, files = json.loads(sys.argv[1])
+    revision, files = json.loads(sys.argv[1])
     try:
         if files:
-            find_files("org/model", files, download=download)
-        print(find_model("org/model", revision, download=download))
+            find_files("org/model", files)
+        print(find_model("org/model", revision))
     except HubError as error:
         print(f"quire: {error}", file=sys.stderr)
     assert not {"torch", "transformers"} & set(sys.modules)

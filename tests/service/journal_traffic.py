@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from service.caches.ledger import CacheState, Ledger
 from service.caches.records import (
@@ -19,8 +20,9 @@ from service.caches.records import (
     TokensAppended,
 )
 from service.journal.base import Journal
-from service.journal.compactor import Compactor
-from service.journal.sqlite import SqliteJournal
+from service.journal.file_journal import FileJournal
+from service.journal.segments import Sync
+from service.journal.stored import COMPACTION_BYTES
 
 # What a fork of the cache does not copy, and the placement, are facts, too.
 FIELDS = [field.name for field in dataclasses.fields(CacheState) if not field.name.startswith("last_")]
@@ -46,7 +48,7 @@ def appended(number: int, position: int, *token_ids: int) -> TokensAppended:
     return TokensAppended(number, position, token_ids, prompt_len=1, ownership=2)
 
 
-async def commit(journal: Journal | Compactor, *records: Record, to: Ledger | None = None) -> bool:
+async def commit(journal: Journal, *records: Record, to: Ledger | None = None) -> bool:
     """Also applies them `to` a ledger."""
     done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -60,9 +62,27 @@ async def commit(journal: Journal | Compactor, *records: Record, to: Ledger | No
     return await done
 
 
-def recovered(journal: SqliteJournal) -> Ledger:
+def open_journal(
+    directory: Path,
+    sync: Sync = "normal",
+    compaction_bytes: int = COMPACTION_BYTES,
+    ledger: Ledger | None = None,
+) -> FileJournal:
+    """Opens a journal on disk, and applies its records to the ledger."""
+    found = Ledger() if ledger is None else ledger
+    return FileJournal(
+        directory,
+        lambda record, _wall_s: found.apply(record),
+        lambda run, _wall_s: found.apply_run(run),
+        sync,
+        compaction_bytes,
+    )
+
+
+def recovered(directory: Path) -> Ledger:
+    """What the next gateway finds."""
     ledger = Ledger()
-    journal.recover(lambda record, _wall_s: ledger.apply(record), lambda run, _wall_s: ledger.apply_run(run))
+    open_journal(directory, ledger=ledger).close()
     return ledger
 
 

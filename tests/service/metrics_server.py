@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from service.config import Config
+from service.extensions.gateways.member import Member
+from service.extensions.gateways.one_host import OneHost, Place
 from service.extensions.metrics.exporter import Exporter
-from service.gateway import Gateway
-from service.shards.one_host import Membership
+from service.gateway import Gateway, open_gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,12 @@ class MetricsServer:
 
 @contextlib.asynccontextmanager
 async def serving(
-    tmp_path: Path, member: Membership | None = None, **settings: Any
+    tmp_path: Path, place: Place | None = None, **settings: Any
 ) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
-    gateway = Gateway(Config(**(defaults | settings), data_dir=str(tmp_path)), member=member)
+    config = Config().with_values(defaults | settings | {"data_dir": str(tmp_path)})
+    given = [] if place is None else [Member(config, OneHost(config, place, commands=-1))]
+    gateway = await open_gateway(config, given=given)
     (exporter,) = (one for one in gateway.extensions if isinstance(one, Exporter))
     port = exporter.bind()
     running = asyncio.create_task(exporter.run())

@@ -10,10 +10,9 @@ from typing import Any, Self
 
 from service.caches.ledger import Ledger
 from service.caches.records import Record
-from service.journal.compactor import Compactor
-from service.journal.postgres import PostgresJournal
-from service.postgres.database import Database
-from service.shards.leases import Leases
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.journal import PostgresJournal
+from service.extensions.gateways.postgres.leases import Leases
 from tests.service.journal_traffic import commit
 
 # Renewals do not come between what a test does.
@@ -48,7 +47,7 @@ class Owner:
             await self.database.close()
             await self._leases_database.close()
             raise
-        self.compactor = Compactor(ledger, self.journal, portion_tokens=100)
+        self.journal.bind_ledger(ledger)
         self.running = asyncio.create_task(self.journal.run())
         # So that it ends what it has begun.
         await asyncio.sleep(0)
@@ -63,9 +62,7 @@ class Owner:
         await self._leases_database.close()
 
     async def commit(self, *records: Record) -> bool:
-        # As the dispatcher does.
-        journal = self.compactor if self.compactor.is_underway else self.journal
-        return await commit(journal, *records, to=self.ledger)
+        return await commit(self.journal, *records, to=self.ledger)
 
     @property
     def length(self) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from quire.cli.main import main
 
-from service.cli import child, gateways, worker
+from service.cli import worker
 from service.config import Config
+from service.extensions.gateways import parent
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
 
@@ -29,16 +30,10 @@ def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.rmdir()
 
 
-def test_a_program_is_asked_though_the_directory_is_gone(gone: None) -> None:
-    (found,) = child.ask("workers.machine_limits", timeout_s=60)
-    assert found["cores"]
-
-
 @pytest.mark.parametrize(
     "command",
     [
         "serve --model paged-attention --data-dir d",
-        "config check --model paged-attention --data-dir d",
         "worker --pool p --listen 127.0.0.1:0",
     ],
 )
@@ -82,12 +77,6 @@ def test_a_command_says_what_the_system_refuses(
     assert capsys.readouterr().err == f"quire: {said}\n"
 
 
-def test_a_program_that_cannot_be_started_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(child.NoAnswer, match="cannot be started: No such file"):
-        child.ask("workers.machine_limits", timeout_s=60)
-
-
 def test_a_worker_for_other_hosts_gets_absolute_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,11 +92,15 @@ def test_a_worker_for_other_hosts_gets_absolute_paths(
 
 def test_gateways_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = gateways._with_absolute_paths(Config(tokens="t", data_dir="d", model="m", tls_key="/k"))
+    config = parent._with_absolute_paths(Config(tokens="t", data_dir="d", model="m", tls_key="/k"))
     assert (config.tokens, config.tls_key) == (f"{tmp_path}/t", "/k")
     assert (config.data_dir, config.model) == (f"{tmp_path}/d", f"{tmp_path}/m")
+    assert (
+        parent._with_absolute_paths(Config().with_values({"runtimes": "r"})).values()["runtimes"]
+        == f"{tmp_path}/r"
+    )
     for name in ("adder", "paged-attention"):
-        config = gateways._with_absolute_paths(Config(model=name))
-        assert (config.model, config.data_dir, config.runtimes) == (name, None, "")
+        config = parent._with_absolute_paths(Config(model=name))
+        assert (config.model, config.data_dir, config.values()["runtimes"]) == (name, None, "")
     remote = Config(model="of another host", workers_at="127.0.0.1:1")
-    assert gateways._with_absolute_paths(remote).model == "of another host"
+    assert parent._with_absolute_paths(remote).model == "of another host"

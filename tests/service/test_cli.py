@@ -17,12 +17,12 @@ from quire.cli.main import main
 from service.auth.tokens import read_token_store
 from service.config import Config
 from service.data_directory import data_directory
+from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
-from service.journal.sqlite import open_journal
 from service.pool import pool_files
-from service.shards.one_host import memberships
 from tests.quire_command import run
+from tests.service.journal_traffic import open_journal
 from workers.common.protocol import EXIT_CONFIG
 
 DAY_S = 86_400
@@ -188,7 +188,7 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "data"
-    with memberships(data, 2):
+    with places(data, 2):
         pass
     flags = ["serve", "--listen", "127.0.0.1:0", "--data-dir", str(data)]
     file = tmp_path / "quire.toml"
@@ -217,7 +217,7 @@ def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) 
     assert all(path.is_dir() for path in of_first)
 
 
-@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_a_data_directory_is_one_servers_whatever_its_journal(tmp_path: Path, kind: str) -> None:
     """Adapters and loaded weights are in it, too."""
     directory = tmp_path / "data"
@@ -233,7 +233,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / "lock").symlink_to(victim)
     with pytest.raises(JournalUnusable, match="lock"):
-        open_configured("sqlite", "normal", tmp_path, none, none)
+        open_configured("disk", "normal", tmp_path, none, none)
     assert victim.read_text() == "precious"
 
 

@@ -1,14 +1,11 @@
-"""`quire journal`: what it says of a journal, that it finds damage, and that it never changes anything."""
+"""`quire journal`: that it finds damage, copies what is durable, and never changes anything."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
-import shutil
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +14,24 @@ from quire.cli.main import main
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheForked, Record
-from service.journal.sqlite import SqliteJournal, open_journal
-from tests.service.journal_traffic import Traffic, appended, commit, created, facts, recovered
+from service.cli.journal import read_journal
+from service.journal import stored
+from service.journal.base import Journal
+from service.journal.segments import JOURNAL
+from tests.service import journal_stores as faults
+from tests.service.journal_stores import Change, change_segment
+from tests.service.journal_traffic import (
+    Traffic,
+    appended,
+    commit,
+    created,
+    facts,
+    open_journal,
+    recovered,
+)
 
 
-def write(journal: SqliteJournal, *commits: list[Record]) -> None:
+def write(journal: Journal, *commits: list[Record]) -> None:
     async def one_after_the_other() -> None:
         for records in commits:
             assert await commit(journal, *records)
@@ -63,41 +73,6 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_inspect(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with unchanged(directory):
-        found = json.loads(said(capsys, "inspect", str(directory), "--json"))
-    expected = {
-        "format": 1, "in_use": False, "rows": 4, "records": 7, "caches": 3, "tokens": 7, "longest_tokens": 4,
-        "tenants": {"tenant": 2, "bob": 1}, "adapters": {"5": 1}, "weights": {"0": 2, "2": 1},
-    }  # fmt: skip
-    assert {name: found[name] for name in expected} == expected
-    assert found["oldest"] <= found["newest"] and found["oldest"].endswith("Z")
-    lines = said(capsys, "inspect", str(directory)).splitlines()
-    rows = {line[:21].rstrip(): line[22:] for line in lines}
-    assert rows["tenants"] == "tenant: 2 caches, bob: 1 cache" and rows["caches"] == "3"
-    assert rows["weights"] == "number 0: 2 caches, number 2: 1 cache"
-    assert rows["of max_journal_bytes"] == str(found["memory_bytes"])
-    # Pages of the file that are empty are not counted.
-    assert rows["bytes of rows"] == str(found["size_bytes"])
-
-
-def test_caches_of_no_tenant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
-        write(journal, [CacheCreated(1, "kv_1", "", b"", 1, 60.0, "")])
-    lines = said(capsys, "inspect", str(tmp_path / "data")).splitlines()
-    assert f"{'tenants':21} no tenant: 1 cache" in lines and f"{'adapters':21} none" in lines
-
-
-def test_export(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with unchanged(directory):
-        first, _, third = map(json.loads, said(capsys, "export", str(directory)).splitlines())
-    assert first == {
-        "id": "cache-1", "tenant": "tenant", "tokens": [7, 8, 9, 10], "prompt_tokens": 1, "adapter": 0,
-        "weights": 0, "lease_s": 60.0,
-    }  # fmt: skip
-    assert (third["tokens"], third["adapter"], third["weights"], third["lease_s"]) == ([4, 5], 5, 2, 30.0)
-
-
 def _with_own_ids(record: Record) -> Record:
     """Of forks: all their children have the same id in this traffic."""
     if not isinstance(record, CacheForked):
@@ -119,39 +94,36 @@ def test_verify_finds_nothing_wrong_with_any_traffic(
     with contextlib.closing(open_journal(tmp_path / "data")) as journal:
         write(journal, *commits)
     assert f"give {len(ledger)} caches; all is well" in said(capsys, "verify", str(tmp_path / "data"))
-    exported = map(json.loads, said(capsys, "export", str(tmp_path / "data")).splitlines())
-    tokens = {line["id"]: line["tokens"] for line in exported}
-    assert tokens == {state.cache_id: list(state.tokens.copy()) for state in ledger}
-
-
-def damage(directory: Path, statement: str) -> None:
-    with contextlib.closing(sqlite3.connect(directory / "journal.db")) as db:
-        db.execute(statement)
-        db.commit()
+    assert facts(read_journal(tmp_path / "data").ledger) == facts(ledger)
 
 
 @pytest.mark.parametrize(
-    ("statement", "why"),
+    ("change", "why"),
     [
-        ("UPDATE log SET data = zeroblob(length(data)) WHERE seq = 2", "row 2: byte 0: the checksum"),
-        ("UPDATE log SET data = substr(data, 1, length(data) - 1) WHERE seq = 1", "row 1: byte 0"),
-        ("UPDATE log SET data = zeroblob(40) WHERE seq = 4", "the last row is damaged"),
-        ("DELETE FROM log WHERE seq = 3", "row 3: it is missing"),
-        ("PRAGMA application_id = 1", "is a database of another program"),
+        (faults.one_changed, "frame 3: byte "),
+        (faults.last_changed, "frame 4: byte "),
+        (faults.last_cut, "frame 4: byte "),
+        (faults.one_missing, "frame 3: frame 4 is in its place"),
+        (faults.last_missing, "frame 4: it is missing"),
     ],
 )
 def test_verify_finds_damage(
-    directory: Path, capsys: pytest.CaptureFixture[str], statement: str, why: str
+    directory: Path, capsys: pytest.CaptureFixture[str], change: Change, why: str
 ) -> None:
-    damage(directory, statement)
+    change_segment(directory / JOURNAL, change)
     with unchanged(directory):
-        try:
-            status = main(["journal", "verify", str(directory)])
-        except SystemExit as ended:
-            status = int(str(ended.code))
-    error = capsys.readouterr().err
-    assert status == 1 and why in error
-    assert "/tmp/quire-journal" not in error.replace(str(directory), ""), "the copy is not of interest"
+        assert main(["journal", "verify", str(directory)]) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_verify_tells_of_an_end_that_a_start_drops(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (directory / JOURNAL / "0000000001.log").open("ab") as file:
+        file.write(b"a torn frame")
+    with unchanged(directory):
+        assert main(["journal", "verify", str(directory)]) == 1
+    assert "the end was not written completely" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,29 +155,43 @@ def test_a_running_servers_journal_is_read_without_disturbing_it(
     directory = tmp_path / "data"
     with contextlib.closing(open_journal(directory)) as journal:
         write(journal, [created(1), appended(1, 0, 7)])
-        found = json.loads(said(capsys, "inspect", str(directory), "--json"))
-        assert found["in_use"] and found["tokens"] == 1
+        assert "2 records in 1 frames" in said(capsys, "verify", str(directory))
         write(journal, [appended(1, 1, 8)])
         said(capsys, "backup", str(directory), str(tmp_path / "copies" / "first"))
         write(journal, [appended(1, 2, 9)])
-        assert json.loads(said(capsys, "export", str(directory)))["tokens"] == [7, 8, 9]
-    assert json.loads(said(capsys, "export", str(tmp_path / "copies" / "first")))["tokens"] == [7, 8]
+        (state,) = read_journal(directory).ledger
+        assert list(state.tokens.copy()) == [7, 8, 9]
+    (state,) = recovered(tmp_path / "copies" / "first")
+    assert list(state.tokens.copy()) == [7, 8]
 
 
-def test_a_crashed_servers_journal_is_read_with_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+async def test_a_journal_is_read_and_copied_while_it_is_compacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log has what is not in the database yet. It stays there."""
-    crashed = tmp_path / "crashed"
-    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
-        write(journal, [created(1), appended(1, 0, 7)])
-        shutil.copytree(tmp_path / "data", crashed, ignore=lambda *_: ["journal.db-shm"])
-    with unchanged(crashed):
-        assert json.loads(said(capsys, "inspect", str(crashed), "--json"))["tokens"] == 1
-    (crashed / "journal.db-wal").unlink()
-    with unchanged(crashed), pytest.raises(SystemExit):
-        main(["journal", "verify", str(crashed)])
-    assert f"{crashed}/journal.db-wal was lost" in capsys.readouterr().err
+    """Its segments are removed meanwhile. Each copy has all that was durable before."""
+    monkeypatch.setattr(stored, "CHECK_S", 0.001)
+    monkeypatch.setattr(stored, "PORTION_S", 0.001)
+    ledger = Ledger()
+    journal = open_journal(tmp_path / "data", compaction_bytes=-1 << 30, ledger=ledger)
+    journal.bind_ledger(ledger)
+    running = asyncio.create_task(journal.run())
+    assert await commit(journal, created(1), to=ledger)
+
+    def copies() -> None:
+        for number in range(20):
+            before = (state.length for state in list(ledger))
+            lengths = [*before]
+            assert main(["journal", "backup", str(tmp_path / "data"), str(tmp_path / str(number))]) == 0
+            (state,) = recovered(tmp_path / str(number))
+            assert lengths[0] <= state.length <= next(iter(ledger)).length
+
+    copying = asyncio.create_task(asyncio.to_thread(copies))
+    while not copying.done():
+        assert await commit(journal, appended(1, next(iter(ledger)).length, 7), to=ledger)
+        await asyncio.sleep(0)
+    await copying
+    running.cancel()
+    journal.close()
 
 
 def test_a_server_starts_with_a_backup(
@@ -214,13 +200,10 @@ def test_a_server_starts_with_a_backup(
     copy = tmp_path / "copy"
     with unchanged(directory):
         told = said(capsys, "backup", str(directory), str(copy))
-    assert told == f"copied {sum(file.stat().st_size for file in copy.iterdir()):,} bytes to {copy}\n"
-    assert (copy / "journal.db").stat().st_mode & 0o77 == 0, "tokens are for their owner only"
-    ledgers = []
-    for place in (directory, copy):
-        with contextlib.closing(open_journal(place)) as journal:
-            ledgers.append(facts(recovered(journal)))
-    assert ledgers[0] == ledgers[1] and len(ledgers[0]) == 3
+    files = [*(copy / JOURNAL).iterdir()]
+    assert told == f"copied {sum(file.stat().st_size for file in files):,} bytes to {copy}\n"
+    assert not any(file.stat().st_mode & 0o77 for file in files), "tokens are for their owner only"
+    assert facts(recovered(copy)) == facts(recovered(directory)) and len(recovered(copy)) == 3
     assert main(["journal", "backup", str(directory), str(copy)]) == 1, "an older backup stays"
     assert f"{copy} exists: name a directory that does not exist yet" in capsys.readouterr().err
 
@@ -237,10 +220,8 @@ def test_a_backup_is_on_the_disk_when_it_is_told(
 
 
 def test_a_directory_without_a_journal_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["journal", "inspect", str(tmp_path)])
-    assert ended.value.code == 1
-    assert f"quire: {tmp_path} has no journal.db" in capsys.readouterr().err
+    assert main(["journal", "verify", str(tmp_path)]) == 1
+    assert f"quire: {tmp_path} has no journal" in capsys.readouterr().err
     assert main(["journal", "backup", str(tmp_path / "no"), str(tmp_path / "copy")]) == 1
     assert not (tmp_path / "copy").exists()
 

@@ -10,8 +10,8 @@ import pytest
 
 from service.config import Config
 from service.data_directory import data_directory, state_dir
+from service.extensions.gateways.one_host import places
 from service.journal.base import DirectoryInUse
-from service.shards.one_host import memberships
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +55,12 @@ def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
 
 def test_that_of_several_gateways_has_one_server_at_a_time(tmp_path: Path) -> None:
     """The refusal says who has it, as that of a single gateway."""
-    with memberships(tmp_path / "data", 2) as (first, second):
+    with places(tmp_path / "data", 2) as (first, second):
         assert [first.directory, second.directory] == [
             tmp_path / f"data/shards/{index}" for index in range(2)
         ]
         refused = pytest.raises(DirectoryInUse, match=f"process {os.getpid()}")
-        with refused, memberships(tmp_path / "data", 2):
+        with refused, places(tmp_path / "data", 2):
             pass
-    with memberships(tmp_path / "data", 2):
+    with places(tmp_path / "data", 2):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,14 +11,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from quire.v1 import worker_pb2
 
 from service import outbound
 from service.config import Config
-from service.extensions.tracing.spans import SpanExporter
+from service.extensions.gateways.peers import Peers
+from service.extensions.tracing.spans import Spans
 from service.pool.endpoints import LeasedEndpoint
-from service.shards.peers import Peers
 from tests.collector import Collector
 from tests.http_proxy import HttpProxy, http_proxy
 from workers.pool_member import PoolMember
@@ -77,9 +77,13 @@ async def test_from_a_worker_to_its_gateway(proxy: HttpProxy, monkeypatch: pytes
 
 def test_to_a_collector_on_this_machine(proxy: HttpProxy) -> None:
     with Collector() as collector:
-        exporter = SpanExporter(collector.endpoint)
-        assert exporter.export([Span(name="one").SerializeToString()]).name == "SUCCESS"  # type: ignore[list-item]
-        exporter.shutdown()
+        spans = Spans(collector.endpoint)
+        # The trace is bound in the context.
+        span = contextvars.copy_context().run(spans.begin, "one", {}, ())
+        assert span is not None
+        span.end()
+        spans.close()
+        assert [one.span.name for one in collector.spans()] == ["one"]
     assert not proxy.requests
 
 
@@ -88,7 +92,7 @@ def test_to_a_mirror_of_the_hub_on_this_machine(proxy: HttpProxy, tmp_path: Path
     code = (
         "import os; os.environ['no_proxy'] = 'elsewhere.example'\n"
         "from service.cli import hub\n"
-        "try: hub.find_model('org/model', None, download=True)\n"
+        "try: hub.find_model('org/model', None)\n"
         "except hub.HubError as error: print(error, os.environ['no_proxy'])\n"
     )
     done = subprocess.run(

@@ -22,10 +22,10 @@ from service.api.status import from_status
 from service.auth.authenticator import HOP
 from service.config import Config
 from service.errors import QuireError, SeveralShards
-from service.shards import forwarding
-from service.shards.forwarding import Forwarding
-from service.shards.ids import Shard, shard_of
-from service.shards.peers import Addresses, Metadata
+from service.extensions.gateways import forwarding
+from service.extensions.gateways.forwarding import Forwarding
+from service.extensions.gateways.peers import Addresses, Metadata
+from service.shard import Shard, shard_of
 
 CONFIG = Config()
 # A call may be sent to one other gateway, for each of its parts.
@@ -67,7 +67,7 @@ class Cluster:
             self.gateways.append(gateway)
             for index, owner in enumerate(owners):
                 if owner == home != index:
-                    gateway.forwarding.cores[index] = SimpleNamespace(run_here=gateway.core(index))
+                    gateway.forwarding.cores[index] = gateway.as_further(index)
 
 
 class Gateway:
@@ -92,9 +92,12 @@ class Gateway:
 
     async def answer(self, method: str, request: Any, metadata: Metadata = ()) -> Any:
         context, here = Context(metadata), self.core(self.home)
-        if not self.forwarding.concerns(method, request):
+        if not self.forwarding.must_answer(method, request):
             return await here(method, request, context)
         return await self.forwarding.answer(method, request, context, here)
+
+    def as_further(self, shard: int) -> Any:
+        return SimpleNamespace(api=SimpleNamespace(run_here=self.core(shard)))
 
     def core(self, shard: int) -> Any:
         """Appends, and answers with how often it has."""

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from quire.v1 import worker_pb2
 
-from service.config import Config, ConfigError
+from service.config import Config
 from service.pool import gpus
 from service.pool.local import LocalLauncher
+from service.settings import ConfigError
 from tests.gateway_process import GatewayProcess
 from tests.load_config import load_config
 
@@ -71,7 +72,7 @@ def test_what_is_not_there_is_refused(machine: Path, devices: str) -> None:
         {"devices": "zero"},
         {"devices": "0,"},
         {"devices": "0", "device": "cpu"},
-        {"devices": "0", "launcher": "ray"},
+        {"devices": "0", "ray_address": "auto"},
     ],
 )
 def test_a_setting_without_a_meaning_is_refused(settings: dict[str, str]) -> None:
@@ -82,7 +83,7 @@ def test_a_setting_without_a_meaning_is_refused(settings: dict[str, str]) -> Non
 
 def test_one_worker_for_each_gpu(machine: Path) -> None:
     def workers(**settings: object) -> int | None:
-        config = Config(**({"workers": None} | settings))  # type: ignore[arg-type]
+        config = Config().with_values({"workers": None} | settings)
         return gpus.with_workers(config, gpus.chosen(config, {})).workers
 
     assert workers() == 3
@@ -90,7 +91,7 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
     assert workers(tensor_parallel=2) == 1
     assert workers(workers=2) == 2
     assert workers(device="cpu") == 1
-    assert workers(launcher="ray") is None
+    assert workers(ray_address="auto") is None
 
 
 def test_each_worker_has_its_own(machine: Path) -> None:

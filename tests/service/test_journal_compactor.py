@@ -22,41 +22,60 @@ EVENTS = 80
 
 
 class StepwiseJournal(Journal):
-    """Rows in memory. Each commit succeeds or fails when the test calls `finish`."""
+    """Frames in memory. Each commit succeeds or fails when the test calls `finish`."""
 
     def __init__(self) -> None:
-        self.rows: list[Sequence[Record]] = []
+        self.frames: list[Sequence[Record]] = []
         self.waiting: collections.deque[tuple[Sequence[Record], OnCommitted]] = collections.deque()
-        self.wants = True
+        self.compactor: Compactor
         self._mark = 0
 
+    def bind_ledger(self, ledger: Ledger) -> None:
+        self.compactor = Compactor(ledger, self._append, self._begin, self._drop, portion_tokens=6)
+
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
+        # As `StoredJournal`.
+        append = self.compactor.commit if self.compactor.is_underway else self._append
+        append(records, on_committed)
+
+    def _append(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         self.waiting.append((records, on_committed))
 
-    def wants_compaction(self, _live_bytes: int) -> bool:
-        return self.wants
-
-    def begin_compaction(self) -> None:
+    def _begin(self) -> None:
         assert not self.waiting
-        self._mark = len(self.rows)
+        self._mark = len(self.frames)
 
-    def end_compaction(self) -> None:
-        del self.rows[: self._mark]
+    def _drop(self) -> None:
+        del self.frames[: self._mark]
+
+    def compact(self) -> None:
+        """The next part of a pass."""
+        if self.compactor.is_underway:
+            self.compactor.step()
+        else:
+            self.compactor.start()
+
+    def end_pass(self) -> None:
+        """Without other traffic."""
+        while self.compactor.is_underway or self.waiting:
+            self.compactor.step()
+            assert self.waiting, "it makes progress"
+            self.finish(ok=True)
 
     def finish(self, ok: bool) -> None:
         if self.waiting:
             records, on_committed = self.waiting.popleft()
             if ok:
-                self.rows.append(records)
+                self.frames.append(records)
             on_committed(ok)
 
     def restated(self) -> list[CacheRestated]:
-        return [record for row in self.rows for record in row if isinstance(record, CacheRestated)]
+        return [record for frame in self.frames for record in frame if isinstance(record, CacheRestated)]
 
     def recovered(self) -> Ledger:
         ledger = Ledger(SEGMENT_TOKENS)
-        for row in self.rows:
-            for record in row:
+        for frame in self.frames:
+            for record in frame:
                 ledger.apply(record)
         return ledger
 
@@ -67,7 +86,7 @@ class Bench:
     def __init__(self) -> None:
         self.ledger = Ledger(SEGMENT_TOKENS)
         self.journal = StepwiseJournal()
-        self.compactor = Compactor(self.ledger, self.journal, portion_tokens=6)
+        self.journal.bind_ledger(self.ledger)
         # Caches with an unfinished commit, for each such commit.
         self.unfinished: collections.deque[list[int]] = collections.deque()
 
@@ -80,15 +99,7 @@ class Bench:
             for record in records if ok else ():
                 self.ledger.apply(record)
 
-        # As the dispatcher does.
-        (self.compactor if self.compactor.is_underway else self.journal).commit(records, committed)
-
-    def end_pass(self) -> None:
-        """Without other traffic. No other pass begins."""
-        self.journal.wants = False
-        while self.compactor.step() or self.journal.waiting:
-            assert not self.compactor.is_underway or self.journal.waiting, "it makes progress"
-            self.journal.finish(ok=True)
+        self.journal.commit(records, committed)
 
 
 def test_all_caches_are_recovered_at_any_moment() -> None:
@@ -104,11 +115,10 @@ def test_all_caches_are_recovered_at_any_moment() -> None:
                 bench.journal.finish(ok=traffic.rng.random() < 0.95)
                 assert facts(bench.journal.recovered()) == facts(bench.ledger), seed
             else:
-                bench.compactor.step()
-        bench.end_pass()
-        bench.journal.wants = True
-        bench.compactor.step()
-        bench.end_pass()
+                bench.journal.compact()
+        bench.journal.end_pass()
+        bench.journal.compact()
+        bench.journal.end_pass()
         assert facts(bench.journal.recovered()) == facts(bench.ledger), seed
         restated = [record.number for record in bench.journal.restated()]
         assert sorted(restated) == sorted(state.number for state in bench.ledger), seed
@@ -119,8 +129,8 @@ def test_forks_are_restated_with_what_they_share() -> None:
     bench.commit(created(1), appended(1, 0, *range(1000)))
     bench.commit(CacheForked(1, [Child(number, "child", 1) for number in range(2, 102)], ""))
     bench.commit(*(appended(number, 1000, number) for number in range(1, 102)))
-    bench.compactor.step()
-    bench.end_pass()
+    bench.journal.compact()
+    bench.journal.end_pass()
     assert sum(len(record.token_ids) for record in bench.journal.restated()) < 1000 + 101 * 5
     assert bench.journal.recovered().size_bytes <= bench.ledger.size_bytes
 
@@ -130,9 +140,9 @@ def test_a_portion_ends_with_the_cache_that_fills_it() -> None:
     for number in (1, 2, 3):
         bench.commit(created(number), appended(number, 0, *range(5)))
         bench.journal.finish(ok=True)
-    bench.compactor.step()
+    bench.journal.compact()
     bench.journal.finish(ok=True)
-    bench.compactor.step()
+    bench.journal.compact()
     ((restated, _),) = bench.journal.waiting
     assert caches_of(restated) == [1, 2]
 
@@ -146,20 +156,20 @@ def test_an_ended_pass_keeps_no_tokens_in_memory(succeeds: bool) -> None:
     bench.journal.finish(ok=True)
     segment = next(iter(bench.ledger)).tokens.segments[0]
     references = sys.getrefcount(segment)
-    bench.compactor.step()
+    bench.journal.compact()
     bench.journal.finish(ok=True)
-    bench.compactor.step()
+    bench.journal.compact()
     bench.journal.finish(ok=succeeds)
-    assert len(bench.journal.restated()) == (2 if succeeds else 0) and not bench.compactor.is_underway
+    assert len(bench.journal.restated()) == (2 if succeeds else 0) and not bench.journal.compactor.is_underway
     assert sys.getrefcount(segment) == references
 
 
 def test_tokens_of_a_cache_that_is_released_are_not_restated() -> None:
     bench = Bench()
     bench.commit(created(1), appended(1, 0, *range(1000)))
-    bench.compactor.step()
+    bench.journal.compact()
     bench.commit(CacheReleased(1))
-    bench.end_pass()
+    bench.journal.end_pass()
     assert [len(record.token_ids) for record in bench.journal.restated()] == [0]
 
 
@@ -171,13 +181,10 @@ def test_the_gateway_restates_caches_before_their_next_records() -> None:
         gateway.work()
         journal.finish(ok=True)
     first = next(iter(gateway.machine.ledger))
-    gateway.dispatcher._compact()
-    journal.wants = False
+    journal.compact()
     journal.finish(ok=True)
     gateway.submit(decode(first.cache_id, 7))
     gateway.work()
-    gateway.dispatcher._compact()
-    while journal.waiting:
-        journal.finish(ok=True)
+    journal.end_pass()
     assert len(journal.restated()) == 2 and first.length == 4
     assert facts(journal.recovered()) == facts(gateway.machine.ledger)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import io
+import struct
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,8 +29,17 @@ from service.caches.records import (
     Record,
     TokensAppended,
 )
-from service.journal import encoding
-from service.journal.encoding import CorruptRecord, NewerFormat, decode, encode, seal
+from service.journal.encoding import (
+    DamagedFrame,
+    Frame,
+    ModelTag,
+    UnknownRecord,
+    decode,
+    encode,
+    read_frames,
+    seal,
+    seed_of,
+)
 
 U64 = st.integers(0, 2**64 - 1)
 TOKEN = st.integers(0, 2**32 - 1)
@@ -58,93 +72,126 @@ RECORD = st.one_of(
 RECORDS = st.lists(RECORD, max_size=8)
 
 
-def plain(records: Sequence[Record]) -> list[object]:
+def plain(records: Sequence[Record | ModelTag]) -> list[object]:
     """Records that are equal whatever kind of sequence they hold."""
     return [(type(record), *map(_plain, dataclasses.astuple(record))) for record in records]
 
 
 def _plain(value: object) -> object:
-    return list(value) if isinstance(value, (array, tuple, list)) else value
+    return [*map(_plain, value)] if isinstance(value, (array, tuple, list)) else value
 
 
 def turn(count: int) -> list[Record]:
     return [TokensAppended(100 + index, 7 * index, (index,), 5, 3) for index in range(count)]
 
 
-@given(st.lists(RECORDS, max_size=3), st.integers(1, 2**62), st.integers(0, 2**62))
-def test_records_round_trip(commits: list[list[Record]], seq: int, wall_ns: int) -> None:
-    row = seal([encode(records) for records in commits], seq, wall_ns)
-    assert plain(list(decode(row, seq, wall_ns))) == plain([r for records in commits for r in records])
+SEED = seed_of(b"a segment")
+
+
+def read(data: bytes, seed: Any = SEED) -> list[Frame]:
+    return list(read_frames(io.BytesIO(data), len(data), seed))
+
+
+@given(st.lists(RECORDS, min_size=1, max_size=3), st.integers(0, 2**62), st.integers(0, 2**62))
+def test_records_round_trip(commits: list[list[Record]], number: int, wall_ns: int) -> None:
+    (frame,) = read(seal([encode(records) for records in commits], number, wall_ns, SEED))
+    assert (frame.number, frame.wall_ns) == (number, wall_ns)
+    assert plain(list(decode(frame.payload))) == plain([r for records in commits for r in records])
+
+
+@given(st.lists(RECORDS, max_size=4))
+def test_frames_follow_each_other(commits: list[list[Record]]) -> None:
+    frames = [seal([encode(records)], number, 6, SEED) for number, records in enumerate(commits)]
+    found = read(b"".join(frames))
+    assert [frame.number for frame in found] == [*range(len(commits))]
+    assert [frame.end for frame in found] == [*accumulate(map(len, frames))]
 
 
 @given(RECORDS, st.data())
 def test_every_damage_is_detected(records: list[Record], data: st.DataObject) -> None:
-    """A flipped bit, missing or extra bytes, and the place of another row."""
-    row = seal([encode(records)], 5, 6)
-    bit = data.draw(st.integers(0, 8 * len(row) - 1))
-    flipped = bytearray(row)
+    """A flipped bit, missing or extra bytes, and the place of a frame of another segment."""
+    frame = seal([encode(records)], 5, 6, SEED)
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    flipped = bytearray(frame)
     flipped[bit // 8] ^= 1 << bit % 8
-    for damaged, place in (
-        (bytes(flipped), (5, 6)),
-        (row[: bit // 8], (5, 6)),
-        (row + b"\0", (5, 6)),
-        (row, (4, 6)),
-        (row, (5, 7)),
+    for damaged, seed in (
+        (bytes(flipped), SEED),
+        (frame[: max(1, bit // 8)], SEED),
+        (frame + b"\0", SEED),
+        (frame, seed_of(b"another segment")),
     ):
-        with pytest.raises(CorruptRecord):
-            list(decode(damaged, *place))
+        with pytest.raises(DamagedFrame):
+            read(damaged, seed)
+
+
+def test_a_wrong_length_allocates_nothing() -> None:
+    data = struct.pack("<I", 2**32 - 1) + bytes(60)
+    with pytest.raises(DamagedFrame):
+        read(data)
+
+
+@given(st.binary(max_size=200))
+def test_random_payloads_raise_only_unknown_record(payload: bytes) -> None:
+    """With a right checksum, as an attacker would write them."""
+    with contextlib.suppress(UnknownRecord):
+        list(decode(payload))
 
 
 @given(st.binary(max_size=200), st.integers(0, 255))
-def test_random_frames_raise_only_corrupt_record(body: bytes, kind: int) -> None:
-    """With valid checksums, as an attacker would write them."""
-    row = seal([encoding._frame(kind, body)], 5, 6)
-    with contextlib.suppress(CorruptRecord):
-        list(decode(row, 5, 6))
+def test_random_bodies_raise_only_unknown_record(body: bytes, kind: int) -> None:
+    with contextlib.suppress(UnknownRecord):
+        list(decode(struct.pack("<BI", kind, len(body)) + body))
 
 
 @given(RECORD, st.data())
-def test_changed_bodies_raise_only_corrupt_record(record: Record, data: st.DataObject) -> None:
+def test_changed_bodies_raise_only_unknown_record(record: Record, data: st.DataObject) -> None:
     """Wrong lengths and counts allocate nothing."""
-    frame = encode([record])
-    kind, body = frame[4], bytearray(frame[5:-4])
+    payload = bytearray(encode([record]))
     for _ in range(data.draw(st.integers(1, 4))):
-        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.sampled_from((0, 1, 127, 255)))
-    with contextlib.suppress(CorruptRecord):
-        list(decode(seal([encoding._frame(kind, bytes(body))], 5, 6), 5, 6))
+        payload[data.draw(st.integers(5, len(payload) - 1))] = data.draw(st.sampled_from((0, 1, 127, 255)))
+    with contextlib.suppress(UnknownRecord):
+        list(decode(bytes(payload)))
 
 
-TOGETHER = CacheForked(1, (Child(2, "kv_2", 3),), "f", total=2, first=1)
-CREATED = CacheCreated(2, "kv_2", "", b"", 3, 60.0, "", weights=1)
-RESTATED = CacheRestated(2, "kv_2", "", b"", 3, 60.0, "", 0, 0, None, None, 0, 0, [7], weights=1)
+# The format: a journal that was written once must be readable for ever.
+LAST_APPEND, FORK_KEY = LastAppend(1, 2, 3, b"a"), ForkKey("f", 1, 2, 3)
+FORMAT: list[tuple[Record | ModelTag, str]] = [
+    (CacheCreated(1, "kv", "t", b"s", 2, 0.5, "r", 3, 4), "1a4aeb9a136a7ea8"),
+    (TokensAppended(1, 2, [7, 8], 3, 4, 5, b"a"), "4bdac845031c5804"),
+    (CacheTruncated(1, 2), "bd87f79033fba194"),
+    (CacheForked(1, [Child(2, "kv", 3)], "f", 4, 5), "679188c0d3095f09"),
+    (LeaseRenewed(1, 0.5), "f9c89964f2143bd1"),
+    (CacheReleased(1), "2084088bcbac160b"),
+    (
+        CacheRestated(1, "kv", "t", b"s", 2, 0.5, "r", 3, 4, LAST_APPEND, FORK_KEY, 5, 6, [7], 8, 9),
+        "46dc47c68eaa3587",
+    ),
+    (CacheRestated(1, "kv", "t", b"s", 2, 0.5, "r", 3, 4, None, None, 5, 6, []), "ec48db3e3367382c"),
+    (ModelTag("m"), "2976fe465ec43849"),
+    (TokensAppended(1, 2, (7,), 3, 4), "f8ced4bc54b846c7"),
+]
 
 
-@pytest.mark.parametrize(("record", "format_"), [(TOGETHER, 2), (CREATED, 3), (RESTATED, 3)])
-def test_earlier_version_refuses_a_newer_row(
-    record: Record, format_: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise it would drop the last row as damaged."""
-    row = seal([encode(turn(1)), encode([CacheReleased(9), record, *turn(1)])], 1, 1)
-    assert plain([record]) == plain(list(decode(row, 1, 1)))[2:3]
-    monkeypatch.setattr(encoding, "VERSION", format_ - 1)
-    with pytest.raises(NewerFormat, match=f"format {format_}"):
-        list(decode(row, 1, 1))
+@pytest.mark.parametrize(("record", "digest"), FORMAT, ids=lambda value: type(value).__name__)
+def test_the_format_stays(record: Record | ModelTag, digest: str) -> None:
+    payload = encode([record])
+    assert hashlib.sha256(payload).hexdigest()[:16] == digest
+    (found,) = decode(payload)
+    assert plain([found]) == plain([record])
 
 
-@pytest.mark.parametrize(("record", "kind"), [(CREATED, 1), (RESTATED, 7)])
-def test_weights_that_an_earlier_version_wrote_are_read(record: Record, kind: int) -> None:
-    """It wrote them with kinds of the first format."""
-    row = seal([encoding._frame(kind, encode([record])[5:-4])], 1, 1)
-    assert row[0] == 1 and plain(list(decode(row, 1, 1))) == plain([record])
+def test_fields_that_an_earlier_version_did_not_know_have_their_defaults() -> None:
+    payload = encode([CacheCreated(1, "kv", "t", b"s", 2, 0.5, "r")])
+    shorter = struct.pack("<BI", payload[0], len(payload) - 5 - 16) + payload[5:-16]
+    assert plain(list(decode(shorter))) == plain([CacheCreated(1, "kv", "t", b"s", 2, 0.5, "r")])
 
 
-def is_of_the_first_format(record: Record) -> bool:
-    return not (getattr(record, "total", 0) or getattr(record, "weights", 0))
-
-
-@given(st.lists(RECORD.filter(is_of_the_first_format)))
-def test_rows_without_newer_kinds_have_the_first_format(records: list[Record]) -> None:
-    assert seal([encode(records)], 5, 6)[0] == 1
+def test_fields_and_records_of_a_later_version_are_refused() -> None:
+    payload = encode([CacheReleased(1)])
+    with pytest.raises(UnknownRecord, match="CacheReleased has 1 bytes more"):
+        list(decode(struct.pack("<BI", payload[0], len(payload) - 4) + payload[5:] + b"\0"))
+    with pytest.raises(UnknownRecord, match="kind 99"):
+        list(decode(struct.pack("<BI", 99, 0)))
 
 
 def test_packed_decodes_are_compact() -> None:

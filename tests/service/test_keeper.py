@@ -6,11 +6,11 @@ import asyncio
 from unittest.mock import ANY
 
 from service.config import Config
-from service.postgres.database import Database
-from service.postgres.errors import DatabaseFailed
-from service.shards.ids import Shard
-from service.shards.keeper import Keeper
-from service.shards.leases import Lease, Leases, Owned
+from service.extensions.gateways.keeper import Keeper
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.leases import Lease, Leases, Owned
+from service.shard import Shard
 from tests.postgres_server import PostgresServer
 from tests.service.served import until
 
@@ -43,7 +43,8 @@ class Gateway:
     """A keeper, and the shards that it has."""
 
     def __init__(self, postgres: PostgresServer, name: str) -> None:
-        config = Config(journal=postgres.url, shards=SHARDS, peer_listen=f"{name}:1", pool="pool")
+        own = {"shards": SHARDS, "peer_listen": f"{name}:1"}
+        config = Config().with_values({"journal": postgres.url, "pool": "pool", **own})
         self.keeper = Keeper(config, f"{name}:1")
         self.shards: set[int] = set()
         self.given_back: list[int] = []

@@ -20,15 +20,14 @@ from service.adapters.registry import AdapterVersion
 from service.caches.entries import WorkerView
 from service.caches.requests import Append, Appended, AppendKind, Release, Released, Request
 from service.config import Config
-from service.core import AnsweringCore, OpenShard, open_alone
 from service.dispatcher import Dispatcher
 from service.errors import QueueFull
+from service.extensions.gateways.member import Member
+from service.extensions.gateways.one_host import Place
 from service.extensions.metrics.figures import TIMES_S, Appends, Calls, Distribution
 from service.extensions.metrics.totals import Totals
-from service.gateway import Gateway
-from service.shards.ids import Shard
-from service.shards.leases import Lease
-from service.shards.one_host import Membership
+from service.gateway import open_gateway
+from service.shard import Shard, open_own_journal, open_shard
 from tests.service.metrics_server import MetricsServer, serving
 from tests.service.served import become_ready
 from tests.sim.harness import Gateway as Caller
@@ -174,7 +173,9 @@ def test_streams_have_their_types() -> None:
 
 
 async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
-    gateway = Gateway(Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path)))
+    gateway = await open_gateway(
+        Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path))
+    )
     try:
         assert gateway.extensions == [] and type(gateway.core.dispatcher) is Dispatcher
         assert gateway.core.journal.on_latency == ()
@@ -300,18 +301,14 @@ async def test_breakers(tmp_path: Path) -> None:
     assert found == {"closed": 0, "open": 1, "half_open": 0}
 
 
-async def test_all_shards_are_counted_also_one_that_was_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def open_without_database(config: Config, shard: Shard, *_: object) -> OpenShard:
-        return open_alone(config, shard, None)
-
-    monkeypatch.setattr("service.gateway.open_leased", open_without_database)
-    member = Membership(Shard(0, 2), None, ["unix:0", "unix:1"], "secret")
-    async with serving(tmp_path, member, workers=2) as server:
+async def test_all_shards_are_counted_also_one_that_was_given_back(tmp_path: Path) -> None:
+    place = Place(Shard(0, 2), None, ["unix:0", "unix:1"], "secret")
+    async with serving(tmp_path, place, workers=2) as server:
         gateway = server.gateway
-        further = await gateway._open_core(Shard(1, 2), Lease(1, 1, "", 0.0), None)  # type: ignore[arg-type]
-        assert isinstance(further, AnsweringCore)
+        (member,) = (one for one in gateway.extensions if isinstance(one, Member))
+        opened = await open_shard(gateway.config, open_own_journal, None, Shard(1, 2))
+        running = member._open_core(opened)
+        (further,) = member.further_shards()
         for shard in (gateway.core, further):
             caller = Caller(pool=Pool(3, page_tokens=4), machine=shard.caches)
             caches = []
@@ -325,7 +322,6 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(
             slot.snapshot.counts.steps = 5
             shard.versions.changed()
         expected = {"num_preemptions": 4.0, "replayed_tokens": 2.0, "worker_starts": 2.0, "steps": 10.0}
-        assert gateway._forwarding is not None
         for shards in (2, 1):
             samples = await scraped(server)
             found = {
@@ -333,8 +329,8 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(
                 for name in expected
             }
             assert found == expected, shards
-            gateway._forwarding.cores.clear()
-        further.close()
+            member.shards.cores.clear()
+        running.close()
         assert not further.caches.index.anonymous.caches, "its tenants do not hold them here"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import socket
 import struct
 from pathlib import Path
@@ -15,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from quire.v1 import executor_pb2
 
 from service.extensions.metrics import exporter
+from service.extensions.metrics.settings import MetricsSettings
 from tests.load_config import load_config
 from tests.service.metrics_server import serving
 
@@ -103,8 +106,8 @@ async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, stat
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 405),
         (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
-        (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 4000 + b"\r\n", 431),
+        (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 4000 + b"\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
         (b"GET /healthz HTTP/1.0\r\n\r\n", 200),
         (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n", 200),
@@ -121,15 +124,17 @@ async def test_odd_requests_are_answered_and_closed(
 
 
 async def test_a_slow_request_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_TIMEOUT_S", 0.1)
+    limits = dataclasses.replace(exporter.LIMITS, idle_s=0.1, unread_s=0.1)
+    monkeypatch.setattr(exporter, "LIMITS", limits)
     async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
         for part in (b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.1\r\nHost: local"):
             assert await server.send(part) == b""
-        assert not server.exporter._connections
+        assert not server.exporter.server.connections
 
 
 async def test_an_unread_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_TIMEOUT_S", 0.1)
+    limits = dataclasses.replace(exporter.LIMITS, idle_s=0.1, unread_s=0.1)
+    monkeypatch.setattr(exporter, "LIMITS", limits)
 
     async def large(_self: object, _render: object) -> bytes:
         return bytes(64 << 20)
@@ -139,10 +144,9 @@ async def test_an_unread_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.
         _, writer = await server.connect()
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        held = server.exporter._connections
-        while not held:
+        while not server.exporter.server.connections:
             await asyncio.sleep(0.01)
-        while held:
+        while server.exporter.server.connections:
             await asyncio.sleep(0.01)
         assert (await server.get("/healthz")).status == 200
         writer.close()
@@ -151,6 +155,9 @@ async def test_an_unread_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.
 def test_resets_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
     monkeypatch.setattr(exporter, "_log", SimpleNamespace(exception=logged.append))
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
 
     async def reset() -> None:
         async with serving(tmp_path) as server:
@@ -167,11 +174,11 @@ def test_resets_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
-    most = exporter._MAX_CONNECTIONS
+    most = exporter.LIMITS.max_connections
     async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
         idle = [await server.connect() for _ in range(3 * most)]
         assert (await server.get("/readyz")).status == 503
-        assert len(server.exporter._connections) <= most
+        assert len(server.exporter.server.connections) <= most
         # The oldest were closed.
         assert await idle[0][0].read() == b""
         for _, writer in idle:
@@ -197,7 +204,7 @@ async def test_a_remote_port_is_warned_of(
 ) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(exporter._log, "warning", lambda event, **_: warnings.append(event))
-    listen = load_config({"metrics_listen": f"{host}:0"}, {}).metrics_listen
+    listen = load_config({"metrics_listen": f"{host}:0"}, {}).of(MetricsSettings).metrics_listen
     async with serving(tmp_path, metrics_listen=listen) as server:
         assert server.port > 0
     assert bool(warnings) == warns

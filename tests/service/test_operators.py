@@ -14,11 +14,11 @@ from service.api.admin import AdminApi
 from service.api.budget import AnswerBudget
 from service.config import Config
 from service.errors import InvalidArgument
-from service.shards import operators
-from service.shards.forwarding import Forwarding
-from service.shards.ids import Shard
-from service.shards.operators import OperatorCallsOfAll
-from service.shards.peers import Addresses
+from service.extensions.gateways import operators
+from service.extensions.gateways.forwarding import Forwarding
+from service.extensions.gateways.operators import OperatorCallsOfAll
+from service.extensions.gateways.peers import Addresses
+from service.shard import Shard
 
 
 class Context:
@@ -68,7 +68,9 @@ async def test_hosts_have_more_workers_together_than_one_says() -> None:
 
     none = cast(Any, None)
     for peer_listen in ("", "10.0.0.1:1"):
-        state = cast(Any, SimpleNamespace(config=Config(workers=2, peer_listen=peer_listen)))
+        state = cast(
+            Any, SimpleNamespace(config=Config().with_values({"workers": 2, "peer_listen": peer_listen}))
+        )
         api = AdminApi(state, none, none, none, none, cast(Any, SimpleNamespace(warm_up=warm_up)))
         asked = api.Warmup(admin_pb2.WarmupRequest(workers=4), none)
         if peer_listen:

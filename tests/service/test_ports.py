@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
-from quire.cli.main import complete_parser, main
+from quire.cli.main import complete_parser
 
-from service.cli import gateways
-from service.config import Config, ConfigError
+from service.config import Config
+from service.extensions.gateways import parent
+from service.extensions.gateways.one_host import Place
+from service.extensions.metrics.settings import MetricsSettings
 from service.setting_rules import are_addresses, overlap
-from service.shards.ids import Shard
-from service.shards.one_host import Membership
+from service.settings import ConfigError
+from service.shard import Shard
 from tests.load_config import load_config
 
 TWO = {"gateways": "2", "workers": "2"}
@@ -43,8 +44,8 @@ TWO = {"gateways": "2", "workers": "2"}
         ),
         (
             {"metrics_listen": "127.0.0.1:8080", "openai_listen": "localhost:8080"},
-            "metrics_listen",
-            "openai_listen has this port already",
+            "openai_listen",
+            "metrics_listen has this port already",
         ),
         ({"openai_listen": "127.0.0.1:50051"}, "openai_listen", "listen has this port already"),
     ],
@@ -57,18 +58,19 @@ def test_ports_of_several_gateways(flags: dict[str, str], setting: str, said: st
 
 def test_the_last_ports_and_free_ones_are_possible() -> None:
     config = load_config(TWO | {"metrics_listen": "127.0.0.1:65534", "openai_listen": "127.0.0.1:0"}, {})
-    assert [config.metrics_address(index) for index in range(2)] == ["127.0.0.1:65534", "127.0.0.1:65535"]
+    of_each = [config.of_gateway(index).of(MetricsSettings).metrics_listen for index in range(2)]
+    assert of_each == ["127.0.0.1:65534", "127.0.0.1:65535"]
     config = load_config(TWO | {"metrics_listen": "127.0.0.1:0", "openai_listen": "127.0.0.1:0"}, {})
-    assert config.metrics_address(1) == "127.0.0.1:0"
-    assert load_config({"metrics_listen": "127.0.0.1:65535"}, {}).metrics_address(0) == "127.0.0.1:65535"
+    assert config.of_gateway(1).of(MetricsSettings).metrics_listen == "127.0.0.1:0"
+    load_config({"metrics_listen": "127.0.0.1:65535"}, {})
     # Of one gateway the next port is free.
     load_config({"metrics_listen": "127.0.0.1:50050"}, {})
 
 
 def test_each_gateway_is_told_its_port() -> None:
-    config = Config(gateways=2, metrics_listen="[::1]:9000")
+    config = Config().with_values({"gateways": 2, "metrics_listen": "[::1]:9000"})
     for index in range(2):
-        line = json.loads(gateways._first_line(config, Membership(Shard(index, 2), None, [], "")))
+        line = json.loads(parent._first_line(config, Place(Shard(index, 2), None, [], "")))
         assert line["config"]["metrics_listen"] == f"[::1]:{9000 + index}"
 
 
@@ -126,11 +128,3 @@ def test_a_worker_needs_a_port_that_there_is(listen: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         complete_parser().parse_args(["worker", "--pool", "p", "--listen", listen])
     assert "--listen: " in capsys.readouterr().err
-
-
-def test_config_check_tries_the_port_of_each_gateway(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        flags = ["--metrics-listen", f"127.0.0.1:{port - 1}", "--gateways", "2", "--workers", "2"]
-        assert main(["config", "check", "--listen", "127.0.0.1:0", *flags]) == 1
-    assert f"127.0.0.1:{port}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `launcher = ray` takes and refuses, and the certificates that it makes."""
+"""What `ray_address` takes and refuses, and the certificates that it makes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from service.config import ConfigError
 from service.pool import pool_files
+from service.settings import ConfigError
 from tests.load_config import load_config
 
 
@@ -18,11 +18,10 @@ from tests.load_config import load_config
         ({"ray_resources": "GPU"}, "ray_resources"),
         ({"ray_resources": "GPU=1,"}, "ray_resources"),
         ({"ray_resources": "GPU=-1"}, "ray_resources"),
-        ({"launcher": "slurm"}, "launcher"),
         ({"workers": "auto", "pool_listen": "a:1", "pool": "."}, "workers"),
-        ({"launcher": "ray", "orphan_grace_s": "0"}, "orphan_grace_s"),
-        ({"launcher": "ray", "workers_at": "a:1", "pool": "."}, "workers_at"),
-        ({"launcher": "ray", "pool_listen": "a:1", "pool": "."}, "pool_listen"),
+        ({"ray_address": "auto", "orphan_grace_s": "0"}, "orphan_grace_s"),
+        ({"ray_address": "auto", "workers_at": "a:1", "pool": "."}, "workers_at"),
+        ({"ray_address": "auto", "pool_listen": "a:1", "pool": "."}, "pool_listen"),
     ],
 )
 def test_refused(settings: dict[str, str], refused: str) -> None:
@@ -33,7 +32,7 @@ def test_refused(settings: dict[str, str], refused: str) -> None:
 
 def test_taken() -> None:
     """The model is looked for where workers are."""
-    settings = {"launcher": "ray", "model": "/of/the/nodes", "ray_resources": "GPU=0.5,CPU=4,my-kind=1"}
+    settings = {"ray_address": "auto", "model": "/of/the/nodes", "ray_resources": "GPU=0.5,CPU=4,my-kind=1"}
     config = load_config(settings, {})
     assert config.has_remote_workers and config.worker_slots == 1
     assert load_config(settings | {"workers": "auto"}, {}).workers is None

@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.shards.leases import Owned
-from service.shards.sharing import decide
+from service.extensions.gateways.postgres.leases import Owned
+from service.extensions.gateways.sharing import decide
 
 
 def row(shard: int, owner: str) -> Owned:

@@ -13,12 +13,13 @@ from quire.cli.main import main
 from service.auth.authenticator import Authenticator
 from service.auth.tls import server_credentials
 from service.cli import serve
-from service.config import Config, ConfigError
+from service.config import Config
 from service.config_sources import read_settings
 from service.data_directory import StateUnusable, data_directory, prepare
 from service.errors import BadRuntimes
 from service.extensions.providers.runtimes_file import load
 from service.pool import pool_files
+from service.settings import ConfigError
 from tests.certificates import Authority
 from tests.quire_command import run
 from workers.common.protocol import EXIT_CONFIG
@@ -69,7 +70,7 @@ def test_without_a_home_another_users_directory_is_not_used(
     assert "other users can write" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("journal", ["auto", "sqlite", "memory"])
+@pytest.mark.parametrize("journal", ["auto", "disk", "memory"])
 def test_a_directory_below_one_that_all_can_write_to_is_refused(everybodys: Path, journal: str) -> None:
     config = Config(data_dir=str(everybodys / "data"), journal=journal)
     with pytest.raises(StateUnusable, match=f"{everybodys}: other users can write to it") as refused:
@@ -99,12 +100,12 @@ def test_a_file_and_a_directory_that_cannot_be_written(
 def test_without_a_directory_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     prepare(Config(listen="127.0.0.1:0"))
-    prepare(Config(peer_listen="127.0.0.1:1"))
+    prepare(Config().with_values({"peer_listen": "127.0.0.1:1"}))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_config_check_says_it(everybodys: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", "--data-dir", str(everybodys), "--listen", "127.0.0.1:0"]) == 1
+def test_a_start_says_it(everybodys: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--data-dir", str(everybodys), "--listen", "127.0.0.1:0"]) == EXIT_CONFIG
     assert "other users can write to it" in capsys.readouterr().err
 
 

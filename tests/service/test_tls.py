@@ -19,7 +19,8 @@ from service.api.interceptor import CallInterceptor
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tls import server_credentials
 from service.auth.tokens import Role, new_token
-from service.config import Config, ConfigError
+from service.config import Config
+from service.settings import ConfigError
 from tests.certificates import Authority, Pair
 from tests.service.served import state_of
 

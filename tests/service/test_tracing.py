@@ -15,29 +15,27 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.context import Context
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service.api.interceptor import CallInterceptor
 from service.api.status import to_status
 from service.api.trace_context import TraceParent, trace_parent
-from service.config import Config, ConfigError
+from service.config import Config
 from service.errors import CacheNotFound, Unauthenticated
 from service.extensions.tracing.extension import open_extension
-from service.extensions.tracing.spans import Sampler
 from service.extensions.tracing.streams import TracedSession
-from service.extensions.tracing.tracer import CallTracer
-from tests.collector import Collector, Received, values
+from service.extensions.tracing.tracer import Tracing
+from service.settings import ConfigError
+from tests.collector import Collector, Received
 from tests.service.served import channel_to, state_of
 from tests.service.test_interceptor import SECRET, Servicer, raises
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
 PATIENCE_S = 60.0
-SAMPLERS = [of + root for of in ("", "parentbased_") for root in ("always_on", "always_off", "traceidratio")]
 INVALID = [
     "",
     TRACE,
@@ -76,8 +74,9 @@ class Traced:
 @contextlib.asynccontextmanager
 async def traced(endpoint: str) -> AsyncIterator[Traced]:
     """Its tracer is closed at the end, which exports what is left."""
-    tracer = CallTracer(endpoint)
-    interceptor = CallInterceptor(state_of(Config()), None, [tracer.observing])
+    tracer = Tracing(endpoint)
+    assert tracer.calls is not None
+    interceptor = CallInterceptor(state_of(Config()), None, [tracer.calls])
     servicer = Servicer()  # type: ignore[abstract] # The other methods are not called.
     try:
         async with channel_to(servicer, interceptor) as channel:
@@ -138,23 +137,23 @@ async def test_what_the_caller_does_not_record_is_not_recorded(collector: Collec
     assert len(collector.spans()) == 1, "the tracer was closed, so nothing more comes"
 
 
-@pytest.mark.parametrize("arg", ["0", "0.25", "1", "2", "half", None])
-@pytest.mark.parametrize("name", [*SAMPLERS, "", "Always_Off", "unknown"])
-def test_the_sampler_decides_as_the_sdks(monkeypatch: pytest.MonkeyPatch, name: str, arg: str | None) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", name)
-    if arg is not None:
-        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", arg)
-    ours, other = Sampler(), TracerProvider(shutdown_on_exit=False).sampler
-    for lowest in (0, 1 << 62, (1 << 62) - 1, (1 << 64) - 1):
-        trace_id = (1 << 127) + lowest
-        for flags in (None, 0, 1):
-            parent, context = None, Context()
-            if flags is not None:
-                parent = TraceParent(f"{trace_id:032x}", PARENT, bool(flags))
-                span = SpanContext(trace_id, 1, is_remote=True, trace_flags=TraceFlags(flags))
-                context = set_span_in_context(NonRecordingSpan(span), Context())
-            decision = other.should_sample(context, trace_id, "name").decision
-            assert ours.decide(parent, trace_id.to_bytes(16)) == decision.is_sampled()  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize(
+    ("sampler", "metadata", "count"),
+    [
+        ("always_off", [("traceparent", SAMPLED)], 0),
+        ("always_on", [("traceparent", UNSAMPLED)], 1),
+        ("parentbased_always_off", [], 0),
+        ("parentbased_always_off", [("traceparent", SAMPLED)], 1),
+        ("unknown", [], 1),
+    ],
+)
+async def test_the_environment_says_what_is_recorded(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str, metadata: Any, count: int
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    async with traced(collector.endpoint) as server:
+        await server.decode(*metadata)
+    assert len(collector.spans()) == count
 
 
 @pytest.mark.parametrize(
@@ -262,9 +261,10 @@ async def test_closing_does_not_wait_for_a_collector_that_never_answers(
 def test_names_of_callers_name_no_spans(collector: Collector) -> None:
     async def behave(_messages: object, _context: object) -> None: ...
 
-    tracer = CallTracer(collector.endpoint)
+    tracer = Tracing(collector.endpoint)
+    assert tracer.calls is not None
     for method in ("/quire.v1.Made/Up", "/quire.v1.ModelExecutorService/Up", "/grpc.health.v1.Health/Check"):
-        assert tracer.observing(method, behave) is behave
+        assert tracer.calls(method, behave) is behave
     tracer.close()
 
 
@@ -274,15 +274,20 @@ def test_failures_on_a_stream_are_counted_and_some_are_events() -> None:
 
         time_remaining = None
 
-    span = Span()
+    ended = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(ended))
+    span = provider.get_tracer("test").start_span("Session")
     stream = TracedSession(Context(), span)
     failed = executor_pb2.SessionResult(error=to_status(CacheNotFound()))
     for _ in range(100):
         stream.write(executor_pb2.SessionResponse(results=[failed]))
     stream.finish()
-    found = Received(span, values(span.attributes), {})
+    span.end()
+    (found,) = ended.get_finished_spans()
     assert found.attributes == {"quire.failures": 100, "quire.answers": 100}
-    assert found.events == [("first answer", {}), *[("failure", {"error.type": "CACHE_NOT_FOUND"})] * 32]
+    events = [(one.name, dict(one.attributes or {})) for one in found.events]
+    assert events == [("first answer", {}), *[("failure", {"error.type": "CACHE_NOT_FOUND"})] * 32]
 
 
 def test_without_the_setting_nothing_is_loaded() -> None:
@@ -293,10 +298,11 @@ def test_without_the_setting_nothing_is_loaded() -> None:
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "service.extensions.tracing.tracer")
+    for name in ("tracer", "spans"):
+        monkeypatch.delitem(sys.modules, f"service.extensions.tracing.{name}")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match="extra otel"):
-        open_extension(Config(otlp_endpoint="http://127.0.0.1:4317"))
+        open_extension(Config().with_values({"otlp_endpoint": "http://127.0.0.1:4317"}))
 
 
 @given(st.one_of(st.text(), st.binary(), st.from_regex(re.compile(r"[0-9a-f]{2}-.*"), fullmatch=True)))

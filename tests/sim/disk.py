@@ -1,17 +1,18 @@
 """A journal whose disk does as the schedule wants: late, in groups, not at all; and what a crash leaves.
 
-Bytes are those of the real encoding, so that what is recovered has been through it.
+Bytes are those of a segment, read by the real code, so that what is recovered has been through it.
 """
 
 from __future__ import annotations
 
+import io
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from service.caches.records import Record
 from service.journal.base import Journal, OnCommitted
-from service.journal.encoding import CorruptRecord, decode, encode, seal
+from service.journal.encoding import DamagedFrame, ModelTag, decode, encode, read_frames, seal, seed_of
 
 # Told whether the oldest commit, which has ended, is durable. Tells its committer, if there still is one.
 OnEnd = Callable[[bool, OnCommitted | None], None]
@@ -23,39 +24,45 @@ def _tell(durable: bool, then: OnCommitted | None) -> None:
 
 
 class Disk:
-    """The rows that are written: what outlives a gateway."""
+    """The frames of a segment: what outlives a gateway."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, int, bytes]] = []
-        self._last_seq = 0
+        self._data = bytearray()
+        self._seed = seed_of(b"of the only segment")
+        self._last_number = 0
+        self._torn_at = -1
 
-    def write(self, commits: Sequence[Sequence[Record]], now_s: float) -> None:
-        """Writes one row of them."""
-        self._last_seq += 1
-        wall_ns = int(now_s * 1e9)
-        self.rows.append(
-            (self._last_seq, wall_ns, seal([encode(c) for c in commits], self._last_seq, wall_ns))
-        )
+    def write(self, commits: Sequence[Sequence[Record]], now_s: float) -> int:
+        """Writes one frame of them. Returns where it begins."""
+        self._last_number += 1
+        at = len(self._data)
+        payloads = [encode(commit) for commit in commits]
+        self._data += seal(payloads, self._last_number, int(now_s * 1e9), self._seed)
+        return at
 
-    def tear(self, rng: random.Random) -> None:
-        """The last row was being written when the machine stopped."""
-        seq, wall_ns, row = self.rows.pop()
-        at = rng.randrange(len(row))
-        garbled = row[:at] + bytes([row[at] ^ (1 << rng.randrange(8))]) + row[at + 1 :]
-        self.rows.append((seq, wall_ns, row[:at] if rng.random() < 0.5 else garbled))
+    def tear(self, at: int, rng: random.Random) -> None:
+        """The last frame, which begins there, was being written when the machine stopped."""
+        torn = rng.randrange(at, len(self._data))
+        if rng.random() < 0.5:
+            del self._data[torn:]
+        else:
+            self._data[torn] ^= 1 << rng.randrange(8)
+        self._torn_at = at
 
     def recover(self) -> Iterator[tuple[Record, float]]:
-        """All records of whole rows, with their times; a torn row at the end is dropped."""
-        last = len(self.rows) - 1
-        for index, (seq, wall_ns, row) in enumerate(list(self.rows)):
-            try:
-                records = list(decode(row, seq, wall_ns))
-            except CorruptRecord:
-                assert index == last, "only the last row can be torn"
-                self.rows.pop()
-                return
-            for record in records:
-                yield record, wall_ns / 1e9
+        """All records of whole frames, with their times; a torn frame at the end is dropped."""
+        end = number = 0
+        try:
+            for frame in read_frames(io.BytesIO(self._data), len(self._data), self._seed):
+                assert frame.number == number + 1, "frames are in their order"
+                number, end = frame.number, frame.end
+                for record in decode(frame.payload):
+                    assert not isinstance(record, ModelTag)
+                    yield record, frame.wall_ns / 1e9
+        except DamagedFrame:
+            assert end == self._torn_at, "only the last frame can be torn"
+            del self._data[end:]
+        self._last_number = number
 
 
 class DiskJournal(Journal):
@@ -83,11 +90,11 @@ class DiskJournal(Journal):
         self._waiting.append((records, on_committed))
 
     def write(self, count: int) -> None:
-        """The oldest commits become durable, in one row."""
+        """The oldest commits become durable, in one frame."""
         commits = self._take(count)
         if any(records for records, _ in commits):
             self._disk.write([records for records, _ in commits], self._clock_s())
-        self._seen["commits that shared a row"] += len(commits) > 1
+        self._seen["commits that shared a frame"] += len(commits) > 1
         for _, on_committed in commits:
             self.on_end(True, on_committed)
 
@@ -107,9 +114,8 @@ class DiskJournal(Journal):
             self.on_end(True, None)
         torn = [records for records, _ in self._waiting if records]
         if torn and rng.random() < 0.7:
-            self._seen["torn row"] += 1
-            self._disk.write(torn, self._clock_s())
-            self._disk.tear(rng)
+            self._seen["torn frame"] += 1
+            self._disk.tear(self._disk.write(torn, self._clock_s()), rng)
         self._waiting.clear()
 
     def _take(self, count: int) -> list[tuple[Sequence[Record], OnCommitted]]:

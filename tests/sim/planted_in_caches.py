@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from hashlib import blake2b
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -17,6 +19,7 @@ from service.dispatcher import Dispatcher, OnOutcomes
 from service.errors import CacheNotFound, QuireError
 from service.journal import encoding
 from service.journal.base import OnCommitted
+from service.journal.encoding import Frame, ModelTag, decode, read_frames
 from tests.sim import disk
 from tests.sim.disk import DiskJournal
 from tests.sim.machine import PlantedMachine
@@ -146,21 +149,43 @@ def failed_writes_taken_for_durable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DiskJournal, "accept", always)
 
 
-def torn_rows_accepted(patch: pytest.MonkeyPatch) -> None:
-    decode = encoding.decode
+def torn_frames_accepted(patch: pytest.MonkeyPatch) -> None:
+    """What is there of the last frame is used."""
+    head = encoding._HEAD.size
 
-    def until_it_breaks(row: bytes, seq: int, wall_ns: int) -> Iterator[Record]:
-        patch.setattr(encoding, "_check_head", lambda *_: None)
+    def until_it_breaks(file: BinaryIO, end: int, seed: blake2b) -> Iterator[Frame]:
+        frame_at = 0
         try:
-            yield from decode(row, seq, wall_ns)
-        except encoding.CorruptRecord:
-            return
+            for frame in read_frames(file, end, seed):
+                yield frame
+                frame_at = frame.end
+        except encoding.DamagedFrame:
+            file.seek(frame_at)
+            torn = file.read()
+            if len(torn) > encoding.FRAME_BYTES:
+                _, number, wall_ns = encoding._HEAD.unpack(torn[:head])
+                yield Frame(number, wall_ns, torn[encoding.FRAME_BYTES :], end)
 
-    patch.setattr(disk, "decode", until_it_breaks)
+    def as_far_as_it_goes(payload: bytes) -> Iterator[Record | ModelTag]:
+        with contextlib.suppress(encoding.UnknownRecord):
+            yield from decode(payload)
+
+    patch.setattr(disk, "read_frames", until_it_breaks)
+    patch.setattr(disk, "decode", as_far_as_it_goes)
 
 
 def checksums_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(encoding, "crc32", lambda *_: 0)
+    class Same:
+        def copy(self) -> Same:
+            return self
+
+        def update(self, _data: bytes) -> None:
+            pass
+
+        def digest(self) -> bytes:
+            return bytes(8)
+
+    patch.setattr(disk, "seed_of", lambda _identity: Same())
 
 
 class TokensLostAfterVerify(PlantedMachine):

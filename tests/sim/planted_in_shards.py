@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from service.journal.postgres_writer import LAST, PostgresWriter
-from service.postgres.errors import DatabaseFailed
-from service.shards import leases
+from service.extensions.gateways.postgres import leases
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.journal import LAST, PostgresJournal
 from tests.sim.planted import begins_at
 from tests.sim.shard_table import ModelDatabase
 
 
 def appends_are_not_fenced(patch: pytest.MonkeyPatch) -> None:
     """The number of the owner is not compared."""
-    patch.setattr(ModelDatabase, "is_owner", lambda database, _fence, writer: writer == database.writer)
+    patch.setattr(ModelDatabase, "is_owner", lambda _database, _fence: True)
 
 
 def appends_do_not_look_for_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -23,7 +23,7 @@ def appends_do_not_look_for_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelDatabase, "ends_before", lambda _database, _seq: True)
 
 
-@begins_at(198)
+@begins_at(26)
 def lease_longer_than_its_expiry(patch: pytest.MonkeyPatch) -> None:
     """An owner believes in its lease for longer than the table does."""
     patch.setattr(leases, "_OWNERS_PART", 2.0)
@@ -64,28 +64,51 @@ def appends_take_no_lock(patch: pytest.MonkeyPatch) -> None:
 
 
 def broken_means_not_stored(patch: pytest.MonkeyPatch) -> None:
-    async def never(_writer: PostgresWriter) -> bool:
-        return False
+    insert = PostgresJournal._insert
 
-    patch.setattr(PostgresWriter, "_has_stored", never)
+    async def certain(journal: PostgresJournal, row: bytes) -> bool:
+        try:
+            return await insert(journal, row)
+        except DatabaseFailed:
+            raise DatabaseFailed("", is_certain=True) from None
+
+    patch.setattr(PostgresJournal, "_insert", certain)
 
 
 def broken_means_stored(patch: pytest.MonkeyPatch) -> None:
-    async def always(_writer: PostgresWriter) -> bool:
-        return True
+    insert = PostgresJournal._insert
 
-    patch.setattr(PostgresWriter, "_has_stored", always)
+    async def stored(journal: PostgresJournal, row: bytes) -> bool:
+        try:
+            return await insert(journal, row)
+        except DatabaseFailed as error:
+            if error.is_certain:
+                raise
+            return True
+
+    patch.setattr(PostgresJournal, "_insert", stored)
 
 
-def a_late_statement_is_not_shut_out(patch: pytest.MonkeyPatch) -> None:
-    """The last row is looked at while the statement may still come."""
+def a_repeated_row_gets_another_number(patch: pytest.MonkeyPatch) -> None:
+    """It is not looked for, but stored behind the last one."""
+    insert = PostgresJournal._insert
 
-    async def looks(writer: PostgresWriter) -> bool:
-        while True:
-            try:
-                ((last,),) = await writer._table.fetch(LAST, 0)
-                return bool(last == writer.next_seq)
-            except DatabaseFailed:
-                pass
+    async def again(journal: PostgresJournal, row: bytes) -> bool:
+        ((last,),) = await journal._table.fetch(LAST, 0)
+        journal._next_seq = last + 1
+        return await insert(journal, row)
 
-    patch.setattr(PostgresWriter, "_has_stored", looks)
+    patch.setattr(PostgresJournal, "_is_stored", again)
+
+
+def what_is_repeated_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """An attempt that has come late has stored it, and the next one is refused."""
+
+    async def never(_journal: PostgresJournal, _row: bytes) -> bool:
+        return False
+
+    async def refused(_journal: PostgresJournal) -> str:
+        raise DatabaseFailed("", is_certain=True)
+
+    patch.setattr(PostgresJournal, "_is_stored", never)
+    patch.setattr(PostgresJournal, "_why_refused", refused)

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from service.journal import postgres, postgres_writer
-from service.postgres.errors import Conflict, DatabaseFailed
-from service.shards import leases
+from service.extensions.gateways.postgres import journal as postgres
+from service.extensions.gateways.postgres import leases
+from service.extensions.gateways.postgres.errors import Conflict, DatabaseFailed
 
 _LATE_S = 2.0
-_COMMIT_S = 0.05
+# Some databases wait for a standby.
+_COMMIT_S = (0.05, 0.05, 1.0)
 
 
 class ModelDatabase:
@@ -29,16 +30,16 @@ class ModelDatabase:
         self.seen = seen
         # Nobody can connect.
         self.is_away = False
-        self.rows: dict[int, tuple[int, bytes]] = {}
+        self.rows: dict[int, bytes] = {}
         self.owner = self.lease_id = ""
-        self.model: str | None = None
-        self.fence = self.writer = 0
+        self.fence = 0
         self.first_seq = 1
         self.expires_at_s = -1.0
         # The connection of the last renewal, and those that are open.
         self.session: int | None = None
         self._connections = itertools.count(1)
         self.open: set[int] = set()
+        self._commit_s = rng.choice(_COMMIT_S)
         # What must not have happened.
         self.broken = ""
         # Appends that were checked and are not committed.
@@ -71,7 +72,7 @@ class ModelDatabase:
         for task in self._running:
             task.cancel()
 
-    def restore(self, rows: int) -> dict[int, tuple[int, bytes]]:
+    def restore(self, rows: int) -> dict[int, bytes]:
         """An older copy takes its place, without its last rows. Returns them."""
         self.crash()
         self.is_away = False
@@ -82,12 +83,13 @@ class ModelDatabase:
     async def _execute(self, query: str, values: Sequence[Any], session: int) -> list[Sequence[Any]]:
         if self.rng.random() < 0.1:
             await asyncio.sleep(self.rng.uniform(0, _LATE_S))
-        if query == postgres_writer.APPEND:
+        if query == postgres.APPEND:
             return await self._append(*values)
         if query in (
-            postgres_writer.LAST,
-            postgres_writer.COUNT,
-            postgres.HEAD,
+            postgres.LAST,
+            postgres.COUNT,
+            postgres.FIRST,
+            postgres.IS_STORED,
             postgres.ROWS,
             leases._FENCE,
         ):
@@ -99,21 +101,19 @@ class ModelDatabase:
         while self._appending:
             await asyncio.sleep(0.01)
 
-    def is_owner(self, fence: int, writer: int) -> bool:
-        return (fence, writer) == (self.fence, self.writer)
+    def is_owner(self, fence: int) -> bool:
+        return fence == self.fence
 
     def ends_before(self, seq: int) -> bool:
         return max(self.rows, default=0) == seq - 1
 
-    async def _append(
-        self, _shard: int, fence: int, writer: int, seq: int, wall_ns: int, row: bytes
-    ) -> list[Sequence[Any]]:
-        if not self.is_owner(fence, writer):
+    async def _append(self, _shard: int, fence: int, seq: int, row: bytes) -> list[Sequence[Any]]:
+        if not self.is_owner(fence):
             self.seen["append refused"] += 1
             return []
         self._appending += 1
         try:
-            await asyncio.sleep(self.rng.uniform(0, _COMMIT_S))
+            await asyncio.sleep(self.rng.uniform(0, self._commit_s))
             if seq in self.rows:
                 raise Conflict("")
             if not self.ends_before(seq):
@@ -121,24 +121,27 @@ class ModelDatabase:
                 return []
             if fence != self.fence:
                 self.broken = f"row {seq} is of owner {fence}, and {self.fence} has the shard"
-            self.rows[seq] = wall_ns, row
+            self.rows[seq] = row
         finally:
             self._appending -= 1
         return [(seq,)]
 
     def _read(self, query: str, values: Sequence[Any]) -> list[Sequence[Any]]:
-        if query == postgres_writer.LAST:
+        if query == postgres.LAST:
             return [(max(self.rows, default=0),)]
-        if query == postgres_writer.COUNT:
+        if query == postgres.COUNT:
             return [(sum(values[1] <= seq < values[2] for seq in self.rows),)]
         if query == leases._FENCE:
             return [(self.fence,)]
-        if query == postgres.HEAD:
-            return [(self.first_seq, self.model)] if values[1] == self.fence else []
-        found: list[Sequence[Any]] = [(seq, *self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
+        if query == postgres.FIRST:
+            return [(self.first_seq,)] if values[1] == self.fence else []
+        if query == postgres.IS_STORED:
+            self.seen["found out"] += 1
+            return [(self.rows[values[1]] == values[2],)] if values[1] in self.rows else []
+        found: list[Sequence[Any]] = [(seq, self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
         return found[: values[2]]
 
-    def _change(  # noqa: C901, PLR0911 - a line or two for each statement
+    def _change(  # noqa: PLR0911 - a line or two for each statement
         self, query: str, values: Sequence[Any], session: int
     ) -> list[Sequence[Any]]:
         now_s = asyncio.get_running_loop().time()
@@ -152,7 +155,7 @@ class ModelDatabase:
             if now_s < self.expires_at_s and self.owner != owner:
                 return []
             self.seen["taken over"] += self.owner not in ("", owner)
-            self.fence, self.writer, self.owner, self.expires_at_s = self.fence + 1, 0, owner, now_s + lease_s
+            self.fence, self.owner, self.expires_at_s = self.fence + 1, owner, now_s + lease_s
             self.session = session
             return [(self.fence, self.lease_id)]
         if query == leases._RENEW:
@@ -163,13 +166,8 @@ class ModelDatabase:
             if values[1] != self.fence:
                 return []
             self.fence, self.owner, self.expires_at_s = self.fence + 1, "", -1.0
-        elif query == postgres_writer.NEXT_WRITER:
-            if values[1] != self.fence or values[2] <= self.writer:
-                return []
-            self.writer = values[2]
         else:
-            assert query == postgres_writer.DROP, query
-            return []
+            raise AssertionError(query)
         return [(1,)]
 
     def _list(self, short_s: float, now_s: float) -> list[Sequence[Any]]:
@@ -181,7 +179,7 @@ class ModelDatabase:
 
 
 class ModelTable:
-    """The connection of a gateway: see `service.shards.leases.Table`."""
+    """The connection of a gateway: see `service.extensions.gateways.postgres.leases.Table`."""
 
     def __init__(self, database: ModelDatabase, breaks: float) -> None:
         """`breaks`: how often a connection breaks during a statement."""
@@ -202,8 +200,8 @@ class ModelTable:
         patience_s = rng.uniform(0, 0.1) if rng.random() < self.breaks else 3 * _LATE_S
         await asyncio.wait({task}, timeout=patience_s)
         if self._breaks_off(task):
-            seen["broken in the middle"] += query == postgres_writer.APPEND
-            seen["stored, but not answered"] += query == postgres_writer.APPEND and task.done()
+            seen["broken in the middle"] += query == postgres.APPEND
+            seen["stored, but not answered"] += query == postgres.APPEND and task.done()
             # The other end learns of it now or never.
             if rng.random() < 0.5:
                 database.open.discard(self._session)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from service.caches.records import CacheCreated, Record
-from service.journal.base import JournalUnusable
-from service.journal.encoding import decode
-from service.journal.postgres import PostgresJournal
-from service.postgres.errors import DatabaseFailed
-from service.shards.leases import Lease, Leases, OwnershipLost
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.journal import PostgresJournal
+from service.extensions.gateways.postgres.leases import Lease, Leases
+from service.journal.base import JournalUnusable, OwnershipLost
+from service.journal.encoding import decode, read_frames, seed_of
 from tests.sim.shard_table import ModelDatabase, ModelTable
 from tests.sim.virtual_loop import VirtualLoop, innermost
 
@@ -53,7 +54,11 @@ class ShardSimulation:
             clock = SimpleNamespace(
                 monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), time=self.loop.time
             )
-            for module in ("journal.postgres_writer", "journal.stored", "shards.leases"):
+            for module in (
+                "extensions.gateways.postgres.journal",
+                "journal.stored",
+                "extensions.gateways.postgres.leases",
+            ):
                 patch.setattr(f"service.{module}.time", clock)
             try:
                 self.loop.run_to_end(self._run())
@@ -88,8 +93,10 @@ class ShardSimulation:
 
     def _restore(self) -> None:
         """Nobody is asked for the caches that are lost with the last rows, whatever was told of them."""
-        for seq, (wall_ns, row) in self.database.restore(self.rng.randint(1, 3)).items():
-            records = decode(row, seq, wall_ns)
+        seed = seed_of(self.database.lease_id.encode())
+        for row in self.database.restore(self.rng.randint(1, 3)).values():
+            (frame,) = read_frames(io.BytesIO(row), len(row), seed)
+            records = decode(frame.payload)
             self._lost |= {record.number for record in records if isinstance(record, CacheCreated)}
 
     def _restart(self) -> None:

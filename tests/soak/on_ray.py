@@ -34,7 +34,7 @@ class RayServer(Server):
     """Its workers are no children of the gateway: their pids are in its log."""
 
     def __init__(self, cluster: RayCluster, *args: Any, flags: list[str], **settings: Any) -> None:
-        flags = [*flags, "--launcher", "ray", "--ray-address", cluster.address, "--workers", "auto"]
+        flags = [*flags, "--ray-address", cluster.address, "--workers", "auto"]
         super().__init__(*args, flags=flags, **settings)
         # What holds each worker, by node, and how much of the log was read.
         self._holders: dict[int, tuple[psutil.Process, str]] = {}

@@ -104,9 +104,9 @@ def _answer(listener: socket.socket) -> None:
     while True:
         with listener.accept()[0] as connection:
             asyncio.sleep = _sleep  # type: ignore[assignment]  # fewer arguments
-            if writer := sys.modules.get("service.journal.writer"):
+            if journal := sys.modules.get("service.journal.file_journal"):
                 # Whether a commit is given to a thread must not depend on how long the one before took.
-                vars(writer).update(_PAUSE=0, _PAUSE_FOR_DISK=0)
+                vars(journal).update(_PAUSE=0)
             _looking = connection.recv(1) == b"t"
             if _looking:
                 _uses.clear()

@@ -7,40 +7,43 @@ and the number of connections are limited, and metrics are computed a few times 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import time
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
-import h11
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from service.api.time_slice import TimeSlice
 from service.extension import Extension, GatewayParts
 from service.extensions.metrics.collector import QuireCollector
 from service.extensions.metrics.figures import Figures
 from service.extensions.metrics.status_page import PAGE, POLICY, status_json
-from service.http_requests import RequestConnection
-from service.listening import is_address, listening_socket
+from service.http.connection import HttpLimits
+from service.http.server import HttpServer
+from service.listening import is_address
 from service.logging import get_logger
 from service.setting_rules import is_private
 
 _log = get_logger(__name__)
-_MAX_REQUEST_BYTES = 1 << 14
-_READ_BYTES = 1 << 12
-# Above it the oldest connection is closed, so that nobody can keep probes out.
-_MAX_CONNECTIONS = 32
-# From accept until the response is read.
 _TIMEOUT_S = 10.0
+LIMITS = HttpLimits(max_connections=32, max_head_bytes=1 << 14, idle_s=_TIMEOUT_S, unread_s=_TIMEOUT_S)
 # Requests within this time get the same text: computing it takes some milliseconds of the event loop.
 _MAX_AGE_S = 0.2
-_OPENMETRICS = b"application/openmetrics-text"
+_OPENMETRICS = "application/openmetrics-text"
 _TEXT, _HTML, _JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
 _END = b"# EOF\n"
+_HEADERS = {
+    "connection": "close",
+    "allow": "GET, HEAD",
+    "cache-control": "no-store",
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+}
 
 
 class Exporter(Extension):
@@ -53,9 +56,7 @@ class Exporter(Extension):
         self.calls, self.appends = self.figures.calls.observing, self.figures.appends.observing
         self.commits = self.figures.commits.add
         self.registry = CollectorRegistry()
-        self._socket: socket.socket | None = None
-        # The oldest first.
-        self._connections: dict[asyncio.StreamWriter, None] = {}
+        self.server = HttpServer(self._respond, listen, LIMITS)
         # By content type: when it was computed, and the text.
         self._texts: dict[str, tuple[float, bytes]] = {}
         self._computing = asyncio.Lock()
@@ -71,87 +72,45 @@ class Exporter(Extension):
         """Binds the address. Returns the port. Raises CannotListen."""
         if not is_private(self.listen):
             _log.warning("others can read the metrics: this port has no TLS and no authentication")
-        self._socket = listening_socket(self.listen)
-        return int(self._socket.getsockname()[1])
+        return self.server.bind()
 
     async def run(self) -> None:
         """Serves until cancelled. Call `bind` before."""
-        assert self._socket is not None
-        with self._socket:
-            server = await asyncio.start_server(self._serve, sock=self._socket, limit=_READ_BYTES)
-            try:
-                await self.figures.watch_lag()
-            finally:
-                server.close()
-                for writer in self._connections:
-                    writer.transport.abort()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.server.run())
+            group.create_task(self.figures.watch_lag())
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            oldest = next(iter(self._connections))
-            del self._connections[oldest]
-            oldest.transport.abort()
-        self._connections[writer] = None
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
         try:
-            with contextlib.suppress(TimeoutError, OSError, h11.ProtocolError):
-                async with asyncio.timeout(_TIMEOUT_S):
-                    await self._respond(reader, writer)
-                    writer.close()
-                    await writer.wait_closed()
+            status, content_type, body = await self._answer(Request(scope))
         except Exception:
-            # A bug.
             _log.exception("a request for metrics failed")
-        finally:
-            self._connections.pop(writer, None)
-            writer.transport.abort()
+            status, content_type, body = 500, _TEXT, b"failed\n"
+        await Response(body, status, _HEADERS | {"content-type": content_type})(scope, receive, send)
 
-    async def _respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Raises h11.ProtocolError if no response is possible, OSError, TimeoutError."""
-        connection = RequestConnection(_MAX_REQUEST_BYTES)
-        is_head = False
-        try:
-            while (event := connection.next_event()) is h11.NEED_DATA:
-                connection.receive_data(await reader.read(_READ_BYTES))
-            if not isinstance(event, h11.Request):
-                return
-            is_head = event.method == b"HEAD"
-            status, content_type, body = await self._answer(event)
-        except h11.RemoteProtocolError as error:
-            status, content_type, body = error.error_status_hint, _TEXT, b"not a request\n"
-        headers = [("content-type", content_type), ("content-length", str(len(body)))]
-        headers += [("connection", "close"), ("allow", "GET, HEAD"), ("cache-control", "no-store")]
-        headers += [("content-security-policy", POLICY), ("x-content-type-options", "nosniff")]
-        reason = HTTPStatus(status).phrase
-        head = connection.send(h11.Response(status_code=status, headers=headers, reason=reason))
-        assert head is not None
-        # Of a connection that its client has reset, uvloop's raises RuntimeError.
-        if not writer.is_closing():
-            writer.write(head if is_head else head + body)
-            await writer.drain()
-
-    async def _answer(self, request: h11.Request) -> tuple[int, str, bytes]:
+    async def _answer(self, request: Request) -> tuple[int, str, bytes]:
         """The status, the content type and the body."""
-        headers = {name.lower(): value for name, value in request.headers}
-        host = headers.get(b"host", b"").decode("latin-1")
-        if request.method not in (b"GET", b"HEAD"):
+        host = request.headers.get("host", "")
+        if request.method not in ("GET", "HEAD"):
             return 405, _TEXT, b"only GET and HEAD\n"
         # Probes of HTTP/1.0 have no Host header, and browsers have one.
         if is_private(self.listen) and host and not is_address(host):
             return 403, _TEXT, b"the Host header must be localhost or an IP address\n"
-        accepts_openmetrics = _OPENMETRICS in headers.get(b"accept", b"")
-        return await self._found(request.target.partition(b"?")[0], accepts_openmetrics)
+        accepts_openmetrics = _OPENMETRICS in request.headers.get("accept", "")
+        return await self._found(request.scope["path"], accepts_openmetrics)
 
-    async def _found(self, path: bytes, accepts_openmetrics: bool) -> tuple[int, str, bytes]:
+    async def _found(self, path: str, accepts_openmetrics: bool) -> tuple[int, str, bytes]:
         match path:
-            case b"/":
+            case "/":
                 return 200, _HTML, PAGE
-            case b"/status.json":
+            case "/status.json":
                 return 200, _JSON, await self._recent(_JSON, self._status)
-            case b"/metrics":
+            case "/metrics":
                 return 200, *await self._metrics(accepts_openmetrics)
-            case b"/healthz":
+            case "/healthz":
                 return 200, _TEXT, b"ok\n"
-            case b"/readyz":
+            case "/readyz":
                 why_not = self._why_not_ready()
                 return (503 if why_not else 200), _TEXT, f"{why_not or 'ready'}\n".encode()
         return 404, _TEXT, b"there are /, /status.json, /metrics, /healthz and /readyz\n"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from service.config import Config, needing_extra
+from service.config import Config
 from service.extension import Extension
+from service.extensions.openai.settings import OpenAiSettings
 
 
 def open_extension(config: Config) -> Extension | None:
-    """Raises ConfigError if its libraries are not installed."""
-    if not config.openai_listen:
+    """None without an address to listen on."""
+    settings = config.of(OpenAiSettings)
+    if not settings.openai_listen:
         return None
-    with needing_extra("openai", "openai_listen", config.openai_listen):
-        from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415
-    return OpenAiFront(config.openai_listen)
+    from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time
+
+    return OpenAiFront(settings)

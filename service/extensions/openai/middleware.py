@@ -24,8 +24,8 @@ from service.auth.authenticator import AUTHORIZATION, Authenticator, current_ten
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
 from service.extensions.openai import errors
-from service.extensions.openai.connection import connection_of
 from service.extensions.openai.generation import event
+from service.http.connection import connection_of
 from service.listening import is_address
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped
@@ -50,11 +50,13 @@ _BAD_PATHS = {
 class Middleware:
     """The outermost ASGI application. Passes permitted requests on to `app`."""
 
-    def __init__(self, app: ASGIApp, authenticator: Authenticator | None, state: ServerState) -> None:
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator | None, state: ServerState, listen: str
+    ) -> None:
         self._app = app
         self._authenticator = authenticator
         self._state = state
-        self._is_local_only = authenticator is None and is_private(state.config.openai_listen)
+        self._is_local_only = authenticator is None and is_private(listen)
         # With the tenant of each, once that is known.
         self._running: dict[asyncio.Task[None], Tenant | None] = {}
         self._has_stopped = False

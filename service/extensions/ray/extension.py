@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster, with `launcher = ray`."""
+"""Workers on a Ray cluster, with `ray_address`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from service.config import Config
 from service.extension import Extension
+from service.extensions.ray.settings import RaySettings
 from service.pool.launcher import Launcher
 
 
 def open_extension(config: Config) -> Extension | None:
-    """None with another launcher."""
-    if config.launcher != "ray":
+    """None without a cluster."""
+    if not config.of(RaySettings).ray_address:
         return None
     extension = Extension()
     extension.launcher = _new_launcher

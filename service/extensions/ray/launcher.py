@@ -20,10 +20,12 @@ from typing import Any
 
 from quire.v1 import worker_pb2
 
-from service.config import Config, ConfigError
+from service.config import Config
+from service.extensions.ray.settings import RaySettings
 from service.logging import get_logger
 from service.pool import pool_files
 from service.pool.remote import LeasedWorker, RemoteLauncher
+from service.settings import ConfigError
 from workers.common import child_process
 
 _log = get_logger(__name__)
@@ -41,10 +43,11 @@ class RayLauncher(RemoteLauncher):
 
     def __init__(self, data_dir: Path | None, config: Config, on_locked: Callable[[], None]) -> None:
         """Raises ConfigError."""
+        self._settings = config.of(RaySettings)
         if importlib.util.find_spec("ray") is None:
             problem = "needs ray, of the extra ray: `make setup` installs it"
-            raise ConfigError("launcher", "", config.launcher, problem)
-        self._runtime_env = _read_runtime_env(config.ray_runtime_env)
+            raise ConfigError("ray_address", "", self._settings.ray_address, problem)
+        self._runtime_env = _read_runtime_env(self._settings.ray_runtime_env)
         self._pool = Path(config.pool) if config.pool else pool_files.own_pool(data_dir)
         super().__init__(data_dir, config, on_locked, self._pool)
         self._placements: dict[str, PlacedWorker] = {}
@@ -136,14 +139,14 @@ class RayLauncher(RemoteLauncher):
 
     def _options(self) -> dict[str, Any]:
         config = self._config
-        given = (part.split("=") for part in config.ray_resources.split(",") if part)
+        given = (part.split("=") for part in self._settings.ray_resources.split(",") if part)
         resources = {name: float(number) for name, number in given}
         # Ray shows an actor only its own GPUs.
         flags = ["--device-index", "0", "--log-format", "json", "--log-level", config.log_level]
         if config.threads_per_worker is None and (threads := int(resources.get("CPU", 0))):
             flags += ["--threads", str(threads)]
         return {
-            "address": config.ray_address,
+            "address": self._settings.ray_address,
             "namespace": f"quire-{self._gateway_id}",
             "pool": str(self._pool),
             "resources": resources,

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from service.config import Config, needing_extra
+from service.config import Config
 from service.extension import Extension
-
-if TYPE_CHECKING:
-    from service.extensions.tracing.tracer import CallTracer
-
-
-class Tracing(Extension):
-    """Spans of calls and of HTTP requests."""
-
-    def __init__(self, tracer: CallTracer) -> None:
-        self._tracer = tracer
-        self.calls, self.http = tracer.observing, tracer.http
-
-    def close(self) -> None:
-        """Exports the last spans."""
-        self._tracer.close()
+from service.extensions.tracing.settings import TracingSettings
+from service.settings import needing_extra
 
 
-def open_extension(config: Config) -> Tracing | None:
+def open_extension(config: Config) -> Extension | None:
     """Raises ConfigError if its libraries are not installed."""
-    if not config.otlp_endpoint:
+    endpoint = config.of(TracingSettings).otlp_endpoint
+    if not endpoint:
         return None
-    with needing_extra("otel", "otlp_endpoint", config.otlp_endpoint):
-        from service.extensions.tracing.tracer import CallTracer  # noqa: PLC0415
-    return Tracing(CallTracer(config.otlp_endpoint))
+    with needing_extra("otel", "otlp_endpoint", endpoint):
+        from service.extensions.tracing.tracer import Tracing  # noqa: PLC0415
+    return Tracing(endpoint)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.trace import Span
 
-from service.extensions.tracing.spans import Sampler, set_attribute, set_error, template
+from service.extensions.tracing.spans import Spans, set_error
 from service.logging import current_request_id
 
 # By path, with their operations.
@@ -24,21 +22,15 @@ _CLIENT_ERRORS = range(400, 500)
 class TracedHttp:
     """An ASGI application whose requests have spans."""
 
-    def __init__(self, app: Any, sampler: Sampler, emit: Callable[[bytes], None]) -> None:
+    def __init__(self, app: Any, spans: Spans) -> None:
         """`app`: may describe its answer in the scope: `quire.answer` and, if it failed, `quire.error`."""
-        self._app, self._sampler, self._emit = app, sampler, emit
-        self._templates = {
-            path: template(
-                f"POST {path}",
-                {"http.request.method": "POST", "http.route": path, "gen_ai.operation.name": operation},
-            )
-            for path, operation in _OPERATIONS.items()
-        }
+        self._app, self._spans = app, spans
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
-        new = self._templates.get(scope.get("path", "")) if scope.get("method") == "POST" else None
-        span = None if new is None else self._sampler.begin(new, _decoded(scope["headers"]))
+        path = scope.get("path", "")
+        operation = _OPERATIONS.get(path) if scope.get("method") == "POST" else None
+        span = None if operation is None else self._begin(path, operation, scope["headers"])
         if span is None:
             await self._app(scope, receive, send)
             return
@@ -56,23 +48,23 @@ class TracedHttp:
             # Otherwise anybody could push out the spans of callers.
             if status != HTTPStatus.UNAUTHORIZED:
                 _describe(span, status, scope)
-                self._emit(span.SerializeToString())
+                span.end()
 
-
-def _decoded(headers: list[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    return [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
+    def _begin(self, path: str, operation: str, headers: list[tuple[bytes, bytes]]) -> Span | None:
+        described = {"http.request.method": "POST", "http.route": path, "gen_ai.operation.name": operation}
+        pairs = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in headers)
+        return self._spans.begin(f"POST {path}", described, pairs)
 
 
 def _describe(span: Span, status: int, scope: Any) -> None:
     """Writes how a request ended. `status`: 0 if its client left before there was one."""
-    set_attribute(span, "quire.request_id", current_request_id())
+    span.set_attribute("quire.request_id", current_request_id())
     if status:
-        set_attribute(span, "http.response.status_code", status)
-    for key, value in scope.get("quire.answer", {}).items():
-        set_attribute(span, key, value)
+        span.set_attribute("http.response.status_code", status)
+    span.set_attributes(scope.get("quire.answer", {}))
     if error := scope.get("quire.error"):
-        set_error(span, error)
         if status in _CLIENT_ERRORS:
             # By the convention for HTTP these are no errors of a server.
-            span.ClearField("status")
-    span.end_time_unix_nano = time.time_ns()
+            span.set_attribute("error.type", error)
+        else:
+            set_error(span, error)

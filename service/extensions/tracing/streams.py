@@ -9,10 +9,10 @@ from collections.abc import Awaitable
 from typing import Any
 
 from google.rpc import error_details_pb2, status_pb2
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.trace import Span
 from quire.v1 import executor_pb2, runner_pb2
 
-from service.extensions.tracing.spans import add_event, set_attribute, set_error
+from service.extensions.tracing.spans import set_error
 
 # Failures that are events. All are counted.
 _MAX_EVENTS = 32
@@ -33,18 +33,18 @@ class TracedStream:
 
     def finish(self) -> None:
         """Adds what is known at the end."""
-        set_attribute(self._span, "quire.failures", self._failures)
+        self._span.set_attribute("quire.failures", self._failures)
 
     def _begin(self, event: str) -> None:
         self._has_begun = True
-        add_event(self._span, event)
+        self._span.add_event(event)
 
     def _fail(self, status: status_pb2.Status) -> str:
         """Counts a failure, and returns its reason."""
         reason = reason_of(status)
         self._failures += 1
         if self._failures <= _MAX_EVENTS:
-            add_event(self._span, "failure", {"error.type": reason})
+            self._span.add_event("failure", {"error.type": reason})
         return reason
 
 
@@ -67,7 +67,7 @@ class TracedSession(TracedStream):
     def finish(self) -> None:
         """Adds what is known at the end."""
         super().finish()
-        set_attribute(self._span, "quire.answers", self._answers)
+        self._span.set_attribute("quire.answers", self._answers)
 
 
 class TracedExecute(TracedStream):
@@ -78,10 +78,10 @@ class TracedExecute(TracedStream):
     def write(self, message: runner_pb2.ExecuteResponse) -> Awaitable[None]:
         """See `grpc.aio.ServicerContext`."""
         if message.started.runtime:
-            set_attribute(self._span, "quire.runtime", message.started.runtime)
+            self._span.set_attribute("quire.runtime", message.started.runtime)
             if model := message.started.model_id:
-                set_attribute(self._span, "gen_ai.request.model", model)
-                set_attribute(self._span, "gen_ai.response.model", model)
+                self._span.set_attribute("gen_ai.request.model", model)
+                self._span.set_attribute("gen_ai.response.model", model)
         for chunk in message.chunks:
             if not self._has_begun and (chunk.token_ids or chunk.text):
                 self._begin("first token")
@@ -101,9 +101,9 @@ class TracedExecute(TracedStream):
     def finish(self) -> None:
         """Adds what is known at the end."""
         super().finish()
-        set_attribute(self._span, "gen_ai.operation.name", "generate_content")
-        set_attribute(self._span, "gen_ai.usage.input_tokens", self._input_tokens)
-        set_attribute(self._span, "gen_ai.usage.output_tokens", self._output_tokens)
+        self._span.set_attribute("gen_ai.operation.name", "generate_content")
+        self._span.set_attribute("gen_ai.usage.input_tokens", self._input_tokens)
+        self._span.set_attribute("gen_ai.usage.output_tokens", self._output_tokens)
 
 
 # By the name of the method.

@@ -341,7 +341,7 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
         ("generat 12+34=", "quire: error: generat is no command; did you mean generate?"),
         ("--verson", "quire: error: --verson is not known; did you mean --version?"),
         ("dance", "dance is no command; the commands are serve, status, top, generate, load, caches,"),
-        ("", "status|top|generate|load|caches|adapters|completion|config|doctor|plan|state|journal|token"),
+        ("", "status|top|generate|load|caches|adapters|completion|plan|state|journal|token"),
     ],
 )
 def test_wrong_usage_is_told_in_a_sentence(
@@ -358,7 +358,7 @@ def test_wrong_usage_is_told_in_a_sentence(
 NOT_INSTALLED = "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients"
 
 
-@pytest.mark.parametrize("command", ["serve", "state", "token", "doctor", "journal"])
+@pytest.mark.parametrize("command", ["serve", "state", "token", "journal"])
 def test_where_the_server_is_not_installed_its_commands_say_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 from quire.v1 import executor_pb2
 
-from benchmarks.checkout import ROOT
+from benchmarks.checkout import ROOT, environment, quire_command
 from benchmarks.gateway_process import GatewayProcess
 from tests import undisturbed
+from tests.quire_command import run
 
 OWN = sorted(path.name for path in (ROOT / "service" / "extensions").iterdir() if path.is_dir())
 PROMPT = [3, 1, 4, 1, 5]
@@ -26,6 +28,11 @@ def decode_some(gateway: GatewayProcess) -> list[int]:
         request = executor_pb2.DecodeRequest(cache_id=answer.kv_cache.cache_id, token_id=text[-1])
         text.append(gateway.stub.Decode(request).output.token_id)
     return text
+
+
+def decode(gateway: GatewayProcess, cache_id: str, position: int, token: int) -> int:
+    request = executor_pb2.DecodeRequest(cache_id=cache_id, token_id=token, position=position)
+    return gateway.stub.Decode(request).output.token_id
 
 
 def without(names: list[str], place: Path) -> Path:
@@ -50,26 +57,79 @@ def test_the_core_runs_without_extensions(tmp_path: Path, names: list[str]) -> N
         assert re.search(f'"extension": ?"{name}"', log), "it is said that it is missing"
 
 
-def test_the_extension_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gateways", "2", "--workers", "2"], "--gateways is not known"),
+        (
+            ["--journal", "postgresql://quire@127.0.0.1:1/q"],
+            "no extension that is installed has such a journal",
+        ),
+    ],
+)
+def test_what_only_a_removed_extension_can_do_is_refused(tmp_path: Path, flags: list[str], said: str) -> None:
+    """And not done in another way, which would look as if it had worked."""
+    root = without(["gateways"], tmp_path)
+    command = quire_command(root, "serve", "--listen", "127.0.0.1:0", "--model", "paged-attention", *flags)
+    done = subprocess.run(command, env=environment(root), cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs the packages of the manual for the gateways that a test starts."""
     page = (ROOT / "docs" / "extensions.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (project,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    told = tomllib.loads(project)
-    (module,) = told["tool"]["setuptools"]["py-modules"]
-    (tmp_path / f"{module}.py").write_text(code)
-    # What an installation of it writes.
-    info = tmp_path / f"{module}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {told['project']['name']}\nVersion: 1.0\n")
-    points = told["project"]["entry-points"]["quire.extensions"]
-    lines = [f"{name} = {value}" for name, value in points.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[quire.extensions]", *lines]))
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    blocks = re.findall(r"```(python|toml)\n(.*?)```", page, re.DOTALL)
+    assert [kind for kind, _ in blocks] == ["python", "toml"] * 2
+    for (_, code), (_, project) in zip(blocks[::2], blocks[1::2], strict=True):
+        told = tomllib.loads(project)
+        (module,) = told["tool"]["setuptools"]["py-modules"]
+        (place / f"{module}.py").write_text(code)
+        # What an installation of it writes.
+        info = place / f"{module}-1.0.dist-info"
+        info.mkdir()
+        name = told["project"]["name"]
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        points = told["project"]["entry-points"]["quire.extensions"]
+        lines = [f"{name} = {value}" for name, value in points.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[quire.extensions]", *lines]))
+    path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("ACCESS_LOG", str(tmp_path / "access.log"))
-    with GatewayProcess(model="paged-attention") as gateway:
+
+
+def test_the_extension_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch)
+    flags = ["--access-log", str(tmp_path / "access.log")]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         decode_some(gateway)
     calls = [
         line.split()[0].rpartition("/")[2] for line in (tmp_path / "access.log").read_text().splitlines()
     ]
     assert calls.count("Prefill") == 1 and calls.count("Decode") == 3
+
+
+def test_the_journal_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches survive a gateway that is killed while it writes a line."""
+    installed(tmp_path, monkeypatch)
+    path = tmp_path / "caches.jsonl"
+    flags = ["--journal", f"lines://{path}"]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        answer = gateway.stub.Prefill(executor_pb2.PrefillRequest(token_ids=PROMPT))
+        cache_id, text = answer.kv_cache.cache_id, [answer.output.token_id]
+        text.append(decode(gateway, cache_id, len(PROMPT), text[-1]))
+        gateway.process.kill()
+        gateway.process.wait()
+    with path.open("ab") as file:
+        file.write(path.read_bytes().splitlines()[-1][:20])
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        for _ in range(2):
+            text.append(decode(gateway, cache_id, len(PROMPT) + len(text) - 1, text[-1]))
+    assert text == undisturbed.greedy(PROMPT, 4)
+
+
+def test_a_journal_of_no_extension_is_refused() -> None:
+    flags = ["--listen", "127.0.0.1:0", "--model", "paged-attention", "--journal", "redis://host/0"]
+    serving = run("serve", *flags)
+    _, said = serving.communicate(timeout=60)
+    assert serving.returncode == 2
+    assert "journal = 'redis://host/0'" in said and "no extension that is installed" in said

@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 from quire.v1 import worker_pb2
 
-from service.config import Config, ConfigError
+from service.config import Config
 from service.extensions.ray import launcher as ray_launcher
 from service.extensions.ray.launcher import PlacedWorker, RayLauncher
+from service.settings import ConfigError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
@@ -32,7 +33,7 @@ class Child:
 
 
 def launcher_in(directory: Path, **settings: Any) -> RayLauncher:
-    return RayLauncher(directory, Config(launcher="ray", **settings), lambda: None)
+    return RayLauncher(directory, Config().with_values({"ray_address": "auto"} | settings), lambda: None)
 
 
 async def placed(launcher: RayLauncher, child: Child) -> tuple[str, PlacedWorker]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import ssl
-import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -21,18 +20,19 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from service.adapters.registry import Adapters
+from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
-from service.config import Config, ConfigError
+from service.config import Config
 from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
 from service.extension import GatewayParts
 from service.extensions.openai.bodies import Body, BodyReader
 from service.extensions.openai.front import OpenAiFront
 from service.extensions.openai.models import Models
-from service.gateway import Gateway
+from service.extensions.openai.settings import OpenAiSettings
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
@@ -91,29 +91,37 @@ class Server:
         return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=0)
 
 
+def unexpected(*_: object, **__: object) -> Any:
+    raise AssertionError("the front has called what it does not need")
+
+
 @asynccontextmanager
 async def serving(
     runtime: FakeRuntime, *, has_worker: bool = True, forward: Any = None, **settings: Any
 ) -> AsyncIterator[Server]:
     """`forward`: answers requests for the log-probabilities of prompts."""
-    config = Config(**{"openai_listen": "127.0.0.1:0", **settings})
+    config = Config().with_values({"openai_listen": "127.0.0.1:0", **settings})
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
     state = state_of(config, worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None)
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    front = OpenAiFront(config.openai_listen)
+    front = OpenAiFront(config.of(OpenAiSettings))
     front.attach(
         GatewayParts(
             state=state,
             api=SimpleNamespace(Forward=forward),  # type: ignore[arg-type]
+            admin=None,
+            interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
             executions=Executions(router, state),
             router=router,
             adapters=Adapters(1),
             shards=list,
+            open_core=unexpected,
+            stop=unexpected,
             http=[],
             num_http_connections=lambda: front.num_connections,
         )
@@ -318,7 +326,7 @@ async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> N
         writer.write(raw_request(stream=is_stream))
         await reader.readexactly(12)
         # The response is not read, so the connection is reset in the middle of it.
-        await until(lambda: not served.front.connections)
+        await until(lambda: not served.front.server.connections)
         await until(lambda: not runtime.running)
         await until(lambda: served.state.answers.used_bytes == 0)
         writer.close()
@@ -339,7 +347,7 @@ async def test_limits_on_requests_and_connections() -> None:
             await client.chat.completions.create(model="m", messages=QUESTION)
         assert caught.value.code == "session_limit"
         silent = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(6)]
-        await until(lambda: len(served.front.connections) <= 3)
+        await until(lambda: len(served.front.server.connections) <= 3)
         may_continue.set()
         assert (await first).choices[0].message.content == "yes", "earlier connections stay open"
         for _, writer in silent:
@@ -392,7 +400,7 @@ class DirectRequest:
             "query_string": b"",
         }
         scope["state"] = {"connection": SimpleNamespace(is_receiving=False)}
-        app: Any = served.front._server.config.app
+        app: Any = served.front.app
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self) -> Any:
@@ -508,14 +516,6 @@ async def test_a_pipelined_request_does_not_inherit_authentication(tmp_path: Pat
         assert runtime.tenants == []
         assert await statuses(served.port, authority, alice, both) == [b"200", b"200"]
         assert runtime.tenants == ["alice"]
-
-
-async def test_listening_needs_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("service.extensions.openai")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ConfigError, match=r"needs uvicorn, .*`make setup`"):
-        Gateway(Config(listen="127.0.0.1:0", openai_listen="127.0.0.1:0"))
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

@@ -1,0 +1,36 @@
+"""Several gateways, with `gateways` or `peer_listen`; and the journal in PostgreSQL, also of a single one."""
+
+from __future__ import annotations
+
+import functools
+
+from service.config import Config
+from service.extension import Extension, Serve
+from service.setting_rules import POSTGRES
+from service.settings import needing_extra
+
+
+def open_extension(config: Config) -> Extension | None:
+    """Of a gateway of several hosts, or with its journal in PostgreSQL.
+
+    Those of one host are given theirs by their process. Raises ConfigError if the driver is not installed.
+    """
+    if not config.journal.startswith(POSTGRES):
+        return None
+    with needing_extra("postgres", "journal", config.journal):
+        from service.extensions.gateways import database_journal  # noqa: PLC0415 - its driver is an extra
+    if not config.has_other_hosts:
+        return database_journal.DatabaseJournal()
+    from service.extensions.gateways.member import Member  # noqa: PLC0415 - takes time
+    from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415
+
+    return Member(config, SeveralHosts(config))
+
+
+def open_server(config: Config) -> Serve | None:
+    """The parent of the gateways of this host."""
+    if config.gateways == 1:
+        return None
+    from service.extensions.gateways import parent  # noqa: PLC0415 - only with this setting
+
+    return functools.partial(parent.run, config)

@@ -1,0 +1,215 @@
+"""Keeps the shards of this gateway: takes free ones, gives one back if others have too few, runs their cores.
+
+The first shard that a gateway gets is its home shard: new caches are created there. It has it until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from service.config import Config
+from service.extensions.gateways.membership import RunningCore
+from service.extensions.gateways.peers import Addresses
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.leases import WATCH_S, Lease, Leases, Owned
+from service.extensions.gateways.settings import GatewaysSettings
+from service.extensions.gateways.sharing import decide
+from service.journal.base import JournalUnusable, OwnershipLost
+from service.logging import get_logger
+from service.settings import ConfigError
+from service.shard import Shard
+
+_log = get_logger(__name__)
+_OWNER_BYTES: Final = 8
+# How long a shard is left alone after its core has failed.
+_FAILED_S: Final = 5.0
+# A statement without an answer for so long has failed, and the connection is opened again.
+_ANSWER_S: Final = 3.0
+
+
+# Opens the core of a shard that was just acquired, and lets calls reach it.
+OpenLeased = Callable[[Shard, Lease, Leases], Awaitable[RunningCore]]
+
+
+class Keeper:
+    """Owner of the leases of this gateway, and of its cores beside the home core."""
+
+    def __init__(self, config: Config, address: str) -> None:
+        """`address`: of this gateway, for the others and, behind a space, for clients."""
+        self.owner = secrets.token_hex(_OWNER_BYTES)
+        self._drain_grace_s = config.drain_grace_s
+        self._shards = config.of(GatewaysSettings).shards
+        # Two connections, so that a renewal never waits for a look at the owners.
+        self._table, self._renewals = (Database(config.journal, _ANSWER_S) for _ in range(2))
+        self._leases = Leases(self._renewals, self.owner, address)
+        self._lookups = Leases(self._table, self.owner, address)
+        # Of the row that stands for this gateway itself.
+        self._own_lease: Lease
+        self._owners: Sequence[Owned] = ()
+        self.addresses = Addresses()
+        self._changed = asyncio.Event()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._draining: dict[int, asyncio.Event] = {}
+        # By shard: the last lease that has ended, by its fence.
+        self._ended: dict[int, int] = {}
+        self._home: int | None = None
+        self._stopping = False
+
+    async def join(self) -> tuple[Shard, Lease, Leases]:
+        """Waits for a first shard. Raises DatabaseFailed, OwnershipLost or ConfigError."""
+        await self._table.prepare()
+        count = await self._lookups.create(self._shards)
+        if count != self._shards:
+            allowed = f"the caches in the database are of {count}"
+            raise ConfigError("shards", "", self._shards, allowed)
+        self._own_lease = await self._take_own_lease()
+        waits = False
+        while True:
+            self._on_owners(await self._leases.owners())
+            for shard in decide(self._owners, self.owner).take:
+                lease = await self._leases.acquire(shard)
+                if lease is not None:
+                    self._home = shard
+                    return Shard(shard, count), lease, self._leases
+            if not waits:
+                waits = True
+                _log.info("waiting for a shard: others have all of them")
+            await asyncio.sleep(WATCH_S)
+            await self._leases.renew(self._own_lease)
+            if self._own_lease.loss:
+                raise OwnershipLost(f"this gateway: {self._own_lease.loss}")
+
+    async def _take_own_lease(self) -> Lease:
+        """Takes the first free row of a gateway."""
+        number = -1
+        while (lease := await self._leases.acquire(number)) is None:
+            number -= 1
+        return lease
+
+    def _on_owners(self, owners: Sequence[Owned]) -> None:
+        self._owners = owners
+        others = [
+            (row.shard, row.address.partition(" ")) for row in owners if row.owner not in ("", self.owner)
+        ]
+        self.addresses.peers = {shard: both[0] for shard, both in others}
+        self.addresses.public = {shard: both[-1] for shard, both in others}
+        self._changed.set()
+
+    async def run(self, open_core: OpenLeased) -> None:
+        """Keeps the shards beside the home shard, until cancelled. Raises OwnershipLost."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_own_lease())
+                group.create_task(self._lookups.watch(self._on_owners))
+                while True:
+                    self._act(group, open_core)
+                    self._changed.clear()
+                    # Again after a while: what was tried may have failed.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), WATCH_S)
+        finally:
+            with contextlib.suppress(DatabaseFailed):
+                await self._leases.give_back(self._own_lease)
+            await self._renewals.close()
+            await self._table.close()
+
+    async def _keep_own_lease(self) -> None:
+        try:
+            await self._leases.keep(self._own_lease)
+        except OwnershipLost:
+            if not self._stopping:
+                raise
+
+    async def drain(self) -> None:
+        """Gives back all shards but the home shard, once their calls have ended."""
+        self._stopping = True
+        # First, so that the others do not leave the shards to this gateway.
+        with contextlib.suppress(DatabaseFailed):
+            await self._leases.give_back(self._own_lease)
+        for asked in self._draining.values():
+            asked.set()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    def _act(self, group: asyncio.TaskGroup, open_core: OpenLeased) -> None:
+        if self._stopping:
+            return
+        mine = {row.shard: row.fence for row in self._owners if row.owner == self.owner and row.shard >= 0}
+        if any(fence <= self._ended.get(shard, 0) for shard, fence in mine.items()):
+            # Seen before a shard was given back.
+            return
+        take, give = decide(self._owners, self.owner)
+        # Also those that were acquired without an answer.
+        for shard in (*take, *mine):
+            if shard not in self._tasks and shard != self._home:
+                self._tasks[shard] = group.create_task(self._serve(shard, open_core), name=f"shard-{shard}")
+        running = [shard for shard, event in self._draining.items() if not event.is_set()]
+        if give is not None and running:
+            # Never the home shard, and never another one before the last is given back.
+            shard = give if give in running else max(running)
+            if len(running) == len(self._draining):
+                self._draining[shard].set()
+
+    async def _serve(self, shard: int, open_core: OpenLeased) -> None:
+        """Runs the core of a shard as long as this gateway has it. Raises nothing."""
+        try:
+            lease = await self._leases.acquire(shard)
+            if lease is None:
+                return
+            _log.info("a shard is taken", shard=shard)
+            try:
+                core = await self._open(shard, lease, open_core)
+                try:
+                    await self._run_core(shard, core)
+                finally:
+                    core.close()
+            finally:
+                self._ended[shard] = lease.fence
+            _log.info("a shard is given back", shard=shard)
+        except (OwnershipLost, DatabaseFailed, JournalUnusable) as error:
+            _log.warning("a shard cannot be kept", shard=shard, error=str(error))
+            await asyncio.sleep(_FAILED_S)
+        except Exception:
+            _log.exception("the core of a shard failed", shard=shard)
+            await asyncio.sleep(_FAILED_S)
+        finally:
+            del self._tasks[shard]
+
+    async def _open(self, shard: int, lease: Lease, open_core: OpenLeased) -> RunningCore:
+        try:
+            return await open_core(Shard(shard, self._shards), lease, self._leases)
+        except BaseException:
+            # Another gateway may be able to.
+            with contextlib.suppress(DatabaseFailed):
+                await self._leases.give_back(lease)
+            raise
+
+    async def _run_core(self, shard: int, core: RunningCore) -> None:
+        asked = self._draining[shard] = asyncio.Event()
+        if self._stopping:
+            # It was being opened then.
+            asked.set()
+        running = asyncio.create_task(core.run())
+        waiting = asyncio.create_task(asked.wait())
+        try:
+            await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                await core.drain(self._drain_grace_s)
+        finally:
+            del self._draining[shard]
+            waiting.cancel()
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                try:
+                    await running
+                except BaseExceptionGroup as failures:
+                    raise _first(failures) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,122 @@
+"""One of several gateways: answers for the shards of all, on the port of clients and on one for gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import cast
+
+from quire.v1 import admin_pb2_grpc, executor_pb2_grpc
+
+from service.api.admin import OperatorCalls, Stop
+from service.api.grpc_services import new_server
+from service.api.server_state import ServerState
+from service.config import Config
+from service.extension import Extension, GatewayParts, ServedShard
+from service.extensions.gateways.forwarding import Forwarding
+from service.extensions.gateways.membership import Membership
+from service.extensions.gateways.operators import OperatorCallsOfAll
+from service.extensions.gateways.peers import PeerInterceptor
+from service.listening import binding
+from service.shard import OpenShard
+
+_POLL_INTERVAL_S = 0.02
+
+
+class Member(Extension):
+    """See `Extension`, and `OtherGateways`."""
+
+    port_for = "other gateways"
+    # Set by `connect`.
+    shards: Forwarding
+    operator_calls: OperatorCalls
+
+    def __init__(self, config: Config, membership: Membership) -> None:
+        self._config = config
+        self._membership = membership
+        self.open_home = membership.open_home
+        self.has_parent = membership.has_parent
+        self.listen = membership.listen
+        self.secret = membership.peers.secret
+        self.stop_all: Stop | None = membership.stop_all
+
+    def connect(self, home: ServedShard, state: ServerState) -> Member:
+        """Gateways know each other from here on."""
+        membership = self._membership
+        self.shards = Forwarding(
+            self._config, home.shard, membership.addresses, membership.peers, state.answers
+        )
+        self.operator_calls = OperatorCallsOfAll(self.shards, home.operator_calls)
+        return self
+
+    def further_shards(self) -> Sequence[ServedShard]:
+        """See `OtherGateways.further_shards`."""
+        return [*self.shards.cores.values()]
+
+    def attach(self, parts: GatewayParts) -> None:
+        """Offers the same calls to the other gateways as to clients, but for Execute."""
+        self._parts = parts
+        self._server = new_server(self._config, PeerInterceptor(self.secret, parts.interceptor))
+        # Their methods come from tables, which the type checker cannot see.
+        executor = cast(executor_pb2_grpc.ModelExecutorServiceServicer, parts.api)
+        executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, self._server)
+        if parts.admin is not None:
+            admin = cast(admin_pb2_grpc.AdminServiceServicer, parts.admin)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
+
+    def bind(self) -> int:
+        """Binds the port for the other gateways. Raises CannotListen."""
+        with binding(self.listen):
+            return self._membership.add_port(self._server)
+
+    async def run(self) -> None:
+        """Answers the other gateways, and runs further shards. Raises OwnershipLost."""
+        await self._server.start()
+        try:
+            await self._membership.run(self._open_core, self._parts.stop)
+        finally:
+            await self.stop(0)
+
+    def _open_core(self, opened: OpenShard) -> FurtherShard:
+        return FurtherShard(self._parts.open_core(opened), self.shards)
+
+    async def drain(self, grace_s: float) -> None:
+        """Gives further shards back, and waits for the answers of other gateways."""
+        deadline_s = time.monotonic() + grace_s
+        self.shards.is_draining = True
+        await self._membership.drain(self._parts.shards()[0])
+        # Polled, because an event for this rare case would cost time with each call.
+        while self.shards.in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends the calls of other gateways, and the connections to them."""
+        await self._server.stop(grace_s)
+        await self._membership.peers.close()
+
+
+class FurtherShard:
+    """A shard beside the first one. Calls reach it from its creation until it has ended."""
+
+    def __init__(self, core: ServedShard, forwarding: Forwarding) -> None:
+        self._core = core
+        self._forwarding = forwarding
+        forwarding.cores[core.shard.index] = core
+
+    async def run(self) -> None:
+        """See `RunningCore.run`."""
+        try:
+            await self._core.run()
+        finally:
+            self._forwarding.cores.pop(self._core.shard.index, None)
+
+    async def drain(self, grace_s: float) -> None:
+        """See `RunningCore.drain`."""
+        self._core.pool.detach_workers()
+        await self._core.drain(grace_s)
+
+    def close(self) -> None:
+        """See `RunningCore.close`."""
+        self._core.dispatcher.close()
+        self._core.close()

@@ -1,0 +1,149 @@
+"""The other gateways of this server: their addresses, and calls to them for a caller of this one."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+import grpc
+from grpc_status import rpc_status
+
+from service.api.interceptor import REQUEST_ID_METADATA, CallInterceptor, Continuation, Handler
+from service.api.status import from_status
+from service.auth.authenticator import HOP, TENANT, current_tenant_name
+from service.config import Config
+from service.errors import DeadlinePassed, GatewayUnavailable, QuireError, Unauthenticated
+from service.logging import current_request_id, get_logger
+from workers.common.protocol import DIRECT, GATEWAY_NAME
+
+_log = get_logger(__name__)
+# What this hop sets itself.
+_OWN = frozenset({HOP, TENANT, REQUEST_ID_METADATA, "user-agent"})
+Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
+
+
+@dataclass(slots=True)
+class Addresses:
+    """At which the owners of the shards are reached. A shard that nobody has now has none.
+
+    Attributes:
+        peers: For gateways.
+        public: Where clients reach the owner and no other. Empty: such an address is not known.
+    """
+
+    peers: Mapping[int, str] = field(default_factory=dict)
+    public: Mapping[int, str] = field(default_factory=dict)
+
+
+class Peers:
+    """Owner of a connection to each of the other gateways."""
+
+    def __init__(
+        self, config: Config, secret: str, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """`secret`: by which gateways know each other's calls. Without `credentials` only Unix sockets."""
+        self.secret = secret
+        self._credentials = credentials
+        self._options: list[tuple[str, int | str]] = [
+            DIRECT,
+            ("grpc.max_receive_message_length", config.max_response_bytes),
+            ("grpc.max_send_message_length", config.max_request_bytes),
+            ("grpc.use_local_subchannel_pool", 1),
+            # One that was restarted is found soon.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 3000),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            # One that was paused or cut off ends its calls, which may have no deadline.
+            ("grpc.keepalive_time_ms", 2000),
+            ("grpc.keepalive_timeout_ms", 3000),
+            ("grpc.http2.ping_timeout_ms", 3000),
+            # Also while a call is quiet: otherwise, after two pings, one a minute.
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+        if credentials is not None:
+            # Gateways have one certificate, whatever their addresses are.
+            self._options.append(("grpc.ssl_target_name_override", GATEWAY_NAME))
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._methods: dict[tuple[str, str], Callable[..., Any]] = {}
+
+    async def call(
+        self,
+        address: str,
+        method: str,
+        request: Any,
+        response: type[Any],
+        timeout_s: float | None,
+        metadata: Metadata,
+    ) -> Any:
+        """The answer of a gateway to a call of ModelExecutorService, or of another as SERVICE/METHOD.
+
+        `metadata`: the caller's.
+
+        Raises GatewayUnavailable, or what it answers.
+        """
+        key = address, method
+        if key not in self._methods:
+            self._methods[key] = self._channel(address).unary_unary(
+                f"/quire.v1.{method if '/' in method else f'ModelExecutorService/{method}'}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=response.FromString,
+            )
+        try:
+            return await self._methods[key](request, timeout=timeout_s, metadata=self.passed_on(metadata))
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from None
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = (
+                grpc.aio.insecure_channel(address, options=self._options)
+                if self._credentials is None
+                else grpc.aio.secure_channel(address, self._credentials, options=self._options)
+            )
+        return self._channels[address]
+
+    def passed_on(self, metadata: Metadata) -> Sequence[tuple[str, str | bytes]]:
+        """The caller's metadata, with what makes it a forwarded call."""
+        own = (HOP, self.secret), (TENANT, current_tenant_name()), (REQUEST_ID_METADATA, current_request_id())
+        return (*((key, value) for key, value in metadata or () if key not in _OWN), *own)
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        self._methods.clear()
+        while self._channels:
+            await self._channels.popitem()[1].close(None)
+
+
+class PeerInterceptor(grpc.aio.ServerInterceptor):
+    """Of the port for gateways. Certificates of workers open it, too, but only gateways know the secret."""
+
+    def __init__(self, secret: str, interceptor: CallInterceptor) -> None:
+        """`interceptor`: of all calls of this gateway."""
+        self._interceptor = interceptor
+        self._secret = secret.encode()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        given = dict(handler_call_details.invocation_metadata or ()).get(HOP, "")
+        if not hmac.compare_digest(str(given).encode(), self._secret):
+            refused = Unauthenticated("NOT_A_GATEWAY", "only gateways of this server may call this port")
+            return self._interceptor.refusing_handler(handler_call_details.method, refused)
+        return await self._interceptor.intercept_service(continuation, handler_call_details)
+
+
+def is_forwarded(metadata: Metadata) -> bool:
+    """Whether a call came from another gateway, so that it is not forwarded again."""
+    return any(key == HOP for key, _ in metadata or ())
+
+
+def _failure(error: grpc.aio.AioRpcError) -> QuireError:
+    status = rpc_status.from_call(cast("grpc.Call", error))
+    if status is not None and status.details:
+        return from_status(status)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlinePassed(forwarded=True)
+    _log.info("another gateway cannot be reached", code=error.code().name, why=error.details())
+    return GatewayUnavailable()

@@ -1,0 +1,261 @@
+"""Who owns which shard: leases in a table of the database, by its clock.
+
+A gateway that wants a shard acquires its lease, if it is free or has expired. From then on the shard's
+journal takes records of this owner only: each append names the lease's `fence`, a number that grows with each
+owner, and checks it in its own transaction. So an earlier owner can never append, whatever its clock says.
+A fence is not lower than the time in quarters of seconds: neither it nor the epochs made of it are used again
+after an older copy of the database was restored.
+
+    leases = Leases(Database(url), owner="a name of this process", address="10.0.0.7:50051")
+    lease = await leases.acquire(3)            # None: another one has it
+    journal = PostgresJournal(Database(url), leases, lease)
+    await journal.recover(apply, apply_run)
+    ...                                        # workers are leased with `lease_id` and `first_epoch`
+    await journal.run()                        # renews; raises OwnershipLost: then this core has to stop
+
+    await leases.watch(on_owners)              # for routing: the owners, whenever they have changed
+
+An owner answers for its shard only until `lease.valid_until_s`: afterwards another one may have it already.
+
+A process that is killed need not be waited for: its connection to the database ends with it. Whoever looks at
+the owners shortens leases whose last renewal came on a connection that is gone. So owners count on the short
+time only, and renew often; the long one is for connections that only seem to be there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.journal.base import OwnershipLost
+from service.logging import RareWarnings
+
+LEASE_S: Final = 10.0
+# What is left of a lease when the connection of its last renewal has ended, as a part of its time.
+_SHORT_PART: Final = 0.3
+# That time for its owner, as a part of the time in the table: clocks may run at different rates.
+_OWNERS_PART: Final = 0.9
+# How often owners are looked up, for routing and to take over.
+WATCH_S: Final = 0.5
+_SHORTEST_WATCH_S: Final = 0.05
+_LEASE_ID_BYTES: Final = 16
+# Epochs of workers that an owner can use: a lease of a worker takes one. With the fences of the next 60 years
+# they are less than 2**53, so that every client can read them.
+_EPOCHS_BITS: Final = 20
+# What an operator can do when the database is not as a gateway has left it.
+RESTORED: Final = (
+    "An older copy was restored, or a standby that was behind has taken over: stop all gateways and bring the"
+    " newer data back; or start this one again, with the caches that the database has"
+)
+
+# All shards of a database are made at once, by whoever comes first.
+_CREATE = """
+    INSERT INTO quire.shards (shard, lease_id) SELECT * FROM unnest($1::int[], $2::text[])
+    WHERE NOT EXISTS (SELECT 1 FROM quire.shards WHERE shard >= 0) ON CONFLICT DO NOTHING
+"""
+_COUNT = "SELECT count(*) FROM quire.shards WHERE shard >= 0"
+_ADD = "INSERT INTO quire.shards (shard, lease_id) VALUES ($1, $2) ON CONFLICT DO NOTHING"
+_ACQUIRE = """
+    UPDATE quire.shards SET owner = $3, address = $4, session = pg_backend_pid(),
+        -- Quarters of seconds since 2026.
+        fence = greatest(fence + 1, floor((extract(epoch FROM clock_timestamp()) - 1767225600) * 4)::bigint),
+        expires_at = clock_timestamp() + make_interval(secs => $2::float8)
+    WHERE shard = $1 AND (expires_at IS NULL OR expires_at <= clock_timestamp() OR owner = $3)
+    RETURNING fence, lease_id
+"""
+_RENEW = """
+    UPDATE quire.shards SET session = pg_backend_pid(),
+        expires_at = clock_timestamp() + make_interval(secs => $2::float8)
+    WHERE shard = $1 AND fence = $3 RETURNING 1
+"""
+_GIVE_BACK = """
+    UPDATE quire.shards SET expires_at = NULL, owner = '', fence = fence + 1
+    WHERE shard = $1 AND fence = $2 RETURNING 1
+"""
+_FENCE = "SELECT fence FROM quire.shards WHERE shard = $1"
+# A number of a connection may be used again: then the lease ends by its own time.
+_LIST = """
+    WITH ended AS (
+        UPDATE quire.shards
+        SET session = NULL, expires_at = clock_timestamp() + make_interval(secs => $1::float8)
+        WHERE expires_at > clock_timestamp() + make_interval(secs => $1::float8)
+            AND NOT EXISTS (SELECT FROM pg_stat_get_activity(session)))
+    SELECT shard, fence, owner, address,
+        greatest(0.0, extract(epoch FROM expires_at - clock_timestamp()))::float8
+    FROM quire.shards ORDER BY shard
+"""
+
+
+class Table(Protocol):
+    """The database, as `service.extensions.gateways.postgres.database.Database` has it."""
+
+    async def fetch(self, query: str, *values: object) -> list[Sequence[Any]]:
+        """Runs a statement. Raises DatabaseFailed."""
+
+    async def close(self) -> None:
+        """Closes the connection."""
+
+    def terminate(self) -> None:
+        """Closes the connection without waiting."""
+
+
+class Owned(NamedTuple):
+    """A shard in the table.
+
+    Attributes:
+        owner, address: Who has it, and the address at which it answers for it. Empty: nobody.
+        left_s: When the lease expires; 0 if it has.
+    """
+
+    shard: int
+    fence: int
+    owner: str
+    address: str
+    left_s: float
+
+
+class Lease:
+    """A shard that this process owns. Changed by `Leases`, and by the journal, which may learn of its loss.
+
+    Attributes:
+        fence: The number of this ownership. Those of later owners are greater.
+        lease_id: Of the shard, for ever: the gateway's id for the shard's workers.
+    """
+
+    def __init__(self, shard: int, fence: int, lease_id: str, valid_until_s: float) -> None:
+        self.shard = shard
+        self.fence = fence
+        self.lease_id = lease_id
+        # See `service.lease.Lease`.
+        self.valid_until_s = valid_until_s
+        # Why, once it is lost.
+        self.loss = ""
+        self._lost = asyncio.Event()
+
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch for leases of workers: above those of all earlier owners."""
+        return self.fence << _EPOCHS_BITS
+
+    def lose(self, why: str) -> None:
+        """Notes that it is lost. `Leases.keep` ends."""
+        self.loss = self.loss or why
+        self.valid_until_s = 0.0
+        self._lost.set()
+
+    async def wait_lost(self, timeout_s: float) -> None:
+        """Waits so long at most. Raises OwnershipLost if it is lost."""
+        try:
+            await asyncio.wait_for(self._lost.wait(), timeout_s)
+        except TimeoutError:
+            return
+        raise OwnershipLost(f"shard {self.shard}: {self.loss}")
+
+
+class Leases:
+    """The leases of one process. Methods raise DatabaseFailed unless documented otherwise."""
+
+    def __init__(self, table: Table, owner: str, address: str, lease_s: float = LEASE_S) -> None:
+        """`owner`: a name of this process that no other has at the same time.
+
+        The next process with the same name need not wait until the leases of this one have expired.
+        """
+        self._table = table
+        self._owner = owner
+        self._address = address
+        self._lease_s = lease_s
+        self._warn = RareWarnings(__name__)
+
+    async def owners(self) -> list[Owned]:
+        """All shards. Shortens the leases of those that have lost their connections."""
+        rows = await self._table.fetch(_LIST, _SHORT_PART * self._lease_s)
+        return [
+            Owned(shard, fence, owner if left_s else "", address if left_s else "", left_s or 0.0)
+            for shard, fence, owner, address, left_s in rows
+        ]
+
+    async def create(self, shards: int) -> int:
+        """Makes so many shards, unless there are some. Returns how many there are."""
+        lease_ids = [secrets.token_hex(_LEASE_ID_BYTES) for _ in range(shards)]
+        await self._table.fetch(_CREATE, [*range(shards)], lease_ids)
+        ((count,),) = await self._table.fetch(_COUNT)
+        return int(count)
+
+    async def acquire(self, shard: int) -> Lease | None:
+        """Takes a shard that is free, has expired, or belongs to an earlier process of this name."""
+        await self._table.fetch(_ADD, shard, secrets.token_hex(_LEASE_ID_BYTES))
+        asked_at_s = time.monotonic()
+        rows = await self._table.fetch(_ACQUIRE, shard, self._lease_s, self._owner, self._address)
+        if not rows:
+            return None
+        fence, lease_id = rows[0]
+        return Lease(shard, fence, lease_id, self._valid_until_s(asked_at_s))
+
+    async def renew(self, lease: Lease) -> None:
+        """Renews it, or notes that it is lost."""
+        asked_at_s = time.monotonic()
+        if not await self._table.fetch(_RENEW, lease.shard, self._lease_s, lease.fence):
+            lease.lose(await why_lost(self._table, lease) or "its row is gone")
+        elif not lease.loss:
+            lease.valid_until_s = self._valid_until_s(asked_at_s)
+
+    async def renew_if_due(self, lease: Lease) -> None:
+        """Renews it if most of its time has passed: during long work, before it is kept."""
+        if self._valid_until_s(time.monotonic()) - lease.valid_until_s > _SHORT_PART * self._lease_s / 3:
+            await self.renew(lease)
+
+    def _valid_until_s(self, asked_at_s: float) -> float:
+        return asked_at_s + _OWNERS_PART * _SHORT_PART * self._lease_s
+
+    async def keep(self, lease: Lease) -> None:
+        """Renews it until cancelled. Raises OwnershipLost.
+
+        While the database is away the lease is not lost, but may become invalid.
+        """
+        every_s = _SHORT_PART * self._lease_s / 3
+        while True:
+            next_at_s = time.monotonic() + every_s
+            try:
+                await self.renew(lease)
+            except DatabaseFailed as error:
+                self._warn("leases of shards cannot be read or renewed", error)
+            # From when it was asked: a slow answer makes the next one no later.
+            await lease.wait_lost(max(0.0, next_at_s - time.monotonic()))
+
+    async def give_back(self, lease: Lease) -> None:
+        """Frees the shard for others at once. Nothing can be appended with the lease afterwards."""
+        lease.lose("it was given back")
+        await self._table.fetch(_GIVE_BACK, lease.shard, lease.fence)
+
+    async def watch(self, on_owners: Callable[[Sequence[Owned]], None]) -> None:
+        """Calls `on_owners` at first and whenever owners have changed, until cancelled.
+
+        While the database is away the owners are those that were seen last.
+        """
+        seen: list[tuple[int, int, str, str]] | None = None
+        while True:
+            pause_s = WATCH_S
+            try:
+                owners = await self.owners()
+                found = [(each.shard, each.fence, each.owner, each.address) for each in owners]
+                if found != seen:
+                    seen = found
+                    on_owners(owners)
+                # What is free soon is looked at then.
+                pause_s = min([WATCH_S, *(each.left_s for each in owners if each.left_s)])
+            except DatabaseFailed as error:
+                self._warn("leases of shards cannot be read or renewed", error)
+            await asyncio.sleep(max(pause_s, _SHORTEST_WATCH_S))
+
+
+async def why_lost(table: Table, lease: Lease) -> str:
+    """Why statements that name a lease find nothing. Empty: it is still there. Raises DatabaseFailed."""
+    rows = await table.fetch(_FENCE, lease.shard)
+    fence = int(rows[0][0]) if rows else 0
+    if fence > lease.fence:
+        return "another gateway has taken it over"
+    return f"the database does not know of it. {RESTORED}" if fence < lease.fence else ""

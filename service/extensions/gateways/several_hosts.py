@@ -1,0 +1,82 @@
+"""The gateways of several hosts: leases in a database say which one has a shard, and its journal is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from service.api.admin import Stop
+from service.config import Config
+from service.extension import ServedShard
+from service.extensions.gateways.keeper import Keeper
+from service.extensions.gateways.membership import OpenCore, RunningCore
+from service.extensions.gateways.peers import Peers
+from service.extensions.gateways.postgres.database import Database
+from service.extensions.gateways.postgres.errors import DatabaseFailed
+from service.extensions.gateways.postgres.journal import PostgresJournal
+from service.extensions.gateways.postgres.leases import Lease, Leases
+from service.extensions.gateways.settings import GatewaysSettings
+from service.journal.base import Journal, JournalUnusable, OwnershipLost
+from service.journal.recovery import Apply, ApplyRun
+from service.pool import pool_files
+from service.shard import OpenJournal, OpenShard, Shard, open_shard
+
+
+class SeveralHosts:
+    """See `Membership`. `Keeper` says which shards this gateway has."""
+
+    has_parent = False
+    stop_all: Stop | None = None
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError."""
+        self._config = config
+        self._pool = pool = Path(config.pool)
+        own = config.of(GatewaysSettings)
+        self.keeper = Keeper(config, f"{own.peer_listen} {own.advertise}".strip())
+        self.addresses = self.keeper.addresses
+        self.listen = own.peer_listen
+        # Gateways have one certificate.
+        self.peers = Peers(config, pool_files.secret(pool), pool_files.channel_credentials(pool))
+
+    async def open_home(self, _open_journal: OpenJournal) -> OpenShard:
+        """Waits for a shard."""
+        try:
+            return await self._open(*await self.keeper.join())
+        except (DatabaseFailed, OwnershipLost) as error:
+            raise JournalUnusable(f"the database of the journal: {error}") from None
+
+    async def _open(self, shard: Shard, lease: Lease, leases: Leases) -> OpenShard:
+        """Raises JournalUnusable or DatabaseFailed."""
+
+        async def open_journal(
+            config: Config, _directory: Path | None, apply: Apply, apply_run: ApplyRun
+        ) -> Journal:
+            database = Database(config.journal)
+            journal = PostgresJournal(database, leases, lease)
+            try:
+                await journal.recover(apply, apply_run)
+            except BaseException:
+                database.terminate()
+                raise
+            return journal
+
+        return await open_shard(self._config, open_journal, None, shard, lease)
+
+    def add_port(self, server: grpc.aio.Server) -> int:
+        """For those with a certificate of the pool."""
+        return server.add_secure_port(self.listen, pool_files.server_credentials(self._pool))
+
+    async def run(self, open_core: OpenCore, _stop: Stop) -> None:
+        """Runs the cores of further shards."""
+
+        async def open_one(shard: Shard, lease: Lease, leases: Leases) -> RunningCore:
+            return open_core(await self._open(shard, lease, leases))
+
+        await self.keeper.run(open_one)
+
+    async def drain(self, home: ServedShard) -> None:
+        """The workers wait for the next owners of the shards."""
+        home.pool.detach_workers()
+        await self.keeper.drain()

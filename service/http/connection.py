@@ -1,0 +1,131 @@
+"""HTTP connections: uvicorn's, with the limits that it lacks.
+
+uvicorn limits neither how long a request's headers take, nor how long a response stays unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import h11
+from starlette.types import Scope
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from service.http.framing import RequestConnection
+from workers.common.handshakes import Peer, plain_address
+
+# How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
+# server itself was not running.
+CHECK_INTERVAL_S = 0.25
+_KEY = "connection"
+# The parts of a certificate that identify its owner, as in gRPC.
+_ALTERNATIVE_NAMES = ("DNS", "URI", "email", "IP Address")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of the connections to one port.
+
+    Attributes:
+        max_connections: Above it, the one that has been without a request for longest is closed.
+        max_head_bytes: Of a request line with its headers, and of a body's trailers.
+        idle_s: How long a connection may be without a complete request.
+        unread_s: How long a client may read nothing of a response.
+    """
+
+    max_connections: int
+    max_head_bytes: int
+    idle_s: float
+    unread_s: float
+
+
+class Connection(H11Protocol):
+    """A connection with limits."""
+
+    def __init__(
+        self,
+        limits: HttpLimits,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, {**app_state, _KEY: self}, _loop)
+        self.conn = RequestConnection(limits.max_head_bytes)
+        self._limits = limits
+        self.made_s = self.loop.time()
+        # How long it has had no complete request.
+        self.idle_s = 0.0
+        self._unread_s = 0.0
+        self._unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            # Such that have no request keep nobody out, the oldest of them least.
+            connections = [one for one in self.connections if isinstance(one, Connection)]
+            without_request = [one for one in connections if not one.has_running_request()]
+            max(without_request, key=lambda one: (one.idle_s, -one.made_s)).abort()
+
+    def on_response_complete(self) -> None:
+        self.idle_s = 0.0
+        super().on_response_complete()
+
+    def check_timeouts(self) -> None:
+        """Aborts it if nothing has moved for too long. Must be called every CHECK_INTERVAL_S."""
+        self.idle_s = 0.0 if self.has_running_request() else self.idle_s + CHECK_INTERVAL_S
+        unread_bytes = self.transport.get_write_buffer_size()
+        is_stuck = 0 < self._unread_bytes <= unread_bytes
+        self._unread_s = self._unread_s + CHECK_INTERVAL_S if is_stuck else 0.0
+        self._unread_bytes = unread_bytes
+        # Idle: no request, or an incomplete one. Or the response is not read.
+        if self.idle_s > self._limits.idle_s or self._unread_s > self._limits.unread_s:
+            self.abort()
+
+    @property
+    def is_receiving(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
+    def abort(self) -> None:
+        """Closes it at once and drops unsent data."""
+        self.transport.abort()
+
+    @property
+    def peer(self) -> Peer | None:
+        """The client's address."""
+        client = self.client
+        return None if client is None else (plain_address(client[0]), client[1])
+
+    def identities(self) -> Mapping[str, Sequence[bytes]]:
+        """The identities in the client's certificate, by gRPC's names for them."""
+        certificate: Mapping[str, Any] = self.transport.get_extra_info("peercert") or {}
+        alternative = [
+            value.encode()
+            for kind, value in certificate.get("subjectAltName", ())
+            if kind in _ALTERNATIVE_NAMES
+        ]
+        parts = [pair for part in certificate.get("subject", ()) for pair in part]
+        common = [value.encode() for kind, value in parts if kind == "commonName"]
+        return {"x509_subject_alternative_name": alternative, "x509_common_name": common}
+
+    def send_400_response(self, msg: str) -> None:
+        """Responds to invalid HTTP, if a response is still possible."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.has_running_request():
+            super().send_400_response(msg)
+        else:
+            self.abort()
+
+    def has_running_request(self) -> bool:
+        """Whether the application has not answered a request yet."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
+
+def connection_of(scope: Scope) -> Connection:
+    """The connection of a request."""
+    return cast(Connection, scope["state"][_KEY])

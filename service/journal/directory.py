@@ -1,0 +1,73 @@
+"""The lock of a data directory, and failures of its files as messages for the operator."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from service.journal.base import DirectoryInUse, JournalUnusable
+
+# Locked while a gateway uses the directory; contains its pid.
+LOCK: Final = "lock"
+
+
+@contextlib.contextmanager
+def translate_errors(path: Path) -> Iterator[None]:
+    """Turns errors of the system into JournalUnusable."""
+    try:
+        yield
+    except OSError as error:
+        advice = "Make sure that it can be written to, and that the disk has room and works."
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            advice = "It must be a directory, but is a file: choose another one with --data-dir."
+        named = error.filename2 or error.filename or path  # of a copy that which is written
+        raise JournalUnusable(f"{named}: {error.strerror}. {advice}") from error
+
+
+def lock(directory: Path) -> int:
+    """Locks a data directory, made if it is missing, until the result is closed. Raises JournalUnusable.
+
+    In a directory of others the lock could be a link to any file, which is written to here.
+    """
+    path = directory / LOCK
+    with translate_errors(directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(locked, 0)
+            os.pwrite(locked, b"%d\n" % os.getpid(), 0)
+        except BlockingIOError:
+            holder = os.pread(locked, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(locked)
+            raise _in_use(directory, f", process {holder}") from None
+        except BaseException:
+            os.close(locked)
+            raise
+    return locked
+
+
+def lock_itself(directory: Path) -> int:
+    """Opens and locks a directory, until the result is closed. Raises DirectoryInUse, OSError.
+
+    Unlike a file in it, it cannot be removed while it is in use. Some network file systems cannot lock it.
+    """
+    locked = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(locked)
+        raise _in_use(directory, ", whose lock was removed") from None
+    except OSError:
+        return locked
+    return locked
+
+
+def _in_use(directory: Path, holder: str) -> DirectoryInUse:
+    return DirectoryInUse(
+        f"{directory} is in use by another gateway{holder}. End it, or choose another directory."
+    )

@@ -1,0 +1,314 @@
+"""Writes the segments of a journal on disk: see `segments`.
+
+A frame is one write. It is checked before that no other program has written to the file, by its time and
+size, and afterwards that the file still has its name. What was written of a failed frame is cut off again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from service.journal.base import JournalUnusable
+from service.journal.directory import lock, lock_itself, translate_errors
+from service.journal.encoding import Frame, seal, seed_of
+from service.journal.recovery import Recovery, Unrecoverable
+from service.journal.segments import (
+    END,
+    END_BYTES,
+    HEADER_BYTES,
+    JOURNAL,
+    End,
+    Found,
+    Sync,
+    boot_id,
+    header_of,
+    read_end,
+    refuse_earlier,
+    refused,
+    replay,
+    segment_numbers,
+    segment_path,
+)
+from service.logging import get_logger
+
+_log = get_logger(__name__)
+
+
+class FileChanged(OSError):
+    """Another program has written to the segment. Nothing can be written before `check`."""
+
+
+class LostFrames(Exception):
+    """The frames are not as this gateway has left them. The message is for the operator."""
+
+
+class _Segment(NamedTuple):
+    number: int
+    fd: int
+    # A string, since a Path would cost three more function calls with each frame.
+    name: str
+    identity: tuple[int, int]
+
+
+class Segments:
+    """Owner of the files of a journal, which are locked until they are closed. All methods block.
+
+    `append`, `check` and `switch` need `lock`, and the others take it where they need it: while one thread
+    waits for the disk in `sync`, another one can append.
+    """
+
+    def __init__(self, data_directory: Path, sync: Sync, recovery: Recovery) -> None:
+        """Applies all frames, and removes what was not written to its end. Raises JournalUnusable."""
+        self.directory = data_directory / JOURNAL
+        self.sync_mode = sync
+        self.lock = threading.Lock()
+        # There are frames that are not synced.
+        self.is_unsynced = False
+        self._next_number = 1
+        self._boot = boot_id()
+        # The segment that is appended to, its first frame, the end of its frames, and the size and time of
+        # the file as this gateway has left it.
+        self._segment: _Segment
+        self._first_frame = 1
+        self._size = 0
+        self._left = (0, 0)
+        # The one that comes next, and earlier ones that are not synced.
+        self._next: _Segment | None = None
+        self._earlier: list[_Segment] = []
+        self._open: list[_Segment] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, lock(data_directory))
+            with translate_errors(self.directory):
+                refuse_earlier(data_directory)
+                self.directory.mkdir(mode=0o700, exist_ok=True)
+                stack.callback(os.close, lock_itself(self.directory))
+                self._end = read_end(self.directory)
+                self._end_fd = _end_file(self.directory / END)
+                stack.callback(os.close, self._end_fd)
+                self._end_file = stack.enter_context(contextlib.closing(mmap.mmap(self._end_fd, END_BYTES)))
+                stack.callback(self._close_segments)
+                self._recover(recovery)
+            self._on_close = stack.pop_all()
+
+    def _recover(self, recovery: Recovery) -> None:
+        """Raises JournalUnusable, OSError."""
+        directory = self.directory
+        found = replay(directory, self._end, self._end.must_exist(self.sync_mode), recovery.add)
+        try:
+            recovery.end()
+        except Unrecoverable as error:
+            raise refused(directory, directory, str(error)) from None
+        if found is None:
+            self._end = End(uuid.uuid4().bytes, 1, 1)
+            self._use(self._new_segment(1), HEADER_BYTES)
+            self._write_end(0, 0)
+        else:
+            self._continue(found)
+
+    def _continue(self, found: Found) -> None:
+        """Raises OSError."""
+        path = segment_path(self.directory, found.segment)
+        if found.damage:
+            _log.warning(
+                "the end of the journal was not written completely and was dropped",
+                file=str(path),
+                error=found.damage,
+                bytes=path.stat().st_size - found.size_bytes,
+            )
+        first = found.end.first_segment
+        for number in segment_numbers(self.directory):
+            # Obsolete, or behind the end.
+            if not first <= number <= found.segment:
+                segment_path(self.directory, number).unlink()
+        segment = self._reopened(found.segment)
+        os.ftruncate(segment.fd, found.size_bytes)
+        self._next_number, self._end, self._first_frame = found.next_number, found.end, found.first_of_segment
+        self._use(segment, found.size_bytes)
+        self._earlier = [self._reopened(number) for number in range(first, found.segment)]
+        self.sync()
+
+    def append(self, payloads: Sequence[bytes]) -> None:
+        """Writes a frame. If it raises, whatever it is, the frame is not there: FileChanged, OSError."""
+        try:
+            self._append(payloads)
+        except FileChanged:
+            raise
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _append(self, payloads: Sequence[bytes]) -> None:
+        segment, number = self._segment, self._next_number
+        frame = seal(payloads, number, time.time_ns(), self._seed)
+        found = os.fstat(segment.fd)
+        if (found.st_size, found.st_mtime_ns) != self._left:
+            raise FileChanged(errno.ESTALE, "another program has written to it", segment.name)
+        size = self._size + len(frame)
+        if os.write(segment.fd, frame) != len(frame):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), segment.name)
+        synced = self._end.synced
+        if self.sync_mode == "full":
+            os.fdatasync(segment.fd)
+            synced = number
+        else:
+            self.is_unsynced = True
+        found = os.stat(segment.name)  # noqa: PTH116
+        if (found.st_dev, found.st_ino) != segment.identity or found.st_size != size:
+            # The frame would be lost with the file.
+            raise OSError(errno.ESTALE, "it was removed or replaced while it was in use", segment.name)
+        self._left, self._size = (size, found.st_mtime_ns), size
+        self._write_end(number, synced)
+        self._next_number = number + 1
+
+    def _take_back(self) -> None:
+        """Cuts off what may be written of a frame. If that fails, `check` does it before the next one."""
+        with contextlib.suppress(OSError):
+            if os.fstat(self._segment.fd).st_size >= self._size:
+                self._cut()
+
+    def _cut(self) -> None:
+        """Raises OSError."""
+        os.ftruncate(self._segment.fd, self._size)
+        found = os.fstat(self._segment.fd)
+        self._left = found.st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        """Finds out whether another program has changed frames. Raises LostFrames, OSError."""
+        try:
+            replay(self.directory, self._end, self._next_number - 1, _ignore)
+        except JournalUnusable as error:
+            why = "Another program has changed the journal, or an older copy was put in its place"
+            do = "Stop the gateway, and restore all files of the directory from the newest copy"
+            raise LostFrames(f"{str(error).partition('. ')[0]}. {why}. {do}") from None
+        self._cut()
+
+    def sync(self) -> None:
+        """Waits until all frames so far survive a crash of the system. Raises OSError."""
+        with self.lock:
+            segments, last = [*self._earlier, self._segment], self._next_number - 1
+            self.is_unsynced = False
+        try:
+            # In order: no frame survives without those before it.
+            for segment in segments:
+                os.fdatasync(segment.fd)
+        except OSError:
+            self.is_unsynced = True
+            raise
+        with self.lock:
+            for segment in segments[:-1]:
+                self._earlier.remove(segment)
+                self._open.remove(segment)
+                os.close(segment.fd)
+            self._write_end(self._next_number - 1, max(last, self._end.synced))
+        os.fsync(self._end_fd)
+
+    def prepare(self) -> None:
+        """Makes the next segment, so that `switch` needs no disk. Raises OSError."""
+        if self._next is None:
+            self._next = self._new_segment(self._segment.number + 1)
+
+    def switch(self) -> None:
+        """Appends to the prepared segment from now on."""
+        assert self._next is not None
+        self._earlier.append(self._segment)
+        self._first_frame = self._next_number
+        self._use(self._next, HEADER_BYTES)
+        self._next = None
+
+    def drop_earlier(self) -> None:
+        """Removes all segments before the current one. Raises OSError."""
+        # What is alive is restated in the current one, which has to survive whatever the others would.
+        self.sync()
+        with self.lock:
+            first = self._segment.number
+            self._end = self._end._replace(first_segment=first, first_frame=self._first_frame)
+            self._write_end(self._next_number - 1, self._end.synced)
+        os.fsync(self._end_fd)
+        for number in segment_numbers(self.directory):
+            if number < first:
+                segment_path(self.directory, number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Closes the files and releases the locks."""
+        self._on_close.close()
+
+    def _close_segments(self) -> None:
+        for segment in self._open:
+            os.close(segment.fd)
+
+    def _write_end(self, written: int, synced: int) -> None:
+        """No system call: a mapped file is written like memory."""
+        end = self._end
+        self._end = end = End(end.journal, end.first_segment, end.first_frame, written, synced, self._boot)
+        self._end_file[:] = end.encoded()
+
+    def _use(self, segment: _Segment, size: int) -> None:
+        self._segment, self._size = segment, size
+        self._seed = seed_of(header_of(self._end.journal, segment.number))
+        found = os.fstat(segment.fd)
+        self._left = found.st_size, found.st_mtime_ns
+
+    def _new_segment(self, number: int) -> _Segment:
+        """It has its name when it is complete and on the disk. Raises OSError."""
+        path = segment_path(self.directory, number)
+        unfinished = path.with_suffix(".new")
+        unfinished.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(unfinished, flags, 0o600)
+        try:
+            os.write(fd, header_of(self._end.journal, number))
+            os.fsync(fd)
+            unfinished.rename(path)
+            _sync_directory(self.directory)
+        except BaseException:
+            os.close(fd)
+            raise
+        return self._opened(number, fd, path)
+
+    def _reopened(self, number: int) -> _Segment:
+        """Raises OSError."""
+        path = segment_path(self.directory, number)
+        return self._opened(
+            number, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW), path
+        )
+
+    def _opened(self, number: int, fd: int, path: Path) -> _Segment:
+        found = os.fstat(fd)
+        segment = _Segment(number, fd, str(path), (found.st_dev, found.st_ino))
+        self._open.append(segment)
+        return segment
+
+
+def _end_file(path: Path) -> int:
+    """Opens the file `end`, made if it is missing. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        # Reserves the disk space, so that later writes cannot fail.
+        os.posix_fallocate(fd, 0, END_BYTES)
+        os.fsync(fd)
+        _sync_directory(path.parent)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _ignore(_frame: Frame) -> None:
+    """Only whether it is there matters."""

@@ -1,0 +1,231 @@
+"""The files of a journal on disk, in the directory `journal` of a data directory, and how they are read.
+
+    0000000007.log  a segment: a header, and frames behind each other
+    end             which frames must exist: see `End`
+
+Frames are numbered through all segments. Only the last segment is appended to. Compaction begins a new one,
+and removes the earlier ones when all that is alive has been restated in it.
+
+**A frame that is not whole ends the journal, or makes it unusable.** Every frame up to the number in `end`
+has been reported as durable: if one of them is damaged or missing, nothing is used until the operator
+decides. Behind that number a frame may have been written in part when the gateway or the system crashed. It
+is dropped with whatever follows it, since nobody was told of it, or the system lost it and the operator
+allows that.
+
+The header names the journal and the number of the segment, and is part of the checksum of each frame. So a
+segment of another journal or in the place of another one is noticed, and an older copy of one ends too early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Final, Literal, NamedTuple
+
+from service.journal.base import JournalUnusable
+from service.journal.encoding import DamagedFrame, Frame, checksum, read_frames, seed_of
+from service.journal.recovery import Unrecoverable
+
+# What durable records survive: a crash of the gateway, or ("full") also of the system.
+Sync = Literal["normal", "full"]
+
+JOURNAL: Final = "journal"
+END: Final = "end"
+_SUFFIX: Final = ".log"
+# Of versions before the first release, in the data directory.
+_EARLIER: Final = "journal.db"
+_FORMAT: Final = 1
+_MAGIC: Final = b"Quire journal\n"
+# Magic, format, id of the journal and number of the segment; then their checksum.
+_HEADER: Final = struct.Struct("<14sH16sQ")
+_CHECKSUM_BYTES: Final = 8
+HEADER_BYTES: Final = _HEADER.size + _CHECKSUM_BYTES
+_END: Final = struct.Struct("<16sQQQQ16s")
+END_BYTES: Final = _END.size + _CHECKSUM_BYTES
+
+
+class End(NamedTuple):
+    """What the file `end` says: which frames must exist.
+
+    Attributes:
+        journal: The id in the header of each segment.
+        first_segment, first_frame: What is before them is obsolete. 0: not known, all that is there is used.
+        written: The last frame that was reported as durable.
+        synced: The last one that survives a crash of the system.
+        boot: Of the system, at which `written` was written.
+    """
+
+    journal: bytes = bytes(16)
+    first_segment: int = 0
+    first_frame: int = 0
+    written: int = 0
+    synced: int = 0
+    boot: bytes = bytes(16)
+
+    def encoded(self) -> bytes:
+        """With a checksum, as `read_end` reads it."""
+        data = _END.pack(*self)
+        return data + checksum(data)
+
+    def must_exist(self, sync: Sync) -> int:
+        """The last frame that must exist: after a crash of the system, the last synced one."""
+        same_boot = self.boot == boot_id() and any(self.boot)
+        return self.written if same_boot or sync == "full" else self.synced
+
+
+class Found(NamedTuple):
+    """What `replay` has found.
+
+    Attributes:
+        end: As it was read; with what was not known of the first segment and frame.
+        segment: The number of the last segment that is used, and where its frames end.
+        first_of_segment: The number of its first frame.
+        next_number: Of the next frame.
+        damage: Why the rest is not used. Empty: there is no rest.
+    """
+
+    end: End
+    segment: int
+    size_bytes: int
+    first_of_segment: int
+    next_number: int
+    damage: str
+
+
+def has_journal(data_directory: Path) -> bool:
+    """Whether a data directory has a journal. Raises OSError."""
+    return (data_directory / JOURNAL).exists() or (data_directory / _EARLIER).exists()
+
+
+def refuse_earlier(data_directory: Path) -> None:
+    """Raises JournalUnusable if there is a journal of a version before the first release."""
+    path = data_directory / _EARLIER
+    if path.exists():
+        raise JournalUnusable(
+            f"{path} is a journal of a version before the first release, which this version does not read. To"
+            f" begin without its caches, move {path} and {path}-wal away; or use the version that wrote it."
+        )
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """The file of a segment."""
+    return directory / f"{number:010}{_SUFFIX}"
+
+
+def segment_numbers(directory: Path) -> list[int]:
+    """The segments in the directory of a journal, in order. Raises OSError."""
+    names = (path.stem for path in directory.glob(f"*{_SUFFIX}"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def header_of(journal: bytes, number: int) -> bytes:
+    """The header of a segment."""
+    data = _HEADER.pack(_MAGIC, _FORMAT, journal, number)
+    return data + checksum(data)
+
+
+def read_end(directory: Path) -> End:
+    """What `end` says in the directory of a journal.
+
+    An empty file says nothing: the system has crashed before it was written, or the operator wants to use
+    what is there. Raises JournalUnusable, OSError.
+    """
+    path = directory / END
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        if not segment_numbers(directory):
+            return End()
+        raise _without_end(path, "is missing") from None
+    if not any(data):
+        return End()
+    end = End(*_END.unpack_from(data)) if len(data) == END_BYTES else End()
+    if data != end.encoded():
+        raise _without_end(path, "is damaged")
+    return end
+
+
+def replay(directory: Path, end: End, must_exist: int, on_frame: Callable[[Frame], None]) -> Found | None:
+    """Reads all frames in order. None: there are no segments, and there need not be any.
+
+    `must_exist`: frames up to this number must be there. `on_frame` may raise Unrecoverable.
+    Raises JournalUnusable, OSError.
+    """
+    numbers = [number for number in segment_numbers(directory) if number >= end.first_segment]
+    first = end.first_segment or (numbers[0] if numbers else 1)
+    if not numbers and not end.first_segment:
+        return None
+    found = Found(end._replace(first_segment=first), first, HEADER_BYTES, 0, end.first_frame, "")
+    for number in range(first, max(numbers, default=first) + 1):
+        path = segment_path(directory, number)
+        try:
+            with path.open("rb") as file:
+                found = _read_segment(file, number, found, on_frame)
+        except (Unrecoverable, FileNotFoundError) as error:
+            missing = isinstance(error, FileNotFoundError)
+            raise refused(directory, path, "it is missing" if missing else str(error)) from None
+        if found.damage:
+            break
+    if found.next_number <= must_exist:
+        why = f"frame {found.next_number}: {found.damage or 'it is missing'}"
+        raise refused(directory, segment_path(directory, found.segment), why)
+    return found
+
+
+def refused(directory: Path, path: Path, why: str) -> JournalUnusable:
+    """The refusal of a journal, with what the operator can do."""
+    return JournalUnusable(
+        f"{path}, {why}. Restore the directory from a backup; or, to keep what is before it, make"
+        f" {directory / END} an empty file; or, to begin without caches, move {directory} away."
+    )
+
+
+def _read_segment(file: BinaryIO, number: int, before: Found, on_frame: Callable[[Frame], None]) -> Found:
+    """Raises Unrecoverable, OSError."""
+    size = file.seek(0, 2)
+    file.seek(0)
+    header = file.read(HEADER_BYTES)
+    end = _checked(header, number, before.end)
+    next_number, good_end, first, damage = before.next_number, HEADER_BYTES, 0, ""
+    try:
+        for frame in read_frames(file, size, seed_of(header)):
+            if frame.number != (next_number or frame.number):
+                raise DamagedFrame(f"frame {frame.number} is in its place")
+            on_frame(frame)
+            next_number, good_end, first = frame.number + 1, frame.end, first or frame.number
+            end = end if end.first_frame else end._replace(first_frame=frame.number)
+    except DamagedFrame as error:
+        damage = str(error)
+    next_number = next_number or 1
+    return Found(end, number, good_end, first or next_number, next_number, damage)
+
+
+def _checked(header: bytes, number: int, end: End) -> End:
+    """With the journal's id. Raises Unrecoverable."""
+    if len(header) < HEADER_BYTES or header != header[: _HEADER.size] + checksum(header[: _HEADER.size]):
+        raise Unrecoverable("its header is damaged, or it is no segment of a journal")
+    magic, format_, journal, is_number = _HEADER.unpack_from(header)
+    if magic != _MAGIC or format_ > _FORMAT:
+        raise Unrecoverable(f"it has format {format_}: use the version that wrote it, or a newer one")
+    if is_number != number:
+        raise Unrecoverable(f"it is a copy of segment {is_number}")
+    if any(end.journal) and journal != end.journal:
+        raise Unrecoverable("it is of another journal")
+    return end._replace(journal=journal)
+
+
+def _without_end(path: Path, what: str) -> JournalUnusable:
+    return JournalUnusable(
+        f"{path} {what}, so the end of the journal may be missing. Restore the directory from a backup;"
+        " or, to use what is there, make it an empty file."
+    )
+
+
+def boot_id() -> bytes:
+    """An id that changes with each boot; zeros if the system has none."""
+    with contextlib.suppress(OSError, ValueError):
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    return bytes(16)

@@ -1,1 +1,0 @@
-"""Shards: fixed parts of all caches, each owned by one gateway process at a time (docs/scale.md)."""

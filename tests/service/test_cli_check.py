@@ -1,0 +1,156 @@
+"""`quire serve --check`: every problem of the settings at once, with its line; and where values are from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quire.cli.main import main
+
+from service.config import all_settings
+from service.config_sources import read_settings
+from tests.certificates import Authority
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def toml(text: str) -> None:
+    Path("q.toml").write_text(text)
+
+
+def make_directory(path: Path, config: str) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(config)
+    return path
+
+
+def problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    status = main(["serve", "--check", *arguments])
+    said = capsys.readouterr().err.splitlines()
+    assert status == (2 if said else 0)
+    return [line.removeprefix("quire: ") for line in said]
+
+
+def test_all_problems_are_said_at_once_with_their_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "loud")
+    monkeypatch.setenv("QUIRE_API_TOKEN", "hunter2")
+    toml('# of one server\nworkers = 0\n\nmodle = "adder"\ntls_cert = "nowhere.pem"\n')
+    said = problems(capsys, "--config", "q.toml", "--listen", "0.0.0.0:0", "--device", "tpu")
+    assert [line.partition(" is refused")[0] for line in said] == [
+        "q.toml:2: workers = 0",
+        "q.toml:4: modle = 'adder'",
+        "q.toml:5: tls_cert = 'nowhere.pem'",
+        "log_level = 'loud' (from QUIRE_LOG_LEVEL)",
+        "QUIRE_API_TOKEN = '***' (from the environment)",
+        "device = 'tpu' (from --device)",
+    ]
+    # That TLS is missing is not said while its certificate is wrong.
+    assert len(said) == 6 and "hunter2" not in "".join(said)
+
+
+def test_a_file_that_is_no_toml_is_a_problem_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
+    toml("workers 2")
+    said = problems(capsys, "--config", "q.toml", "--workers", "none")
+    assert len(said) == 2 and "at line 1" in said[0] and said[1].startswith("workers = 'none'")
+
+
+def test_nothing_is_made_by_a_check_without_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml(f'listen = "unix:{tmp_path}/socket"\ndata_dir = "{tmp_path}/state/one"\n')
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setenv("QUIRE_KV_PAGES", "auto")
+    assert main(["serve", "--check", "--config", "q.toml", "--workers", "2"]) == 0
+    *given, last = capsys.readouterr().out.splitlines()
+    assert given == [
+        f'listen = "unix:{tmp_path}/socket"  # q.toml:1',
+        f'data_dir = "{tmp_path}/state/one"  # q.toml:2',
+        'kv_pages = "auto"  # QUIRE_KV_PAGES',
+        "workers = 2  # --workers",
+    ]
+    assert last == f"no problems; {len(all_settings()) - 4} settings have their defaults"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_only_a_start_reads_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, as a start would say them."""
+    authority = Authority(tmp_path / "ca")
+    one, other = authority.server(), authority.issue("other")
+    (tmp_path / "tokens.toml").write_text("[token]\n")
+    (tmp_path / "runtimes.toml").write_text('[runtimes.gpt]\ndialect = "dance"\n')
+    quantised = make_directory(tmp_path / "quantised", '{"quantization_config": {"quant_method": "awq"}}')
+    given = {
+        "model": (str(quantised), "quantised (awq"),
+        "tokens": ("tokens.toml", "tokens"),
+        "runtimes": ("runtimes.toml", "[runtimes.gpt]"),
+        "tls_cert": (str(one.cert), "KEY_VALUES_MISMATCH"),
+    }
+    for number in range(len(given)):
+        lines = [f'{name} = "{value}"' for name, (value, _) in [*given.items()][number:]]
+        toml("\n".join([*lines, f'tls_key = "{other.key}"', 'listen = "127.0.0.1:0"']))
+        name, (_, why) = [*given.items()][number]
+        (said,) = problems(capsys, "--config", "q.toml")
+        assert said.startswith(f"q.toml:1: {name} = ") and why in said
+
+
+@pytest.mark.parametrize(
+    "flags", ["--gateways 2 --workers 2", "--model org/name", "--ray-address auto", "--journal sqlite"]
+)
+def test_whatever_starts_a_server_can_be_checked(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert problems(capsys, "--data-dir", str(tmp_path / "data"), *flags.split()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    toml("listen = '127.0.0.1:0'\ninsecure = true\nmax_journal_bytes = 1\n")
+    first, second = problems(capsys, "--config", "q.toml")
+    assert first == "q.toml:2: insecure = true is refused: must be one of off, on"
+    assert second.endswith("must be a whole number from 1024 to 1125899906842624")
+
+
+def test_a_start_says_all_problems_with_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    toml('workers = 0\ndevice = "tpu"\n')
+    assert main(["serve", "--config", "q.toml"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" is refused")[0] for line in said] == [
+        "quire: q.toml:1: workers = 0",
+        "quire: q.toml:2: device = 'tpu'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "refused"),
+    [
+        ({"listen": "127.0.0.1:7001", "metrics_listen": "127.0.0.1:7001"}, ["metrics_listen"]),
+        ({"listen": "localhost:7001", "openai_listen": "127.0.0.1:7001"}, ["openai_listen"]),
+        ({"openai_listen": "127.0.0.1:7001", "metrics_listen": "0.0.0.0:7001"}, ["openai_listen"]),
+        ({"openai_listen": "[::1]:7001", "metrics_listen": "[::]:7001"}, ["openai_listen"]),
+        ({"openai_listen": "[::1]:7001", "metrics_listen": "0.0.0.0:7001"}, []),
+        ({"openai_listen": "127.0.0.1:7001", "metrics_listen": "127.0.0.2:7001"}, []),
+        ({"openai_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}, []),
+        ({"listen": "unix:/one", "openai_listen": "127.0.0.1:7001"}, []),
+    ],
+)
+def test_two_ports_have_two_addresses(addresses: dict[str, str], refused: list[str]) -> None:
+    """Whether they are in use now is another question."""
+    settings = read_settings({"listen": "127.0.0.1:0"} | addresses, {})
+    assert [error.setting for error in settings.errors] == refused
+    assert all("already" in error.allowed for error in settings.errors)
+
+
+def test_it_loads_no_torch() -> None:
+    modules = "service.cli.serve, service.cli.journal"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,732 @@
+"""The journal on disk: its files, whatever happens to them. See also `test_journal_faults`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.caches.ledger import Ledger
+from service.caches.records import CacheReleased, Record
+from service.journal import file_journal, segments, stored
+from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
+from service.journal.file_journal import FileJournal
+from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
+from tests.service import journal_stores as faults
+from tests.service.journal_stores import Change, change_segment
+from tests.service.journal_traffic import Traffic, appended, commit, created, facts, open_journal, recovered
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST = "0000000001.log"
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[FileJournal]:
+    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
+        yield journal
+
+
+def segment(tmp_path: Path, number: int = 1) -> Path:
+    return segments.segment_path(tmp_path / "data" / JOURNAL, number)
+
+
+async def test_files_are_for_their_owner_only(journal: FileJournal, tmp_path: Path) -> None:
+    assert await commit(journal, created(1))
+    directory = tmp_path / "data" / JOURNAL
+    assert directory.stat().st_mode & 0o777 == directory.parent.stat().st_mode & 0o777 == 0o700
+    assert {path.name for path in directory.iterdir()} == {END, FIRST}
+    assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+
+
+# When commits are durable.
+
+
+@pytest.mark.parametrize(("sync", "at_once"), [("normal", True), ("full", False)])
+async def test_commits_are_written_before_the_call_returns(tmp_path: Path, sync: Sync, at_once: bool) -> None:
+    """Unless each is synced."""
+    with contextlib.closing(open_journal(tmp_path, sync)) as journal:
+        for number in (1, 2):
+            done = asyncio.get_running_loop().create_future()
+            journal.commit([created(number)], done.set_result)
+            assert done.done() is at_once
+            assert await done
+
+
+async def test_with_full_each_commit_is_synced_before_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(open_journal(tmp_path, "full")) as journal:
+        sizes: list[int] = []
+        fdatasync = os.fdatasync
+
+        def noted(fd: int) -> None:
+            fdatasync(fd)
+            sizes.append(os.fstat(fd).st_size)
+
+        monkeypatch.setattr(os, "fdatasync", noted)
+        for number in range(1, 4):
+            assert await commit(journal, created(number))
+            assert len(sizes) == number and sizes[-1] == (tmp_path / JOURNAL / FIRST).stat().st_size
+
+
+async def test_with_normal_commits_are_synced_soon(
+    journal: FileJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the system loses no more than those of the last moments."""
+    monkeypatch.setattr(file_journal, "CHECK_S", 0.01)
+    running = asyncio.create_task(journal.run())
+    for number in (1, 2, 3):
+        assert await commit(journal, created(number))
+    async with asyncio.timeout(30):
+        while segments.read_end(tmp_path / "data" / JOURNAL).synced < 3:
+            await asyncio.sleep(0.01)
+    running.cancel()
+
+
+async def test_a_slow_disk_stops_the_event_loop_for_a_hundredth_of_the_time(
+    journal: FileJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread writes what follows."""
+    now_s, takes_s, write = 1000.0, 0.0, os.write
+
+    def write_slowly(fd: int, data: bytes) -> int:
+        nonlocal now_s
+        now_s += takes_s
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", write_slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    # After which pause, how long it takes, and whether the event loop writes it.
+    schedule = [(0, 0.01, True), (0, 0.05, True), (4.5, 0, False), (0.5, 0, True), (0, 0, True)]
+    on_loop = []
+    for number, (pause_s, took_s, _) in enumerate(schedule):
+        now_s, takes_s = now_s + pause_s, took_s
+        done = asyncio.get_running_loop().create_future()
+        journal.commit([created(number)], done.set_result)
+        on_loop.append(done.done())
+        assert await done
+    assert on_loop == [expected for *_, expected in schedule]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError(), BaseException("a panic")])
+@pytest.mark.parametrize("step", ["seal", "os.write", "os.stat"])
+@pytest.mark.parametrize("sync", ["normal", "full"])
+async def test_a_failed_write_is_told_and_the_next_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException, sync: Sync
+) -> None:
+    """Before or after the frame is written, on the event loop or on the thread."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with contextlib.closing(open_journal(tmp_path, sync)) as journal:
+        assert await commit(journal, created(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(f"service.journal.segment_writer.{step}", fail)
+            assert not await commit(journal, created(2))
+        shutil.copytree(tmp_path / JOURNAL, tmp_path / "crashed" / JOURNAL)
+        assert await commit(journal, created(3))
+    assert [state.number for state in recovered(tmp_path / "crashed")] == [1]
+    assert [state.number for state in recovered(tmp_path)] == [1, 3]
+
+
+async def test_a_failed_sync_is_told_and_nothing_of_the_frame_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_fd: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with contextlib.closing(open_journal(tmp_path, "full")) as journal:
+        assert await commit(journal, created(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", fail)
+            assert not await commit(journal, created(2))
+        assert await commit(journal, created(3))
+    assert [state.number for state in recovered(tmp_path)] == [1, 3]
+
+
+@pytest.mark.parametrize("cut_back", [True, False])
+async def test_a_frame_that_was_written_in_part_is_cut_off(
+    journal: FileJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_back: bool
+) -> None:
+    """At once or, if that fails too, before the next one; or by the next gateway."""
+    write = os.write
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    assert await commit(journal, created(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda fd, data: write(fd, data[:20]))
+        if not cut_back:
+            patched.setattr(os, "ftruncate", fail)
+        assert not await commit(journal, created(2))
+    shutil.copytree(tmp_path / "data", tmp_path / "crashed")
+    assert await commit(journal, created(3))
+    journal.close()
+    assert [state.number for state in recovered(tmp_path / "crashed")] == [1]
+    assert [state.number for state in recovered(tmp_path / "data")] == [1, 3]
+
+
+# Files that are removed, replaced and changed under a running gateway.
+
+
+def _remove(directory: Path) -> None:
+    (directory / FIRST).unlink()
+
+
+def _replace(directory: Path) -> None:
+    shutil.copy(directory / FIRST, directory / "other")
+    (directory / "other").rename(directory / FIRST)
+
+
+def _move_directory(directory: Path) -> None:
+    directory.rename(directory.with_name("moved"))
+
+
+def _move_back(directory: Path) -> None:
+    """The failed commit is not in the moved files either."""
+    moved = directory.with_name("moved")
+    shutil.copytree(moved, directory.parent.with_name("copied") / JOURNAL)
+    assert [state.number for state in recovered(directory.parent.with_name("copied"))] == [1]
+    moved.rename(directory)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "repair"), [(_remove, None), (_replace, None), (_move_directory, _move_back)]
+)
+async def test_writes_to_a_removed_file_are_not_durable_and_those_after_its_return_are(
+    journal: FileJournal, tmp_path: Path, spoil: Callable[[Path], None], repair: Callable[[Path], None] | None
+) -> None:
+    directory = tmp_path / "data" / JOURNAL
+    assert await commit(journal, created(1))
+    spoil(directory)
+    assert not await commit(journal, created(2))
+    if repair is None:
+        assert not await commit(journal, created(3))
+        return
+    repair(directory)
+    assert await commit(journal, created(3))
+    shutil.copytree(directory, tmp_path / "crashed" / JOURNAL)
+    assert [state.number for state in recovered(tmp_path / "crashed")] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "change", [faults.one_missing, faults.one_changed, faults.exchanged, faults.last_changed]
+)
+async def test_frames_that_are_changed_are_noticed_by_the_next_commit(
+    journal: FileJournal, tmp_path: Path, change: Change
+) -> None:
+    running = asyncio.create_task(journal.run())
+    assert await commit(journal, created(1))
+    for position in range(5):
+        assert await commit(journal, appended(1, position, 7))
+    # The time of a file is that of the last tick of the system's clock.
+    await asyncio.sleep(0.02)
+    change_segment(tmp_path / "data" / JOURNAL, change)
+    for position in (5, 6):
+        assert not await commit(journal, appended(1, position, 7))
+    with pytest.raises(OwnershipLost, match="Stop the gateway, and restore all files"):
+        await running
+
+
+async def test_what_another_program_writes_without_a_loss_stops_nothing(
+    journal: FileJournal, tmp_path: Path
+) -> None:
+    """A touched file has all its frames. What was added to them is cut off."""
+    assert await commit(journal, created(1))
+    for position in range(3):
+        segment(tmp_path).touch()
+        assert await commit(journal, appended(1, 2 * position, 7))
+        with segment(tmp_path).open("ab") as file:
+            file.write(b"more")
+        assert await commit(journal, appended(1, 2 * position + 1, 7))
+    journal.close()
+    assert [state.length for state in recovered(tmp_path / "data")] == [6]
+
+
+@pytest.mark.parametrize("lock_removed", [False, True])
+async def test_a_second_gateway_is_refused(journal: FileJournal, tmp_path: Path, lock_removed: bool) -> None:
+    """Also if the file that is the lock was removed. The first one goes on."""
+    assert await commit(journal, created(1))
+    if lock_removed:
+        (tmp_path / "data" / "lock").unlink()
+    with pytest.raises(DirectoryInUse, match="in use by another gateway"):
+        open_journal(tmp_path / "data")
+    assert await commit(journal, created(2))
+    journal.close()
+    assert len(recovered(tmp_path / "data")) == 2
+
+
+# What the next gateway finds.
+
+
+async def filled(tmp_path: Path) -> list[dict[int, object]]:
+    """Makes a journal of six frames. Returns the caches before the first frame and after each."""
+    ledger = Ledger()
+    journal = open_journal(tmp_path / "data", ledger=ledger)
+    states = [facts(ledger)]
+    for index in range(6):
+        records: list[Record] = [appended(1, index - 1, index)] if index else [created(1)]
+        assert await commit(journal, *records, to=ledger)
+        states.append(facts(ledger))
+    journal.close()
+    return states
+
+
+def _say_nothing(directory: Path) -> None:
+    """As an operator who wants to use what is there."""
+    (directory / END).write_bytes(b"")
+
+
+async def test_a_journal_up_to_its_damage_is_used_if_the_operator_wants_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = await filled(tmp_path)
+    change_segment(tmp_path / "data" / JOURNAL, faults.one_changed)
+    with pytest.raises(JournalUnusable, match=r"make .*/end an empty file"):
+        recovered(tmp_path / "data")
+    _say_nothing(tmp_path / "data" / JOURNAL)
+    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
+        assert await commit(journal, appended(1, 1, 77))
+    assert [list(state.tokens.copy()) for state in recovered(tmp_path / "data")] == [[1, 77]]
+    assert (
+        len(states[2]) == 1 and "the end of the journal was not written completely" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("keep", [1, HEADER_BYTES + 3, -20, -1])
+async def test_a_torn_frame_is_dropped_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: int
+) -> None:
+    """Nobody was told of it: the gateway was killed while it was written."""
+    states = await filled(tmp_path)
+    path = segment(tmp_path)
+    whole = path.read_bytes()
+    change_segment(tmp_path / "data" / JOURNAL, faults.last_missing)
+    torn = whole[path.stat().st_size :]
+    with path.open("ab") as file:
+        file.write(torn[:keep] if keep < len(torn) else torn[:-2])
+    directory = tmp_path / "data" / JOURNAL
+    end = segments.read_end(directory)
+    (directory / END).write_bytes(end._replace(written=5, synced=5).encoded())
+    ledger = Ledger()
+    with contextlib.closing(open_journal(tmp_path / "data", ledger=ledger)) as journal:
+        assert facts(ledger) == states[5]
+        assert await commit(journal, appended(1, 4, 77))
+    assert [list(state.tokens.copy()) for state in recovered(tmp_path / "data")] == [[1, 2, 3, 4, 77]]
+    assert "the end of the journal was not written completely" in capsys.readouterr().out
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _overwrite_begin(path: Path) -> None:
+    path.write_bytes(b"overwritten" + path.read_bytes()[11:])
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, _empty, _cut_in_half, _overwrite_begin])
+@pytest.mark.parametrize("name", [FIRST, END])
+async def test_a_damaged_file_is_refused(tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
+    """Also at the next start. When the file is restored, all caches are there."""
+    states, path = await filled(tmp_path), tmp_path / "data" / JOURNAL / name
+    good = path.read_bytes()
+    spoil(path)
+    if (name, spoil) != (END, _empty):
+        for _ in range(2):
+            with pytest.raises(JournalUnusable, match=rf"{JOURNAL}/{name}.*[Rr]estore"):
+                recovered(tmp_path / "data")
+    path.write_bytes(good)
+    assert facts(recovered(tmp_path / "data")) == states[-1]
+
+
+async def test_no_flipped_bit_changes_recovered_caches(tmp_path: Path) -> None:
+    """Each is refused."""
+    await filled(tmp_path)
+    rng = random.Random(7)
+    for name in (FIRST, END):
+        path = tmp_path / "data" / JOURNAL / name
+        good = path.read_bytes()
+        for index in rng.sample(range(len(good)), min(60, len(good))):
+            data = bytearray(good)
+            data[index] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+            with pytest.raises(JournalUnusable):
+                recovered(tmp_path / "data")
+        path.write_bytes(good)
+    assert len(recovered(tmp_path / "data")) == 1
+
+
+async def test_after_a_crash_of_the_system_the_last_frames_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they were not synced, whatever the disk has of them. Synced frames must exist."""
+    states = await filled(tmp_path)
+    directory = tmp_path / "data" / JOURNAL
+    end = segments.read_end(directory)
+    assert end.synced == 6
+    path = segment(tmp_path)
+    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
+    for synced, size in ((4, path.stat().st_size - 10), (5, path.stat().st_size)):
+        (directory / END).write_bytes(end._replace(synced=synced).encoded())
+        shutil.copytree(directory, tmp_path / str(synced) / JOURNAL)
+        copy = tmp_path / str(synced) / JOURNAL / FIRST
+        # A hole in the last frame, or its end was never written.
+        copy.write_bytes(copy.read_bytes()[: size - 30].ljust(size, b"\0"))
+        assert facts(recovered(tmp_path / str(synced))) == states[5]
+    change_segment(directory, faults.last_missing)
+    (directory / END).write_bytes(end.encoded())
+    with pytest.raises(JournalUnusable, match="frame 6: it is missing"):
+        recovered(tmp_path / "data")
+    # With "full" all of them are synced.
+    (directory / END).write_bytes(end._replace(synced=0).encoded())
+    with pytest.raises(JournalUnusable, match="frame 6: it is missing"):
+        open_journal(tmp_path / "data", "full")
+
+
+async def two_segments(tmp_path: Path) -> None:
+    """As after a crash within a compaction: frames 1 to 3, and 4 to 6."""
+    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
+        for number in range(1, 7):
+            if number == 4:
+                assert await journal._prepare()
+                journal._set_mark()
+            assert await commit(journal, created(number))
+
+
+def _exchange(directory: Path, _other: Path) -> None:
+    first, second = (segments.segment_path(directory, number) for number in (1, 2))
+    first.rename(directory / "x")
+    second.rename(first)
+    (directory / "x").rename(second)
+
+
+def _duplicate(directory: Path, _other: Path) -> None:
+    shutil.copy(segments.segment_path(directory, 2), segments.segment_path(directory, 3))
+
+
+def _remove_first(directory: Path, _other: Path) -> None:
+    segments.segment_path(directory, 1).unlink()
+
+
+def _remove_last(directory: Path, _other: Path) -> None:
+    segments.segment_path(directory, 2).unlink()
+
+
+def _foreign(directory: Path, other: Path) -> None:
+    shutil.copy(segments.segment_path(other, 2), segments.segment_path(directory, 2))
+
+
+def _older(directory: Path, _other: Path) -> None:
+    path = segments.segment_path(directory, 1)
+    path.write_bytes(path.read_bytes()[:-80])
+
+
+def _repeat_frames(directory: Path, _other: Path) -> None:
+    first, second = (segments.segment_path(directory, number) for number in (1, 2))
+    second.write_bytes(second.read_bytes()[:HEADER_BYTES] + first.read_bytes()[HEADER_BYTES:])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (_exchange, "0000000001.log, it is a copy of segment 2"),
+        (_duplicate, "0000000003.log, it is a copy of segment 2"),
+        (_remove_first, "0000000001.log, it is missing"),
+        (_remove_last, "0000000001.log, frame 4: it is missing"),
+        (_foreign, "0000000002.log, it is of another journal"),
+        (_older, "0000000001.log, frame 3"),
+        (_repeat_frames, "0000000002.log, frame 4"),
+    ],
+)
+async def test_segments_that_are_not_those_that_were_written_are_refused(
+    tmp_path: Path, spoil: Callable[[Path, Path], None], why: str
+) -> None:
+    other = tmp_path / "other"
+    for place in (tmp_path, other):
+        place.mkdir(exist_ok=True)
+        await two_segments(place)
+    assert len(recovered(tmp_path / "data")) == 6
+    spoil(tmp_path / "data" / JOURNAL, other / "data" / JOURNAL)
+    with pytest.raises(JournalUnusable, match=f"{why}.*Restore"):
+        recovered(tmp_path / "data")
+
+
+def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/journal"):
+        with pytest.raises(JournalUnusable, match=r"file.*It must be a directory, but is a file"):
+            open_journal(tmp_path / place)
+    (tmp_path / "data" / JOURNAL / FIRST).mkdir(parents=True)
+    (tmp_path / "data" / JOURNAL / END).write_bytes(b"")
+    with pytest.raises(JournalUnusable, match=rf"{FIRST}: Is a directory"):
+        open_journal(tmp_path / "data")
+
+
+def test_a_journal_of_a_version_before_the_first_release_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").write_bytes(b"SQLite format 3\0")
+    with pytest.raises(
+        JournalUnusable, match=r"does not read. To begin without its caches, move .*journal.db"
+    ):
+        open_journal(tmp_path)
+    (tmp_path / "journal.db").rename(tmp_path / "old")
+    open_journal(tmp_path).close()
+
+
+def test_a_segment_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "_FORMAT", 9)
+        open_journal(tmp_path).close()
+    with pytest.raises(JournalUnusable, match="it has format 9: use the version that wrote it"):
+        open_journal(tmp_path)
+
+
+async def test_a_read_only_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root can write to all files, so the system's refusal is played."""
+    await filled(tmp_path)
+    open_ = os.open
+
+    def read_only(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).endswith((".log", END)):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return open_(path, flags, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", read_only)
+        with pytest.raises(
+            JournalUnusable, match=r"Read-only file system\. Make sure that it can be written to"
+        ):
+            open_journal(tmp_path / "data")
+    assert len(recovered(tmp_path / "data")) == 1
+
+
+# Compaction.
+
+
+async def test_a_crash_at_any_step_of_a_compaction_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of the disk before and after each call that changes it is that of a crash there."""
+    monkeypatch.setattr(stored, "CHECK_S", 0.001)
+    monkeypatch.setattr(stored, "PORTION_S", 0.001)
+    ledger, directory = Ledger(), tmp_path / "data"
+    journal = open_journal(directory, compaction_bytes=-1 << 30, ledger=ledger)
+    for number in range(1, 4):
+        assert await commit(journal, created(number), appended(number, 0, *range(number)), to=ledger)
+    expected, crashes = facts(ledger), 0
+
+    def crash() -> None:
+        nonlocal crashes
+        crashes += 1
+        copy = tmp_path / f"crash-{crashes}"
+        shutil.copytree(directory, copy)
+        assert facts(recovered(copy)) == expected, crashes
+        assert facts(recovered(copy)) == expected, crashes
+        shutil.rmtree(copy)
+
+    def crashing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            if not is_own:
+                return call(*arguments, **named)
+            is_own.clear()
+            crash()
+            result = call(*arguments, **named)
+            crash()
+            is_own.append(True)
+            return result
+
+        return wrapped
+
+    is_own = [True]
+    for place, name in ((os, "write"), (os, "fsync"), (os, "fdatasync"), (Path, "rename"), (Path, "unlink")):
+        monkeypatch.setattr(place, name, crashing(getattr(place, name)))
+    journal.bind_ledger(ledger)
+    while not (directory / JOURNAL / "0000000003.log").exists():
+        await journal.compact()
+        await asyncio.sleep(0.001)
+    is_own.clear()
+    journal.close()
+    assert crashes > 20
+    assert facts(recovered(directory)) == expected
+
+
+async def test_commits_go_on_while_a_compaction_waits_for_the_disk(
+    journal: FileJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger()
+    journal._compaction_bytes = -1 << 30
+    journal.bind_ledger(ledger)
+    going_on, fsync = asyncio.Event(), os.fsync
+    loop = asyncio.get_running_loop()
+
+    def wait(fd: int) -> None:
+        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    preparing = asyncio.create_task(journal.compact())
+    await asyncio.sleep(0)
+    for number in range(5):
+        assert await commit(journal, created(number), to=ledger)
+    assert not preparing.done()
+    going_on.set()
+    await preparing
+
+
+async def test_under_endless_traffic_the_files_stay_small(tmp_path: Path) -> None:
+    """Caches are created, decoded and released: 100 times as many as exist at a time."""
+    ledger = Ledger()
+    journal = open_journal(tmp_path, compaction_bytes=100_000, ledger=ledger)
+    journal.bind_ledger(ledger)
+    biggest = 0
+    for index in range(1, 1500):
+        records: list[Record] = [created(index), appended(index, 0, *range(500))]
+        records += [appended(state.number, state.length, index) for state in ledger]
+        if index > 20:
+            records.append(CacheReleased(index - 20))
+        assert await commit(journal, *records, to=ledger)
+        await journal.compact()
+        biggest = max(biggest, sum(path.stat().st_size for path in (tmp_path / JOURNAL).glob("*.log")))
+    assert biggest < 3 * ledger.size_bytes + 200_000
+    journal.close()
+    assert facts(recovered(tmp_path)) == facts(ledger)
+
+
+async def test_a_compaction_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each step of it; then the next attempt succeeds."""
+    ledger = Ledger()
+    journal = open_journal(tmp_path, compaction_bytes=-1 << 30, ledger=ledger)
+    assert await commit(journal, created(1), appended(1, 0, 7), to=ledger)
+    journal.bind_ledger(ledger)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    for place, name in ((os, "fsync"), (Path, "rename"), (os, "fdatasync"), (Path, "unlink")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fail)
+            for _ in range(20):
+                await journal.compact()
+        assert await commit(journal, appended(1, ledger.get(1).length, 7), to=ledger)  # type: ignore[union-attr]
+        shutil.copytree(tmp_path / JOURNAL, tmp_path / name / JOURNAL)
+        assert facts(recovered(tmp_path / name)) == facts(ledger)
+    for _ in range(20):
+        await journal.compact()
+    journal.close()
+    assert len([*(tmp_path / JOURNAL).glob("*.log")]) <= 2
+    assert facts(recovered(tmp_path)) == facts(ledger)
+
+
+# Processes that end at any moment, and full disks.
+
+# A process that appends tokens 0, 1, 2... to three caches, prints which are durable, and always compacts.
+# With a limit, its files cannot grow beyond it until 10 commits have failed.
+CHILD = """
+import asyncio, resource, sys
+from pathlib import Path
+from service.caches.ledger import Ledger
+from tests.service.journal_traffic import appended, commit, created, open_journal
+
+async def main(directory, limit_bytes):
+    ledger = Ledger()
+    journal = open_journal(Path(directory), compaction_bytes=20_000, ledger=ledger)
+    journal.bind_ledger(ledger)
+    for number in range(1, 4):
+        if ledger.get(number) is None:
+            assert await commit(journal, created(number), to=ledger)
+    if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, -1))
+    failed = 0
+    while failed < 20 or ledger.get(1).length % 100:
+        length = ledger.get(1).length
+        ok = await commit(journal, *(appended(n, length, length) for n in range(1, 4)), to=ledger)
+        failed += not ok
+        if failed == 10 and limit_bytes:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+            failed = 20
+        print(length, ok, flush=True)
+        if not limit_bytes:
+            await journal.compact()
+    journal.close()
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def child(directory: Path, limit_bytes: int = 0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(directory), str(limit_bytes)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def length_of_all(directory: Path) -> int:
+    """The length of the three caches, which is the same."""
+    ledger = recovered(directory)
+    (tokens,) = {tuple(state.tokens.copy()) for state in ledger}
+    assert len(ledger) == 3 and tokens == tuple(range(len(tokens)))
+    return len(tokens)
+
+
+def test_durable_commits_survive_a_kill(tmp_path: Path) -> None:
+    rng, length = random.Random(3), 0
+    for _ in range(3):
+        process = child(tmp_path)
+        assert process.stdout is not None
+        reported = [process.stdout.readline() for _ in range(rng.randint(200, 900))]
+        process.send_signal(signal.SIGKILL)
+        reported += process.stdout.readlines()
+        process.wait()
+        process.stdout.close()
+        durable = max(int(line.split()[0]) for line in reported if line.endswith("True\n"))
+        assert int(reported[0].split()[0]) == length
+        length = length_of_all(tmp_path)
+        # The last commits may be stored without a report.
+        assert durable + 1 <= length <= durable + 2
+
+
+def test_commits_fail_on_a_full_disk_and_succeed_afterwards(tmp_path: Path) -> None:
+    process = child(tmp_path, limit_bytes=200_000)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    # In addition to log lines.
+    lines = [line.split() for line in output.splitlines() if line.endswith(("True", "False"))]
+    outcomes = [ok for _, ok in lines]
+    assert outcomes.count("False") == 10 and outcomes[0] == outcomes[-1] == "True"
+    assert length_of_all(tmp_path) == int(lines[-1][0]) + 1
+
+
+def test_recovery_follows_any_traffic(tmp_path: Path) -> None:
+    """Whether frames were appended by one gateway or several."""
+
+    async def traffic(seed: int, ledger: Ledger) -> None:
+        with contextlib.closing(open_journal(tmp_path, ledger=ledger)) as journal:
+            some = Traffic(seed, ledger, prompt_tokens=600)
+            for _ in range(150):
+                assert await commit(journal, *some.next(), to=ledger)
+
+    expected: dict[int, object] = {}
+    for seed in range(3):
+        ledger = Ledger()
+        asyncio.run(traffic(seed, ledger))
+        assert facts(recovered(tmp_path)) == facts(ledger) != expected
+        expected = facts(ledger)
