@@ -122,7 +122,7 @@ class _Bench:
         outcomes = await running
         times_ns.append(time.perf_counter_ns())
         response = batch.response()
-        batch.write_answer(checked, outcomes, "request", response)
+        batch.write_items(checked, outcomes, "request", response)
         response.SerializeToString()
         times_ns.append(time.perf_counter_ns())
         assert all(result.HasField("response") for result in response.results)

@@ -89,18 +89,10 @@ class Call:
         validation.check_response_size(answer_bytes, limits, "items")
         return checked
 
-    def write_answer(
+    def write_items(
         self, requests: Sequence[object], outcomes: Sequence[Outcome], request_id: str, into: Any
     ) -> None:
-        """Writes the answer. `outcomes` has one for each of `requests` that is not an error.
-
-        request_id: for the errors in a batch. Raises the QuireError of a call that is none.
-        """
-        if not self.is_batch:
-            if isinstance(outcomes[0], QuireError):
-                raise outcomes[0]
-            self.write(requests[0], outcomes[0], into)
-            return
+        """Writes the answer to a batch. `outcomes` has one for each of `requests` that is not an error."""
         remaining = iter(outcomes)
         for one in requests:
             result = into.results.add()

@@ -84,7 +84,12 @@ class ExecutorApi:
         answers.take_until_done(held_bytes(checked), context)
         outcomes = await self._dispatcher.run(requests, tenant)
         response = call.response()
-        call.write_answer(checked, outcomes, current_request_id() if call.is_batch else "", response)
+        if call.is_batch:
+            call.write_items(checked, outcomes, current_request_id(), response)
+        elif isinstance(outcomes[0], QuireError):
+            raise outcomes[0]
+        else:
+            call.write(requests[0], outcomes[0], response)
         return response
 
     Prefill = partialmethod(_run, CALLS["Prefill"])

@@ -332,8 +332,12 @@ class Session:
                 if isinstance(call.answer, QuireError):
                     raise call.answer
                 answer.CopyFrom(call.answer)
+            elif call.call.is_batch:
+                call.call.write_items(call.requests, outcomes, self._request_id, answer)
+            elif isinstance(outcomes[0], QuireError):
+                raise outcomes[0]
             else:
-                call.call.write_answer(call.requests, outcomes, self._request_id, answer)
+                call.call.write(call.requests[0], outcomes[0], answer)
         except QuireError as error:
             self._deliver_error(call.tag, error)
         except Exception:

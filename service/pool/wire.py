@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from quire.v1 import types_pb2, worker_pb2
 
@@ -37,16 +38,13 @@ _MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
-class _Message:
+class _Message(NamedTuple):
     """What is sent to one worker at once: plain decodes that follow each other are one command."""
 
-    __slots__ = ("options", "request", "rows")
-
-    def __init__(self) -> None:
-        self.request = worker_pb2.ConnectRequest()
-        # Of the plain decodes that are not in it yet. Their options, each with its number.
-        self.rows: list[bytes] = []
-        self.options: dict[bytes, int] = {}
+    request: worker_pb2.ConnectRequest
+    # Of the plain decodes that are not in it yet. Their options, each with its number.
+    rows: list[bytes]
+    options: dict[bytes, int]
 
     def add(self, command: effects.Command) -> None:
         """Appends a command, which is no plain decode."""
@@ -78,7 +76,11 @@ def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects
         if before is None or epoch != before[1] or worker_id != before[0]:
             before = worker_id, epoch
             link = links.get(before)
-            message = None if link is None else messages.setdefault(link, _Message())
+            message = (
+                None
+                if link is None
+                else messages.setdefault(link, _Message(worker_pb2.ConnectRequest(), [], {}))
+            )
         if message is None:
             continue
         try:

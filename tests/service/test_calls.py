@@ -42,7 +42,7 @@ def test_each_cache_occurs_once_in_a_batch_and_new_ones_at_will(cache_ids: list[
     asked = [request.cache_id for request in checked if isinstance(request, Append)]
     assert asked == [name for name, is_refused in zip(cache_ids, refused, strict=True) if not is_refused]
     answer = executor_pb2.UnifiedForwardResponse()
-    CALLS["UnifiedForward"].write_answer(checked, [CacheNotFound() for _ in asked], "r-7", answer)
+    CALLS["UnifiedForward"].write_items(checked, [CacheNotFound() for _ in asked], "r-7", answer)
     reasons = {True: "DUPLICATE_CACHE_IN_BATCH", False: "CACHE_NOT_FOUND"}
     for index, (result, is_refused) in enumerate(zip(answer.results, refused, strict=True)):
         info, violations = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
