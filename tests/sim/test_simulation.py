@@ -22,7 +22,7 @@ from tests.sim.states import SEEN
 SCHEDULES, THOROUGH_SCHEDULES = 1200, 10_000
 # A planted bug shows within this many; most within ten.
 CONTROL_SCHEDULES = 3000
-# Changes of state that these schedules need not have: a copy that ends as its cache is released, or as the rest
+# Changes of state that these schedules need not have: a copy ends because its cache is released, or the rest
 # of it cannot be replayed at once.
 SELDOM = {(State.COPYING, State.WAITING), (State.COPYING, State.PARKED)}
 # Without these a passing run would say little.
