@@ -31,6 +31,7 @@ from service.caches.records import Record
 from service.caches.reservations import Limits
 from service.dispatcher import Dispatcher
 from service.journal import encoding
+from service.journal.base import Journal
 from service.pool import wire
 
 _PARTS = ("check", "begin", "answered", "write")
@@ -42,10 +43,8 @@ _SETTLING_CALLS = 16
 _DECODE, _DONE = struct.Struct("<9Q"), struct.Struct("<5Q")
 
 
-class _Journal:
+class _Journal(Journal):
     """Encodes commits and drops them."""
-
-    oldest_waiting_s = 0.0
 
     def commit(self, records: Sequence[Record], on_committed: Callable[[bool], None]) -> None:
         encoding.encode(records)
@@ -82,7 +81,7 @@ class _Bench:
         links = {("worker", 1): self._worker}
         self._dispatcher = Dispatcher(
             CacheMachine(Limits()),
-            _Journal(),  # type: ignore[arg-type]  # what a commit needs of it
+            _Journal(),
             lambda commands: wire.send(links, commands),  # type: ignore[arg-type]
         )
         self._dispatcher.worker_ready(WorkerView("worker", 1, 16, _PAGES, _PAGES, _PAGES))

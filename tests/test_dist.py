@@ -141,7 +141,6 @@ def test_installed_it_serves_with_compiled_kernels_without_a_compiler(
             assert "".join(chunk.text for chunk in client.execute("12+34=")) == "46"
         for command in (
             ["journal", "verify", str(home)],
-            ["plan", "--model", "adder"],
             ["serve", "--check"],
         ):
             subprocess.run([str(installed / "quire"), *command], cwd=tmp_path, env=settings, check=True)

@@ -7,7 +7,7 @@ Dimension letters: T tokens; N plain decodes and chunks; R wanted rows; P pages 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.decodes import NO_DECODES, POSITION, TOKEN, Decodes
+from workers.decodes import NO_DECODES, POSITION, PROMPT_LEN, TOKEN, Decodes
 from workers.models.capture import RowCapture
 from workers.models.inputs import (
     MAX_TREE_TOKENS,
@@ -24,12 +24,14 @@ from workers.models.inputs import (
     TokenTrees,
     depths_and_ancestors,
 )
-from workers.operations import GREEDY, Chunk, Forward, OutputSpec, RowChoice
+from workers.operations import GREEDY, Chunk, OutputSpec, RowChoice, Sampling
 from workers.sampling import Draft, SamplingRow
 from workers.token_trees import children_of, path_to
 
 Tables = NDArray[np.int32]
 Number = TypeVar("Number", np.int32, np.int64)
+# The tokens of the sequence of one of some plain decodes, up to its own.
+HistoryOf = Callable[[Decodes, int], NDArray[np.int64]]
 
 _NO_OWN_CHOICE = RowChoice()
 _GREEDY_ROW = SamplingRow()
@@ -219,14 +221,18 @@ def _page_tables(
     return tables  # [N, P]
 
 
-def sampling_rows(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> list[SamplingRow]:
-    """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`."""
+def sampling_rows(
+    chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES, history_of: HistoryOf | None = None
+) -> list[SamplingRow]:
+    """How the token of each wanted row is chosen; R entries in the order of `ForwardInputs.wanted_rows`.
+
+    `history_of`: of the plain decodes; only called for those that need it.
+    """
     rows = [_GREEDY_ROW] * decodes.size
-    if any([spec.sampling is not None for spec in decodes.kinds]):  # noqa: C419 - faster
-        rows = [
-            _GREEDY_ROW if spec.sampling is None else SamplingRow(spec.sampling, None, position + 1)
-            for spec, position in zip(decodes.outputs, decodes.column(POSITION), strict=True)
-        ]
+    for spec in decodes.kinds:
+        if spec.sampling or spec.mask:
+            rows = _rows_of_decodes(decodes, history_of)
+            break
     for chunk in chunks:
         forward = chunk.forward
         sampling = forward.output.sampling
@@ -239,12 +245,27 @@ def sampling_rows(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> lis
     return rows
 
 
+def _rows_of_decodes(decodes: Decodes, history_of: HistoryOf | None) -> list[SamplingRow]:
+    rows = [
+        SamplingRow(spec.sampling, spec.mask, position + 1) if spec.sampling or spec.mask else _GREEDY_ROW
+        for spec, position in zip(decodes.outputs, decodes.column(POSITION), strict=True)
+    ]
+    for index, spec in enumerate(decodes.outputs):
+        if spec.needs_history:
+            assert history_of is not None, "it is given with decodes that need it"
+            prompt_len = int(decodes.columns[PROMPT_LEN, index])
+            rows[index].history = history_of(decodes, index)
+            rows[index].prompt_len = _counted_from(spec.sampling, prompt_len)
+    return rows
+
+
 def _rows_of_chain(chunk: Chunk) -> list[SamplingRow]:
     """The rows of a chunk whose tokens are consecutive."""
-    op, counted_from = chunk.forward, _counted_from(chunk.forward)
+    op = chunk.forward
+    counted_from = _counted_from(op.output.sampling, op.prompt_len)
     rows: list[SamplingRow] = []
     history: Sequence[int] | NDArray[np.int64] = ()
-    if chunk.output_rows and _needs_history(op):
+    if chunk.output_rows and op.output.needs_history:
         # One for all rows of the chunk: a separate history for each would cost tokens x rows.
         history = np.concatenate([op.kv.token_ids.as_array(), chunk.token_ids])
     for index in range(chunk.count - chunk.output_rows, chunk.count):
@@ -272,7 +293,7 @@ def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
     op = chunk.forward
     children = children_of(op.parents)
     history: Sequence[int] | NDArray[np.int64] = ()
-    if _needs_history(op):
+    if op.output.needs_history:
         history = op.kv.token_ids.as_array().astype(np.int64)
     for index, position in enumerate(_positions_in_tree(chunk), start=chunk.start):
         choice = op.choices[index] if op.choices else _NO_OWN_CHOICE
@@ -285,20 +306,14 @@ def _rows_of_tree(chunk: Chunk) -> Iterator[SamplingRow]:
             draft=draft,
             position=position + 1,
             history=history,
-            prompt_len=_counted_from(op),
-            path=[op.token_ids[at] for at in path_to(op.parents, index)] if _needs_history(op) else (),
+            prompt_len=_counted_from(op.output.sampling, op.prompt_len),
+            path=[op.token_ids[at] for at in path_to(op.parents, index)] if op.output.needs_history else (),
         )
 
 
-def _needs_history(op: Forward) -> bool:
-    """Whether its rows need the tokens before them."""
-    return op.output.sampling is not None and op.output.sampling.has_penalty
-
-
-def _counted_from(op: Forward) -> int:
+def _counted_from(sampling: Sampling | None, prompt_len: int) -> int:
     """The first position that frequency and presence penalties count."""
-    sampling = op.output.sampling
-    return op.prompt_len if sampling is None or sampling.penalty_from is None else sampling.penalty_from
+    return prompt_len if sampling is None or sampling.penalty_from is None else sampling.penalty_from
 
 
 def output_specs(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> list[OutputSpec]:

@@ -41,10 +41,8 @@ _DRAFTED_AT_ONCE = 64
 _ALIGNMENT = 16
 
 _INT32_MAX = 2**31 - 1
-_PENALTY_COLUMNS = (
-    *("penalty_rows", "history", "begins", "prompt_ends", "ends"),
-    *("repetitions", "frequencies", "presences"),
-)
+HISTORY_COLUMNS = ("history", "begins", "prompt_ends", "ends")
+_PENALTY_COLUMNS = ("penalty_rows", "counts", "repetitions", "frequencies", "presences")
 
 Columns = dict[str, NDArray[Any]]  # settings of some rows, by the name of a kernel's argument
 
@@ -161,7 +159,8 @@ def choose_with_drafts(
         for chunk in chunks
     ]
     chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    for chunk, columns in zip(chunks, _send(settings, logits.device), strict=True):
+    most = [int(np.diff(columns["begins"]).max()) for columns in settings]
+    for chunk, columns, most_drafts in zip(chunks, _send(settings, logits.device), most, strict=True):
         copy = logits.index_select(0, columns["where"]).float()  # [C, V]
         cuts = _adjust_and_cut(copy, columns)
         drawn_from = torch.zeros(copy.shape, dtype=torch.float64, device=copy.device)  # [C, V]
@@ -175,6 +174,7 @@ def choose_with_drafts(
             drawn_from,
             columns["drafts"],
             columns["begins"],
+            most_drafts,
             columns["keep_keys"],
             columns["draw_keys"],
             out=chosen[chunk.start : chunk.stop],
@@ -187,7 +187,8 @@ def choose_adjusted(copy: Tensor, columns: dict[str, Tensor], ids: Tensor, best:
 
     Mutates copy [C, V] float32, and ids [C] and best [C] as `kernels.cuda.sampling.choose` does. The copy may
     have a row more, for biases and masks that are no row's. Launches what follows from the shapes, and from
-    which columns there are: it can be captured in a CUDA graph.
+    which columns there are: it can be captured in a CUDA graph. Tokens of histories may be counted already,
+    in the column "counts" [C, V].
     """
     from kernels.cuda import sampling  # noqa: PLC0415 - as in choose_tokens
 
@@ -207,6 +208,10 @@ def _adjust_and_cut(copy: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor | 
     if "biases" in columns:
         sampling_adjust.apply_biases(copy, columns["bias_rows"], columns["bias_ids"], columns["biases"])
     if "history" in columns:
+        counts = copy.new_zeros((len(columns["penalty_rows"]), copy.shape[1]), dtype=torch.int32)
+        sampling_adjust.count_histories(counts, *(columns[name] for name in HISTORY_COLUMNS))
+        columns = {**columns, "counts": counts}
+    if "counts" in columns:
         sampling_adjust.apply_penalties(copy, *(columns[name] for name in _PENALTY_COLUMNS))
     if "top_ks" not in columns:
         return None, None

@@ -32,15 +32,14 @@ from workers.kv.sizing import KvSizingError
 from workers.kv.tensors import KvTensors
 from workers.logging import background_log
 from workers.models.decoder import Decoder
-from workers.models.inputs import ForwardInputs
 from workers.models.lora import PackedLora
 from workers.models.model import ModelDescription
 from workers.models.weights import copy_weights
 from workers.operations import AdapterSource
-from workers.runners.base import Runner
+from workers.runners.base import After, LaunchedStep
 from workers.runners.collectives import Collectives
 from workers.runners.cuda_graph import CudaGraphRunner
-from workers.runners.rank_plan import Message, PlanKind, forward_of, pairs_of, receive
+from workers.runners.rank_plan import ForwardPlan, Message, PlanKind, Way, forward_of, pairs_of, receive
 from workers.runners.rank_processes import Questions
 from workers.runners.tensor_parallel import REFUSALS
 from workers.sampling import SamplingError, SamplingRow
@@ -61,7 +60,9 @@ class Follower:
         self._served: Served
         self._kv: KvTensors
         # On a GPU, what replays decodes.
-        self._runner: Runner | None = None
+        self._runner: CudaGraphRunner | None = None
+        # The last step that was launched, until rank 0 has read its tokens.
+        self._launched: LaunchedStep | None = None
         # None: rank 0 has not asked for room for adapters yet.
         self._lora_slots: ModelSlots | None = None
         # Those that were read and are not in place; and up to which number they were dropped.
@@ -141,7 +142,7 @@ class Follower:
 
     def _answer_allocate_pages(self, pages: int, limits: dict[str, Any], max_seq_len: int) -> None:
         self._kv = allocate_pages(self._model, pages)
-        runner = new_runner(self._model, self._kv, StepLimits(**limits), max_seq_len)
+        runner = new_runner(self._model, self._kv, StepLimits(**limits), max_seq_len, self._collectives)
         self._runner = runner if isinstance(runner, CudaGraphRunner) else None
 
     def _answer_set_threads(self, threads: int) -> None:
@@ -168,7 +169,7 @@ class Follower:
             torch.cuda.set_device(self._device)  # that of a thread, and questions have their own
         match message.kind:
             case PlanKind.FORWARD:
-                self._run(*forward_of(message))
+                self._run(forward_of(message))
             case PlanKind.COPY_PAGES:
                 self._kv.copy_pages(pairs_of(message))
             case PlanKind.MOVE_SLOTS:
@@ -181,14 +182,28 @@ class Follower:
                 self._dropped = message.numbers[0]
                 self._drop_weights()
 
-    def _run(self, inputs: ForwardInputs, is_eager: bool) -> None:
+    def _run(self, plan: ForwardPlan) -> None:
         """Run a forward. Its logits are rank 0's, and so is the choice of tokens."""
-        if is_eager or self._runner is None:
+        inputs, runner = plan.inputs, self._runner
+        if plan.way is Way.EAGER or runner is None:
             self._model.logits(self._model.forward(inputs.to(self._device), self._kv))
             return
         # A graph chooses tokens of this rank's part of the logits, which nobody reads.
+        rows = [SamplingRow()] * len(inputs.wanted_rows)
         with contextlib.suppress(SamplingError):
-            self._runner.step(inputs, [SamplingRow()] * len(inputs.wanted_rows))
+            if plan.way is Way.AFTER:
+                assert self._launched is not None, "rank 0 has launched one"
+                self._launched = runner.launch(inputs, rows, after=After(self._launched, plan.places))
+                return
+            if self._launched is not None:
+                launched, self._launched = self._launched, None
+                launched.chosen()
+        if plan.way is Way.LAUNCH:
+            self._launched = runner.launch(inputs, rows)
+            assert self._launched is not None, "rank 0 has launched it"
+            return
+        with contextlib.suppress(SamplingError):
+            runner.step(inputs, rows)
 
     def _drop_weights(self) -> None:
         if self._number <= self._dropped:

@@ -158,8 +158,11 @@ class OutputSpec:
     # How many plain rows this row costs, by the data that is read, copied and sent. Logits of a vocabulary
     # take hundreds of kilobytes, a hidden state tens. Short lists are free.
     row_weight: int = field(init=False, repr=False, compare=False)
-    # Whether a decode that wants this is plain: see `decodes`. It needs the row of logits and the position.
+    # Whether a decode that wants this is plain: see `decodes`. It needs no more than its row of logits, and
+    # the tokens before it.
     is_plain: bool = field(init=False, repr=False, compare=False)
+    # Whether the tokens of the sequence are needed to choose the next one.
+    needs_history: bool = field(init=False, repr=False, compare=False)
     # Whether nothing but the chosen token is returned.
     is_token_only: bool = field(init=False, repr=False, compare=False)
 
@@ -168,9 +171,10 @@ class OutputSpec:
         layers = 0 if self.hidden is None else -(-len(self.hidden.layers) // _LAYERS_PER_ROW)
         weight = 1 + lists + layers + (0 if self.logits is None else _LOGITS_WEIGHT)
         object.__setattr__(self, "row_weight", weight)
-        needs_more = self.mask is not None or self.hidden is not None or self.experts
+        needs_more = self.hidden is not None or self.experts
         needs_history = self.sampling is not None and self.sampling.has_penalty
-        object.__setattr__(self, "is_plain", weight == 1 and not needs_more and not needs_history)
+        object.__setattr__(self, "needs_history", needs_history)
+        object.__setattr__(self, "is_plain", weight == 1 and not needs_more)
         wants = self.top_logprobs or self.logprob_token_ids or self.logprob or self.sampled_logprob
         object.__setattr__(self, "is_token_only", not (wants or needs_more) and self.logits is None)
 

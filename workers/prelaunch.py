@@ -83,11 +83,11 @@ class Prelauncher:
         self._max_seq_tokens = max_seq_tokens
         self.prelaunch_unrequested = prelaunch_unrequested
         self._next_id = -1
-        # All by sequence. One with a prelaunched forward is in `expected`.
+        # All by sequence. What its next request has to be; and how many in a row were so.
         self.expected: dict[int, _Expected] = {}
-        # How many expected ones have come in a row.
         self._repeats: dict[int, int] = {}
-        # The op ids of those that are in the scheduler; the results, the oldest first.
+        # Its prelaunched forward is in one of these, and its request is expected: the op id, from when it is
+        # queued or launched until its result is there or it is requested; or the result, the oldest first.
         self.queued: dict[int, int] = {}
         self.ready: dict[int, _Ready] = {}
         # One that has begun in this step, and so holds pages.
@@ -139,23 +139,26 @@ class Prelauncher:
         if not (self.expected or self.prelaunch_unrequested or any(decodes.column(PRELAUNCH))):
             return sequences
         self._forget_expected(sequences)
-        wanted = is_queued = self._followed(decodes)
+        following, is_followed = self._following(decodes, done), self._followed(decodes)
+        is_expected = is_followed
         if self.prelaunch_unrequested:
-            wanted = decodes.columns[POSITION] + 1 < self._max_seq_tokens
-        for sequence in decodes.take(~wanted).sequences if self._repeats else ():
+            # Whether a caller appends the chosen token is learned from each request.
+            is_expected = decodes.columns[POSITION] + 1 < self._max_seq_tokens
+        self._expect(following.take(is_expected))
+        for sequence in decodes.take(~is_expected).sequences if self._repeats else ():
             self._repeats.pop(sequence, None)
-        following = self._following(decodes, done).take(wanted)
-        self._expect(following)
-        queued = launched
-        if not launched.size:
-            queued = following.take(is_queued[wanted])
-            room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
-            queued = queued.take(np.arange(len(queued)) < room)
-            if len(queued) and not self._scheduler.add_decodes(queued):
-                for forward in queued.forwards():
-                    self._scheduler.add(forward)
+        queued = launched if launched.size else self._queue(following.take(is_followed))
         self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
         return [sequence for sequence in sequences if sequence not in self.queued]
+
+    def _queue(self, decodes: Decodes) -> Decodes:
+        """Queue as many as the next step has room for. Returns these."""
+        room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
+        queued = decodes.take(np.arange(decodes.size) < room)
+        if queued.size and not self._scheduler.add_decodes(queued):
+            for forward in queued.forwards():
+                self._scheduler.add(forward)
+        return queued
 
     def next_decodes(self, decodes: Decodes) -> Decodes:
         """The next decodes, where they are prelaunched, of sequences whose decodes run and were requested.
@@ -229,8 +232,8 @@ class Prelauncher:
         self._begun = None
         self._is_paused, self._pauses_next_step = self._pauses_next_step, False
 
-    def joins(self, running: Decodes) -> None:
-        """Note that others begin beside decodes that run."""
+    def others_begin(self, running: Decodes) -> None:
+        """Note that other forwards begin beside decodes that run."""
         ahead = running.prelaunched.nonzero()[0]
         self._begun = running.forward(int(ahead[0])) if len(ahead) else None
 

@@ -265,7 +265,9 @@ class Scheduler:
         is called again later. If it raises, the forward stays and is begun again in a later step.
         """
         self._steps += 1
-        self._take_decodes(begin_all)
+        self.running, self._running_costs = self._take_waiting(begin_all, 0)
+        if self._running_costs:
+            self._short.dispatch_all(self._running_costs)
         if not self._forwards:
             self._limits.record_decodes(self._running_costs)
             self._long_first = False
@@ -300,31 +302,29 @@ class Scheduler:
         chunks.sort(key=_in_order)
         return chunks
 
-    def _take_decodes(self, begin_all: BeginAll) -> None:
-        """Begin all plain decodes that are in no queue, and set the shares of the step.
+    def _take_waiting(self, begin_all: BeginAll, beside: int) -> tuple[Decodes, dict[int, int]]:
+        """Begin all plain decodes that are in no queue, in a step with so many others, and set its shares.
 
-        Queues those that do not begin so: all, if there is no room for all short forwards, or a caller is
-        limited. A decode that is begun here goes before none that waits.
+        Returns them and their costs by caller. Queues those that do not begin so: all, if there is no room
+        for all short forwards, or a caller is limited. A decode that is begun here goes before none that
+        waits.
         """
-        self.running, self._running_costs = NO_DECODES, {}
         if not self._waiting.op_ids:
             self._shares = self._limits.shares(self._short.wanted())
-            return
+            return NO_DECODES, {}
         decodes = self._waiting.take()
         costs, wanted = costs_of(decodes), self._short.wanted()
         for caller, cost in costs.items() if wanted else ():
             wanted[caller] = wanted.get(caller, 0) + cost
         self._shares = self._limits.shares(wanted or costs)
-        has_room = not self._shares and self._has_room(decodes.size)
+        has_room = not self._shares and self._has_room(beside + decodes.size)
         begun = begin_all(decodes) if has_room else np.zeros(decodes.size, np.bool_)
         if not all(begun.tolist()):
             for forward in as_forwards(decodes.take(~begun)):
                 self._queue(forward)
             decodes = decodes.take(begun)
             costs = costs_of(decodes)
-        self.running, self._running_costs = decodes, costs
-        if costs:
-            self._short.dispatch_all(costs)
+        return decodes, costs
 
     def _has_room(self, plain: int) -> bool:
         """Whether so many plain decodes fit, beside all short forwards and the reserved part."""
@@ -340,17 +340,29 @@ class Scheduler:
         """Whether there are forwards that are not in `running`."""
         return bool(self._forwards or self._waiting.op_ids)
 
+    @property
+    def has_queued(self) -> bool:
+        """Whether there are forwards that are in queues."""
+        return bool(self._forwards)
+
     def may_run_on(self, plain: int) -> bool:
         """Whether a step of so many plain decodes may be followed by the next one, whatever else waits.
 
-        That is so if only prompts wait, and verifies, and all short ones have room beside, and no caller has
-        to be limited. Single tokens join the decodes in a step.
+        That is so if only plain decodes, prompts and verifies wait, all short ones have room beside, and no
+        caller has to be limited. Other single tokens run in a step with the decodes, which is not launched.
         """
         short = self._short
-        has_room = not self._waiting.op_ids and self._has_room(plain)
+        has_room = self._has_room(plain + len(self._waiting.op_ids))
         if not has_room or short.cost > self._limits.times.free_cost:
             return False
         return all(forward.remaining > 1 for forward in short.queue)
+
+    def take_joining(self, begin_all: BeginAll, plain: int) -> Decodes:
+        """Begin the plain decodes that wait, to be run with so many of `run_next`.
+
+        Those that do not begin are queued. If the others are not run, `add_decodes` takes them back.
+        """
+        return self._take_waiting(begin_all, plain)[0]
 
     def run_next(self, decodes: Decodes) -> None:
         """Note that a step of plain decodes was launched beside `next_batch`: it is the running one now."""

@@ -209,9 +209,10 @@ class StepLoop:
     def _has_work(self) -> bool:
         """Whether there is anything to run but the step in flight."""
         has_adapters = self._adapters is not None and self._adapters.has_work
-        return bool(
-            self._scheduler.has_others or self._drawing or self._integrity_checks.has_work or has_adapters
-        )
+        # Plain decodes that wait join the next step.
+        is_in_flight = self._in_flight.step is not None
+        has_forwards = self._scheduler.has_queued if is_in_flight else self._scheduler.has_others
+        return bool(has_forwards or self._drawing or self._integrity_checks.has_work or has_adapters)
 
     @property
     def _has_other_work(self) -> bool:

@@ -2,8 +2,13 @@
 
 So the device does not wait for the host between two steps (ADR 43). A step is *in flight* from its launch
 until its results are read. Meanwhile the step loop takes commands. Requests for decodes that were
-prelaunched, and run, are answered with the step. When all of its decodes are requested, and the next ones are
-to be prelaunched, these are launched: the device has their tokens already.
+prelaunched, and run, are answered with the step. When all of its decodes are requested, the next step is
+launched, of
+
+- the next ones of those that are to be prelaunched: the device has their tokens already;
+- other plain decodes that were requested meanwhile, which *join*: the host has their tokens. So do those
+  whose next token is chosen by what the caller says only after it knows the last one, such as a new mask:
+  each of them is in every second step, and the others do not wait for it.
 
 Chunks of prompts run beside each step in flight, behind it on the device, in a forward of their own: the
 decodes replay their graph, the prompts launch kernel by kernel. Anything else waits until the step in flight
@@ -42,7 +47,7 @@ class StepsInFlight:
     ) -> None:
         """Take what happens to a step that ends.
 
-        on_done: Called with the next decodes that run already.
+        on_done: Called with the next decodes that run already, before they are requested.
         on_end: Called after `on_done` or `on_failed`.
         """
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
@@ -63,10 +68,10 @@ class StepsInFlight:
 
     def chunks_beside(self, begin: Begin) -> list[Chunk]:
         """The chunks to be run beside the step in flight, at most once for each step. `begin`: see there."""
-        if self.step is None or self._has_chunks or not self._scheduler.has_others or not self._may_run_on:
+        if self.step is None or self._has_chunks or not self._scheduler.has_queued or not self._may_run_on:
             return []
         self._has_chunks = True
-        self._prelauncher.joins(self.step.decodes)
+        self._prelauncher.others_begin(self.step.decodes)
         return self._scheduler.next_beside(begin)
 
     @property
@@ -104,9 +109,11 @@ class StepsInFlight:
     def advance(self, *, has_other_work: bool) -> None:
         """Finish the step in flight, after launching the next one unless others are to be run before it.
 
-        has_other_work: Whether there are others that are not in the scheduler.
+        Without an effect while requests for it may come, and nothing else is to be done before.
+
+        has_other_work: Whether there is what is not in the scheduler.
         """
-        has_others = has_other_work or self._scheduler.has_others
+        has_others = has_other_work or self._scheduler.has_queued
         if self.step is None or (not has_others and self.waits_for_requests):
             return
         following = None
@@ -117,13 +124,25 @@ class StepsInFlight:
 
     def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
         decodes = self._prelauncher.next_decodes(step.decodes)
+        if not decodes.size:
+            # Those that would join wait for the callers of this step: together they need fewer steps.
+            return None
+        joining, following = self._scheduler.take_joining(self._prelauncher.begin, decodes.size), None
         try:
-            return self._engine.launch(decodes, after=step) if decodes.size else None
+            following = self._engine.launch_after(step, decodes, joining)
         except DeviceLostError:
             raise
         except Exception:
             _log.exception("a step could not be launched before the last one was done")
-            return None
+        if following is None:
+            self._take_back(joining)
+        return following
+
+    def _take_back(self, joined: Decodes) -> None:
+        """Let decodes wait again: the step that they have joined is not run, or its tokens are dropped."""
+        if joined.size:
+            is_taken = self._scheduler.add_decodes(joined)
+            assert is_taken, "nothing of their sequences was added meanwhile"
 
     def finish(self, following: StepInFlight | None = None) -> None:
         """Wait for the step in flight, if there is one. `following`: the one that was launched after it."""
@@ -135,11 +154,15 @@ class StepsInFlight:
         except DeviceLostError:
             raise
         except Exception as error:
+            if following is not None:
+                self._take_back(following.joined)
             self._on_failed(step.decodes, error)
             self._on_end()
             return
-        self.step, self._has_chunks = following, False
-        self._on_done(step.decodes, done, NO_DECODES if following is None else following.decodes)
+        self.step, self._has_chunks, ahead = following, False, NO_DECODES
+        if following is not None:
+            ahead = following.decodes.take(following.decodes.prelaunched)
+        self._on_done(step.decodes, done, ahead)
         self._on_end()
         if following is not None:
             self._scheduler.run_next(following.decodes)

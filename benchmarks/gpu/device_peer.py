@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -22,20 +23,24 @@ from benchmarks import machine
 from benchmarks.gpu.interpreted import convert_scalars
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.timing import Timer, wall_ns
-from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
+from benchmarks.peers.base import Peer, PeerConfig, Sample, Unavailable, prompts, timed, timed_steps
+from benchmarks.weights import make_model
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     convert_scalars()
 
 from benchmarks.gpu.kernels import PAGE_SIZE, KernelBench
-from benchmarks.gpu.loop import LoopOnThread, packed_mask
+from benchmarks.gpu.loop import Caller, LoopOnThread, packed_mask
 from benchmarks.gpu.model import Bench, make_bench
 from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
 from workers.decodes import POSITION, Decodes
+from workers.executors.llm import LlmExecutor
 from workers.operations import GREEDY, Chunk, Forward, Kind, OutputSpec, Sampling, TokenMask
+from workers.runners.rank_processes import RankProcesses
+from workers.runners.tensor_parallel import RankGroup
 
 # A turn stays within the page that its first step starts, because the graph's page tables have no more.
 _STEPS = PAGE_SIZE - 1
@@ -43,6 +48,8 @@ _STEP_TOKENS = 8192
 _COPY_BYTES = 8 << 30
 _MATMUL_SIZE = 8192
 _REPEATS = 20
+# Of a model that is split over ranks, whose weights are written to disk.
+_RANKED_LAYERS = 4
 
 
 class DevicePeer(Peer):
@@ -161,7 +168,7 @@ class DevicePeer(Peer):
             assert step is not None
             columns = step.decodes.columns.copy()
             columns[POSITION] += 1
-            following = engine.launch(Decodes(columns, step.decodes.outputs), after=step)
+            following = engine.launch_after(step, Decodes(columns, step.decodes.outputs))
             engine.finish(step, following)
             step = following
 
@@ -194,6 +201,57 @@ class DevicePeer(Peer):
             steps = _STEPS - 2  # one more is computed ahead
             ns = timed(all_steps) // steps
         self._truncate(batch)
+        return Sample([ns], batch)
+
+    def decode_beside_masks(self, batch: int, masked: int) -> Sample:
+        """Through the step loop, each caller for itself: the last `masked` have a new mask for each token.
+
+        The time is that of the others' steps, with which these tokens are counted.
+        """
+        bench, position = self._loaded(), self._context_tokens
+        vocab, most = bench.shape.vocab_size, bench.shape.max_position_embeddings
+        masks = [OutputSpec(mask=TokenMask(packed=packed_mask(vocab, every))) for every in (2, 3, 5)]
+        callers = [
+            Caller(key, position, key, (GREEDY,) if key < batch - masked else masks) for key in range(batch)
+        ]
+        with LoopOnThread(
+            bench.executor.engine, max_items=batch, max_tokens=_STEP_TOKENS, max_seq_tokens=most
+        ) as loop:
+            loop.keep_asking(callers, 1)
+            before, steps = sum(caller.position for caller in callers), _STEPS - 3
+            ns = timed(lambda: loop.keep_asking(callers, steps)) // steps
+        tokens = sum(caller.position for caller in callers) - before
+        self._truncate(batch)
+        return Sample([ns], tokens // steps)
+
+    def decode_on_ranks(self, shape_name: str, ranks: int, batch: int) -> Sample:
+        """A model of a few layers over so many GPUs, through the step loop; in a rehearsal over CPUs."""
+        if not self._rehearsal and torch.cuda.device_count() < ranks:
+            raise Unavailable(f"{torch.cuda.device_count()} of {ranks} GPUs")
+        self.release()
+        shape = SHAPES[shape_name]
+        few = dataclasses.replace(
+            shape, name=f"{shape.name}-few", num_hidden_layers=min(_RANKED_LAYERS, shape.num_hidden_layers)
+        )
+        directory, ended = make_model(few, self._config.cache), threading.Event()
+        group = RankGroup(RankProcesses(ranks, [], ended.set))
+        try:
+            executor = LlmExecutor.load(
+                directory, device=str(self._device), kv_pages=4 * batch, self_check=False, ranks=group
+            )
+            callers = [Caller(key, 0, key, (GREEDY,)) for key in range(batch)]
+            with LoopOnThread(
+                executor.engine, max_items=batch, max_tokens=_STEP_TOKENS, max_seq_tokens=4 * PAGE_SIZE
+            ) as loop:
+                prompts_of = [Forward(loop.op_id(), key, 0, [key, key], prompt_len=2) for key in range(batch)]
+                loop.ask(prompts_of)
+                for caller in callers:
+                    caller.position = 2
+                loop.keep_asking(callers, 3)
+                steps = PAGE_SIZE
+                ns = timed(lambda: loop.keep_asking(callers, steps)) // steps
+        finally:
+            group.close()
         return Sample([ns], batch)
 
     def _output(self, kind: str) -> OutputSpec:

@@ -207,8 +207,9 @@ def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
         copy = _logits(rows, vocab_size, torch.float32)
         sampling_adjust.apply_masks(copy, where, _integers(rows, -(-vocab_size // 32), dtype=torch.int32))
         sampling_adjust.apply_biases(copy, where, where, temperatures)
-        history = _integers(5, dtype=torch.int32)
-        sampling_adjust.apply_penalties(copy, keys, history, keys, keys, keys, temperatures, top_ps, min_ps)
+        counts = _integers(rows, vocab_size, dtype=torch.int32)
+        sampling_adjust.count_histories(counts, _integers(5, dtype=torch.int32), keys, keys, keys)
+        sampling_adjust.apply_penalties(copy, keys, counts, temperatures, top_ps, min_ps)
         sampling_cut.find_cuts(copy, temperatures, top_ks, top_ps, min_ps, cut_values, cut_ids)
         drawn_from = _reals(rows, vocab_size)
         without: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -216,7 +217,7 @@ def _choose_tokens(vocab_size: int, dtype: torch.dtype, max_rows: int) -> None:
             sampling.choose(copy, temperatures, keys, chosen, best, *cuts)
             sampling_weight.log_probabilities(copy, temperatures, tokens, told, *cuts)
             sampling_drafts.keep_or_draw(
-                copy, temperatures, *cuts, drawn_from, tokens, _integers(rows + 1), keys, keys, chosen
+                copy, temperatures, *cuts, drawn_from, tokens, _integers(rows + 1), 2, keys, keys, chosen
             )
 
 

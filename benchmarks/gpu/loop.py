@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,32 @@ from workers.step_loop import StepLoop
 
 # The loop ends when a device hangs only if somebody looks.
 _ANSWER_S = 60.0
+
+
+@dataclass
+class Caller:
+    """Who decodes a text on its own. The text's last token, at `position`, is not in its sequence.
+
+    outputs: For its tokens in turns, all plain. One: then each next token is computed ahead.
+    """
+
+    sequence: int
+    position: int
+    token: int
+    outputs: Sequence[OutputSpec]
+
+    def next(self, op_id: int) -> Forward:
+        """What it asks for."""
+        return Forward(
+            op_id,
+            self.sequence,
+            self.position,
+            [self.token],
+            output=self.outputs[self.position % len(self.outputs)],
+            kind=Kind.DECODE,
+            prompt_len=1,
+            prelaunch=len(self.outputs) == 1,
+        )
 
 
 class LoopOnThread:
@@ -61,20 +88,40 @@ class LoopOnThread:
         self.loop.submit(commands)
         found: dict[int, Result | int] = {}
         while wanted - found.keys():
-            try:
-                results = self._results.get(timeout=_ANSWER_S)
-            except queue.Empty:
-                raise TimeoutError(f"the step loop has not answered for {_ANSWER_S:.0f} s") from None
-            for result in results:
-                if isinstance(result, DecodesDone):
-                    found |= zip(*result.columns[[OP_ID, CHOSEN]].tolist(), strict=True)
-                elif isinstance(result, Failed):
-                    raise RuntimeError(  # noqa: TRY004 - no wrong type
-                        f"operation {result.op_id} failed: {result.reason}"
-                    )
-                else:
-                    found[result.op_id] = result  # type: ignore[union-attr]
+            found |= self._next_results()
         return found
+
+    def _next_results(self) -> dict[int, Result | int]:
+        try:
+            results = self._results.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            raise TimeoutError(f"the step loop has not answered for {_ANSWER_S:.0f} s") from None
+        found: dict[int, Result | int] = {}
+        for result in results:
+            if isinstance(result, DecodesDone):
+                found |= zip(*result.columns[[OP_ID, CHOSEN]].tolist(), strict=True)
+            elif isinstance(result, Failed):
+                raise RuntimeError(  # noqa: TRY004 - no wrong type
+                    f"operation {result.op_id} failed: {result.reason}"
+                )
+            else:
+                found[result.op_id] = result  # type: ignore[union-attr]
+        return found
+
+    def keep_asking(self, callers: Sequence[Caller], tokens: int) -> None:
+        """Each caller asks for its next token when it has the last one, until the first has so many more."""
+        waiting, asked, end = list(callers), dict[int, Caller](), callers[0].position + tokens
+        while asked or callers[0].position < end:
+            if callers[0].position < end:
+                forwards = [caller.next(self.op_id()) for caller in waiting]
+                asked |= {forward.op_id: caller for forward, caller in zip(forwards, waiting, strict=True)}
+                waiting = []
+                if forwards:
+                    self.loop.submit([Decodes.of(forwards)])
+            for op_id, result in self._next_results().items():
+                caller = asked.pop(op_id)
+                caller.token, caller.position = _chosen(result), caller.position + 1
+                waiting.append(caller)
 
     def decode(
         self,
@@ -102,10 +149,12 @@ class LoopOnThread:
         plain = output.is_plain
         found = self.ask([Decodes.of(forwards)] if plain else forwards)
         results = [found[forward.op_id] for forward in forwards]
-        return [one if isinstance(one, int) else _chosen(one) for one in results]
+        return [_chosen(one) for one in results]
 
 
-def _chosen(result: Result) -> int:
+def _chosen(result: Result | int) -> int:
+    if isinstance(result, int):
+        return result
     assert isinstance(result, Forward)
     return result.outputs[-1].token_id
 

@@ -1,10 +1,11 @@
 """Changes logits before a token is chosen: masks of allowed tokens, then biases, then penalties.
 
 For penalties, the tokens of each history are counted in a table of the vocabulary, which is then gone
-through: so neither the host nor the device sorts them.
+through: so neither the host nor the device sorts them. Decode graphs keep these tables, and add the token of
+each step.
 
 Dimension letters: R rows; V vocabulary; M masks; W 32-bit words of a mask; N biases, all rows together;
-P rows with penalties; H tokens of all their histories.
+P rows with penalties; H tokens of all their histories; B rows of a batch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from kernels.cuda.variant import Variant
 
 BLOCK = 1024
 BIAS_BLOCK = 256
+ROWS_BLOCK = 128
+# How many programs count the tokens of a history together.
+COUNT_PROGRAMS = 16
 
 # In the counts of tokens: it occurs, in the prompt or after it. The bits below count how often after it.
 _OCCURS = tl.constexpr(1 << 30)
@@ -76,7 +80,7 @@ def bias_kernel(
 
 @triton.jit
 def count_kernel(
-    counts,  # [P, V], zeros; mutated
+    counts,  # [P, V]; mutated
     vocab,
     history,  # [H]
     begins,  # [P]
@@ -84,16 +88,42 @@ def count_kernel(
     ends,  # [P]
     BLOCK: tl.constexpr,
 ):
-    """The tokens of one history."""
+    """Some of the tokens of one history: every so many blocks of them one."""
     index = tl.program_id(0).to(tl.int64)
     prompt_end, end = tl.load(prompt_ends + index), tl.load(ends + index)
-    for first in range(tl.load(begins + index), end, BLOCK):
+    begin = tl.load(begins + index) + tl.program_id(1) * BLOCK
+    for first in range(begin, end, BLOCK * tl.num_programs(1)):
         at = first + tl.arange(0, BLOCK)  # [BLOCK]
         ids = tl.load(history + at, mask=at < end, other=-1)
         within = (ids >= 0) & (ids < vocab)
         tl.atomic_or(counts + index * vocab + ids, tl.full([BLOCK], _OCCURS, tl.int32), mask=within)
         is_recent = within & (at >= prompt_end)
         tl.atomic_add(counts + index * vocab + ids, tl.full([BLOCK], 1, tl.int32), mask=is_recent)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def count_next_kernel(
+    counts,  # [P, V]; mutated
+    vocab,
+    rows,  # [P]
+    counted_from,  # [P]
+    token_ids,  # [B]
+    positions,  # [B]
+    num_rows,  # P
+    BLOCK: tl.constexpr,
+):
+    """One token each of some rows."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = index < num_rows
+    row = tl.load(rows + index, mask=inside, other=0)
+    token = tl.load(token_ids + row, mask=inside, other=-1)
+    within = inside & (token >= 0) & (token < vocab)
+    is_recent = tl.load(positions + row, mask=inside, other=0) >= tl.load(
+        counted_from + index, mask=inside, other=0
+    )
+    at = counts + index.to(tl.int64) * vocab + token
+    count = tl.load(at, mask=within, other=0) | _OCCURS
+    tl.store(at, count + is_recent.to(tl.int32), mask=within)
 
 
 @triton.jit
@@ -110,24 +140,27 @@ def penalty_kernel(
 ):
     """One block of the vocabulary of one row."""
     index = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    count = tl.load(counts + index * vocab + ids, mask=ids < vocab, other=0)
-    occurs = count > 0
-    where = logits + tl.load(rows + index).to(tl.int64) * logits_stride + ids
-    old = tl.load(where, mask=occurs, other=float("-inf"))
-    # Both are computed in float64 and rounded once, as on the CPU.
-    repetition = tl.load(repetitions + index)
-    value = old.to(tl.float64)
-    value = kept_finite(tl.where(value > 0, value / repetition, value * repetition)).to(tl.float64)
-    recent = (count & (_OCCURS - 1)).to(tl.float64)
-    loss = recent * tl.load(frequencies + index) + tl.load(presences + index)
-    new = kept_finite(value - tl.where(recent > 0, loss, 0.0))
-    tl.store(where, tl.where(old == float("-inf"), old, new), mask=occurs)
+    repetition, frequency = tl.load(repetitions + index), tl.load(frequencies + index)
+    presence = tl.load(presences + index)
+    if (repetition != 1) | (frequency != 0) | (presence != 0):
+        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        count = tl.load(counts + index * vocab + ids, mask=ids < vocab, other=0)
+        occurs = count > 0
+        where = logits + tl.load(rows + index).to(tl.int64) * logits_stride + ids
+        old = tl.load(where, mask=occurs, other=float("-inf"))
+        # Both are computed in float64 and rounded once, as on the CPU.
+        value = old.to(tl.float64)
+        value = kept_finite(tl.where(value > 0, value / repetition, value * repetition)).to(tl.float64)
+        recent = (count & (_OCCURS - 1)).to(tl.float64)
+        loss = recent * frequency + presence
+        new = kept_finite(value - tl.where(recent > 0, loss, 0.0))
+        tl.store(where, tl.where(old == float("-inf"), old, new), mask=occurs)
 
 
 _MASK = Variant(mask_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
 _BIASES = Variant(bias_kernel, {"BLOCK": BIAS_BLOCK}, num_warps=4, num_stages=1)
 _COUNTS = Variant(count_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
+_NEXT = Variant(count_next_kernel, {"BLOCK": ROWS_BLOCK}, num_warps=4, num_stages=1)
 _PENALTIES = Variant(penalty_kernel, {"BLOCK": BLOCK}, num_warps=4, num_stages=1)
 
 
@@ -167,30 +200,70 @@ def apply_biases(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, bi
     _BIASES.launch(grid, logits, logits.stride(0), rows, ids, biases, len(rows))
 
 
-def apply_penalties(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
+def count_histories(
+    counts: torch.Tensor,
     history: torch.Tensor,
     begins: torch.Tensor,
     prompt_ends: torch.Tensor,
     ends: torch.Tensor,
-    repetitions: torch.Tensor,
-    frequencies: torch.Tensor,
-    presences: torch.Tensor,
 ) -> None:
-    """Change the logits of the tokens of a history: divide them (multiply, if not positive), then subtract.
+    """Count the tokens of histories, for `apply_penalties`.
 
-    Both are computed in float64, rounded to float32 once, and kept finite; a token that was forbidden stays
-    so. Checks nothing and reads no device tensor. Needs 4 * P * V bytes of scratch memory. Mutates `logits`,
-    in the named rows only.
+    Checks nothing and reads no device tensor. Mutates `counts`.
 
     Args:
-        logits: [R, V] float32; rows at any stride, tokens contiguous.
-        rows: [P] int32 or int64, none of them twice.
+        counts: [P, V] int32 contiguous, zeros.
         history: [H] int32, the tokens of all histories. Those outside of the vocabulary are ignored.
         begins: [P] int64, where each row's begins; rows may share one.
         prompt_ends: [P] int64, from where on frequencies and presences count.
         ends: [P] int64, where it ends: less than 2**30 tokens later.
+    """
+    if len(counts):
+        grid = len(counts), COUNT_PROGRAMS
+        _COUNTS.launch(grid, counts, counts.shape[1], history, begins, prompt_ends, ends)
+
+
+def count_next(
+    counts: torch.Tensor,
+    rows: torch.Tensor,
+    counted_from: torch.Tensor,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Count one token more of each row.
+
+    Checks nothing and reads no device tensor. Mutates `counts`.
+
+    Args:
+        counts: [P, V] int32 contiguous, of `count_histories`.
+        rows: [P] int64, which row of a batch each is.
+        counted_from: [P] int64, the position from which on frequencies and presences count.
+        token_ids: [B] int64, the tokens of the batch. Those outside of the vocabulary are ignored.
+        positions: [B] int64, their positions in their sequences.
+    """
+    if len(counts):
+        grid = (triton.cdiv(len(counts), ROWS_BLOCK),)
+        _NEXT.launch(grid, counts, counts.shape[1], rows, counted_from, token_ids, positions, len(counts))
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    repetitions: torch.Tensor,
+    frequencies: torch.Tensor,
+    presences: torch.Tensor,
+) -> None:
+    """Change the logits of tokens that were counted: divide them (multiply, if not positive), then subtract.
+
+    Both are computed in float64, rounded to float32 once, and kept finite; a token that was forbidden stays
+    so. The counts of a row whose settings have no effect are not read. Checks nothing and reads no device
+    tensor. Mutates `logits`, in the named rows only.
+
+    Args:
+        logits: [R, V] float32; rows at any stride, tokens contiguous.
+        rows: [P] int32 or int64, none of them twice.
+        counts: [P, V] int32 contiguous, of `count_histories`.
         repetitions: [P] float64, what the logit of a token that occurs is divided by; 1: none.
         frequencies: [P] float64, what is subtracted for each time that it occurs; 0: none.
         presences: [P] float64, what is subtracted if it occurs; 0: none.
@@ -198,8 +271,6 @@ def apply_penalties(
     if len(rows) == 0:
         return
     vocab = logits.shape[1]
-    counts = torch.zeros((len(rows), vocab), dtype=torch.int32, device=logits.device)
-    _COUNTS.launch((len(rows),), counts, vocab, history, begins, prompt_ends, ends)
     grid = len(rows), triton.cdiv(vocab, BLOCK)
     settings = repetitions, frequencies, presences
     _PENALTIES.launch(grid, logits, logits.stride(0), vocab, counts, rows, *settings)

@@ -183,7 +183,10 @@ def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[by
     except OverflowError:
         # A value needs more than 32 bits, for which other items have room.
         return [_encode_one(record) for record in records]
-    body = _bytes_of(packed)
+    # Not `_bytes_of`, which would be another call for each commit.
+    if sys.byteorder == "big":
+        packed.byteswap()
+    body = packed.tobytes()
     return [_ITEM.pack(_PACKED_DECODES, len(body)) + body]
 
 

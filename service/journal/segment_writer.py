@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 from service.journal.base import JournalUnusable
 from service.journal.directory import lock, lock_itself, translate_errors
-from service.journal.encoding import Frame, seal, seed_of
+from service.journal.encoding import Frame, checksum, seal, seed_of
 from service.journal.recovery import Recovery, Unrecoverable
 from service.journal.segments import (
     END,
     END_BYTES,
+    END_LAYOUT,
     HEADER_BYTES,
     JOURNAL,
     End,
@@ -110,7 +111,7 @@ class Segments:
         if found is None:
             self._end = End(uuid.uuid4().bytes, 1, 1)
             self._use(self._new_segment(1), HEADER_BYTES)
-            self._write_end(0, 0)
+            self._write_end(self._end)
         else:
             self._continue(found)
 
@@ -138,36 +139,32 @@ class Segments:
 
     def append(self, payloads: Sequence[bytes]) -> None:
         """Writes a frame. If it raises, whatever it is, the frame is not there: FileChanged, OSError."""
-        try:
-            self._append(payloads)
-        except FileChanged:
-            raise
-        except BaseException:
-            self._take_back()
-            raise
-
-    def _append(self, payloads: Sequence[bytes]) -> None:
-        segment, number = self._segment, self._next_number
+        segment, number, end = self._segment, self._next_number, self._end
         frame = seal(payloads, number, time.time_ns(), self._seed)
         found = os.fstat(segment.fd)
         if (found.st_size, found.st_mtime_ns) != self._left:
             raise FileChanged(errno.ESTALE, "another program has written to it", segment.name)
         size = self._size + len(frame)
-        if os.write(segment.fd, frame) != len(frame):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), segment.name)
-        synced = self._end.synced
-        if self.sync_mode == "full":
-            os.fdatasync(segment.fd)
-            synced = number
-        else:
-            self.is_unsynced = True
-        found = os.stat(segment.name)  # noqa: PTH116
-        if (found.st_dev, found.st_ino) != segment.identity or found.st_size != size:
-            # The frame would be lost with the file.
-            raise OSError(errno.ESTALE, "it was removed or replaced while it was in use", segment.name)
-        self._left, self._size = (size, found.st_mtime_ns), size
-        self._write_end(number, synced)
-        self._next_number = number + 1
+        try:
+            if os.write(segment.fd, frame) != len(frame):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), segment.name)
+            if self.sync_mode == "full":
+                os.fdatasync(segment.fd)
+                self._end = end = end._replace(synced=number)
+            else:
+                self.is_unsynced = True
+            found = os.stat(segment.name)  # noqa: PTH116
+            if (found.st_dev, found.st_ino) != segment.identity or found.st_size != size:
+                # The frame would be lost with the file.
+                why = "it was removed or replaced while it was in use"
+                raise OSError(errno.ESTALE, why, segment.name)
+            data = END_LAYOUT.pack(*end[:3], number, end.synced, self._boot)
+            # No system call: a mapped file is written like memory.
+            self._end_file[:] = data + checksum(data)
+        except BaseException:
+            self._take_back()
+            raise
+        self._left, self._size, self._next_number = (size, found.st_mtime_ns), size, number + 1
 
     def _take_back(self) -> None:
         """Cuts off what may be written of a frame. If that fails, `check` does it before the next one."""
@@ -208,7 +205,7 @@ class Segments:
                 self._earlier.remove(segment)
                 self._open.remove(segment)
                 os.close(segment.fd)
-            self._write_end(self._next_number - 1, max(last, self._end.synced))
+            self._write_end(self._end._replace(synced=max(last, self._end.synced)))
         os.fsync(self._end_fd)
 
     def prepare(self) -> None:
@@ -230,8 +227,7 @@ class Segments:
         self.sync()
         with self.lock:
             first = self._segment.number
-            self._end = self._end._replace(first_segment=first, first_frame=self._first_frame)
-            self._write_end(self._next_number - 1, self._end.synced)
+            self._write_end(self._end._replace(first_segment=first, first_frame=self._first_frame))
         os.fsync(self._end_fd)
         for number in segment_numbers(self.directory):
             if number < first:
@@ -245,11 +241,9 @@ class Segments:
         for segment in self._open:
             os.close(segment.fd)
 
-    def _write_end(self, written: int, synced: int) -> None:
-        """No system call: a mapped file is written like memory."""
-        end = self._end
-        self._end = end = End(end.journal, end.first_segment, end.first_frame, written, synced, self._boot)
-        self._end_file[:] = end.encoded()
+    def _write_end(self, end: End) -> None:
+        self._end = end._replace(written=self._next_number - 1, boot=self._boot)
+        self._end_file[:] = self._end.encoded()
 
     def _use(self, segment: _Segment, size: int) -> None:
         self._segment, self._size = segment, size

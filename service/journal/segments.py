@@ -43,8 +43,8 @@ _MAGIC: Final = b"Quire journal\n"
 _HEADER: Final = struct.Struct("<14sH16sQ")
 _CHECKSUM_BYTES: Final = 8
 HEADER_BYTES: Final = _HEADER.size + _CHECKSUM_BYTES
-_END: Final = struct.Struct("<16sQQQQ16s")
-END_BYTES: Final = _END.size + _CHECKSUM_BYTES
+END_LAYOUT: Final = struct.Struct("<16sQQQQ16s")
+END_BYTES: Final = END_LAYOUT.size + _CHECKSUM_BYTES
 
 
 class End(NamedTuple):
@@ -67,7 +67,7 @@ class End(NamedTuple):
 
     def encoded(self) -> bytes:
         """With a checksum, as `read_end` reads it."""
-        data = _END.pack(*self)
+        data = END_LAYOUT.pack(*self)
         return data + checksum(data)
 
     def must_exist(self, sync: Sync) -> int:
@@ -142,7 +142,7 @@ def read_end(directory: Path) -> End:
         raise _without_end(path, "is missing") from None
     if not any(data):
         return End()
-    end = End(*_END.unpack_from(data)) if len(data) == END_BYTES else End()
+    end = End(*END_LAYOUT.unpack_from(data)) if len(data) == END_BYTES else End()
     if data != end.encoded():
         raise _without_end(path, "is damaged")
     return end

@@ -6,7 +6,7 @@ import asyncio
 import collections
 import time
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from service.caches.ledger import Ledger
 from service.caches.records import Record
@@ -28,11 +28,8 @@ PORTION_S: Final = 0.05
 _CALLBACK_SLICE_BYTES: Final = 1 << 12
 
 
-class _PendingCommit(NamedTuple):
-    size_bytes: int
-    given_at: float
-    tag: str | None
-    on_committed: OnCommitted
+# A commit whose result is not known yet: its size, when it was given, its model tag, and whom to tell.
+_Pending = tuple[int, float, str | None, OnCommitted]
 
 
 class StoredJournal(Journal):
@@ -47,7 +44,7 @@ class StoredJournal(Journal):
         # A model tag that no durable commit has yet: it is part of each commit until one is durable.
         self._new_tag: str | None = None
         # Commits whose callbacks have not run. Those of the first ones are due: whether these are durable.
-        self._waiting: collections.deque[_PendingCommit] = collections.deque()
+        self._waiting: collections.deque[_Pending] = collections.deque()
         self._finished: collections.deque[bool] = collections.deque()
         # The size of all frames, of those before the mark of a pass, and of what the last pass has kept.
         self._size_bytes = self._obsolete_bytes = self._kept_bytes = 0
@@ -93,7 +90,7 @@ class StoredJournal(Journal):
     @property
     def oldest_waiting_s(self) -> float:
         """See `Journal.oldest_waiting_s`."""
-        return time.monotonic() - self._waiting[0].given_at if self._waiting else 0.0
+        return time.monotonic() - self._waiting[0][1] if self._waiting else 0.0
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
         """See `Journal.commit`."""
@@ -115,7 +112,7 @@ class StoredJournal(Journal):
             on_committed(False)
             return
         self._loop = asyncio.get_running_loop()
-        pending = _PendingCommit(FRAME_BYTES + len(payload), time.monotonic(), tag, on_committed)
+        pending = FRAME_BYTES + len(payload), time.monotonic(), tag, on_committed
         durable = self._store(payload, at_once=not self._waiting)
         if durable is None:
             self._waiting.append(pending)
@@ -137,19 +134,20 @@ class StoredJournal(Journal):
                 self._loop.call_soon(self._run_callbacks)
                 return
             commit, durable = self._waiting.popleft(), self._finished.popleft()
-            done_bytes += commit.size_bytes
+            done_bytes += commit[0]
             self._tell(commit, durable)
 
-    def _tell(self, commit: _PendingCommit, durable: bool) -> None:
+    def _tell(self, commit: _Pending, durable: bool) -> None:
+        size_bytes, given_at, tag, on_committed = commit
         self._works = durable
         if durable:
-            self._size_bytes += commit.size_bytes
-            if commit.tag is not None and commit.tag == self._new_tag:
+            self._size_bytes += size_bytes
+            if tag is not None and tag == self._new_tag:
                 self._new_tag = None
             for on_latency in self.on_latency:
-                on_latency(time.monotonic() - commit.given_at)
+                on_latency(time.monotonic() - given_at)
         try:
-            commit.on_committed(durable)
+            on_committed(durable)
         except Exception:
             # A bug of ours, which must not stop what follows.
             _log.exception("the callback of a commit failed")

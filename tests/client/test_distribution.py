@@ -113,7 +113,7 @@ def test_it_has_the_command_and_the_server_adds_to_it() -> None:
     found = metadata.entry_points(group="console_scripts", name="quire")
     assert {point.dist.name for point in found if point.dist is not None} == {"quire-llm"}
     added = metadata.entry_points(group="quire.commands")
-    assert added.names == {"serve", "worker", "pool", "plan", "state", "journal", "token"}
+    assert added.names == {"serve", "worker", "pool", "state", "journal", "token"}
     assert {point.dist.name for point in added if point.dist is not None} == {"quire-llm-server"}
 
 
@@ -176,7 +176,7 @@ def installs(program: str) -> list[tuple[str, str]]:
 def test_what_people_are_told_to_install_exists() -> None:
     told = installs("pip")
     named = {path for path, _ in told}
-    assert {"README.md", "docs/openai.md", "docs/recipes.md", "clients/python/quire/text.py"} <= named
+    assert {"README.md", "docs/operations.md", "docs/recipes.md", "clients/python/quire/text.py"} <= named
     for path, word in told:
         name, _, extra = word.removesuffix("]").partition("[")
         if name in _OF_OTHERS:

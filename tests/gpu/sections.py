@@ -42,6 +42,8 @@ class Sizes:
     sampled_rows: tuple[int, ...] = (1, 64)
     adapters: tuple[int, ...] = (0, 8, 64)
     adapted_batch: int = 64
+    masked_rows: int = 8
+    ranks: int = 2
     invariant_batches: tuple[int, ...] = (1, 64)
     peer_batches: tuple[int, ...] = (1, 64)
     turns: int = 3
@@ -59,6 +61,7 @@ REHEARSAL = Sizes(
     sampled_rows=(2,),
     adapters=(0, 2),
     adapted_batch=2,
+    masked_rows=1,
     invariant_batches=(2,),
     peer_batches=(2,),
     turns=1,
@@ -112,6 +115,7 @@ def all_sections() -> list[Section]:
         Section("model", 150, _model),
         Section("peer", 40, _peer),
         Section("batch-invariant", 20, _batch_invariant),
+        Section("ranks", 60, _ranks),
         Section("rest", 600, _rest),
     ]
 
@@ -207,6 +211,9 @@ def _model(context: Context, end_s: float) -> Iterator[Row]:
     for kind in ("top_p", "mask", "penalties", "logprobs"):
         name = f"decode, batch {sizes.adapted_batch}, {kind}"
         yield figures.measure(name, "decode_in_loop", batch=sizes.adapted_batch, kind=kind)
+    batch, masked = sizes.adapted_batch, sizes.masked_rows
+    name = f"decode, batch {batch}, {masked} with new masks"
+    yield figures.measure(name, "decode_beside_masks", batch=batch, masked=masked)
     yield from _single_kernels(figures, sizes)
     context.device.prepare_with("load", **_load(sizes, sizes.adapted_batch, 0), adapters=max(sizes.adapters))
     for count in sizes.adapters:
@@ -267,6 +274,19 @@ def _peer(context: Context, end_s: float) -> Iterator[Row]:
             yield figures.measure(
                 f"transformers, {way}, batch {batch}", "decode_peer", reads=reads, batch=batch
             )
+
+
+def _ranks(context: Context, end_s: float) -> Iterator[Row]:
+    sizes, figures = context.sizes, context.figures("ranks", end_s)
+    batch, ranks = sizes.adapted_batch, sizes.ranks
+    context.device.prepare_with("release")
+    yield figures.measure(
+        f"decode, batch {batch}, {ranks} ranks, few layers",
+        "decode_on_ranks",
+        shape_name=sizes.shape,
+        ranks=ranks,
+        batch=batch,
+    )
 
 
 def _batch_invariant(context: Context, end_s: float) -> Iterator[Row]:

@@ -18,6 +18,7 @@ from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.operations import Sampling
+from workers.runners.base import After
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow
@@ -117,7 +118,7 @@ def test_steps_launched_ahead_choose_the_same_tokens(decoder: Decoder) -> None:
             tokens = theirs.chosen.tolist()
             inputs = packer.pack([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)])
             unknown = dataclasses.replace(inputs, token_ids=torch.full_like(inputs.token_ids, -1))
-            following = step.launch_next(unknown)
+            following = ahead.launch(unknown, (), keeps_logits=True, after=After(step))
             assert step.chosen().tolist() == tokens
             with step.logits() as logits:
                 assert torch.equal(logits, theirs.logits)

@@ -121,7 +121,7 @@ async def test_a_slow_disk_stops_the_event_loop_for_a_hundredth_of_the_time(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError(), BaseException("a panic")])
-@pytest.mark.parametrize("step", ["seal", "os.write", "os.stat"])
+@pytest.mark.parametrize("step", ["seal", "os.write", "os.stat", "checksum"])
 @pytest.mark.parametrize("sync", ["normal", "full"])
 async def test_a_failed_write_is_told_and_the_next_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException, sync: Sync

@@ -1,4 +1,4 @@
-"""The database's disk is full: appends are refused, nothing is lost, and all goes on when there is space.
+"""The disk of a journal or its database is full: appends are refused, nothing is lost, and all goes on later.
 
 Or that of a backup, which says so.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +18,17 @@ import asyncpg
 import pytest
 from quire.cli.main import main
 
+from service.caches.ledger import Ledger
 from tests.postgres_server import PostgresServer
-from tests.service.journal_traffic import Traffic, facts, open_journal
+from tests.service.journal_traffic import (
+    Traffic,
+    appended,
+    commit,
+    created,
+    facts,
+    open_journal,
+    recovered,
+)
 from tests.service.owners import Owner, operator
 
 # PostgreSQL's empty database and its write-ahead log of 16 MiB, and a little more.
@@ -93,6 +103,37 @@ async def test_nothing_is_lost(disk: Path, monkeypatch: pytest.MonkeyPatch) -> N
             expected = facts(owner.ledger)
         async with Owner(postgres.url, "b") as owner:
             assert facts(owner.ledger) == expected
+
+
+async def test_nothing_is_lost_in_files(disk: Path) -> None:
+    """Commits and a compaction fail while the disk is full, and go on afterwards."""
+    ledger = Ledger()
+    journal = open_journal(disk / "data", compaction_bytes=-1 << 30, ledger=ledger)
+    with contextlib.closing(journal):
+        traffic = Traffic(1, ledger, prompt_tokens=5000)
+        for _ in range(50):
+            assert await commit(journal, *traffic.next(), to=ledger)
+        journal.bind_ledger(ledger)
+        filler = fill(disk)
+        while await commit(journal, *traffic.next(), to=ledger):
+            pass
+        for _ in range(20):
+            await journal.compact()
+            await commit(journal, *traffic.next(), to=ledger)
+        assert not await commit(journal, created(1 << 20), appended(1 << 20, 0, *range(5000)), to=ledger)
+        assert facts(recovered_copy(disk / "data")) == facts(ledger)
+        filler.unlink()
+        for _ in range(50):
+            assert await commit(journal, *traffic.next(), to=ledger)
+            await journal.compact()
+    assert facts(recovered(disk / "data")) == facts(ledger)
+
+
+def recovered_copy(directory: Path) -> Ledger:
+    """As after a crash."""
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copytree(directory, name, dirs_exist_ok=True)
+        return recovered(Path(name))
 
 
 @pytest.mark.parametrize("running", [False, True])

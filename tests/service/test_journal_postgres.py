@@ -112,36 +112,30 @@ async def test_commits_of_one_turn_are_one_row_and_told_in_order(postgres: Postg
             assert await connection.fetchval("SELECT count(*) FROM quire.log") == 1
 
 
-async def test_the_model_tag_is_stored_with_the_next_commit(postgres: PostgresServer) -> None:
+async def test_a_journal_that_begins_too_late_is_refused(postgres: PostgresServer) -> None:
     async with Owner(postgres.url, "a") as owner:
-        assert owner.journal.model_fingerprint is None
-        owner.journal.bind_model("sha256:1")
-        assert await owner.commit(created(1)) and await owner.commit(created(2))
-    async with Owner(postgres.url, "b") as owner:
-        assert owner.journal.model_fingerprint == "sha256:1"
-        assert len(owner.ledger) == 2
+        assert await owner.commit(created(1)) and await owner.commit(appended(1, 0, 7))
+    async with operator(postgres.url) as connection:
+        await connection.execute("UPDATE quire.shards SET first_seq = 2")
+    with pytest.raises(JournalUnusable, match=r"frame 2: .*conflict"):
+        await recovered(postgres.url)
 
 
-@pytest.mark.parametrize(
-    ("statement", "refusal"),
-    [
-        ("UPDATE quire.log SET data = substr(data, 1, length(data) - 5) WHERE seq = 3", "frame 3: .*backup"),
-        ("UPDATE quire.log SET data = substr(data, 1, length(data) - 5) WHERE seq = 6", "frame 6: .*backup"),
-        ("DELETE FROM quire.log WHERE seq = 3", "frame 3: it is missing.*backup"),
-        ("DELETE FROM quire.log WHERE seq = 1", "frame 1: it is missing.*backup"),
-        ("UPDATE quire.shards SET first_seq = 2", "frame 6: .*conflict"),
-    ],
-)
-async def test_a_journal_that_was_changed_is_refused(
-    postgres: PostgresServer, statement: str, refusal: str
-) -> None:
+async def test_rows_of_another_shard_are_refused(postgres: PostgresServer) -> None:
     async with Owner(postgres.url, "a") as owner:
         assert await owner.commit(created(1))
-        for position in range(5):
-            assert await owner.commit(appended(1, position, 7))
     async with operator(postgres.url) as connection:
-        await connection.execute(statement)
-    with pytest.raises(JournalUnusable, match=refusal):
+        await connection.execute("UPDATE quire.shards SET lease_id = 'another'")
+    with pytest.raises(JournalUnusable, match=r"frame 1: .*checksum"):
+        await recovered(postgres.url)
+
+
+async def test_tables_of_a_version_before_the_first_release_are_refused(postgres: PostgresServer) -> None:
+    async with Owner(postgres.url, "a"):
+        pass
+    async with operator(postgres.url) as connection:
+        await connection.execute("UPDATE quire.version SET version = 2")
+    with pytest.raises(DatabaseFailed, match="to begin without caches, drop the schema quire"):
         await recovered(postgres.url)
 
 

@@ -11,7 +11,7 @@ from tests.sim.planted import Plant, is_found, plants_of
 from tests.sim.schedules import run_schedules
 from tests.sim.shards import ShardSimulation
 
-SCHEDULES = 200
+SCHEDULES = 240
 CONTROL_SCHEDULES = 300
 MUST_HAPPEN = (
     "shortened", "rows lost", "append behind lost rows refused",

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.runners.base import Runner, SomeRows, StepResult
+from workers.runners.base import After, Runner, StepResult
 from workers.sampling import BadLogitsError, SamplingRow
 
 
@@ -25,14 +26,14 @@ class LateStep:
         before: LateStep | None,
         *,
         keeps_logits: bool,
-        some: SomeRows | None = None,
+        places: Sequence[int] = (),
     ) -> None:
-        self._keeps_logits, self._some = keeps_logits, some
-        self._runner, self._rows, self._before = runner, rows, before
+        self._keeps_logits, self._places = keeps_logits, places
+        self._runner, self._rows, self._before = runner, list(rows), before
         # The host may change its memory after a launch.
         self._inputs = dataclasses.replace(inputs, token_ids=inputs.token_ids.clone())
         self._result: StepResult | None = None
-        self._asked = self._is_followed = False
+        self._asked = self.is_followed = False
 
     def is_done(self) -> bool:
         self._asked, asked = True, self._asked
@@ -41,15 +42,28 @@ class LateStep:
     def computed(self) -> StepResult:
         if self._result is None:
             if self._before is not None:
-                chosen = self._before.computed().chosen
-                tokens = chosen if self._some is None else chosen[torch.from_numpy(self._some.places)]
-                self._inputs = dataclasses.replace(self._inputs, token_ids=tokens)
+                self._continue(self._before)
             self._runner.computed += 1
             self._result = self._runner.inner.step(self._inputs, self._rows)
             if len(self._rows) > 1 and self._runner.fails():
                 row = len(self._rows) - 1
                 self._result.failed = {row: BadLogitsError([row])}
         return self._result
+
+    def _continue(self, before: LateStep) -> None:
+        """Take the tokens of the rows that continue that step."""
+        chosen, is_same = before.computed().chosen.tolist(), not self._rows
+        places = self._places or range(len(chosen))
+        if is_same:
+            self._rows = [dataclasses.replace(row, position=row.position + 1) for row in before._rows]
+        for at, place in enumerate(places):
+            if place < 0:
+                continue
+            self._inputs.token_ids[at] = chosen[place]
+            row = self._rows[at]
+            if len(row.history):
+                known = row.history if is_same else row.history[:-1]
+                self._rows[at] = dataclasses.replace(row, history=np.append(known, chosen[place]))
 
     def chosen(self) -> torch.Tensor:
         result = self.computed()
@@ -58,23 +72,8 @@ class LateStep:
         return result.chosen
 
     def logits(self) -> AbstractContextManager[torch.Tensor]:
-        assert not self._is_followed or self._keeps_logits, "the next step overwrites them"
+        assert not self.is_followed or self._keeps_logits, "the next step overwrites them"
         return nullcontext(self.computed().logits)
-
-    def launch_next(self, inputs: ForwardInputs, some: SomeRows | None = None) -> LateStep:
-        assert not self._is_followed and self._runner.last is self, "something else was launched"
-        self._is_followed = True
-        rows = [dataclasses.replace(row, position=row.position + 1) for row in self._rows]
-        if some is not None:
-            rows = list(some.rows)
-            self._runner.shrunk += 1
-        # A device knows these only.
-        unknown = dataclasses.replace(inputs, token_ids=torch.full_like(inputs.token_ids, -1))
-        self._runner.launched_ahead += 1
-        self._runner.last = LateStep(
-            self._runner, unknown, rows, self, keeps_logits=self._keeps_logits, some=some
-        )
-        return self._runner.last
 
 
 class LateRunner:
@@ -89,8 +88,8 @@ class LateRunner:
         self.fails: Callable[[], bool] = lambda: False
         # How many steps were launched before the one before them was read.
         self.launched_ahead = 0
-        # Of these, how many had fewer rows.
-        self.shrunk = 0
+        # Of these, how many had fewer rows, and how many had others.
+        self.shrunk = self.joined = 0
         # How many launched steps were computed, and how many others.
         self.computed = self.stepped = 0
 
@@ -104,9 +103,40 @@ class LateRunner:
         return self.inner.step(inputs, rows, capture)
 
     def launch(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+        self,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        *,
+        keeps_logits: bool = False,
+        after: After | None = None,
     ) -> LateStep:
+        if after is not None:
+            return self._launch_after(inputs, rows, after, keeps_logits=keeps_logits)
         if self.last is not None:
             self.last.computed()
         self.last = LateStep(self, inputs, rows, None, keeps_logits=keeps_logits)
+        return self.last
+
+    def _launch_after(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], after: After, *, keeps_logits: bool
+    ) -> LateStep:
+        before = after.step
+        assert isinstance(before, LateStep), "one of this runner"
+        assert not before.is_followed and self.last is before, "something else was launched"
+        before.is_followed = True
+        places = [] if after.places is None else after.places.tolist()
+        # A device knows these only.
+        joins = torch.tensor([place < 0 for place in places] or [False] * len(inputs.token_ids))
+        known = torch.where(joins, inputs.token_ids, -1)
+        self.shrunk += bool(places) and sum(place >= 0 for place in places) < len(before._inputs.token_ids)
+        self.joined += bool(joins.any())
+        self.launched_ahead += 1
+        self.last = LateStep(
+            self,
+            dataclasses.replace(inputs, token_ids=known),
+            rows,
+            before,
+            keeps_logits=keeps_logits,
+            places=places,
+        )
         return self.last

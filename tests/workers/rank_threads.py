@@ -39,6 +39,9 @@ class ThreadGroup:
         parts = self._exchange(x)
         return torch.cat(parts, -1) if self.rank == 0 else x
 
+    def share(self, x: torch.Tensor) -> None:
+        x.copy_(self._exchange(x)[0])
+
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._given[self.rank] = x.clone()
         self._barrier.wait()

@@ -25,7 +25,7 @@ from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.operations import Sampling, TokenMask
 from workers.runners import adjusted_rows, cuda_graph
-from workers.runners.base import LaunchedStep, SomeRows, StepResult
+from workers.runners.base import After, LaunchedStep, StepResult
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.device_queue import DeviceQueue
@@ -121,6 +121,13 @@ class Runners:
     def pack(self, texts: Sequence[Text]) -> ForwardInputs:
         return self.packer.pack([Item(text.sequence, [text.tokens[-1]]) for text in texts])
 
+    def pack_ahead(self, texts: Sequence[Text]) -> ForwardInputs:
+        """For a step whose tokens may be unknown; what is packed next of a text is the same token."""
+        ahead = [HandSequence(text.sequence.pages, text.sequence.length) for text in texts]
+        return self.packer.pack(
+            [Item(each, [text.tokens[-1]]) for each, text in zip(ahead, texts, strict=True)]
+        )
+
     def expect(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow]
     ) -> tuple[list[int | None], torch.Tensor]:
@@ -200,42 +207,56 @@ def test_any_mix_of_rows_that_come_and_go(
         runners.step(picked, rows)
         ahead = [text for text in texts if not may_change(text)]
         if dice.random() < 0.3 and ahead:
-            run_ahead(runners, ahead[:MAX_ROWS], dice)
+            run_ahead(runners, ahead[:MAX_ROWS], [text for text in texts if text not in ahead], dice)
 
 
 def may_change(text: Text) -> bool:
     """Whether the host has to know a token before it can say how the next one is chosen."""
-    spec, is_masked = KINDS[text.kind]
-    return is_masked or (spec is not None and spec.has_penalty)
+    return KINDS[text.kind][1]
 
 
-def run_ahead(runners: Runners, texts: list[Text], dice: random.Random) -> None:
-    """Each step is launched before the tokens of the one before it are read; some texts end on the way."""
+def row_ahead(text: Text) -> SamplingRow:
+    """The one after the next: the host does not know the token before it."""
+    end = len(text.tokens)
+    return SamplingRow(KINDS[text.kind][0], None, end + 1, [*text.tokens, -1], text.prompt_len)
+
+
+def run_ahead(runners: Runners, texts: list[Text], others: list[Text], dice: random.Random) -> None:
+    """Each step is launched before the tokens of the one before it are read.
+
+    Some texts end on the way, and others join, with masks, too.
+    """
     step: LaunchedStep | None = None
+    drawn = dict[int, SamplingRow]()
     for turn in range(4):
-        inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
+        inputs = runners.pack(texts)
+        rows = [drawn[id(text)] if id(text) in drawn else text.row(dice) for text in texts]
+        drawn = {}
         step = step or runners.graph.launch(inputs, rows)
         assert step is not None
-        following, left = None, list(range(len(texts)))
-        if turn < 3:
-            some = None
-            if len(texts) > 1 and dice.random() < 0.4:
+        following, joining = None, list[Text]()
+        left = [at for at, text in enumerate(texts) if not may_change(text)]
+        if turn < 3 and left:
+            if len(left) > 1 and dice.random() < 0.4:
                 del left[dice.randrange(len(left))]
-                some = SomeRows(
-                    np.array(left),
-                    [
-                        SamplingRow(KINDS[texts[at].kind][0], position=len(texts[at].tokens) + 1)
-                        for at in left
-                    ],
-                )
-            ahead = [HandSequence(texts[at].sequence.pages, texts[at].sequence.length) for at in left]
-            following = step.launch_next(runners.packer.pack([Item(each, [0]) for each in ahead]), some)
+            if others and len(left) < MAX_ROWS and dice.random() < 0.5:
+                joining = [others.pop()]
+                drawn = {id(joining[0]): joining[0].row(dice)}
+            after, rows_ahead = After(step), list[SamplingRow]()
+            if joining or len(left) < len(texts):
+                after = After(step, np.array([*left, *[-1] * len(joining)]))
+                rows_ahead = [*(row_ahead(texts[at]) for at in left), *drawn.values()]
+            packed = runners.pack_ahead([*(texts[at] for at in left), *joining])
+            following = runners.graph.launch(packed, rows_ahead, after=after)
+            assert following is not None
         expected, _ = runners.expect(inputs, rows)
         assert step.chosen().tolist() == expected
         for text, token in zip(texts, expected, strict=True):
             assert token is not None
             text.tokens.append(token)
-        texts, step = [texts[at] for at in left], following
+        texts, step = [*(texts[at] for at in left), *joining], following
+        if step is None:
+            return
 
 
 @pytest.mark.usefixtures("inside")
@@ -274,13 +295,29 @@ def test_rows_without_an_allowed_token_fail_alone(runners: Runners) -> None:
     assert caught.value.rows == (1,)
 
 
-def test_rows_with_penalties_are_not_launched(runners: Runners) -> None:
-    """The token before the next one is not known to the host."""
-    text = runners.begin(8, [1, 2])
-    row = text.row(random.Random(0))
-    assert runners.graph.launch(runners.pack([text]), [row]) is None
-    text.sequence.length -= 1
-    runners.step([text], [row])
+@pytest.mark.usefixtures("inside")
+def test_penalties_of_a_step_launched_ahead_count_the_token_that_only_the_device_has(
+    runners: Runners,
+) -> None:
+    """The rows change, so that histories are counted anew; then they stay."""
+    dice = random.Random(3)
+    texts = [runners.begin(kind, [at] * 9) for at, kind in enumerate((8, 0, 8))]
+    inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
+    step: LaunchedStep | None = runners.graph.launch(inputs, rows)
+    for where in ([1, 2], None, None, [1, 0], None):
+        assert step is not None
+        left = texts if where is None else [texts[at] for at in where]
+        after = After(step, None if where is None else np.array(where))
+        following = runners.graph.launch(
+            runners.pack_ahead(left), [] if where is None else [row_ahead(text) for text in left], after=after
+        )
+        expected, _ = runners.expect(inputs, rows)
+        assert step.chosen().tolist() == expected
+        for text, token in zip(texts, expected, strict=True):
+            assert token is not None
+            text.tokens.append(token)
+        texts, step = left, following
+        inputs, rows = runners.pack(texts), [text.row(dice) for text in texts]
 
 
 @pytest.mark.parametrize("name", ["_BIASES", "_HISTORY"])
@@ -302,7 +339,13 @@ def test_what_has_no_room_is_adjusted_beside_the_graph(
         runners.step(picked, [text.row(dice) for text in picked])
     assert beside == [6, 6]
     inputs, rows = runners.pack(texts[1:2]), [texts[1].row(dice)]
-    assert (runners.graph.launch(inputs, rows) is None) == (name == "_BIASES")
+    step = runners.graph.launch(inputs, rows)
+    assert (step is None) == (name == "_BIASES")
+    if step is not None:
+        after = After(step, np.array([0, -1]))
+        joined = [row_ahead(texts[1]), texts[2].row(dice)]
+        assert runners.graph.launch(runners.pack_ahead(texts[1:3]), joined, after=after) is None
+        assert step.chosen().tolist() == runners.expect(inputs, rows)[0]
 
 
 def test_while_a_launched_step_is_not_read_others_run_beside_it(runners: Runners) -> None:
@@ -318,8 +361,8 @@ def test_while_a_launched_step_is_not_read_others_run_beside_it(runners: Runners
         others[2].sequence.length -= 1
         runners.step(others, [text.row(dice) for text in others])
         expected, _ = runners.expect(inputs, rows)
-        ahead = [HandSequence(text.sequence.pages, text.sequence.length) for text in texts]
-        following = step.launch_next(runners.packer.pack([Item(each, [0]) for each in ahead]))
+        following = runners.graph.launch(runners.pack_ahead(texts), (), after=After(step))
+        assert following is not None
         runners.begin(0, [7] * 20)
         assert step.chosen().tolist() == expected
         for text, token in zip(texts, expected, strict=True):
@@ -380,13 +423,11 @@ def test_memory_of_a_launch_that_failed_is_not_written_while_it_is_read(
     if is_ahead:
         step = runners.graph.launch(inputs, rows)
         assert step is not None
-        some = SomeRows(np.array([0, 2]), [rows[0], rows[2]])
-        ahead = [HandSequence(texts[at].sequence.pages, texts[at].sequence.length) for at in (0, 2)]
         queue.fails_after = fails_after
-        following = runners.packer.pack([Item(each, [0]) for each in ahead])
+        following, after = runners.pack_ahead([texts[0], texts[2]]), After(step, np.array([0, 2]))
         if fails_after < 4:
             with pytest.raises(RuntimeError, match="planted"):
-                step.launch_next(following, some)
+                runners.graph.launch(following, [rows[0], rows[2]], after=after)
         queue.fails_after = None
         expected, _ = runners.expect(inputs, rows)
         assert step.chosen().tolist() == expected

@@ -46,3 +46,6 @@ def test_they_have_met_when_they_are_connected(is_lazy: bool, monkeypatch: pytes
                 connected.result()
         sums = threads.map(lambda one: one.sum(torch.full((4,), one.rank + 1.0)), ranks)
         assert [x.tolist() for x in sums] == [[6.0] * 4] * RANKS
+        shared = [torch.full((2, 3), 7 * one.rank + 5) for one in ranks]
+        list(threads.map(lambda one: one.share(shared[one.rank]), ranks))
+        assert [x.tolist() for x in shared] == [[[5] * 3] * 2] * RANKS

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from tests.workers import stepping
-from tests.workers.late_runner import LateStep
+from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_plain_decodes import OUTPUTS, Callers, answers
 from workers import extra_samples, prelaunch, step_loop
 from workers.adapters.table import AdapterTable
 from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.kv import integrity
-from workers.models.inputs import ForwardInputs
 from workers.operations import (
     AdapterSource,
     ChangeAdapters,
@@ -36,7 +36,7 @@ from workers.operations import (
     Sampling,
     Truncate,
 )
-from workers.runners.base import DeviceLostError, SomeRows
+from workers.runners.base import DeviceLostError
 
 PAGES = 64
 MAX_SEQ_TOKENS = 200
@@ -292,7 +292,7 @@ class SteadyCallers(Callers):
                 sequence,
                 length,
                 [token],
-                output=OUTPUTS[(0, 1, 3)[sequence % 3]],
+                output=OUTPUTS[sequence % len(OUTPUTS)],
                 kind=Kind.DECODE,
                 caller=sequence % 3,
                 prompt_len=1,
@@ -328,7 +328,8 @@ def test_answers_are_the_same_with_steps_that_are_launched_ahead(seed: int, stra
     workers[0].loop.take()
     workers[0].loop._prelauncher.drop_all()
     assert workers[0].tokens() == workers[1].tokens()
-    assert (late.launched_ahead > 5 and (late.shrunk or only_steady)) or stray > 0.1
+    has_changed = late.shrunk or late.joined or only_steady
+    assert (late.launched_ahead > 5 and has_changed) or stray > 0.1
 
 
 def test_requests_of_several_messages_are_answered_together(worker: Worker) -> None:
@@ -500,30 +501,30 @@ def test_a_step_is_answered_though_the_next_one_could_not_be_launched(
     token = chosen(worker.answers(prefill(1, 7))[1])
     worker.compute_late()
     worker.round()
-    launch_next = LateStep.launch_next
+    launch = LateRunner._launch_after
 
-    def fail(step: LateStep, inputs: ForwardInputs, some: SomeRows | None = None) -> LateStep:
+    def fail(*arguments: Any, **named: Any) -> LateStep:
         if is_launched:
-            launch_next(step, inputs, some)
+            launch(*arguments, **named)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(LateStep, "launch_next", fail)
+    monkeypatch.setattr(LateRunner, "_launch_after", fail)
     token = chosen(worker.answers(decode(2, 7, 5, token))[2])
     assert isinstance(worker.answers(decode(3, 7, 6, token))[3], Forward) and worker.lengths() == {7: 7}
 
 
-@pytest.mark.parametrize("at", ["launch_next", "chosen"])
+@pytest.mark.parametrize(("place", "at"), [(LateRunner, "_launch_after"), (LateStep, "chosen")])
 def test_a_lost_device_ends_the_loop_while_a_step_is_in_flight(
-    monkeypatch: pytest.MonkeyPatch, at: str
+    monkeypatch: pytest.MonkeyPatch, place: type, at: str
 ) -> None:
     worker = Worker()
     token = chosen(worker.answers(prefill(1, 7))[1])
     worker.compute_late()
     worker.round()
 
-    def lose(*_: object) -> None:
+    def lose(*_: object, **__: object) -> None:
         raise DeviceLostError("planted")
 
-    monkeypatch.setattr(LateStep, at, lose)
+    monkeypatch.setattr(place, at, lose)
     with pytest.raises(DeviceLostError):
         worker.round(decode(2, 7, 5, token))

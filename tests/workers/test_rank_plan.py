@@ -7,13 +7,16 @@ import itertools
 import socket
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.models.inputs import ForwardInputs
 from workers.runners.rank_plan import (
+    ForwardPlan,
     PlanKind,
+    Way,
     encode_forward,
     encode_numbers,
     encode_pairs,
@@ -34,16 +37,15 @@ def batch(*, trees: bool, lora: bool, experts: bool) -> ForwardInputs:
     return dataclasses.replace(inputs, experts=torch.randint(-1, 8, (len(inputs.token_ids), 3, 2)))
 
 
-def received(message: bytes) -> ForwardInputs:
+def received(message: bytes) -> ForwardPlan:
     here, there = socket.socketpair()
     with here, there:
         # On a thread, since it may be more than a socket holds.
         sender = threading.Thread(target=here.sendall, args=(message,))
         sender.start()
-        inputs, eager = forward_of(receive(there))
+        plan = forward_of(receive(there))
         sender.join()
-    assert eager
-    return inputs
+    return plan
 
 
 def assert_equal(found: object, expected: object) -> None:
@@ -57,17 +59,22 @@ def assert_equal(found: object, expected: object) -> None:
         assert found == expected
 
 
+@pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize(("trees", "lora", "experts"), [*itertools.product([False, True], repeat=3)])
-def test_a_batch(trees: bool, lora: bool, experts: bool) -> None:
+def test_a_batch(way: Way, trees: bool, lora: bool, experts: bool) -> None:
     inputs = batch(trees=trees, lora=lora, experts=experts)
     assert (inputs.attention.trees is not None, inputs.lora_slots is not None) == (trees, lora)
-    assert_equal(received(encode_forward(inputs, eager=True)), inputs)
+    places = np.array([2, -1, 0]) if way is Way.AFTER and experts else None
+    found = received(encode_forward(ForwardPlan(inputs, way, places)))
+    assert found.way is way and (found.places is None) == (places is None)
+    assert places is None or (found.places is not None and found.places.tolist() == places.tolist())
+    assert_equal(found.inputs, inputs)
 
 
 def test_a_large_batch() -> None:
     packer = HandPacker(16, range(LARGE_TOKENS // 16 + 1))
     inputs = packer.pack([Item(HandSequence(), [1] * LARGE_TOKENS)])
-    assert_equal(received(encode_forward(inputs, eager=True)), inputs)
+    assert_equal(received(encode_forward(ForwardPlan(inputs, Way.STEP))).inputs, inputs)
 
 
 def test_other_messages() -> None:

@@ -36,8 +36,8 @@ from tests.kernels.cuda.test_decode_runner import VOCAB, LateQueue, make_kv  # n
 
 LIMITS = (64, 8, 8)
 MAX_TOKENS = 120
-# Those that can be launched ahead.
-LAUNCHED = (0, 1, 2, 6, 7)
+# Those whose next choice the host can tell before it knows the token before.
+LAUNCHED = (0, 1, 2, 6, 7, 8)
 
 
 class BehindTheQueue(EagerRunner):
@@ -183,23 +183,26 @@ def test_each_text_has_the_tokens_and_bits_that_it_has_alone(
     graph._kv, graph._eager = worker.engine.kv, BehindTheQueue(decoder, worker.engine.kv)
     graph._eager.queue = queue
     worker.loop._prelauncher.prelaunch_unrequested = seed % 2 == 0
-    ahead, beside = [0], [0]
-    launch, execute = worker.engine.launch, worker.engine.execute
+    ahead, joined, beside = [0], [0], [0]
+    launch_after, execute = worker.engine.launch_after, worker.engine.execute
 
-    def launched(decodes: Decodes, after: StepInFlight | None = None) -> StepInFlight | None:
-        step = launch(decodes, after)
-        ahead[0] += step is not None and after is not None
+    def launched(
+        before: StepInFlight, decodes: Decodes, joining: Decodes = NO_DECODES
+    ) -> StepInFlight | None:
+        step = launch_after(before, decodes, joining)
+        ahead[0] += step is not None
+        joined[0] += step is not None and joining.size > 0
         return step
 
     def executed(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
         beside[0] += worker.loop._in_flight.step is not None
         return execute(chunks, decodes)
 
-    monkeypatch.setattr(worker.engine, "launch", launched)
+    monkeypatch.setattr(worker.engine, "launch_after", launched)
     monkeypatch.setattr(worker.engine, "execute", executed)
     callers = Callers(worker, random.Random(seed), range(len(KINDS)) if seed % 2 else LAUNCHED)
     callers.run(60)
-    assert seed % 2 or (ahead[0] > 2 and beside[0] > 2), "else nothing was shown"
+    assert ahead[0] > 2 and joined[0] and (beside[0] > 2 or seed % 2), "else nothing was shown"
     reference = worker_of(EagerRunner(decoder, make_kv("cpu")), ahead=False)
     reference.engine.runner = EagerRunner(decoder, reference.engine.kv)
     assert sum(map(len, callers.rows.values())) > 80

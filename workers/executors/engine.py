@@ -6,7 +6,7 @@
     roll_back(forward)   restore the sequence to its state before the forward
 
 On a GPU a step of plain decodes can be launched and finished separately, with the next one launched in
-between (`launch`, `finish`).
+between (`launch`, `launch_after`, `finish`).
 
 The caller chooses the sequence numbers. Not thread-safe: one thread owns an engine. Any may call `status`,
 and `usage` and `pages_available` of its table. `base` has the API for callers in the same process.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.batch import captured_rows, output_specs, pack, sampling_rows, score_targets
+from workers.batch import HistoryOf, captured_rows, output_specs, pack, sampling_rows, score_targets
 from workers.decodes import (
     ARRIVED_NS,
     BATCH_ITEMS,
@@ -47,23 +47,32 @@ from workers.kv.sequence import KvSequence
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
-from workers.models.inputs import ForwardInputs
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import TokenScores, add_captured, build_outputs, score_tokens
-from workers.runners.base import LaunchedStep, Runner, SomeRows, StepResult, raise_if_lost
+from workers.runners.base import After, LaunchedStep, Runner, StepResult, raise_if_lost
 from workers.sampling import SamplingError, SamplingRow
 from workers.token_trees import kept_path
+
+# In place of a token that only the device has: outside of every vocabulary.
+UNKNOWN_TOKEN = -1
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step of plain decodes that was launched, and whose results are not read yet."""
+    """A step of plain decodes that was launched, and whose results are not read yet.
+
+    Attributes:
+        decodes: Those that continue the step before it come first, without their tokens until that one's
+            results are read; then those that have joined.
+        joined: These, as they were given.
+        places: [N] where each is in the step before it, as in `After`.
+    """
 
     decodes: Decodes
     launched: LaunchedStep
     launched_ns: int
-    # [N] where its sequences are in the step before it, which was in flight. None: in the same places.
+    joined: Decodes = NO_DECODES
     places: NDArray[np.int64] | None = None
 
 
@@ -193,38 +202,75 @@ class Engine:
             self._counts.step_tokens += self._step_tokens
         self._step_began_ns = 0
 
-    def launch(self, decodes: Decodes, after: StepInFlight | None = None) -> StepInFlight | None:
-        """Launches a step of plain decodes, without waiting for it. It must be finished then.
+    def launch(self, decodes: Decodes) -> StepInFlight | None:
+        """Launches a step of plain decodes that have begun, without waiting for it. It must be finished then.
 
-        after: The step in flight. The new one is of the same sequences or some of them, in their order, one
-            token further, which may be unknown yet. None: the decodes have begun.
-
-        None, without an effect: not all of them have pages, or the runner cannot.
+        None, without an effect: the runner cannot.
         """
-        if after is not None:
-            positions = decodes.columns[POSITION]
-            decodes.rows, begun = self.kv_table.reserve_next(decodes.sequences, positions, ahead=1)
-            if not all(begun.tolist()):
-                return None
-        inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
         launched_ns = time.monotonic_ns()
-        launched: LaunchedStep | None
-        places: NDArray[np.int64] | None = None
+        launched = self._launched(decodes, sampling_rows((), decodes, self._history_of), None)
+        if launched is None:
+            return None
+        self._step_begins(decodes.size, launched_ns)
+        return StepInFlight(decodes, launched, launched_ns)
+
+    def launch_after(
+        self, step: StepInFlight, decodes: Decodes, joining: Decodes = NO_DECODES
+    ) -> StepInFlight | None:
+        """As `launch`, behind the step in flight, whose tokens are not known yet.
+
+        Args:
+            step: The step in flight.
+            decodes: Of some of its sequences, in their order, one token further.
+            joining: Of other sequences. They have begun.
+
+        None, without an effect: not all of `decodes` have pages, or the runner cannot.
+        """
+        decodes.rows, begun = self.kv_table.reserve_next(
+            decodes.sequences, decodes.columns[POSITION], ahead=1
+        )
+        if not all(begun.tolist()):
+            return None
+        places, rows = None, list[SamplingRow]()
+        if joining.size or decodes.size < step.decodes.size:
+            where = {sequence: place for place, sequence in enumerate(step.decodes.sequences)}
+            places = np.array([where[one] for one in decodes.sequences] + [-1] * joining.size)
+            if joining.size:
+                both = Decodes.joined([decodes, joining])
+                both.rows = np.concatenate([decodes.rows, joining.rows])
+                decodes = both
+            rows = sampling_rows((), decodes, self._history_after(step, places))
+        launched_ns = time.monotonic_ns()
+        launched = self._launched(decodes, rows, After(step.launched, places))
+        return None if launched is None else StepInFlight(decodes, launched, launched_ns, joining, places)
+
+    def _launched(
+        self, decodes: Decodes, rows: Sequence[SamplingRow], after: After | None
+    ) -> LaunchedStep | None:
+        inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
+        keeps_logits = not all(spec.is_token_only for spec in decodes.kinds)
         try:
-            if after is not None:
-                launched, places = _launched_after(after, decodes, inputs)
-            else:
-                keeps_logits = not all(spec.is_token_only for spec in decodes.kinds)
-                rows = sampling_rows((), decodes)
-                launched = self.runner.launch(inputs, rows, keeps_logits=keeps_logits)
+            return self.runner.launch(inputs, rows, keeps_logits=keeps_logits, after=after)
         except Exception as error:
             raise_if_lost(error)
             raise
-        if launched is None:
-            return None
-        if after is None:
-            self._step_begins(decodes.size, launched_ns)
-        return StepInFlight(decodes, launched, launched_ns, places)
+
+    def _history_of(self, decodes: Decodes, index: int) -> NDArray[np.int64]:
+        """The tokens of a sequence, and that of its decode. See `HistoryOf`."""
+        known = self._known(decodes.sequences[index]).token_ids.as_array().astype(np.int64)
+        return np.append(known, decodes.columns[TOKEN, index])
+
+    def _history_after(self, step: StepInFlight, places: NDArray[np.int64]) -> HistoryOf:
+        """As `_history_of`, behind the step in flight. `places`: see `After`."""
+
+        def history_of(decodes: Decodes, index: int) -> NDArray[np.int64]:
+            place = places.item(index)
+            if place < 0:
+                return self._history_of(decodes, index)
+            # The token of the step in flight is not appended yet, and what it chooses is not known.
+            return np.append(self._history_of(step.decodes, place), UNKNOWN_TOKEN)
+
+        return history_of
 
     def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
@@ -239,7 +285,7 @@ class Engine:
             chosen = step.launched.chosen()
             if not all(spec.is_token_only for spec in step.decodes.kinds):
                 with step.launched.logits() as logits:
-                    rows = sampling_rows((), step.decodes)
+                    rows = sampling_rows((), step.decodes, self._history_of)
                     outputs = _row_outputs(logits, chosen, rows, step.decodes.outputs)
         except Exception as error:
             self._step_ends(0)
@@ -251,8 +297,12 @@ class Engine:
         self._step_ends(items)
         done = self._append_decodes(step.decodes, chosen.numpy(), outputs, items)
         if following is not None:
-            places = slice(None) if following.places is None else following.places
-            following.decodes.columns[TOKEN] = done.columns[CHOSEN, places]
+            tokens, chosen_now = following.decodes.columns[TOKEN], done.columns[CHOSEN]
+            if following.places is None:
+                tokens[:] = chosen_now
+            else:
+                continues = following.places >= 0
+                tokens[continues] = chosen_now[following.places[continues]]
             following.decodes.started_ns = time.monotonic_ns()
             # From its launch on, while the one before it ran: rather too long than too short.
             self._step_begins(following.decodes.size, following.launched_ns)
@@ -262,7 +312,7 @@ class Engine:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         try:
-            rows = sampling_rows(chunks, decodes)
+            rows = sampling_rows(chunks, decodes, self._history_of)
             # Nothing is made of each row if nobody wants more than tokens.
             is_bare = not chunks and all([spec.is_token_only for spec in decodes.kinds])  # noqa: C419 - faster
             specs = [] if is_bare else output_specs(chunks, decodes)
@@ -473,17 +523,6 @@ class Engine:
         if known is None:
             raise KvMissing(f"sequence {sequence} is not known")
         return known
-
-
-def _launched_after(
-    step: StepInFlight, decodes: Decodes, inputs: ForwardInputs
-) -> tuple[LaunchedStep, NDArray[np.int64] | None]:
-    """Launch the next step. Returns it, and the places of its sequences in this one; None: the same."""
-    if decodes.size == step.decodes.size:
-        return step.launched.launch_next(inputs), None
-    index = {sequence: place for place, sequence in enumerate(step.decodes.sequences)}
-    places = np.array([index[sequence] for sequence in decodes.sequences])
-    return step.launched.launch_next(inputs, SomeRows(places, sampling_rows((), decodes))), places
 
 
 def _row_outputs(

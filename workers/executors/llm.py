@@ -121,7 +121,7 @@ class LlmExecutor(ModelExecutor):
             _make_batch_invariant(model, directory, backend)
         served = Served(model)
         kv = _pages(model, description, kv_pages, limits, ranks)
-        own = new_runner(model, kv, limits, description.max_seq_len)
+        own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
         adapters: AdapterTable[Any] | None = None
         if lora is not None and backend == NATIVE:

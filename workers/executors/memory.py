@@ -9,6 +9,7 @@ import torch
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages
 from workers.kv.tensors import KvTensors
 from workers.models.model import PAGE_SIZE, Model, new_pages, page_bytes
+from workers.models.shard import Group
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
@@ -91,10 +92,17 @@ def allocate_pages(model: Model, num_pages: int) -> KvTensors:
         ) from error
 
 
-def new_runner(model: Model, kv: KvTensors, limits: StepLimits, max_seq_len: int) -> Runner:
-    """The runner of a model on its device."""
+def new_runner(
+    model: Model, kv: KvTensors, limits: StepLimits, max_seq_len: int, group: Group | None = None
+) -> Runner:
+    """The runner of a model on its device, or of a rank's part of it."""
     if model.device.type == "cuda" and model.graphable:
         return CudaGraphRunner(
-            model, kv, max_rows=limits.max_items, max_seq_len=max_seq_len, graphs=limits.cuda_graphs
+            model,
+            kv,
+            max_rows=limits.max_items,
+            max_seq_len=max_seq_len,
+            graphs=limits.cuda_graphs,
+            share=None if group is None else group.share,
         )
     return EagerRunner(model, kv)

@@ -35,6 +35,9 @@ class Group(Protocol):
         On the other ranks the result has no meaning.
         """
 
+    def share(self, x: torch.Tensor) -> None:
+        """Give all ranks the values of rank 0's tensor. Mutates those of the others, of the same shape."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:

@@ -7,6 +7,9 @@ replaces the tokens. The other rows are not read, and nothing waits for the host
 There is a second graph for each number of such rows, rounded up to a bucket. The rest of a bucket is padded:
 such a row chooses for row 0 of the batch, and its result is put behind those of the batch.
 
+Penalties need the tokens before the next one. How often each occurs is counted when a row is loaded, and each
+second graph counts the tokens that it has chosen: so steps with penalties follow each other without the host.
+
 Dimension letters: B rows of the largest bucket; A adjusted rows of a part of a bucket; V vocabulary; W words
 of a mask; N biases; H tokens of all histories.
 """
@@ -14,12 +17,13 @@ of a mask; N biases; H tokens of all histories.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.device_sampling import Columns, adjustments, choose_adjusted
+from workers.device_sampling import HISTORY_COLUMNS, Columns, adjustments, choose_adjusted, is_simple
 from workers.operations import Sampling
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import SamplingRow
@@ -34,13 +38,30 @@ _INTEGERS: Mapping[str, int] = {
     "rows": 0,  # where the row is in the batch
     "places": 0,  # where its results are put
     "is_masked": 0,
+    "counted_from": 0,  # the position from which on frequencies and presences count
+    # Where its history is, for the first count.
     "begins": 0,
     "prompt_ends": 0,
     "ends": 0,
 }
 _REALS: Mapping[str, float] = {"repetitions": 1.0, "frequencies": 0.0, "presences": 0.0}
-_PENALTIES = ("begins", "prompt_ends", "ends", *_REALS)
 _NO_ROW = -1
+
+
+class Adjustments(NamedTuple):
+    """What a batch needs, on the host.
+
+    Attributes:
+        which: The rows, those with masks first.
+        columns: Their settings, by names of `device_sampling`.
+        key: What it is known by if it stays the same from step to step.
+        is_loaded: Whether the device has it.
+    """
+
+    which: Sequence[int]
+    columns: Columns
+    key: tuple[Sequence[int], list[Sampling | None]] | None
+    is_loaded: bool = False
 
 
 class _Memory:
@@ -75,35 +96,65 @@ class AdjustedRows:
         self._device = _Memory(max_rows, vocab, device)
         self._columns = self._device.rows(max_rows)
         self._numbers = torch.arange(max_rows, dtype=torch.int32, device=device)
+        # How often each token occurs in the text of a row: see `kernels.cuda.sampling_adjust`.
+        self._counts = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)  # [B, V]
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
         # Two steps can be on their way. Each has the event behind its transfers.
         staging = [_Memory(max_rows, vocab, torch.device("cpu"), pinned=pinned) for _ in range(2)]
         self._staging = [(memory, queue.event()) for memory in staging]
         # How many biases may be on the device.
         self._num_biases = len(self._device.tensors["biases"])
-        # What the device has: which rows, and their settings. None: unknown, or other data in each step.
+        # What the device has: see `Adjustments.key`. None: unknown, or other data in each step.
         self._loaded: tuple[Sequence[int], list[Sampling | None]] | None = None
         self._send(self._row_columns([], {}) | self._bias_columns({}))
         self._num_biases = 0
 
-    def load(self, batch: Sequence[SamplingRow], which: Sequence[int]) -> bool:
-        """Load these rows of a batch. False: there is no room for their biases or histories."""
+    def prepare(self, batch: Sequence[SamplingRow], which: Sequence[int]) -> Adjustments | None:
+        """What these rows of a batch need. None: there is no room for their biases or histories."""
         key = which, [batch[index].spec for index in which]
-        stays = not any(batch[index].mask or has_penalty(batch[index]) for index in which)
+        stays = not any(batch[index].mask or _has_penalty(batch[index]) for index in which)
         if stays and key == self._loaded:
-            return True
-        self._loaded = None
+            return Adjustments(which, {}, key, is_loaded=True)
         # Then the first masks are those of the first rows.
         ordered = sorted(which, key=lambda index: batch[index].mask is None)
         columns = adjustments([batch[index] for index in ordered], self._vocab)
         room = {name: len(self._device.tensors[name]) for name in ("biases", "history")}
         if any(len(columns.get(name, ())) > size for name, size in room.items()):
-            return False
+            return None
+        return Adjustments(ordered, columns, key if stays else None)
+
+    def load(self, needed: Adjustments, token_ids: Tensor, positions: Tensor) -> None:
+        """Load what a batch needs, whose tokens [B] and their positions [B] are on the device.
+
+        The last token of a history is one of these, and is not read from it.
+        """
+        if needed.is_loaded:
+            return
+        self._loaded = None
+        columns = needed.columns
         data = {name: columns[name].reshape(-1) for name in ("words", "history") if name in columns}
-        self._send(data | self._row_columns(ordered, columns) | self._bias_columns(columns))
+        self._send(data | self._row_columns(needed.which, columns) | self._bias_columns(columns))
         self._num_biases = len(columns.get("biases", ()))
-        self._loaded = key if stays else None
-        return True
+        self._loaded = needed.key
+        if "history" in columns:
+            count = len(needed.which)
+            self._queue.launch(lambda: self._count_histories(count, token_ids, positions))
+
+    def _count_histories(self, count: int, token_ids: Tensor, positions: Tensor) -> None:
+        from kernels.cuda import sampling_adjust  # noqa: PLC0415 - without a GPU triton is not needed
+
+        counts = self._counts[:count].zero_()
+        begins, prompt_ends, ends = (self._columns[name][:count] for name in HISTORY_COLUMNS[1:])
+        history = self._device.tensors["history"]
+        sampling_adjust.count_histories(counts, history, begins, prompt_ends, ends)
+        self.count_next(count, token_ids, positions)
+
+    def count_next(self, count: int, token_ids: Tensor, positions: Tensor) -> None:
+        """Count the next token of the first `count` rows: that which the batch [B] has."""
+        from kernels.cuda import sampling_adjust  # noqa: PLC0415 - as above
+
+        rows, counted_from = self._columns["rows"][:count], self._columns["counted_from"][:count]
+        sampling_adjust.count_next(self._counts[:count], rows, counted_from, token_ids, positions)
 
     def _row_columns(self, which: Sequence[int], columns: Columns) -> Columns:
         """Integers and reals, padded."""
@@ -116,8 +167,17 @@ class AdjustedRows:
         rows["places"][:] = self._max_rows
         rows["rows"][: len(which)] = rows["places"][: len(which)] = which
         rows["is_masked"][: len(columns.get("words", ()))] = 1
-        for name in _PENALTIES if "history" in columns else ():
-            rows[name][columns["penalty_rows"]] = columns[name]
+        if "history" in columns:
+            begins, prompt_ends, ends = (columns[name] for name in HISTORY_COLUMNS[1:])
+            # Nothing is to be counted of an empty history.
+            having = ends > begins
+            penalised = columns["penalty_rows"][having]
+            for name in _REALS:
+                rows[name][penalised] = columns[name][having]
+            rows["begins"][penalised] = begins[having]
+            rows["prompt_ends"][penalised] = prompt_ends[having]
+            rows["ends"][penalised] = ends[having] - 1
+            rows["counted_from"][penalised] = (prompt_ends - begins)[having]
         return {"integers": integers.reshape(-1), "reals": reals.reshape(-1)}
 
     def _bias_columns(self, columns: Columns) -> Columns:
@@ -196,11 +256,15 @@ class AdjustedRows:
             "bias_ids": tensors["bias_ids"],
             "biases": tensors["biases"],
             "penalty_rows": numbers,
-            "history": tensors["history"],
-            **{name: ours[name] for name in _PENALTIES},
+            "counts": self._counts[part],
+            **{name: ours[name] for name in _REALS},
         }
 
 
-def has_penalty(row: SamplingRow) -> bool:
-    """Whether its logits depend on the tokens before it."""
+def adjusted_among(rows: Sequence[SamplingRow]) -> list[int]:
+    """Those that need more than a temperature."""
+    return [index for index, row in enumerate(rows) if not is_simple(row)]
+
+
+def _has_penalty(row: SamplingRow) -> bool:
     return row.spec is not None and row.spec.has_penalty

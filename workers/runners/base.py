@@ -38,18 +38,6 @@ class StepResult:
     failed: Mapping[int, SamplingError] = field(default_factory=dict)
 
 
-class SomeRows(NamedTuple):
-    """The rows of a step that the next one has, too.
-
-    Attributes:
-        places: [R] int64, which they are, in their order.
-        rows: How their next tokens are chosen.
-    """
-
-    places: NDArray[np.int64]
-    rows: Sequence[SamplingRow]
-
-
 class LaunchedStep(Protocol):
     """A step that was launched, and whose tokens are not read yet."""
 
@@ -68,16 +56,19 @@ class LaunchedStep(Protocol):
     def logits(self) -> AbstractContextManager[torch.Tensor]:
         """Those of the step, after `chosen`: [R, vocab] on the device. To be read within the context."""
 
-    def launch_next(self, inputs: ForwardInputs, some: SomeRows | None = None) -> LaunchedStep:
-        """Launches the step that follows, before this one is done. At most one.
 
-        Args:
-            inputs: Of the same rows, one token further. Their tokens, which are not known yet, are not read.
-            some: The rows that go on. None: all do, and are chosen as before, with the same masks.
+class After(NamedTuple):
+    """The step that another one is launched behind, before its tokens are read.
 
-        Raises:
-            DeviceLostError: The device has failed.
-        """
+    Attributes:
+        step: The last one that was launched.
+        places: [R] int64, which row of it each row of the new step continues: its token is on the device
+            only. -1: none, and the host has its token. None: each row continues the one in its place, and its
+            next token is chosen as before.
+    """
+
+    step: LaunchedStep
+    places: NDArray[np.int64] | None = None
 
 
 class Runner(Protocol):
@@ -110,15 +101,26 @@ class Runner(Protocol):
         """
 
     def launch(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+        self,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        *,
+        keeps_logits: bool = False,
+        after: After | None = None,
     ) -> LaunchedStep | None:
         """Launches a step of single tokens without waiting for it. None, without an effect: it cannot.
 
-        It cannot with penalties, or before the tokens of the last step of those that were launched are read.
-        Until then `step` runs others behind it.
+        Until the tokens of the last step that was launched are read, `step` runs others behind it.
 
-        keeps_logits: Whether its logits, and those of the steps after it, can be read after the next step
-            was launched.
+        Args:
+            inputs: As for `step`. Tokens that only the device has are not read.
+            rows: As for `step`; the last token of a history is not read where only the device has it. None
+                are needed if all rows are chosen as in the step before.
+            keeps_logits: Whether its logits can be read after the next step was launched.
+            after: The step behind which it is launched. None: the tokens of all earlier ones were read.
+
+        Raises:
+            DeviceLostError: The device has failed.
         """
 
 

@@ -69,6 +69,12 @@ class Collectives:
         self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
         return torch.cat(parts, dim=-1) if parts else x
 
+    def share(self, x: torch.Tensor) -> None:
+        """See `Group.share`."""
+        options = distributed.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+
 
 def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
     """The sum [...] of [ranks, ...], rank by rank in float32, rounded once.

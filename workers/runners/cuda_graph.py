@@ -12,9 +12,9 @@ states, given experts) run eagerly with the same kernels. So do decodes, more sl
 graphs switched off, the kernels of a decode are launched one by one, over the same memory and as far ahead.
 
 Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
-(`launch`): so the device does not wait for the host between them. Rows with penalties are not launched so:
-only the host has the tokens before theirs. Until the tokens of a launched step are read, its buffers are
-taken: other steps run eagerly then, behind it.
+(`launch`), with other rows whose tokens the host has: so the device does not wait for the host between them.
+Until the tokens of the last launched step are read, its buffers are taken: other steps run eagerly then,
+behind it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
-from workers.runners.adjusted_rows import AdjustedRows, has_penalty
-from workers.runners.base import DeviceLostError, SomeRows, StepResult, device_errors
+from workers.runners.adjusted_rows import AdjustedRows, Adjustments, adjusted_among
+from workers.runners.base import After, DeviceLostError, StepResult, device_errors
 from workers.runners.decode_buffers import DecodeBuffers, StepTokens
 from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner, choose_tokens
@@ -127,12 +127,16 @@ class _Captured:
         """The smallest for so many rows, of which there is one."""
         return self._graphs[self._bucket(rows), lora]
 
-    def load_adjusted(self, rows: Sequence[SamplingRow]) -> Callable[[], None] | None:
-        """What adjusts the batch that the buffers have. None: nothing has to, or no graph can."""
-        which = self.buffers.adjusted
-        if not which or self.adjusted is None or not self.adjusted.load(rows, which):
+    def prepare(self, rows: Sequence[SamplingRow], which: Sequence[int]) -> Adjustments | None:
+        """What is needed to choose once more for these rows. None: no graph can."""
+        return None if self.adjusted is None else self.adjusted.prepare(rows, which)
+
+    def load_adjusted(self, needed: Adjustments | None) -> Callable[[], None] | None:
+        """What chooses once more for rows of the batch that the buffers have. None: nothing has to."""
+        if needed is None or self.adjusted is None:
             return None
-        return self.adjust[self._bucket(len(which))]
+        self.adjusted.load(needed, *self.buffers.tokens)
+        return self.adjust[self._bucket(len(needed.which))]
 
 
 class GraphStep:
@@ -145,10 +149,10 @@ class GraphStep:
         inputs: ForwardInputs,
         adjust: Callable[[], None] | None,
         *,
-        keeps_logits: bool,
+        keeps_logits: bool = False,
     ) -> None:
         """Launch it. The buffers are loaded. `adjust`: the second graph."""
-        self._captured, self._graph, self._inputs, self._adjust = captured, graph, inputs, adjust
+        self._captured, self._graph, self._inputs, self.adjust = captured, graph, inputs, adjust
         self._rows = len(inputs.positions)
         self._buffers = buffers = captured.buffers
         self._keeps_logits = keeps_logits
@@ -202,16 +206,15 @@ class GraphStep:
         with self._buffers.queue.beside(self._captured.kept_logits.copied):
             yield self._copied_logits
 
-    def launch_next(self, inputs: ForwardInputs, some: SomeRows | None = None) -> GraphStep:
-        """See `LaunchedStep`."""
-        with device_errors(), torch.inference_mode():
-            self._is_last = False
-            if self._keeps_logits:
-                self._copied_logits = self._captured.kept_logits.keep(self._graph, self._rows)
-            self._buffers.load_next(inputs, some)
-            adjust = self._adjust if some is None else self._captured.load_adjusted(some.rows)
-            graph = self._captured.graph(len(inputs.positions))
-            return GraphStep(self._captured, graph, inputs, adjust, keeps_logits=self._keeps_logits)
+    def note_next(self) -> None:
+        """Note that another step is launched behind it, which writes to the same memory."""
+        self._is_last = False
+        if self._keeps_logits:
+            self._copied_logits = self._captured.kept_logits.keep(self._graph, self._rows)
+
+
+def _announce_to_nobody() -> None:
+    pass
 
 
 class CaptureError(Exception):
@@ -236,6 +239,7 @@ class CudaGraphRunner:
         graphs: bool = True,
         capture: Capture | None = None,
         queue: DeviceQueue | None = None,
+        share: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Prepare to capture.
 
@@ -246,6 +250,7 @@ class CudaGraphRunner:
             max_seq_len: The longest sequence, in tokens.
             graphs: False: the kernels of a decode are launched one by one.
             capture, queue: Replace CUDA graphs, and the device's queue, in tests without a GPU.
+            share: See `DecodeBuffers`.
         """
         self._model, self._kv = model, kv
         self._eager = EagerRunner(model, kv)
@@ -259,7 +264,7 @@ class CudaGraphRunner:
         self._capture: Capture | None = capture or (_CudaCapture(kv.device) if graphs else launch_each)
         # The same, for the graphs that are captured when the model has slots for adapters.
         self._lora_capture: Capture | None = self._capture
-        self._queue = queue
+        self._queue, self._share = queue, share
         self._captured: _Captured | None = None
         self._last: _Graph | None = None
 
@@ -271,24 +276,77 @@ class CudaGraphRunner:
             captured = None if capture is not None and capture.rows else self._captured_for(inputs, rows)
             if captured is None:
                 return self._eager.step(inputs, rows, capture)
-            adjust = self._load(captured, inputs, rows)
-            step = GraphStep(captured, self._graph(captured, inputs), inputs, adjust, keeps_logits=False)
-            is_adjusted = adjust is not None or not captured.buffers.adjusted
-            return self._result(captured.buffers, step, rows, capture, is_adjusted=is_adjusted)
+            buffers = captured.buffers
+            buffers.load(inputs, rows)
+            needed = captured.prepare(rows, buffers.adjusted) if buffers.adjusted else None
+            adjust = captured.load_adjusted(needed)
+            step = GraphStep(captured, self._graph(captured, inputs), inputs, adjust)
+            is_adjusted = adjust is not None or not buffers.adjusted
+            return self._result(buffers, step, rows, capture, is_adjusted=is_adjusted)
 
     def launch(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+        self,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        *,
+        keeps_logits: bool = False,
+        after: After | None = None,
+        announce: Callable[[], None] = _announce_to_nobody,
     ) -> GraphStep | None:
-        """See `Runner.launch`."""
+        """See `Runner.launch`.
+
+        `announce`: called before the first launch that the other ranks of a group have to repeat.
+        """
         with device_errors(), torch.inference_mode():
-            captured = self._captured_for(inputs, rows)
+            if after is not None and after.places is None:
+                return self._repeat(after, inputs, announce, keeps_logits=keeps_logits)
+            captured = (
+                self._captured_for(inputs, rows) if after is None else self._captured_after(inputs, rows)
+            )
             if captured is None:
                 return None
-            adjust, adjusted = self._load(captured, inputs, rows), captured.buffers.adjusted
-            if adjusted and (adjust is None or any(has_penalty(rows[index]) for index in adjusted)):
+            which = adjusted_among(rows)
+            needed = captured.prepare(rows, which) if which else None
+            if which and needed is None:
                 return None
-            graph = self._graph(captured, inputs)
-            return GraphStep(captured, graph, inputs, adjust, keeps_logits=keeps_logits)
+            announce()
+            if after is None:
+                captured.buffers.load(inputs, rows)
+            else:
+                _step_of(after).note_next()
+                captured.buffers.load_after(inputs, rows, after.places)
+            adjust = captured.load_adjusted(needed)
+            return GraphStep(
+                captured, self._graph(captured, inputs), inputs, adjust, keeps_logits=keeps_logits
+            )
+
+    def _repeat(
+        self, after: After, inputs: ForwardInputs, announce: Callable[[], None], *, keeps_logits: bool
+    ) -> GraphStep:
+        """Launch a step of the rows of the one before it, which are chosen as before."""
+        captured, before = self._captured, _step_of(after)
+        assert captured is not None, "it has launched the step before"
+        announce()
+        before.note_next()
+        captured.buffers.load_after(inputs, (), None)
+        return GraphStep(
+            captured, self._graph(captured, inputs), inputs, before.adjust, keeps_logits=keeps_logits
+        )
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether the tokens of a launched step are not read yet, so that others run eagerly."""
+        return self._captured is not None and self._captured.in_flight is not None
+
+    @property
+    def has_to_capture(self) -> bool:
+        """Whether the next decode captures the graphs."""
+        return self._capture is not None
+
+    def _captured_after(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> _Captured | None:
+        """The graphs, if one of them computes this step behind the one in flight."""
+        fits = self._is_decode(inputs, rows) and inputs.lora_slots is None
+        return self._captured if fits else None
 
     def _captured_for(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> _Captured | None:
         """The graphs, if one of them computes this step."""
@@ -300,13 +358,6 @@ class CudaGraphRunner:
         if captured is None or captured.in_flight is not None:
             return None
         return None if inputs.lora_slots is not None and not captured.has_lora else captured
-
-    def _load(
-        self, captured: _Captured, inputs: ForwardInputs, rows: Sequence[SamplingRow]
-    ) -> Callable[[], None] | None:
-        """Load the buffers. Returns what adjusts rows; None: nothing has to, or no graph can."""
-        captured.buffers.load(inputs, rows)
-        return captured.load_adjusted(rows)
 
     def _graph(self, captured: _Captured, inputs: ForwardInputs) -> _Graph:
         """The graph of a step that is loaded."""
@@ -377,7 +428,7 @@ class CudaGraphRunner:
 
     def _capture_graphs(self, capture: Capture) -> None:
         """Graphs of each bucket. The largest is first, so that the others fit into its memory."""
-        buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device, self._queue)
+        buffers = DecodeBuffers(self._max_rows, self._max_pages, self._kv.device, self._queue, self._share)
         kinds = (True, False) if self._model.max_lora_slots else (False,)
         self._captured = _Captured(buffers, self._capture_kinds(capture, buffers, kinds))
 
@@ -464,6 +515,12 @@ def choose_again(adjusted: AdjustedRows, bucket: int, buffers: DecodeBuffers, lo
         part = slice(first, min(first + ROWS_AT_ONCE, bucket))
         adjusted.choose(part, logits, buffers.settings, buffers.results.chosen, buffers.results.best_left)
     buffers.use_chosen()
+    adjusted.count_next(bucket, *buffers.tokens)
+
+
+def _step_of(after: After) -> GraphStep:
+    assert isinstance(after.step, GraphStep), "a runner follows its own steps"
+    return after.step
 
 
 def _tried(capture_all: Callable[[], None], device: torch.device) -> str | None:

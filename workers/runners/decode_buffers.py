@@ -3,7 +3,7 @@
 The first rows are the batch. The others, up to the bucket, are padded: context 0, slots -1. In each step the
 device advances each row by the chosen token (`kernels.cuda.advance`). If the next batch is exactly that, as
 while callers append the chosen tokens and need no new pages, no data is sent to the device. So a step can be
-launched while the one before it runs, whose tokens the host does not know yet (`load_next`).
+launched while the one before it runs, whose tokens the host does not know yet (`load_after`).
 
 Rows that need more than a temperature are named here, and what they need is in `adjusted_rows`.
 
@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from workers.counter_rng import mix64, mix_keys
-from workers.device_sampling import is_simple, limits
+from workers.device_sampling import limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Sampling
-from workers.runners.base import SomeRows
+from workers.runners.adjusted_rows import adjusted_among
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
 
@@ -58,9 +58,16 @@ def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
 
 # What a padded row has; its key does not matter.
 _PADDING = _Columns[float](0, 0, -1, 0, 0.0, 1.0, 0.0, 0, 0, -1)
+# Of a row in all columns, and in those of the results.
 _COLUMN_BYTES = 68
-_TOKEN_BYTES = 8  # the first column
 _RESULT_BYTES = 16
+
+
+class _NextTokens(NamedTuple):
+    """The tokens of the next step that the device has, and their positions: int64, as bytes to compare."""
+
+    token_ids: bytes
+    positions: bytes
 
 
 class _Staging:
@@ -119,13 +126,22 @@ class DecodeBuffers:
     """
 
     def __init__(
-        self, max_rows: int, max_pages: int, device: torch.device, queue: DeviceQueue | None = None
+        self,
+        max_rows: int,
+        max_pages: int,
+        device: torch.device,
+        queue: DeviceQueue | None = None,
+        share: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Allocate for buckets of up to `max_rows`, and page tables of up to `max_pages`.
 
-        `queue`: that of the device, or of a test.
+        Args:
+            max_rows, max_pages, device: See above.
+            queue: That of the device, or of a test.
+            share: In a group, gives all ranks rank 0's values of a tensor. None: there are no others.
         """
         self.queue = queue or DeviceQueue(device)
+        self._share = share
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
         # Two steps can be on their way.
         staging = [_Staging(max_rows, max_pages, self.queue, pinned=pinned) for _ in range(2)]
@@ -150,11 +166,10 @@ class DecodeBuffers:
         self._pad_from(0)
         self._memory.copy_(self._host_memory)
         self._page_tables.zero_()
-        # The device's buffers as the step before has left them, as bytes. None: unknown.
-        self._next_tokens: bytes | None = None
-        self._next_positions = b""
+        # What the device has: the tokens that the step before has left, None if they are unknown or cannot be
+        # used; the page tables; and the settings of the rows, as they were given.
+        self._next: _NextTokens | None = None
         self._tables = torch.zeros(0, 0, dtype=torch.int32)  # [N, P]
-        # The settings of the rows as they were given.
         self._given: list[Sampling | None] = []  # [N]
         self._is_masked: list[bool] = []  # [N]
         # The rows that are drawn, and the stream of each.
@@ -198,6 +213,11 @@ class DecodeBuffers:
             self._logits = logits.new_zeros(len(self._columns.token_ids), logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)
 
+    @property
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B] the tokens of the next step, and their positions."""
+        return self._columns.token_ids, self._columns.positions
+
     def use_chosen(self) -> None:
         """Continue with what was chosen once more, after `advance` has taken what was chosen before."""
         self._columns.token_ids.copy_(self.chosen)
@@ -212,17 +232,11 @@ class DecodeBuffers:
         same_settings = self._use_settings(rows)
         same_tables = _are_same(tables, self._tables)
         lora_slots = None if inputs.lora_slots is None else inputs.lora_slots.tolist()
-        token_ids, positions = inputs.token_ids.numpy(), inputs.positions.numpy()
-        next_tokens = self._next_tokens
+        token_ids = inputs.token_ids.numpy()
+        is_there = self._next == _NextTokens(token_ids.tobytes(), inputs.positions.numpy().tobytes())
         self.invalidate()  # until this step has run
-        if (
-            same_tables
-            and same_settings
-            and not len(self._drawn)
-            and lora_slots == self._lora_slots
-            and token_ids.tobytes() == next_tokens
-            and positions.tobytes() == self._next_positions
-        ):
+        same_rows = same_settings and same_tables and lora_slots == self._lora_slots
+        if is_there and same_rows and not len(self._drawn):
             return False
         self._pad_from(count)
         self._host.token_ids[:count] = token_ids
@@ -234,31 +248,45 @@ class DecodeBuffers:
         self._lora_slots = lora_slots
         return True
 
-    def load_next(self, inputs: ForwardInputs, some: SomeRows | None) -> None:
-        """Load the step after the one that runs: its rows, or some of them, with the tokens chosen for them.
+    def load_after(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], places: NDArray[np.int64] | None
+    ) -> None:
+        """Load the step behind the one that runs.
 
-        `inputs`: as for `load`; their tokens are not read.
+        Args:
+            inputs: As for `load`. Tokens that only the device has are not read.
+            rows: As for `load`; not read without `places`.
+            places: As in `After`.
         """
         tables = inputs.attention.page_tables
         same_tables = _are_same(tables, self._tables)
-        if some is not None:
-            self._load_some(inputs, some)
+        if self._share is not None:
+            self._use_shared(self._share)
+        if places is not None:
+            self._load_rows(inputs, rows, places)
         elif not same_tables or len(self._drawn):
             self._set_places(inputs)
-            self._send_columns(_TOKEN_BYTES * len(self._host.token_ids))
+            self._send_columns(with_tokens=False)
         if not same_tables:
             self._send_tables(tables)
 
-    def _load_some(self, inputs: ForwardInputs, some: SomeRows) -> None:
-        count = len(some.rows)
-        self._use_settings(some.rows)
+    def _use_shared(self, share: Callable[[torch.Tensor], None]) -> None:
+        """Continue with the tokens that rank 0 has chosen: it alone has all logits."""
+        self.queue.launch(lambda: share(self.chosen))
+        self.queue.launch(self.use_chosen)
+
+    def _load_rows(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], places: NDArray[np.int64]
+    ) -> None:
+        count = len(rows)
+        self._use_settings(rows)
         self._pad_from(count)
         self._set_places(inputs)
-        # Where the device finds their tokens.
-        self._host.token_ids[:count] = some.places
+        # Below 0, where the device finds a token.
+        self._host.token_ids[:count] = np.where(places >= 0, ~places, inputs.token_ids.numpy())
         self._send_columns()
         token_ids = self._columns.token_ids[:count]
-        self.queue.launch(lambda: token_ids.copy_(self.chosen.index_select(0, token_ids)))
+        self.queue.launch(lambda: _find_tokens(token_ids, self.chosen))
 
     def _set_places(self, inputs: ForwardInputs) -> None:
         """Set what follows from the positions of the rows, on the host."""
@@ -282,12 +310,11 @@ class DecodeBuffers:
 
     def advanced(self, inputs: ForwardInputs, chosen: torch.Tensor) -> None:
         """Note that the step with these inputs has run, and that the buffers contain these tokens now."""
-        self._next_tokens = chosen.numpy().tobytes()
-        self._next_positions = (inputs.positions.numpy() + 1).tobytes()
+        self._next = _NextTokens(chosen.numpy().tobytes(), (inputs.positions.numpy() + 1).tobytes())
 
     def invalidate(self) -> None:
         """Note that the device's buffers are unknown or unusable for the next step."""
-        self._next_tokens = None
+        self._next = None
 
     def _use_settings(self, rows: Sequence[SamplingRow]) -> bool:
         """Set how the tokens of these rows are chosen, on the host. Returns whether nothing has changed."""
@@ -296,7 +323,7 @@ class DecodeBuffers:
         if is_masked == self._is_masked and given == self._given:
             return True
         self._given, self._is_masked = given, is_masked
-        self.adjusted = [index for index, row in enumerate(rows) if not is_simple(row)]
+        self.adjusted = adjusted_among(rows)
         specs = [spec or _GREEDY for spec in given]
         temperatures = np.array([spec.temperature for spec in specs])
         for name, values in ((limits(specs) or _NO_LIMITS) | {"temperatures": temperatures}).items():
@@ -312,8 +339,9 @@ class DecodeBuffers:
                 column[count : self._rows] = value
         self._rows = count
 
-    def _send_columns(self, first: int = 0) -> None:
-        """Send the columns, from this byte on. Page tables are sent after them, or not at all."""
+    def _send_columns(self, *, with_tokens: bool = True) -> None:
+        """Send the columns, or all but the first one. Page tables are sent after them, or not at all."""
+        first = 0 if with_tokens else self._host.token_ids.nbytes
         staging = self._staging
         # The results of the step before the last one were read, unless a launch has failed: then copies from
         # this memory may still be pending.
@@ -362,6 +390,12 @@ class StepTokens:
             without = [row for row, is_left in zip(self._adjusted, left, strict=True) if not is_left]
             forbidden = NothingAllowedError(without) if without else None
         return staging.chosen[: self._count], forbidden
+
+
+def _find_tokens(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Replace each of these [N] that is ~p by chosen[p]."""
+    found = chosen.index_select(0, (~token_ids).clamp_(min=0))
+    token_ids.copy_(torch.where(token_ids < 0, found, token_ids))
 
 
 def _are_same(tables: torch.Tensor, others: torch.Tensor) -> bool:

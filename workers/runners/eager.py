@@ -11,7 +11,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
-from workers.runners.base import StepResult
+from workers.runners.base import After, StepResult
 from workers.sampling import SamplingRow
 
 
@@ -45,7 +45,12 @@ class EagerRunner:
         return choose_tokens(logits, rows)
 
     def launch(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
+        self,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        *,
+        keeps_logits: bool = False,
+        after: After | None = None,
     ) -> None:
         """See `Runner.launch`: it cannot."""
 

@@ -10,8 +10,11 @@ import enum
 import socket
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from workers.models.inputs import MAX_TREE_TOKENS, AttentionBatch, ForwardInputs, TokenTrees
 
@@ -23,7 +26,7 @@ _HEADER = struct.Struct(f"<{3 + _NUMBERS}q")
 class PlanKind(enum.IntEnum):
     """What the ranks do next."""
 
-    FORWARD = 0  # flags, T, N, R, P, L, E
+    FORWARD = 0  # flags and the way, T, N, R, P, L, E
     COPY_PAGES = 1
     MOVE_SLOTS = 2
     SET_LORA = 3  # the slot, and the key of the adapter that the rank has read; -1: the slot is emptied
@@ -31,7 +34,31 @@ class PlanKind(enum.IntEnum):
     DROP_WEIGHTS = 5  # all that the rank has read or is reading, up to a number
 
 
-_HAS_LORA, _HAS_TREES, _HAS_EXPERTS, _IS_EAGER = 1, 2, 4, 8
+class Way(enum.IntEnum):
+    """How a forward is run: see `Runner.step` and `Runner.launch`."""
+
+    STEP = 0  # the tokens of all earlier ones were read on rank 0
+    EAGER = 1  # a step without a CUDA graph, beside what is in flight
+    LAUNCH = 2  # the tokens of all earlier ones were read on rank 0
+    AFTER = 3  # launched behind the one that was launched last
+
+
+_HAS_LORA, _HAS_TREES, _HAS_EXPERTS, _HAS_PLACES = 1, 2, 4, 8
+_FLAG_BITS = 4
+
+
+class ForwardPlan(NamedTuple):
+    """A forward of all ranks.
+
+    Attributes:
+        inputs: On the host; of a step launched behind another one without the tokens that the device has.
+        way: How it is run.
+        places: As in `After`.
+    """
+
+    inputs: ForwardInputs
+    way: Way
+    places: NDArray[np.int64] | None = None
 
 
 def encode(kind: PlanKind, numbers: Sequence[int], wide: torch.Tensor, narrow: torch.Tensor) -> bytes:
@@ -93,10 +120,11 @@ def pairs_of(message: Message) -> list[tuple[int, int]]:
     return [(source, target) for source, target in message.wide.view(-1, 2).tolist()]
 
 
-def encode_forward(inputs: ForwardInputs, *, eager: bool) -> bytes:
-    """The inputs of a forward, on the host. `eager`: no CUDA graph is replayed for it."""
+def encode_forward(plan: ForwardPlan) -> bytes:
+    """A forward, and how it is run."""
+    inputs = plan.inputs
     attention, trees = inputs.attention, inputs.attention.trees
-    flags = _IS_EAGER if eager else 0
+    flags = plan.way << _FLAG_BITS
     experts: tuple[int, ...] = (0, 0)
     wide = [inputs.token_ids, inputs.positions, inputs.slots, inputs.wanted_rows]
     narrow = [attention.page_tables.flatten(), attention.query_starts, attention.context_lens]
@@ -111,18 +139,25 @@ def encode_forward(inputs: ForwardInputs, *, eager: bool) -> bytes:
         flags |= _HAS_EXPERTS
         wide.append(inputs.experts.flatten())
         experts = tuple(inputs.experts.shape[1:])
+    if plan.places is not None:
+        flags |= _HAS_PLACES
+        wide.append(torch.from_numpy(plan.places))
     items, pages = attention.page_tables.shape
     numbers = (flags, len(inputs.token_ids), items, len(inputs.wanted_rows), pages, *experts)
     return encode(PlanKind.FORWARD, numbers, torch.cat(wide), torch.cat(narrow))
 
 
-def forward_of(message: Message) -> tuple[ForwardInputs, bool]:
-    """The inputs of a forward, views of the message, and whether it is eager."""
+def forward_of(message: Message) -> ForwardPlan:
+    """The forward of a message, of which its tensors are views."""
     flags, tokens, items, wanted, pages, layers, per_token = message.numbers
     has_trees = bool(flags & _HAS_TREES)
-    token_ids, positions, slots, rows, ancestors, given = torch.split(
+    has_places = bool(flags & _HAS_PLACES)
+    token_ids, positions, slots, rows, ancestors, given, places = torch.split(
         message.wide,
-        [tokens, tokens, tokens, wanted, tokens * has_trees, tokens * layers * per_token],
+        [
+            *(tokens, tokens, tokens, wanted, tokens * has_trees, tokens * layers * per_token),
+            items * has_places,
+        ],
     )
     lora = tokens if flags & _HAS_LORA else 0
     of_trees = [items, items * MAX_TREE_TOKENS, items] if has_trees else [0, 0, 0]
@@ -149,4 +184,4 @@ def forward_of(message: Message) -> tuple[ForwardInputs, bool]:
         lora_slots=lora_slots if lora else None,
         experts=given.view(tokens, layers, per_token) if flags & _HAS_EXPERTS else None,
     )
-    return inputs, bool(flags & _IS_EAGER)
+    return ForwardPlan(inputs, Way(flags >> _FLAG_BITS), places.numpy() if has_places else None)

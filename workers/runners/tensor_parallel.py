@@ -5,6 +5,10 @@ sends the inputs to the others, and all compute the same forward over their part
 pages; only rank 0 gets logits. Copies of pages, adapters and other weights are sent in the same order. This
 module is the only one that sends; `workers.follower` receives.
 
+Decode steps on GPUs are launched ahead (`Runner.launch`) on all ranks: before a step that is launched behind
+another one, the devices share the tokens that rank 0's has chosen. What rank 0 does with a step's results,
+such as dropping them, the others need not know: their devices' memory is the same whether it does or not.
+
 **After an error within a forward the ranks disagree about what comes next, so the group ends.**
 """
 
@@ -22,10 +26,18 @@ from workers.models.errors import ModelError
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import PackedLora
 from workers.models.model import Model
-from workers.runners.base import DeviceLostError, Runner, StepResult
+from workers.runners.base import After, DeviceLostError, LaunchedStep, Runner, StepResult
 from workers.runners.collectives import Collectives
+from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.eager import EagerRunner
-from workers.runners.rank_plan import PlanKind, encode_forward, encode_numbers, encode_pairs
+from workers.runners.rank_plan import (
+    ForwardPlan,
+    PlanKind,
+    Way,
+    encode_forward,
+    encode_numbers,
+    encode_pairs,
+)
 from workers.runners.rank_processes import RankProcesses
 from workers.sampling import SamplingError, SamplingRow
 
@@ -91,9 +103,9 @@ class RankGroup:
 
     # Plans, from the thread of the step loop.
 
-    def run(self, inputs: ForwardInputs, *, eager: bool) -> None:
+    def run(self, plan: ForwardPlan) -> None:
         """Let the others run a forward, which the caller runs too."""
-        self._send(encode_forward(inputs, eager=eager))
+        self._send(encode_forward(plan))
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `KvTensors.copy_pages`."""
@@ -135,8 +147,6 @@ class RankGroup:
 class LeadingRunner:
     """Rank 0's runner."""
 
-    can_launch = False
-
     def __init__(self, runner: Runner, group: RankGroup) -> None:
         """Lead with `runner`."""
         self.inner = runner
@@ -153,23 +163,60 @@ class LeadingRunner:
         """That of the runner."""
         return self.inner.name
 
+    @property
+    def can_launch(self) -> bool:
+        """That of the runner."""
+        return self.inner.can_launch
+
     def step(
         self, inputs: ForwardInputs, rows: Sequence[SamplingRow], capture: RowCapture | None = None
     ) -> StepResult:
         """See `Runner.step`."""
+        inner = self.inner
+        is_in_flight = isinstance(inner, CudaGraphRunner) and inner.is_in_flight
         # Hidden states are captured on rank 0 only, and a graph captures none.
-        self._group.run(inputs, eager=capture is not None and bool(capture.rows))
-        try:
-            return self.inner.step(inputs, rows, capture)
-        except (SamplingError, DeviceLostError):
-            raise
-        except Exception as error:
-            raise DeviceLostError(f"a step failed on rank 0, so the group has to end: {error!r}") from error
+        is_eager = is_in_flight or (capture is not None and bool(capture.rows))
+        self._group.run(ForwardPlan(inputs, Way.EAGER if is_eager else Way.STEP))
+        with _ends_group():
+            return inner.step(inputs, rows, capture)
 
     def launch(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], *, keeps_logits: bool = False
-    ) -> None:
-        """See `Runner.launch`: it cannot, as the other ranks would have to."""
+        self,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        *,
+        keeps_logits: bool = False,
+        after: After | None = None,
+    ) -> LaunchedStep | None:
+        """See `Runner.launch`. The first decode is a step: all ranks capture their graphs then."""
+        inner, is_announced = self.inner, False
+        if not isinstance(inner, CudaGraphRunner) or inner.has_to_capture:
+            return None
+        places = None if after is None else after.places
+
+        def announce() -> None:
+            nonlocal is_announced
+            is_announced = True
+            self._group.run(ForwardPlan(inputs, Way.LAUNCH if after is None else Way.AFTER, places))
+
+        try:
+            return inner.launch(inputs, rows, keeps_logits=keeps_logits, after=after, announce=announce)
+        except Exception:
+            if is_announced:
+                with _ends_group():
+                    raise
+            raise
+
+
+@contextmanager
+def _ends_group() -> Iterator[None]:
+    """Let the group end after an error within a forward that the other ranks run too."""
+    try:
+        yield
+    except (SamplingError, DeviceLostError):
+        raise
+    except Exception as error:
+        raise DeviceLostError(f"a step failed on rank 0, so the group has to end: {error!r}") from error
 
 
 class RankedLora:

@@ -57,10 +57,11 @@ def graph_bytes(max_rows: int, vocab_size: int, element_size: int) -> int:
 
     Logits are three times there: what the model has computed, where all graphs leave them, and those of a
     step that are kept while the next one runs. What adjusts rows is a float32 copy of some of them, one row
-    that is none, and what is counted or sorted of each.
+    that is none, and what is sorted of each; and of all rows how often each token occurs.
     """
     rows = buckets_up_to(max_rows)[-1]
-    return (3 * rows * element_size + 2 * 4 * (min(rows, ROWS_AT_ONCE) + 1)) * vocab_size
+    adjusting_bytes = 2 * 4 * (min(rows, ROWS_AT_ONCE) + 1) + 4 * rows
+    return (3 * rows * element_size + adjusting_bytes) * vocab_size
 
 
 def _prefills(tokens: int, max_seq_len: int, rows: int, page_size: int) -> ForwardInputs:

@@ -93,6 +93,8 @@ def _models() -> Iterator[tuple[ModelConfig, torch.dtype, Steps]]:
     yield _config("qwen3", 1024, 3072, 16, 8, head_dim=128), _BF16, Steps(8, 512, lora=(8, 16))  # 0.6B
     qwen3 = _config("qwen3", 4096, 12_288, 32, 8, head_dim=128, tie_word_embeddings=False)  # 8B
     yield qwen3, _BF16, Steps(8, 512, batch_invariant=True, lora=(8, 64))
+    # 14B
+    yield _config("qwen3", 5120, 17_408, 40, 8, head_dim=128, tie_word_embeddings=False), _BF16, _STEPS
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     qwen3_moe = _config("qwen3_moe", 2048, 6144, 32, 4, head_dim=128, **experts)  # 30B-A3B
     yield qwen3_moe, _BF16, _STEPS
@@ -174,12 +176,12 @@ def _expectations(launch: Launch) -> Expectations:
 
 def _stack_bytes(kernel: str, pointers: Sequence[str], constexprs: Mapping[str, Any]) -> int:
     """What a few launches spill, which wants another tile, measured on a device."""
-    has_float32_norm = pointers[0] == "bfloat16" and "float32" in pointers[-2:-1]
+    is_plain = constexprs.get("ACTIVATION") is None and not constexprs.get("RESIDUAL")
     known = {
         "decode_kernel": 8 if pointers[0] == "float32" and constexprs.get("D") == 256 else 0,
         "draft_kernel": 40,
         "expand_kernel": 8 if constexprs.get("RANK") == 16 else 0,
-        "product_kernel": 8 if has_float32_norm and constexprs.get("ACTIVATION") is None else 0,
+        "product_kernel": 8 if is_plain and pointers[0] != "float32" else 0,
     }
     return known.get(kernel, 0)
 

@@ -26,7 +26,7 @@ from workers.models.capture import RowCapture
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.operations import Sampling, TokenMask
-from workers.runners.base import DeviceLostError, LaunchedStep, SomeRows
+from workers.runners.base import After, DeviceLostError, LaunchedStep
 from workers.runners.cuda_graph import Capture, CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.device_queue import DeviceQueue
@@ -318,20 +318,25 @@ def test_steps_are_launched_before_the_tokens_of_the_last_one_are_read(decoder: 
             step = step or twins.graph.launch(known, rows, keeps_logits=True)
             assert step is not None
             theirs = twins.eager.step(known, rows)
-            some = None
+            places, rows_ahead = list(range(len(sequences))), list[SamplingRow]()
             if turn == 3 and len(sequences) > 1:
                 # A text ends, and the others go on.
                 places = [at for at in range(len(sequences)) if at != 1]
                 sequences, specs = [sequences[at] for at in places], [specs[at] for at in places]
-                some = SomeRows(np.array(places), rows_of(specs, sequences, 1))
+                rows_ahead = rows_of(specs, sequences, 1)
             ahead = [HandSequence(each.pages, each.length) for each in sequences]
-            following = step.launch_next(twins.packer.pack([Item(each, [0]) for each in ahead]), some)
+            following = twins.graph.launch(
+                twins.packer.pack([Item(each, [0]) for each in ahead]),
+                rows_ahead,
+                keeps_logits=True,
+                after=After(step, np.array(places) if rows_ahead else None),
+            )
             assert device != "cpu" or not step.is_done()
             tokens = step.chosen().tolist()
             assert tokens == theirs.chosen.tolist()
             with step.logits() as logits:
                 torch.testing.assert_close(logits, theirs.logits, rtol=1e-4, atol=1e-4)
-            tokens = tokens if some is None else [tokens[at] for at in some.places]
+            tokens = [tokens[at] for at in places]
             step = following
         assert step is not None and len(step.chosen()) == len(specs)
         tokens = twins.step([Item(each, [token]) for each, token in zip(sequences, tokens, strict=True)])
@@ -393,7 +398,7 @@ def test_a_step_with_unusable_logits_is_sent_again_when_it_is_repeated(
     data = twins.graph._kv.layer(0)[1].data
     before = data.clone()
     data[sequence.pages[0], 0] = torch.nan
-    following = step and step.launch_next(inputs)
+    following = step and twins.graph.launch(inputs, (), after=After(step))
     assert step is None or step.chosen().tolist() == [token]
     with pytest.raises(BadLogitsError):
         following.chosen() if following else twins.graph.step(inputs, rows)

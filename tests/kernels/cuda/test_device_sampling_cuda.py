@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kernels.cuda import sampling_drafts
 from tests.workers.sampling_reference import FLOAT32_MAX, FORBIDDING_ALL, INF, adjust
 from workers import device_sampling, distribution, sampling
 from workers.counter_rng import gumbel, mix_key
@@ -230,6 +231,7 @@ def test_drafts_are_kept_as_on_the_cpu(
 ) -> None:
     """With all settings: some are kept, some are not, and then another token is drawn."""
     monkeypatch.setattr(device_sampling, "_DRAFTED_AT_ONCE", 5)
+    monkeypatch.setattr(sampling_drafts, "SPAN", sampling_drafts.BLOCK)  # then a row has two
     dice = np.random.default_rng(siblings)
     vocab = 1300
     logits = (torch.from_numpy(dice.normal(size=(len(SPECS), vocab))) * spread).bfloat16()  # many are equal
@@ -251,8 +253,12 @@ def test_drafts_are_kept_as_on_the_cpu(
     assert any(kept) and not all(kept)
 
 
-def test_a_draft_from_the_very_distribution_is_kept_and_one_that_cannot_be_is_not(device: str) -> None:
+@pytest.mark.parametrize("span", [1024, 8192])
+def test_a_draft_from_the_very_distribution_is_kept_and_one_that_cannot_be_is_not(
+    device: str, span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal distributions leave nothing to draw from; a forbidden draft leaves the whole distribution."""
+    monkeypatch.setattr(sampling_drafts, "SPAN", span)
     logits = torch.full((3, 1100), -INF)
     logits[:, 5], logits[:, 1070] = 1.0, 1.0
     even, other = np.array([0.5, 0.5]), np.array([1.0])

@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from kernels.cuda import sampling_cut
 from kernels.cuda.sampling import choose
-from kernels.cuda.sampling_adjust import apply_biases, apply_masks, apply_penalties
+from kernels.cuda.sampling_adjust import (
+    apply_biases,
+    apply_masks,
+    apply_penalties,
+    count_histories,
+    count_next,
+)
 from kernels.cuda.sampling_cut import BLOCK, SPAN, find_cuts
 from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
 from workers.counter_rng import gumbel, mix_key
@@ -351,8 +357,9 @@ def test_biases_round_once_and_stay_finite(device: str) -> None:
     assert same_bits(logits.cpu(), wanted)
 
 
-def test_penalties_round_once_each_and_stay_finite(device: str) -> None:
-    """Of tokens that occur, once or often, in the prompt, after it or in both."""
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_penalties_round_once_each_and_stay_finite(device: str, one_by_one: bool) -> None:
+    """Of tokens that occur, once or often, in the prompt, after it or in both; the last may come later."""
     vocab = 1500
     values = torch.randn(4, vocab, generator=torch.Generator().manual_seed(2)) * 5
     values[0, :3] = torch.tensor([FLOAT32_MAX, -INF, -FLOAT32_MAX])
@@ -367,7 +374,24 @@ def test_penalties_round_once_each_and_stay_finite(device: str) -> None:
     places = begins[:-1], begins[:-1] + prompts, begins[1:]
     logits = surrounded(values, device)
     columns = [torch.from_numpy(column.astype(np.int64)).to(device) for column in (np.array(rows), *places)]
-    apply_penalties(logits, columns[0], tokens, *columns[1:], *torch.from_numpy(settings).to(device))
+    counts = torch.zeros(3, vocab, dtype=torch.int32, device=device)
+    if one_by_one:
+        # The rows of the batch are in another order, with one that has no history.
+        columns[3] -= 2
+        count_histories(counts, tokens, *columns[1:])
+        batch, counted_from = torch.tensor([3, 0, 1], device=device), columns[2] - columns[1]
+        for at in (2, 1):
+            last = torch.tensor([each[-at] for each in histories])
+            token_ids, positions = (
+                torch.full((4,), vocab, device=device),
+                torch.zeros(4, device=device).long(),
+            )
+            token_ids[batch] = last.to(device)
+            positions[batch] = torch.tensor([len(each) - at for each in histories], device=device)
+            count_next(counts, batch, counted_from, token_ids, positions)
+    else:
+        count_histories(counts, tokens, *columns[1:])
+    apply_penalties(logits, columns[0], counts, *torch.from_numpy(settings).to(device))
 
     wanted = values.numpy().copy()
     for row, history, prompt, setting in zip(rows, histories, prompts, settings.T, strict=True):

@@ -1,0 +1,164 @@
+"""Ranks that launch steps ahead do the same: each text has the tokens that one rank gives it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels import conftest
+from tests.model_factory import make_family_model
+from tests.workers import graph_ranks, stepping
+from tests.workers.test_joining import PENALTIES, Callers, Text
+from tests.workers.test_prelaunch import chosen, decode, prefill
+from workers.executors import llm
+from workers.executors.llm import LlmExecutor
+from workers.operations import OutputSpec, Release, Sampling, Truncate
+from workers.runners.base import DeviceLostError
+from workers.runners.rank_plan import ForwardPlan, Way
+from workers.runners.rank_processes import RankProcesses
+from workers.runners.tensor_parallel import RankGroup
+
+if not conftest.HAS_TRITON or not conftest.INTERPRETED:
+    pytest.skip("the interpreter of Triton is needed", allow_module_level=True)
+
+_silent_numpy = conftest._silent_numpy
+torch.set_num_threads(1)
+
+PAGES = 100
+PATIENCE_S = 120
+SETTINGS = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+DRAWN = OutputSpec(sampling=Sampling(temperature=0.9, top_p=0.8, seed=4), logprob=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family_model(tmp_path_factory.mktemp("model"), "qwen3", SETTINGS, seed=3)
+
+
+class Ranks:
+    """A worker whose ranks are processes, and the plans that rank 0 has sent."""
+
+    def __init__(self, directory: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        graph_ranks.start_here(monkeypatch)
+        monkeypatch.setattr(llm, "new_runner", graph_ranks.new_runner)
+        self.ended = threading.Event()
+        self.group = RankGroup(RankProcesses(ranks, [], self.ended.set))
+        executor = LlmExecutor.load(directory, kv_pages=PAGES, self_check=False, ranks=self.group)
+        self.worker = stepping.Worker(executor.engine, limits=(64, 8, 8), max_seq_tokens=200)
+        self.worker.loop._prelauncher.prelaunch_unrequested = False
+        self.plans: list[ForwardPlan] = []
+        run = self.group.run
+
+        def noted(plan: ForwardPlan) -> None:
+            self.plans.append(plan)
+            run(plan)
+
+        monkeypatch.setattr(self.group, "run", noted)
+
+    def count(self, way: Way) -> int:
+        return sum(plan.way is way for plan in self.plans)
+
+
+@pytest.fixture
+def ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    made = Ranks(directory, 2, monkeypatch)
+    yield made
+    made.group.close()
+
+
+def assert_as_on_one_rank(directory: Path, texts: list[Text], least: int) -> None:
+    executor = LlmExecutor.load(directory, kv_pages=PAGES, self_check=False)
+    worker = stepping.Worker(executor.engine, limits=(64, 8, 8))
+    for text in texts:
+        other = Text(text.sequence, text.output, is_masked=text.is_masked, vocab=text.vocab)
+        callers = Callers(worker, [other])
+        while len(other.tokens) < len(text.tokens):
+            callers.round()
+        assert len(text.tokens) > least and text.tokens == other.tokens, text.output
+
+
+def test_tokens_are_those_of_one_rank(ranks: Ranks, directory: Path) -> None:
+    """Rows that are plain, drawn and penalised go on, those with new masks join, and texts end."""
+    texts = [Text(1), Text(11, DRAWN), Text(21, PENALTIES), Text(31, is_masked=True, vocab=97), Text(41)]
+    callers = Callers(ranks.worker, texts)
+    callers.rounds(8)
+    callers.waiting = [text for text in callers.waiting if text is not texts[0]]
+    callers.rounds(8)
+    assert_as_on_one_rank(directory, texts, 4)
+    # The first decode is a step, in which all ranks capture. Each forward is one message.
+    assert ranks.count(Way.AFTER) > 8 and ranks.count(Way.LAUNCH) <= 3
+    assert any(plan.places is not None and -1 in plan.places for plan in ranks.plans)
+    steps = ranks.worker.engine.status().counts.steps
+    assert steps <= len(ranks.plans) <= steps + 1, "at most one of them is not finished"
+
+
+def test_what_is_undone_is_undone_on_all_ranks(ranks: Ranks, directory: Path) -> None:
+    """Steps that were launched ahead are dropped by other commands; chunks run beside, and steps follow."""
+    texts = [Text(1), Text(11, DRAWN)]
+    callers, worker = Callers(ranks.worker, texts), ranks.worker
+    for turn in range(4):
+        callers.rounds(3)
+        worker.answers(prefill(1000 + turn, 60 + turn, count=40, told=False))
+        callers.rounds(1)
+        for text in list(callers.waiting):
+            text.tokens = text.tokens[:-1]
+            worker.answers(
+                Truncate(2000 + 10 * turn + text.sequence, text.sequence, 5 + len(text.tokens) - 1)
+            )
+        worker.answers(Release(3000 + turn, [60 + turn]))
+    callers.rounds(4)
+    assert_as_on_one_rank(directory, texts, 4)
+    assert ranks.count(Way.EAGER) and ranks.count(Way.AFTER) > 4
+
+
+def running_ahead(ranks: Ranks) -> int:
+    """A decode is in flight. Its token."""
+    token = chosen(ranks.worker.answers(prefill(1, 7))[1])
+    for turn in range(2):
+        token = chosen(ranks.worker.answers(decode(2 + turn, 7, 5 + turn, token))[2 + turn])
+    assert ranks.worker.loop._in_flight.step is not None
+    return token
+
+
+def test_a_rank_that_ends_while_a_step_is_in_flight_ends_the_group(ranks: Ranks) -> None:
+    token = running_ahead(ranks)
+    ranks.group.processes.others[0].process.kill()
+    assert ranks.ended.wait(PATIENCE_S)
+    with pytest.raises(DeviceLostError):
+        ranks.worker.answers(decode(10, 7, 7, token))
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_launch_that_fails_ends_the_group_if_the_others_were_told(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_announced: bool
+) -> None:
+    token, asked = running_ahead(ranks), decode(10, 7, 7, 0)
+    inner: Any = ranks.worker.engine.runner.inner  # type: ignore[attr-defined]
+    place = inner._captured.buffers if is_announced else inner
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(place, "load_after" if is_announced else "_repeat", fail)
+    asked = dataclasses.replace(asked, token_ids=[token])
+    if is_announced:
+        with pytest.raises(DeviceLostError):
+            ranks.worker.answers(asked)
+    else:
+        assert chosen(ranks.worker.answers(asked)[10]) >= 0 and not ranks.ended.is_set()
