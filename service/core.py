@@ -19,7 +19,7 @@ from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant
 from service.caches.tenants import Tenant
 from service.config import Config
-from service.dispatcher import Dispatcher, ObservedDispatcher
+from service.dispatcher import Dispatcher
 from service.extension import Extension
 from service.pool import wire
 from service.pool.gpus import Gpu
@@ -76,11 +76,10 @@ class Core:
             raise ConfigError("model", f"{directory}/weights.json", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, extensions, worker_port))
-        parts = self.caches, self.journal, functools.partial(wire.send, self.pool.links)
         observing = [one.appends for one in extensions if one.appends is not None]
         self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
-        # Who observes nothing pays for no call.
-        self.dispatcher = ObservedDispatcher(observing, *parts) if observing else Dispatcher(*parts)
+        send = functools.partial(wire.send, self.pool.links)
+        self.dispatcher = Dispatcher(self.caches, self.journal, send, observing=observing)
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
         self.adapter_store = AdapterStore(directory, config.max_lora_bytes)

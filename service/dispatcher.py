@@ -1,7 +1,14 @@
 """The asyncio shell around the state machine: clock, futures, journal, and the streams of workers.
 
-It passes inputs to `CacheMachine` and carries out the effects: first commands to workers, then all records as
-one commit, then replies to callers. The result of a commit is an input again. It decides nothing.
+It decides nothing. Whatever happens is an input of `CacheMachine`, which may come at any time. All output of
+the inputs so far is one value, `Effects`, which only the loop in `_carry_out` takes. Its order makes it safe:
+
+1. Commands are sent first: workers compute while the journal is written. None depends on records that are not
+   durable, since an operation begins when those before it on its caches are.
+2. All records are given to the journal as one commit. They become durable together, or none of them does.
+3. Only then are they applied to the ledger, and their callers answered. That a commit has ended is an input,
+   whose output is that of a later turn. It may come before `Journal.commit` returns.
+4. Replies come last. What they say is durable, or was never to be.
 """
 
 from __future__ import annotations
@@ -53,6 +60,7 @@ class Dispatcher:
         journal: Journal,
         send: SendCommands,
         clock_s: Callable[[], float] = time.monotonic,
+        observing: Sequence[ObserveAppends] = (),
     ) -> None:
         # To be asked by anybody. What changes it passes through the dispatcher.
         self.caches = caches
@@ -60,6 +68,7 @@ class Dispatcher:
         self._journal = journal
         journal.bind_ledger(caches.ledger)
         self._send = send
+        self._observing = observing
         self._waiting: dict[int, tuple[OnOutcomes, int]] = {}
         self._callers = itertools.count(1)
         self._carrying_out = False
@@ -113,7 +122,9 @@ class Dispatcher:
 
         `caller` is from `new_caller`. Returns the tickets, for `cancel`.
         """
-        tickets = self.caches.submit_many(requests, self._clock_s(), caller, tenant)
+        for observe in self._observing:
+            on_outcomes = observe(requests, on_outcomes)
+        tickets = self.caches.submit(requests, self._clock_s(), caller, tenant)
         for index, ticket in enumerate(tickets):
             self._waiting[ticket] = (on_outcomes, index)
         self._carry_out()
@@ -243,24 +254,23 @@ class Dispatcher:
         for op_id, answer in events:
             if isinstance(answer, CommandFailed):
                 _log_failure(worker_id, op_id, answer)
-        self.caches.answered_many(events, self._clock_s())
+        self.caches.answered(events, self._clock_s())
         self.caches.worker_capacity(worker_id, epoch, pages_available)
         self._carry_out()
 
     # Effects.
 
     def _carry_out(self) -> None:
-        """Carries out the effects of the state machine until there are none."""
+        """After an input: carries out what the state machine wants done, until there is nothing."""
         self._has_input = True
         if self._carrying_out:
-            # Called by an effect: the loop below continues.
+            # An input that comes of an effect: the loop below goes on.
             return
         self._carrying_out = True
         try:
             while self._has_input:
                 self._has_input = False
                 effects = self.caches.take_effects()
-                # Commands first, so that workers compute while the journal is written.
                 if effects.commands:
                     try:
                         self._send(effects.commands)
@@ -308,7 +318,7 @@ class Dispatcher:
 
     def _on_committed(self, tickets: Sequence[int], durable: bool) -> None:
         if durable:
-            self.caches.committed_many(tickets, self._clock_s())
+            self.caches.committed(tickets, self._clock_s())
         else:
             self.caches.write_failed(tickets, self._clock_s())
         self._has_input = True
@@ -320,18 +330,3 @@ def _log_failure(worker_id: str, op_id: int, failed: CommandFailed) -> None:
     # Other errors are refusals. There can be thousands, and their callers get them.
     level = "error" if isinstance(failed.error, WorkerFault) and not failed.kv_missing else "debug"
     getattr(_log, level)("worker refused a command", worker_id=worker_id, op_id=op_id, detail=failed.detail)
-
-
-class ObservedDispatcher(Dispatcher):
-    """A dispatcher whose requests are also given to others."""
-
-    def __init__(self, observing: Sequence[ObserveAppends], *parts: Any) -> None:
-        """`parts`: the arguments of `Dispatcher`."""
-        super().__init__(*parts)
-        self._observing = observing
-
-    def start(self, requests: Sequence[Request], on_outcomes: OnOutcomes, *caller: Any) -> list[int]:
-        """See `Dispatcher`."""
-        for observe in self._observing:
-            on_outcomes = observe(requests, on_outcomes)
-        return super().start(requests, on_outcomes, *caller)

@@ -84,28 +84,29 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
 
 def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Decode. Raises InvalidArgument."""
-    # This runs for each token, so valid fields cause no function calls.
+    # This runs for each token, so valid fields cause no function calls, and each is read once.
+    cache_id, token_id, priority = request.cache_id, request.token_id, PRIORITIES.get(request.priority)
     if limits.limits_of_cache is not None:
-        limits = limits.of(request.cache_id)
-    if not request.cache_id:
-        validation.check_cache_id(request.cache_id)
+        limits = limits.of(cache_id)
+    if not cache_id:
+        validation.check_cache_id(cache_id)
     if not request.HasField("token_id"):
         raise InvalidArgument("EMPTY_TOKENS", "token_id", "token_id is required")
-    if request.token_id >= limits.vocab_size:
-        raise out_of_vocab(request.token_id, limits, "token_id")
-    token_ids = (request.token_id,)
-    if request.HasField("output") or request.priority not in PRIORITIES:
+    if token_id >= limits.vocab_size:
+        raise out_of_vocab(token_id, limits, "token_id")
+    token_ids = (token_id,)
+    if request.HasField("output") or priority is None:
         options = worker_pb2.ForwardOptions(rows=1)
         return _append(request, limits, timeout_s, options, kind=AppendKind.DECODE, token_ids=token_ids)
     # Only the next token is wanted: the same, in a fifth of the time.
     return Append(
         DECODE,
-        request.cache_id,
+        cache_id,
         token_ids,
         request.position if request.HasField("position") else None,
         _NEXT_TOKEN,
         timeout_s,
-        PRIORITIES[request.priority],
+        priority,
         ROW_ANSWER_BYTES,
         limits.weights,
     )
@@ -268,10 +269,9 @@ def write_decode(_request: Append, result: Appended, into: _OneOutput) -> None:
     write_handle(result, into.kv_cache)
     if isinstance(done, DecodeDone):
         # As `decode_answer`, without its messages.
-        into.output.token_id = done.token_id
         timing = into.timing
-        timing.queue_ns, timing.compute_ns = done.queue_ns, done.compute_ns
-        timing.batch_items, timing.steps = done.batch_items, 1
+        _, into.output.token_id, timing.queue_ns, timing.compute_ns, timing.batch_items = done
+        timing.steps = 1
     else:
         assert isinstance(done, worker_pb2.ForwardDone)
         if done.outputs:
@@ -333,8 +333,9 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
         into.weights = handle.weights
     if handle.adapter:
         into.adapter_version = handle.adapter
-    if math.isfinite(handle.expires_at_s):
-        expire_s = min(time.time() + handle.expires_at_s - time.monotonic(), _MAX_TIMESTAMP_S)
+    if handle.expires_at_s < math.inf:
+        expire_s = time.time() + handle.expires_at_s - time.monotonic()
+        expire_s = min(expire_s, _MAX_TIMESTAMP_S)
         seconds, expire_time = int(expire_s), into.expire_time
         expire_time.seconds = seconds
         expire_time.nanos = int((expire_s - seconds) * 1e9)

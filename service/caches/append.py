@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable, Sequence
 
+from service.caches.attempts import failure_of
 from service.caches.cache_index import CacheIndex
-from service.caches.effects import DecodeDone, ForwardDone, TruncateSequence
-from service.caches.entries import Begun, CacheEntry, Operation, touch
+from service.caches.effects import ForwardDone, TruncateSequence
+from service.caches.entries import CacheEntry, Change, Operation, touch
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
-from service.caches.records import CacheCreated, Record, TokensAppended
-from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
+from service.caches.records import CacheCreated, TokensAppended
+from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
+_entry_of = operator.attrgetter("entry")
+# What an answer is made of: also what the worker said, how many tokens were kept, and of a tree which path.
+_Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
+
 
 class Appends(BaseKind[Append]):
     """Prefills, decodes, verifies and scorings."""
 
-    def journal_bytes(self, request: Append, tenant: Tenant) -> int:
-        creates = not request.cache_id and not request.is_scoring
-        return TOKEN_BYTES * len(request.token_ids) + NEW_CACHE_BYTES * creates
-
-    def entries(self, request: Append, tenant: Tenant) -> Sequence[CacheEntry | None]:
+    def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
+        size_bytes = TOKEN_BYTES * len(request.token_ids)
         if request.cache_id:
-            return (self._parts.index.find(request.cache_id, tenant),)
-        return (self._parts.index.created_by(request.request_id, tenant) or self._create(request, tenant),)
+            # As `index.find`: this runs for each token.
+            entry = self._parts.index.by_id.get(request.cache_id)
+            return (entry if entry is not None and entry.tenant is tenant else None,), size_bytes
+        if not request.is_scoring:
+            size_bytes += NEW_CACHE_BYTES
+        self._parts.admission.require_journal(size_bytes)
+        entry = self._parts.index.created_by(request.request_id, tenant) or self._create(request, tenant)
+        return (entry,), size_bytes
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
@@ -60,40 +69,35 @@ class Appends(BaseKind[Append]):
         self._parts.index.begin(entry)
         return entry
 
-    def ready_decode(self, append: Append, tenant: Tenant) -> CacheEntry | None:
-        """The cache of a decode that can be sent at once, as is usual; None for any other append.
-
-        It asks at once what admission, weights, fencing and placement would ask one after the other.
-        """
-        entry = self._parts.index.by_id.get(append.cache_id)
-        if (
-            append.kind is not DECODE
-            or entry is None
-            or entry.tenant is not tenant
-            or entry.running is not None
-            or entry.closing
-        ):
-            return None
-        worker, state = entry.worker, entry.state
-        length, serving = state.tokens.length, self._parts.weights.serving
-        if (
-            worker is None
-            or worker.draining
-            or entry.kv_len < length
-            or entry.crash_score
-            or state.weights != serving
-            or append.weights not in (None, serving)
-            or append.position not in (None, length)
-            or len(append.token_ids) != 1
-            or length >= worker.capacity_tokens
-        ):
-            return None
-        return entry
-
-    def begin(self, operation: Operation, request: Append) -> Begun:
+    def begin(self, operations: Sequence[Operation]) -> list[tuple[Operation, Change]]:
         """Fencing: an append is applied at its position, and once."""
+        begun: list[tuple[Operation, Change]] = []
+        admission, attempts = self._parts.admission, self._parts.attempts
+        for operation in operations:
+            request, state = operation.append, operation.entry.state
+            assert request is not None
+            length, position = state.tokens.length, request.position
+            is_plain = position is None or (position == length and position != state.last_base)
+            try:
+                if (not request.cache_id or not is_plain) and self._is_repetition(operation, request):
+                    answer = self._repeat(operation, request)
+                    if answer is not None:
+                        begun.append((operation, answer))
+                    continue
+                tokens = len(request.token_ids)
+                admission.reserve(operation, tokens)
+                # After a prefill, all tokens count as prompt.
+                prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
+                attempts.begin(operation, length, prompt_len)
+            except Exception as error:
+                # Also a bug must not block the cache for ever.
+                begun.append((operation, failure_of(error)))
+        return begun
+
+    def _is_repetition(self, operation: Operation, request: Append) -> bool:
+        """Whether it was applied already. Raises PositionMismatch, or that its request id is another's."""
         entry, state = operation.entry, operation.entry.state
-        length, position = state.tokens.length, request.position
+        position, length = request.position, state.tokens.length
         creates_again = entry.visible and not request.cache_id
         if not request.cache_id and not (
             request.adapter == state.adapter and entry.tenant.has_salt(state.salt, request.cache_salt)
@@ -103,102 +107,87 @@ class Appends(BaseKind[Append]):
             position = 0
         if position is not None:
             if position == state.last_base and is_repeated(state, request):
-                return self._begin_repetition(operation, request)
+                return True
             if creates_again and position == state.last_base:
                 raise reused_request_id()
             if creates_again or position != length:
                 raise PositionMismatch(position, length)
-        tokens = len(request.token_ids)
-        self._parts.admission.reserve(operation, tokens)
-        # After a prefill, all tokens count as prompt.
-        prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
-        self._parts.attempts.begin(operation, length, prompt_len)
-        return None
+        return False
 
-    def _begin_repetition(self, operation: Operation, request: Append) -> Begun:
+    def _repeat(self, operation: Operation, request: Append) -> Result | None:
         """Answers a repeated append: from memory, or computed again on a temporary copy."""
         entry, state = operation.entry, operation.entry.state
         if entry.answer is not None and entry.answered == request.options:
             operation.weights = state.weights
-            return _answer(operation, entry.answer, state.last_kept, self._kept_path(entry, request))
+            path = self._kept_path(entry, request)
+            return _answers([(operation, entry.answer, state.last_kept, path)])[0]
         copy_number = self._parts.context.number()
         assert state.last_base is not None
         self._parts.attempts.begin(operation, state.last_base, state.prompt_len, copy_number)
         return None
 
-    def computed(
-        self, operation: Operation, request: Append, done: ForwardDone | None
-    ) -> Result | list[Record]:
-        assert done is not None
-        entry = operation.entry
-        operation.weights = entry.state.weights
-        if operation.copy_number is not None:
-            touch((entry,), self._parts.context.now_s)
-            return _answer(operation, done, entry.state.last_kept, self._kept_path(entry, request))
-        self._parts.rate.completions += 1
-        if entry.ephemeral:
-            of_model = operation.weights, entry.state.adapter
-            return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
-        operation.done = done
-        token_ids, asked = request.token_ids, b""
-        if request.parents:
-            asked = fingerprint(token_ids, request.parents)
-            token_ids = [token_ids[index] for index in done.kept_path]
-        elif done.kept != len(token_ids):
-            asked = fingerprint(token_ids)
-            token_ids = token_ids[: done.kept]
-        appended = TokensAppended(
-            entry.number,
-            operation.base,
-            token_ids,
-            operation.prompt_len,
-            entry.ownership,
-            request.accept,
-            asked,
-        )
-        return [appended] if entry.creation is None else [entry.creation, appended]
-
-    def decodes_computed(self, ended: Sequence[tuple[Operation, DecodeDone]]) -> list[list[Record]]:
-        """As `computed`, for decodes that were answered by rows: their tokens are kept."""
-        self._parts.rate.completions += len(ended)
-        of_all: list[list[Record]] = []
-        for operation, done in ended:
-            entry, append = operation.entry, operation.append
-            assert append is not None
-            operation.weights, operation.done = entry.state.weights, done
-            of_one = TokensAppended(
-                entry.number, operation.base, append.token_ids, operation.prompt_len, entry.ownership
-            )
-            of_all.append([of_one])
-        return of_all
-
-    def applied(self, operation: Operation, request: Append) -> Result:
-        entry, done = operation.entry, operation.done
-        assert done is not None
-        if not entry.visible:
-            state = self._parts.ledger.get(entry.number)
-            assert state is not None
-            entry.state, entry.creation = state, None
-            self._parts.index.add(entry, self._parts.context.number())
-        path = tuple(done.kept_path) if request.parents else ()
-        return self.all_applied((operation,), path)[0]
-
-    def all_applied(self, operations: Sequence[Operation], path: Sequence[int] = ()) -> list[Appended]:
-        """Keeps the answers and returns them. The caches are visible. `path`: of a tree, which is alone."""
-        answers = []
+    def computed(self, operations: Sequence[Operation]) -> list[Change]:
+        changes: list[Change] = []
         for operation in operations:
             entry, request, done = operation.entry, operation.append, operation.done
             assert request is not None and done is not None
-            # Kept for a repetition, unless they are large or of weights that were replaced meanwhile.
+            operation.weights = entry.state.weights
+            if operation.copy_number is not None or entry.ephemeral:
+                changes.append(self._not_kept(operation, request, done))
+                continue
+            token_ids, asked = request.token_ids, b""
+            if request.parents:
+                asked = fingerprint(token_ids, request.parents)
+                token_ids = [token_ids[index] for index in done.kept_path]
+            elif done.kept != len(token_ids):
+                asked = fingerprint(token_ids)
+                token_ids = token_ids[: done.kept]
+            appended = TokensAppended(
+                entry.number,
+                operation.base,
+                token_ids,
+                operation.prompt_len,
+                entry.ownership,
+                request.accept,
+                asked,
+            )
+            changes.append([appended] if entry.creation is None else [entry.creation, appended])
+        self._parts.rate.completions += len(operations)
+        return changes
+
+    def _not_kept(self, operation: Operation, request: Append, done: ForwardDone) -> Result:
+        """The answer to a scoring, or to a repeated append that was computed again."""
+        entry, state = operation.entry, operation.entry.state
+        if entry.ephemeral:
+            of_model = operation.weights, state.adapter
+            return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
+        self._parts.rate.completions -= 1
+        touch((entry,), self._parts.context.now_s)
+        return _answers([(operation, done, state.last_kept, self._kept_path(entry, request))])[0]
+
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        found: list[_Answer] = []
+        for operation in operations:
+            entry, request, done = operation.entry, operation.append, operation.done
+            assert request is not None and done is not None
+            if not entry.visible:
+                self._show(entry)
+            # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
             is_current = operation.weights == entry.state.weights
             if is_current and not (request.has_logits or request.is_large):
                 entry.answer, entry.answered = done, request.options
             else:
                 entry.answer = None
-            if entry.worker is not None:
-                entry.has_computed(entry.state.tokens.length)
-            answers.append(_answer(operation, done, done.kept, path))
-        return answers
+            found.append((operation, done, done.kept, tuple(done.kept_path) if request.parents else ()))
+        self._parts.kv.extended(map(_entry_of, operations))
+        return _answers(found)
+
+    def _show(self, entry: CacheEntry) -> None:
+        """The creation of a cache is durable."""
+        state = self._parts.ledger.get(entry.number)
+        assert state is not None
+        entry.state, entry.creation = state, None
+        self._parts.index.add(entry, self._parts.context.number())
 
     def write_failed(self, operation: Operation, request: Append) -> None:
         """The worker has computed tokens that the cache does not have."""
@@ -216,22 +205,28 @@ class Appends(BaseKind[Append]):
         return path_of(append.token_ids, append.parents, kept)
 
 
-def _answer(operation: Operation, done: ForwardDone, kept: int, path: Sequence[int]) -> Appended:
-    """The answer to an append."""
-    entry = operation.entry
-    return Appended(
-        entry.state.cache_id,
-        entry.state.tokens.length,
-        entry.ownership,
-        "" if entry.worker is None else entry.worker.worker_id,
-        entry.expires_at_s,
-        operation.weights,
-        entry.state.adapter,
-        done,
-        kept,
-        operation.replayed_tokens,
-        path,
-    )
+def _answers(found: Sequence[_Answer]) -> list[Result]:
+    """The answers to appends to caches."""
+    answers: list[Result] = []
+    for operation, done, kept, path in found:
+        entry, worker = operation.entry, operation.entry.worker
+        state = entry.state
+        answers.append(
+            Appended(
+                state.cache_id,
+                state.tokens.length,
+                entry.ownership,
+                "" if worker is None else worker.worker_id,
+                entry.expires_at_s,
+                operation.weights,
+                state.adapter,
+                done,
+                kept,
+                operation.replayed_tokens,
+                path,
+            )
+        )
+    return answers
 
 
 def is_repeated(state: CacheState, append: Append) -> bool:

@@ -1,14 +1,9 @@
 """How operations are computed: placement, replay, forward, retries. Pure.
 
 An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
-attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored:
-
-    PARKED      no worker, too few pages, or other operations are first: retried when that changes
-    REPLAYING   the worker computes the tokens of the cache that it does not have
-    COMPUTING   the worker computes the request
-
-If the worker dies, has lost the KV or has too few pages, the operation starts again. Results are returned;
-there are no callbacks.
+attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored. If
+the worker dies, has lost the KV or has too few pages, the operation starts again. The operations whose
+attempts are over are returned, with what came of them in `done` or `error`; there are no callbacks.
 """
 
 from __future__ import annotations
@@ -23,17 +18,19 @@ from service.caches.effects import (
     AbortForward,
     Attempt,
     CommandFailed,
-    DecodeDone,
+    Event,
     ForkSequence,
     ForwardDone,
+    KvExported,
     ReleaseSequences,
     TruncateSequence,
 )
 from service.caches.entries import Need, Operation, WorkerView
 from service.caches.kv_placement import KvPlacement
 from service.caches.quarantine import blame, clear, must_be_alone
-from service.caches.requests import DECODE, NORMAL, PREFILL, Append
+from service.caches.requests import NORMAL, PREFILL, Append
 from service.caches.segments import Segment
+from service.caches.states import COMPUTING, PARKED, REPLAYING
 from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
 from service.caches.workers import Workers
 from service.errors import (
@@ -57,9 +54,8 @@ _MOMENT_S = 0.02
 # A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
 _REFUSE_EARLY_S = 0.1
 
+_NOT_COMPUTED = CommandFailed, KvExported
 _Key = TypeVar("_Key")
-# The end of the attempts of an operation: the answer of the worker, or an error. None: only KV was needed.
-AttemptResult = tuple[Operation, ForwardDone | QuireError | None]
 
 
 class Attempts:
@@ -92,12 +88,13 @@ class Attempts:
         """Computes the append of an operation after the first `base` tokens of its cache.
 
         With `copy_number` on a temporary copy. Without an append only the KV is needed; returns whether the
-        worker has it. Raises QuireError if it cannot be computed at all. See `Appends.ready_decode`.
+        worker has it. Raises QuireError if it cannot be computed at all.
         """
         operation.base, operation.prompt_len, operation.copy_number = base, prompt_len, copy_number
-        entry, worker, append = operation.entry, operation.entry.worker, operation.append
+        entry, append = operation.entry, operation.append
         if entry.quarantined:
             raise SequenceQuarantined
+        worker = entry.worker
         if worker is None or worker.draining or entry.kv_len < base or entry.crash_score:
             need = self._place(operation)
             if need is not None:
@@ -110,27 +107,13 @@ class Attempts:
             raise SequenceTooLong(wanted, worker.capacity_tokens)
         if entry.kv_len < base:
             self._replayed_tokens += base - entry.kv_len
-            self._replay(operation)
+            self._replay(operation, worker)
         elif append is None:
             return True
         else:
-            self._forward(operation, append, entry.number if copy_number is None else copy_number, base)
+            number = entry.number if copy_number is None else copy_number
+            self._forward(operation, append, worker, number, base)
         return False
-
-    def begin_decodes(self, operations: Iterable[Operation]) -> list[tuple[Operation, QuireError]]:
-        """As `begin`, for decodes that can be sent at once. Returns those that failed."""
-        failed = []
-        for operation in operations:
-            entry, state, append = operation.entry, operation.entry.state, operation.append
-            assert append is not None
-            operation.prompt_len = state.prompt_len
-            operation.base = base = state.tokens.length
-            try:
-                self._forward(operation, append, entry.number, base)
-            except Exception as error:
-                # Also a bug must not block the cache for ever.
-                failed.append((operation, failure_of(error)))
-        return failed
 
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
@@ -140,7 +123,7 @@ class Attempts:
         if attempt is None:
             return
         assert worker is not None
-        self._end_attempt(operation, self._end_of(operation))
+        self._end_attempt(operation, attempt, worker, self._end_of(operation))
         self._context.send(worker, AbortForward(self._context.number(), attempt.op_id))
         if not attempt.replays and operation.copy_number is not None:
             self._release_copy(operation, worker)
@@ -155,60 +138,63 @@ class Attempts:
         """There is a new worker, or a worker has more free pages."""
         self.changed = True
 
-    def answered(self, op_id: int, answer: ForwardDone | CommandFailed | None) -> AttemptResult | None:
-        """A worker answered. Ignored if the attempt is over."""
-        operation = self.running.get(op_id)
-        if operation is None or answer is None:
-            return None
-        attempt, entry = operation.attempt, operation.entry
-        assert attempt is not None
+    def answered(self, events: Iterable[Event]) -> list[Operation]:
+        """Workers answered. Returns the operations whose attempts are over.
+
+        Answers to attempts that ended earlier are ignored.
+        """
+        # As `_end_attempt`, but for all of them together: this runs for each token.
+        over: list[Operation] = []
+        others: list[tuple[Operation, Attempt, ForwardDone | CommandFailed]] = []
+        answered: dict[WorkerView, list[Work]] = {}
+        # Those of the worker before, which is nearly always the same.
+        works: list[Work] = []
+        before: WorkerView | None = None
+        for op_id, answer in events:
+            operation = self.running.get(op_id)
+            if operation is None or answer is None:
+                continue
+            entry, attempt = operation.entry, operation.attempt
+            worker = entry.worker
+            assert attempt is not None and worker is not None
+            if attempt.replays or entry.crash_score or isinstance(answer, _NOT_COMPUTED):
+                # A broken worker may have answered something else than a forward.
+                if not isinstance(answer, KvExported):
+                    failed = isinstance(answer, CommandFailed)
+                    end = self._end_of(operation) if failed else End.ANSWERED
+                    self._end_attempt(operation, attempt, worker, end)
+                    others.append((operation, attempt, answer))
+                continue
+            del self.running[op_id]
+            operation.attempt, operation.done = None, answer
+            worker.pages_queued -= attempt.pages
+            if worker is not before:
+                before, works = worker, answered.setdefault(worker, [])
+            works.append(attempt.work)
+            over.append(operation)
+        for worker, works in answered.items():
+            worker.load.leave(works, self._context.now_s, End.ANSWERED)
+            # A parked operation may have waited for one of these.
+            self.changed = True
+        # The load of a worker is without all of these when another attempt begins.
+        for operation, attempt, answer in others:
+            if self._is_over(operation, attempt, answer):
+                over.append(operation)
+        return over
+
+    def _is_over(self, operation: Operation, attempt: Attempt, answer: ForwardDone | CommandFailed) -> bool:
+        """Goes on after an attempt that has failed, was a replay, or that of a suspect."""
+        entry = operation.entry
         if isinstance(answer, CommandFailed):
-            self._end_attempt(operation, self._end_of(operation))
             return self._attempt_failed(operation, attempt, answer)
-        self._end_attempt(operation, End.ANSWERED)
         if attempt.replays:
             entry.has_computed(operation.base)
             operation.replayed_tokens += len(attempt.append.token_ids)
             self._context.counts["replayed_tokens"] += len(attempt.append.token_ids)
             return self.begin_again(operation)
-        if entry.crash_score:
-            clear(entry)
-        return operation, answer
-
-    def decodes_answered(
-        self, answers: Iterable[DecodeDone]
-    ) -> tuple[list[tuple[Operation, DecodeDone]], list[AttemptResult]]:
-        """As `answered`, for rows of decodes. Returns them, and the results of what was not just a decode.
-
-        In one loop, as it runs for each token.
-        """
-        ended: list[tuple[Operation, DecodeDone]] = []
-        others: list[AttemptResult] = []
-        works: dict[WorkerView, list[tuple[Work, float]]] = {}
-        for done in answers:
-            operation = self.running.get(done.op_id)
-            if operation is None:
-                continue
-            entry, attempt = operation.entry, operation.attempt
-            worker = entry.worker
-            assert attempt is not None and worker is not None
-            is_decode = attempt.append.kind is DECODE and not attempt.ephemeral
-            if not is_decode or attempt.is_suspect or entry.crash_score:
-                # A suspect; or another forward, which only a broken worker answers so.
-                result = self.answered(done.op_id, done)
-                if result is not None:
-                    others.append(result)
-                continue
-            del self.running[done.op_id]
-            operation.attempt = None
-            worker.pages_queued -= attempt.pages
-            works.setdefault(worker, []).append((attempt.work, attempt.sent_s))
-            ended.append((operation, done))
-        for worker, its in works.items():
-            worker.load.leave(its, self._context.now_s, End.ANSWERED)
-        # A parked operation may have waited for these.
-        self.changed = True
-        return ended, others
+        clear(entry)
+        operation.done = answer
+        return True
 
     def worker_lost(self, worker: WorkerView, *, crashed: bool | None) -> list[Operation]:
         """Ends all attempts on a lost worker. Returns their operations, for `try_again`.
@@ -219,35 +205,45 @@ class Attempts:
         if crashed is not None:
             blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
-            self._end_attempt(operation, End.TAKEN_BACK)
+            assert operation.attempt is not None
+            self._end_attempt(operation, operation.attempt, worker, End.TAKEN_BACK)
         self.changed = True
         return under_way
 
-    def try_again(self, operation: Operation, final_error: QuireError) -> AttemptResult | None:
-        """Retries after a failed attempt. `final_error`: after too many of these."""
+    def try_again(self, operation: Operation, final_error: QuireError) -> bool:
+        """Retries after a failed attempt; after too many of these it ends with `final_error`."""
         operation.failures += 1
         if operation.failures > _MOST_FAILURES:
-            return operation, final_error
+            return self.failed(operation, final_error)
         return self.begin_again(operation)
+
+    def failed(self, operation: Operation, error: QuireError) -> bool:
+        """There is no further attempt. Returns True, as those that say whether the attempts are over."""
+        operation.error = error
+        return True
 
     # Parked operations.
 
-    def retry_parked(self) -> Iterator[AttemptResult]:
-        """Retries parked operations that may be able to run, the oldest first. Call it while `changed`."""
+    def retry_parked(self) -> Iterator[Operation]:
+        """Retries parked operations that may be able to run, the oldest first. Call it while `changed`.
+
+        Yields those whose attempts are over.
+        """
         self.changed = False
         full: set[WorkerView] = set()
         for ticket in sorted(self.parked):
             operation = self.parked.get(ticket)
             if operation is not None and self._may_run(operation, full):
                 del self.parked[ticket]
-                result = self.begin_again(operation)
-                if result is not None:
-                    yield result
+                operation.need = None
+                if self.begin_again(operation):
+                    yield operation
 
-    def tick(self) -> Iterator[AttemptResult]:
+    def tick(self) -> Iterator[Operation]:
         """Fails parked operations whose time is up. The next `retry_parked` checks the others."""
         for operation in [o for o in self.parked.values() if self._context.now_s >= self._park_until_s(o)]:
-            yield operation, self._parked_too_long(operation)
+            self.failed(operation, self._parked_too_long(operation))
+            yield operation
         self.changed = True
 
     def _park_until_s(self, operation: Operation) -> float:
@@ -272,7 +268,7 @@ class Attempts:
         if operation.is_internal and need in (Need.WORKER, Need.PAGES):
             # The next operation replays the KV itself; it must not wait for this one.
             raise NoWorker
-        operation.need = need
+        operation.state, operation.need = PARKED, need
         self.parked[operation.ticket] = operation
 
     def _place(self, operation: Operation) -> Need | None:
@@ -354,22 +350,43 @@ class Attempts:
 
     # Attempts.
 
-    def _replay(self, operation: Operation) -> None:
+    def _replay(self, operation: Operation, worker: WorkerView) -> None:
         """Sends the tokens that the worker does not have, up to `base`."""
         entry, append = operation.entry, operation.append
         missing = entry.state.tokens.between(entry.kv_len, operation.base)
         priority = NORMAL if append is None else append.priority
         replay = Append(PREFILL, "", missing, rows=0, priority=priority)
-        self._forward(operation, replay, entry.number, entry.kv_len, replays=True)
+        self._forward(operation, replay, worker, entry.number, entry.kv_len, replays=True)
 
     def _forward(
-        self, operation: Operation, append: Append, number: int, position: int, *, replays: bool = False
+        self,
+        operation: Operation,
+        append: Append,
+        worker: WorkerView,
+        number: int,
+        position: int,
+        *,
+        replays: bool = False,
     ) -> None:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
-        entry, worker, context = operation.entry, operation.entry.worker, self._context
-        assert worker is not None
-        state, is_copy, load = entry.state, operation.copy_number is not None, worker.load
-        tokens, priority = len(append.token_ids), append.priority
+        entry, context, load = operation.entry, self._context, worker.load
+        state, is_copy = entry.state, operation.copy_number is not None
+        tokens, now_s = len(append.token_ids), context.now_s
+        caller = operation.caller or -operation.ticket
+        work = load.estimate(caller, tokens, append.rows, append.priority, now_s, enters=True)
+        timeout_s = operation.submitted_s + self._max_wait_s - now_s
+        if operation.deadline_s is not None or work.is_long:
+            try:
+                timeout_s = self._require_time(operation.deadline_s, work, timeout_s, load)
+            except QuireError:
+                load.leave((work,), now_s, End.TAKEN_BACK)
+                raise
+        if is_copy and not replays and position:
+            context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
+        if not entry.was_sent:
+            self._kv.sent(entry)
+        first_segment = state.tokens.segments[0] if replays else None
+        is_suspect = entry.crash_score > 0 and must_be_alone(entry)
         attempt = Attempt(
             context.number(),
             number,
@@ -382,40 +399,27 @@ class Attempts:
             not replays and (is_copy or entry.ephemeral),
             state.salt,
             state.adapter,
-            operation.submitted_s + self._max_wait_s - context.now_s,
+            timeout_s,
             replays,
             -(-tokens // worker.page_tokens),
-            sent_s=context.now_s,
+            first_segment,
+            is_suspect,
+            work,
         )
-        caller = operation.caller or -operation.ticket
-        attempt.work = work = load.estimate(caller, tokens, append.rows, priority, enters=True)
-        if operation.deadline_s is not None or work.is_long:
-            try:
-                attempt.timeout_s = self._require_time(operation.deadline_s, attempt, load)
-            except QuireError:
-                load.leave(((work, context.now_s),), context.now_s, End.TAKEN_BACK)
-                raise
-        if is_copy and not replays and position:
-            context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
-        if not entry.was_sent:
-            self._kv.sent(entry)
-        operation.attempt, operation.need = attempt, None
+        operation.state, operation.attempt = REPLAYING if replays else COMPUTING, attempt
         self.running[attempt.op_id] = operation
         worker.pages_queued += attempt.pages
-        if replays:
-            attempt.first_segment = state.tokens.segments[0]
-            self._replayed[worker, attempt.first_segment] += 1
-        if entry.crash_score and must_be_alone(entry):
-            attempt.is_suspect = True
+        if first_segment is not None:
+            self._replayed[worker, first_segment] += 1
+        if is_suspect:
             self._suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
 
-    def _require_time(self, deadline_s: float | None, attempt: Attempt, load: WorkerLoad) -> float:
-        """Within which time it has to begin, at most its timeout.
+    def _require_time(self, deadline_s: float | None, work: Work, wait_s: float, load: WorkerLoad) -> float:
+        """Within which time it has to begin, at most `wait_s`.
 
         Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
         """
-        work, wait_s = attempt.work, attempt.timeout_s or 0.0
         expected_s = load.expected_s(work)
         if deadline_s is None:
             # Without a deadline only the queueing delay is limited.
@@ -431,13 +435,11 @@ class Attempts:
             raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
         return min(load.start_within_s(work, left_s), wait_s)
 
-    def _end_attempt(self, operation: Operation, end: End) -> None:
+    def _end_attempt(self, operation: Operation, attempt: Attempt, worker: WorkerView, end: End) -> None:
         """Removes the running attempt from all counts."""
-        attempt, worker = operation.attempt, operation.entry.worker
-        assert attempt is not None and worker is not None
         operation.attempt = None
         del self.running[attempt.op_id]
-        worker.load.leave(((attempt.work, attempt.sent_s),), self._context.now_s, end)
+        worker.load.leave((attempt.work,), self._context.now_s, end)
         worker.pages_queued -= attempt.pages
         if attempt.first_segment is not None:
             _take_one(self._replayed, (worker, attempt.first_segment))
@@ -449,9 +451,8 @@ class Attempts:
     def _end_of(self, operation: Operation) -> End:
         return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
 
-    def _attempt_failed(
-        self, operation: Operation, attempt: Attempt, failed: CommandFailed
-    ) -> AttemptResult | None:
+    def _attempt_failed(self, operation: Operation, attempt: Attempt, failed: CommandFailed) -> bool:
+        """Returns whether that was the last attempt."""
         entry, worker, error = operation.entry, operation.entry.worker, failed.error
         assert worker is not None
         if operation.copy_number is not None and not attempt.replays:
@@ -462,15 +463,15 @@ class Attempts:
             return self.try_again(operation, WorkerFault())
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)
-        return operation, self._too_late(operation) if isinstance(error, DeadlinePassed) else error
+        return self.failed(
+            operation, self._too_late(operation) if isinstance(error, DeadlinePassed) else error
+        )
 
     def _release_copy(self, operation: Operation, worker: WorkerView) -> None:
         assert operation.copy_number is not None
         self._context.send(worker, ReleaseSequences(self._context.number(), (operation.copy_number,)))
 
-    def _pages_missing(
-        self, operation: Operation, worker: WorkerView, error: KvExhausted
-    ) -> AttemptResult | None:
+    def _pages_missing(self, operation: Operation, worker: WorkerView, error: KvExhausted) -> bool:
         """Its worker has too few pages: preempts others, moves the cache, or parks the operation."""
         entry = operation.entry
         operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
@@ -478,7 +479,7 @@ class Attempts:
         missing = max(1, error.pages_needed - error.pages_available)
         if operation.is_internal:
             # A restore must not preempt other caches.
-            return operation, error
+            return self.failed(operation, error)
         if self._kv.preempt(worker, missing, operation):
             return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
@@ -489,7 +490,7 @@ class Attempts:
             return self.begin_again(operation)
         if self._can_others_free_pages(worker):
             self._park(operation, Need.PAGES)
-            return None
+            return False
         # Pages were freed meanwhile, or it needs more than the worker has.
         return self.try_again(operation, error)
 
@@ -501,14 +502,13 @@ class Attempts:
         waited_s = now_s - operation.submitted_s
         return Overloaded(waited_s, waited_s, retry_after_s(waited_s))
 
-    def begin_again(self, operation: Operation) -> AttemptResult | None:
-        """Begins with the same arguments as before."""
-        again = operation.base, operation.prompt_len, operation.copy_number
+    def begin_again(self, operation: Operation) -> bool:
+        """Begins with the same arguments as before. Returns whether the attempts are over."""
         try:
-            return (operation, None) if self.begin(operation, *again) else None
+            return self.begin(operation, operation.base, operation.prompt_len, operation.copy_number)
         except Exception as error:
             # Also a bug must not block the cache for ever.
-            return operation, failure_of(error)
+            return self.failed(operation, failure_of(error))
 
 
 def _take_one(counts: Counter[_Key], key: _Key) -> None:

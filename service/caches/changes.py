@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from service.caches.entries import Begun, CacheEntry, Operation
+from collections.abc import Sequence
+
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind
 from service.caches.records import CacheReleased, CacheTruncated, LeaseRenewed
 from service.caches.requests import Handles, Release, Released, Renew, Result, Truncate
@@ -13,7 +15,7 @@ from service.errors import PositionMismatch, QuireError, TruncateBeyondEnd
 class Truncations(BaseKind[Truncate]):
     """Truncates a cache."""
 
-    def begin(self, operation: Operation, request: Truncate) -> Begun:
+    def _begin(self, operation: Operation, request: Truncate) -> Change | None:
         entry = operation.entry
         # Either repeated, or nothing to do.
         repeats = request.new_len == entry.length
@@ -25,9 +27,10 @@ class Truncations(BaseKind[Truncate]):
             return Handles((entry.handle,))
         return [CacheTruncated(entry.number, request.new_len)]
 
-    def applied(self, operation: Operation, request: Truncate) -> Result:
-        self._parts.kv.truncated(operation.entry, request.new_len)
-        return Handles((operation.entry.handle,))
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        for operation in operations:
+            self._parts.kv.truncated(operation.entry, operation.entry.length)
+        return [Handles((operation.entry.handle,)) for operation in operations]
 
 
 class Releases(BaseKind[Release]):
@@ -41,11 +44,11 @@ class Releases(BaseKind[Release]):
     def answer_at_once(self, request: Release, tenant: Tenant) -> Result | None:
         return Released(released=False) if self._parts.index.find(request.cache_id, tenant) is None else None
 
-    def begin(self, operation: Operation, request: Release) -> Begun:
+    def _begin(self, operation: Operation, request: Release) -> Change | None:
         return [CacheReleased(operation.entry.number)]
 
-    def applied(self, operation: Operation, request: Release) -> Result:
-        return Released(released=True)
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        return [Released(released=True) for _ in operations]
 
     def cache_released(
         self, operation: Operation, request: Release, entry: CacheEntry
@@ -58,12 +61,13 @@ class Renewals(BaseKind[Renew]):
 
     is_always_admitted = True
 
-    def begin(self, operation: Operation, request: Renew) -> Begun:
+    def _begin(self, operation: Operation, request: Renew) -> Change | None:
         entry = operation.entry
         lease_s = entry.state.lease_s if request.lease_s is None else request.lease_s
         return [LeaseRenewed(entry.number, min(lease_s, self._parts.limits.max_lease_s))]
 
-    def applied(self, operation: Operation, request: Renew) -> Result:
-        # It may end earlier than before.
-        self._parts.index.leases.moved(operation.entry)
-        return Handles((operation.entry.handle,))
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        for operation in operations:
+            # It may end earlier than before.
+            self._parts.index.leases.moved(operation.entry)
+        return [Handles((operation.entry.handle,)) for operation in operations]

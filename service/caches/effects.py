@@ -6,7 +6,6 @@ Commands name a sequence by its number. An `op_id` is never used twice; the answ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from service.caches.frozen_struct import frozen_struct
@@ -19,13 +18,14 @@ from service.errors import QuireError
 # Commands to a worker.
 
 
-@dataclass(slots=True, eq=False)
+@frozen_struct
 class Attempt:
     """One forward of an operation: computes the tokens of `append` at `position` of a sequence."""
 
     op_id: int
     number: int
     position: int
+    # The request; or the tokens that are replayed.
     append: Append
     # For samples without a seed of their own.
     seed: int
@@ -42,11 +42,10 @@ class Attempt:
     adapter: int = 0
     # It has to begin within this time. None: no limit.
     timeout_s: float | None = None
-
     # It replays tokens of the cache.
     replays: bool = False
 
-    # Not sent.
+    # The others are not sent.
 
     # Counted in the worker's pages_queued.
     pages: int = 0
@@ -54,9 +53,7 @@ class Attempt:
     first_segment: Segment | None = None
     # Workers died while they computed this cache. Other such caches wait for its end.
     is_suspect: bool = False
-
-    # When it was sent, and how it counts in the load of the worker.
-    sent_s: float = 0.0
+    # How it counts in the load of the worker.
     work: Work = NO_WORK
 
 
@@ -121,7 +118,7 @@ Command = Attempt | ForkSequence | TruncateSequence | ReleaseSequences | AbortFo
 # A command for one incarnation of a worker: its id, its epoch.
 Send = tuple[str, int, Command]
 # The records of an operation, by its ticket. They become durable together. The dispatcher reports the result
-# (`committed_many` or `write_failed`); the records are applied and the caller is answered only then.
+# (`committed` or `write_failed`); the records are applied and the caller is answered only then.
 Write = tuple[int, Sequence[Record]]
 # The result of an operation, by its ticket. One for each operation that was not cancelled.
 Reply = tuple[int, Result | QuireError]
@@ -187,9 +184,8 @@ class KvExported:
     size_bytes: int
 
 
-# The answer to the command with this op id. None: a command without a result succeeded. A list of
-# rows, under 0: each has the op id of its command.
-Event = tuple[int, ForwardDone | KvExported | CommandFailed | list[DecodeDone] | None]
+# The answer to the command with this op id. None: a command without a result succeeded.
+Event = tuple[int, ForwardDone | KvExported | CommandFailed | None]
 
 
 # Adoption of workers.

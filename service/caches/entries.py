@@ -18,6 +18,7 @@ from service.caches.effects import Attempt, ForwardDone
 from service.caches.ledger import CacheState
 from service.caches.records import CacheCreated, Record
 from service.caches.requests import Append, Handle, Request, Result
+from service.caches.states import COMMITTING, WAITING, State
 from service.caches.tenants import Tenant
 from service.caches.worker_load import WorkerLoad
 from service.errors import CacheNotFound, QuireError
@@ -41,8 +42,8 @@ class Need(enum.Enum):
 
 
 Req = TypeVar("Req", bound=Request)
-# The result of `begin`: an answer; or a list of records to commit; or None: a worker has to compute first.
-Begun = Result | QuireError | list[Record] | None
+# What comes of an operation without a worker, or after one has computed: an answer, or records to commit.
+Change = Result | QuireError | list[Record]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +68,9 @@ class Operation:
     # It has no caller and does not count for its tenant.
     is_internal: bool = False
 
+    # Written along the table in states.py, by the modules that it names.
+    state: State = WAITING
+
     # Written by queues.py. The number of its caches where its turn has not come; whether its caller gets an
     # answer; the records that are with the journal; the caches that these release.
     turns_left: int = 1
@@ -81,7 +85,7 @@ class Operation:
     # The number of the temporary copy on which a repeated append is computed. It changes nothing.
     copy_number: int | None = None
     attempt: Attempt | None = None
-    # Why it is parked. With `Need.PAGES`: how many pages it needs, and how many were free.
+    # Why it is parked, while it is. With `Need.PAGES`: how many pages it needs, and how many were free.
     need: Need | None = None
     pages_needed: int = 0
     pages_available: int = 0
@@ -89,10 +93,11 @@ class Operation:
     failures: int = 0
     # Replayed because the KV was not on the worker.
     replayed_tokens: int = 0
-
-    # Written by append.py: the answer of the worker, while it is committing, and with which weights it was
-    # computed.
+    # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
     done: ForwardDone | None = None
+    error: QuireError | None = None
+
+    # Written by append.py: with which weights it was computed.
     weights: int = 0
 
     # Written by moves.py: of a move that has begun.
@@ -172,7 +177,7 @@ class CacheEntry:
     @property
     def is_committing(self) -> bool:
         """Whether records that change it are with the journal."""
-        return self.running is not None and self.running.records is not None
+        return self.running is not None and self.running.state is COMMITTING
 
     @property
     def handle(self) -> Handle:
@@ -270,30 +275,30 @@ class OperationKind(Generic[Req]):
         """The answer to a request that can be answered although its cache does not exist."""
         return None
 
-    def journal_bytes(self, request: Req, tenant: Tenant) -> int:
-        """About how many bytes the journal needs for a request. 0: it does not grow."""
-        return 0
+    def entries(self, request: Req, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
+        """The caches of a request, and about how many bytes the journal needs for it.
 
-    def entries(self, request: Req, tenant: Tenant) -> Sequence[CacheEntry | None]:
-        """The caches of a request. None in the place of each that does not exist."""
+        None in the place of each cache that does not exist. 0 bytes: the journal does not grow.
+        """
         raise NotImplementedError
 
-    def begin(self, operation: Operation, request: Req) -> Begun:
-        """Begins the operation when its turn has come. Raises QuireError to refuse it."""
+    def begin(self, operations: Sequence[Operation]) -> list[tuple[Operation, Change]]:
+        """Begins operations whose turn has come. Returns those for which no worker computes anything.
+
+        With an answer, or with why it is refused; or with the records of what it changes.
+        """
         raise NotImplementedError
 
-    def computed(
-        self, operation: Operation, request: Req, done: ForwardDone | None
-    ) -> Result | QuireError | list[Record]:
-        """Returns the answer, or the records, after a worker has computed. None: only KV was needed."""
+    def computed(self, operations: Sequence[Operation]) -> list[Change]:
+        """Workers have computed what these need (see `done`). Returns for each the answer, or the records."""
         raise NotImplementedError
 
-    def applied(self, operation: Operation, request: Req) -> Result:
-        """Returns the answer after the records were applied."""
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        """The records of these are applied. Returns their answers."""
         raise NotImplementedError
 
     def stopped(self, operation: Operation) -> None:
-        """An operation that has a `copy` ends, or waits for its turn again."""
+        """An operation that was not committing ends, or waits for its turn again."""
 
     def write_failed(self, operation: Operation, request: Req) -> None:
         """Undoes the operation after its records could not be written."""

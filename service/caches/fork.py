@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from service.caches.effects import ForkSequence
-from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES
 from service.caches.records import CacheForked, CacheReleased, Child, Record
@@ -25,7 +25,8 @@ class Forks(BaseKind[Fork]):
 
     def answer_at_once(self, request: Fork, tenant: Tenant) -> Result | None:
         """The answer to a repeated fork whose parents were released."""
-        if None not in self.entries(request, tenant):
+        parents, _ = self.entries(request, tenant)
+        if None not in parents:
             return None
         made = self._parts.index.forked_by(request, tenant)
         children = self._parts.index.children(request.request_id, tenant) if made is not None else []
@@ -33,19 +34,17 @@ class Forks(BaseKind[Fork]):
             raise WeightsChanged
         return made
 
-    def journal_bytes(self, request: Fork, tenant: Tenant) -> int:
-        parents = zip(request.sources, self.entries(request, tenant), strict=True)
-        return sum(
+    def entries(self, request: Fork, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
+        """The parents."""
+        parents = [self._parts.index.find(source.cache_id, tenant) for source in request.sources]
+        size_bytes = sum(
             source.count * (NEW_CACHE_BYTES + parent.length // _TOKENS_PER_SHARED_BYTE)
-            for source, parent in parents
+            for source, parent in zip(request.sources, parents, strict=True)
             if parent is not None
         )
+        return parents, size_bytes
 
-    def entries(self, request: Fork, tenant: Tenant) -> Sequence[CacheEntry | None]:
-        """The parents."""
-        return [self._parts.index.find(source.cache_id, tenant) for source in request.sources]
-
-    def begin(self, operation: Operation, request: Fork) -> Begun:
+    def _begin(self, operation: Operation, request: Fork) -> Change | None:
         entries, tenant = operation.entries, operation.entry.tenant
         made = self._parts.index.forked_by(request, tenant)
         if made is not None:
@@ -82,7 +81,12 @@ class Forks(BaseKind[Fork]):
             if entry is not None and not entry.closing:
                 yield entry
 
-    def applied(self, operation: Operation, request: Fork) -> Result:
+    def applied(self, operations: Sequence[Operation]) -> list[Result]:
+        return [self._children_of(operation) for operation in operations]
+
+    def _children_of(self, operation: Operation) -> Handles:
+        request = operation.request
+        assert isinstance(request, Fork)
         self._parts.index.end_fork(request, operation.entry.tenant)
         self._parts.admission.end_reservation(operation)
         children = [child for record in self._made_by(operation) for child in self._born_of(record)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from service.caches.attempts import Attempts
+from service.caches.attempts import Attempts, failure_of
 from service.caches.cache_index import CacheIndex
 from service.caches.context import Context
-from service.caches.entries import CacheEntry, OperationKind, Req
+from service.caches.entries import CacheEntry, Change, Operation, OperationKind, Req
 from service.caches.kv_placement import KvPlacement
 from service.caches.ledger import Ledger
 from service.caches.requests import Fork
@@ -39,12 +39,28 @@ class Parts:
 
 
 class BaseKind(OperationKind[Req]):
-    """A kind whose requests name one cache, and which uses the parts."""
+    """A kind whose requests name one cache and begin one by one, and which uses the parts."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    def entries(self, request: Req, tenant: Tenant) -> Sequence[CacheEntry | None]:
-        """See `OperationKind`."""
+    def entries(self, request: Req, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         assert not isinstance(request, Fork)
-        return (self._parts.index.find(request.cache_id, tenant),)
+        return (self._parts.index.find(request.cache_id, tenant),), 0
+
+    def begin(self, operations: Sequence[Operation]) -> list[tuple[Operation, Change]]:
+        begun: list[tuple[Operation, Change]] = []
+        for operation in operations:
+            change: Change | None
+            try:
+                change = self._begin(operation, operation.request)  # type: ignore[arg-type]  # of this kind
+            except Exception as error:
+                # Also a bug must not block the cache for ever.
+                change = failure_of(error)
+            if change is not None:
+                begun.append((operation, change))
+        return begun
+
+    def _begin(self, operation: Operation, request: Req) -> Change | None:
+        """Begins one operation. None: a worker has to compute first. Raises QuireError to refuse it."""
+        raise NotImplementedError

@@ -7,6 +7,7 @@ caches there are. The pages of workers only limit how many can continue without 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from service.caches.context import Context
 from service.caches.effects import ReleaseSequences, TruncateSequence
@@ -55,6 +56,12 @@ class KvPlacement:
     def sent(self, entry: CacheEntry) -> None:
         """A command about the cache is sent to its worker."""
         entry.was_sent = True
+
+    def extended(self, entries: Iterable[CacheEntry]) -> None:
+        """What workers have computed was appended to these caches."""
+        for entry in entries:
+            if entry.worker is not None:
+                entry.kv_len = entry.state.tokens.length
 
     def truncated(self, entry: CacheEntry, new_len: int) -> None:
         """The cache was cut. Cuts the sequence in its worker."""

@@ -5,10 +5,9 @@ the time. Outputs are taken with `take_effects()`: commands for workers, records
 So a seeded simulator (`tests/sim`) can drive it, and check its invariants at any moment.
 
 The state of a cache is what its records leave (`ledger.py`): its tokens, and nothing about workers. One
-operation of a cache runs at a time; the others wait in order (`queues.py`). A fork of several caches waits
-for its turn on each:
-
-    WAITING -> [PARKED, REPLAYING, COMPUTING: with a worker; `attempts.py`] -> COMMITTING -> answered
+operation of a cache runs at a time; the others wait in order (`queues.py`, which has the inputs that every
+request passes). A fork of several caches waits for its turn on each. `states.py` has the states of an
+operation: usually WAITING, COMPUTING, COMMITTING, ENDED.
 
 Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`, `moves.py`. The KV of a
 cache (`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
@@ -25,7 +24,7 @@ from typing import Any
 
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
-from service.caches.effects import Claim, Effects, Event, KvExported, ReleaseSequences
+from service.caches.effects import Claim, Effects, Event, ReleaseSequences
 from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView, touch
 from service.caches.fork import Forks
 from service.caches.kind import Parts
@@ -36,9 +35,10 @@ from service.caches.records import Record, TokensAppended, numbers_of
 from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.restore import Restores
+from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
-from service.errors import JournalUnavailable, ShardMoved, WeightsChanged, WorkerLost
+from service.errors import ShardMoved, WeightsChanged, WorkerLost
 
 
 def _new_cache_id() -> str:
@@ -49,7 +49,7 @@ def _new_seed() -> int:
     return secrets.randbits(63)
 
 
-class CacheMachine:
+class CacheMachine(OperationQueues):
     """Owns all caches and operations. Single-threaded. Times are seconds on one monotonic clock."""
 
     def __init__(
@@ -61,29 +61,20 @@ class CacheMachine:
         ledger: Ledger | None = None,
     ) -> None:
         parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
-        # To be read only.
-        self.parts = parts
-        self.ledger = parts.ledger
-        self.index = parts.index
-        self.weights = parts.weights
-        self.admission = parts.admission
-        self._context = parts.context
-        self._rate = parts.rate
-        self._workers = parts.workers
-        self._kv = parts.kv
-        self._attempts = parts.attempts
         self._restores = Restores(parts)
         self._moves = Moves(parts)
-        appends = Appends(parts)
         kinds: dict[type[Request], OperationKind[Any]] = {
-            Append: appends,
+            Append: Appends(parts),
             Fork: Forks(parts),
             Truncate: Truncations(parts),
             Release: Releases(parts),
             Renew: Renewals(parts),
             Move: self._moves,
         }
-        self._queues = OperationQueues(parts, kinds, appends, self._restores)
+        super().__init__(parts, kinds, self._restores)
+        # To be read only.
+        self.weights = parts.weights
+        self._rate = parts.rate
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
 
@@ -174,22 +165,14 @@ class CacheMachine:
         worker = self._workers.find(worker_id, epoch)
         return worker is None or not any(self._attempts.under_way(worker))
 
-    def answered_many(self, events: Iterable[Event], now_s: float) -> None:
+    def answered(self, events: Iterable[Event], now_s: float) -> None:
         """A worker answered commands. Answers to attempts that are over are ignored."""
         self._context.now_s = now_s
-        for op_id, answer in events:
-            if isinstance(answer, list):
-                ended, others = self._attempts.decodes_answered(answer)
-                self._queues.decodes_computed(ended)
-                for other in others:
-                    self._queues.attempt_ended(*other)
-                continue
-            if isinstance(answer, KvExported) or op_id in self._moves.sent:
-                result = self._moves.answered(op_id, answer)
-            else:
-                result = self._attempts.answered(op_id, answer)
-            if result is not None:
-                self._queues.attempt_ended(*result)
+        events = list(events)
+        self._computed(self._attempts.answered(events))
+        if self._moves.sent:
+            for operation in self._moves.answered(events):
+                self._computed((operation,))
         self._rate.update(now_s)
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
@@ -212,16 +195,16 @@ class CacheMachine:
             lost += self._kv.lose(worker)
         for operation in computed:
             # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
-            if not operation.turns_left:
-                result = (
+            if operation.state is not WAITING:
+                is_over = (
                     self._attempts.try_again(operation, WorkerLost())
                     if crashed is not None
                     else self._attempts.begin_again(operation)
                 )
-                if result is not None:
-                    self._queues.attempt_ended(*result)
-        for result in self._moves.workers_lost(workers):
-            self._queues.attempt_ended(*result)
+                if is_over:
+                    self._computed((operation,))
+        for operation in self._moves.workers_lost(workers):
+            self._computed((operation,))
         self._restores.later(lost)
 
     # Weights.
@@ -245,7 +228,7 @@ class CacheMachine:
         self._lose([worker for worker in known if worker is not None], crashed=None)
         if recompute:
             self.weights.replace(weights, continued_from=self.weights.continued_from)
-            continue_caches(self.index, self._queues.operations.values(), self.weights)
+            continue_caches(self.index, self.operations.values(), self.weights)
         else:
             self.weights.switch(weights, drain=False)
             self.weights_ended(before, now_s)
@@ -257,25 +240,29 @@ class CacheMachine:
         self._context.now_s = now_s
         self.weights.drained(weights)
         self._restores.forget(weights)
-        its = operations_with(self._queues.operations.values(), weights)
-        for operation in its:
-            if operation.records is None and operation.kind.needs_weights:
-                self._queues.finish(operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
+        its = operations_with(self.operations.values(), weights)
+        self._finish(
+            [
+                (operation, WeightsChanged(can_be_repeated=not operation.entry.visible))
+                for operation in its
+                if operation.state is not COMMITTING and operation.kind.needs_weights
+            ]
+        )
         for worker in [worker for worker in self._workers if worker.weights == weights]:
             self._workers.remove(worker)
             self._kv.lose(worker)
         # Releases may have waited for them.
-        self._queues.advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
+        self._advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
 
     def uses_of(self, weights: int) -> int:
         """How many operations of callers need these weights."""
-        its = operations_with(self._queues.operations.values(), weights)
+        its = operations_with(self.operations.values(), weights)
         return sum(operation.kind.needs_weights and not operation.is_internal for operation in its)
 
     def adapters_in_use(self) -> Counter[int]:
         """The adapters of caches, and of operations that create one; each with its number of caches."""
         used = self.ledger.adapters.copy()
-        for operation in self._queues.operations.values():
+        for operation in self.operations.values():
             used.update({entry.state.adapter: 0 for entry in operation.entries if entry.state.adapter})
         return used
 
@@ -289,28 +276,7 @@ class CacheMachine:
         held = (entry for w in self._workers if w.worker_id == worker_id for entry in w.held)
         return Counter(entry.state.adapter for entry in held)
 
-    # Requests.
-
-    def submit_many(
-        self, requests: Sequence[Request], now_s: float, caller: int = 0, tenant: Tenant | None = None
-    ) -> list[int]:
-        """Accepts requests and returns their tickets. Each gets one reply, now or later.
-
-        caller: for fair queueing in the worker. 0: each request is a caller of its own.
-        tenant: only its caches are found. None: the anonymous tenant.
-        """
-        self._context.now_s = now_s
-        return self._queues.submit(requests, caller, tenant or self.index.anonymous)
-
-    def cancel(self, ticket: int, now_s: float) -> None:
-        """Cancels an operation and undoes its effects. No reply follows.
-
-        A release, or an operation that is committing, is completed nevertheless.
-        """
-        self._context.now_s = now_s
-        operation = self._queues.operations.get(ticket)
-        if operation is not None:
-            self._queues.cancel(operation)
+    # Time.
 
     def expire(self, now_s: float, at_most: int | None = None) -> int:
         """Releases unused caches whose lease has expired. Returns how many."""
@@ -320,40 +286,26 @@ class CacheMachine:
             return 0
         expired = self.index.leases.due(now_s, at_most)
         for entry in expired:
-            self._queues.release(entry)
+            self._release(entry)
         return len(expired)
 
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        for result in itertools.chain(self._attempts.tick(), self._moves.tick()):
-            self._queues.attempt_ended(*result)
+        for operation in itertools.chain(self._attempts.tick(), self._moves.tick()):
+            self._computed((operation,))
 
     # The journal.
-
-    def committed_many(self, tickets: Sequence[int], now_s: float) -> None:
-        """The records of these operations are durable."""
-        self._context.now_s = now_s
-        self.admission.journal_works = True
-        self._queues.committed(tickets)
 
     def journal_stalls(self) -> None:
         """A write takes too long: no new operations are accepted until it is durable."""
         self.admission.journal_works = False
 
-    def write_failed(self, tickets: Sequence[int], now_s: float) -> None:
-        """The records of these operations could not be written, and never will be."""
-        self._context.now_s = now_s
-        self.admission.journal_works = False
-        for ticket in tickets:
-            self._queues.not_committed(self._queues.operations[ticket], JournalUnavailable())
-
     def close(self) -> None:
         """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so."""
-        operations = [*self._queues.operations.values()]
+        operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
-        for operation in operations:
-            self._queues.finish(operation, ShardMoved())
+        self._finish([(operation, ShardMoved()) for operation in operations])
         self.admission.remove(entries)
 
     # State.
@@ -364,7 +316,7 @@ class CacheMachine:
     @property
     def operations_in_flight(self) -> int:
         """Operations that wait or run."""
-        return len(self._queues.operations)
+        return len(self.operations)
 
     @property
     def expected_wait_s(self) -> float:
@@ -383,8 +335,8 @@ class CacheMachine:
         The inputs since then were one turn. Parked operations are checked here, once for all these inputs.
         """
         while self._attempts.changed and self._attempts.parked:
-            for result in self._attempts.retry_parked():
-                self._queues.attempt_ended(*result)
+            for operation in self._attempts.retry_parked():
+                self._computed((operation,))
         if self._restores.waiting:
             self._restore_some()
         context = self._context
@@ -396,4 +348,4 @@ class CacheMachine:
         """Replays some of the lost KV before it is requested."""
         while (entry := self._restores.next()) is not None:
             if self.index.by_number(entry.number) is entry:
-                self._queues.restore(entry)
+                self._restore(entry)

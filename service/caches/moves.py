@@ -7,21 +7,20 @@ the copy fails, the target keeps what it has confirmed, and the rest is replayed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from service.caches.attempts import AttemptResult
 from service.caches.effects import (
     CommandFailed,
+    Event,
     ExportKv,
-    ForwardDone,
     ImportKv,
     KvExported,
     ReleaseSequences,
 )
-from service.caches.entries import Begun, Copy, Operation, WorkerView
+from service.caches.entries import Change, Copy, Operation, WorkerView
 from service.caches.kind import BaseKind, Parts
-from service.caches.records import Record
 from service.caches.requests import Move, Moved, Result
+from service.caches.states import COPYING
 from service.errors import NoWorker, QuireError, SequenceQuarantined, SequenceTooLong
 
 # About the size of a chunk, which is at least a page; how many chunks of a copy are under way; and how many
@@ -57,7 +56,7 @@ class Moves(BaseKind[Move]):
         self.chunk_bytes = _CHUNK_BYTES
         self._bytes_per_s = _FIRST_BYTES_PER_S
 
-    def begin(self, operation: Operation, request: Move) -> Begun:
+    def _begin(self, operation: Operation, request: Move) -> Change | None:
         entry, now_s = operation.entry, self._context.now_s
         target = self._parts.workers.named(request.worker_id)
         if target is None or target.draining or target.weights != entry.state.weights:
@@ -68,6 +67,7 @@ class Moves(BaseKind[Move]):
             raise SequenceTooLong(entry.length, target.capacity_tokens)
         copy = operation.copy = Copy(operation, entry.worker, target, entry.kv_len, now_s, now_s)
         if self._is_to_be_copied(copy):
+            operation.state = COPYING
             self.under_way[copy] = None
             self._export(copy)
             return None
@@ -75,11 +75,8 @@ class Moves(BaseKind[Move]):
             self._place(copy)
         return self._moved(copy) if self._compute_rest(operation) else None
 
-    def computed(
-        self, operation: Operation, request: Move, done: ForwardDone | None
-    ) -> Result | QuireError | list[Record]:
-        assert operation.copy is not None
-        return self._moved(operation.copy)
+    def computed(self, operations: Sequence[Operation]) -> list[Change]:
+        return [self._moved(operation.copy) for operation in operations if operation.copy is not None]
 
     def stopped(self, operation: Operation) -> None:
         copy = operation.copy
@@ -89,12 +86,18 @@ class Moves(BaseKind[Move]):
 
     # What comes of a copy.
 
-    def answered(self, op_id: int, answer: object) -> AttemptResult | None:
-        """A worker answered a command of a copy. Ignored if the copy is over."""
-        found = self.sent.pop(op_id, None)
-        if found is None:
-            return None
-        copy, first, end = found
+    def answered(self, events: Iterable[Event]) -> Iterator[Operation]:
+        """Workers answered. Yields the moves for which nothing more is to be computed.
+
+        What concerns no copy, or one that is over, is ignored.
+        """
+        for op_id, answer in events:
+            found = self.sent.pop(op_id, None)
+            if found is not None and self._is_over(*found, answer):
+                yield found[0].operation
+
+    def _is_over(self, copy: Copy, first: int, end: int, answer: object) -> bool:
+        """Goes on after the tokens from `first` to `end` were exported or imported, or could not be."""
         state, copy.heard_s = copy.operation.entry.state, self._context.now_s
         if isinstance(answer, CommandFailed):
             return self._ended(copy)
@@ -104,28 +107,28 @@ class Moves(BaseKind[Move]):
             self.sent[number] = copy, first, end
             command = ImportKv(number, state.number, tokens, state.salt, answer.pages)
             self._context.send(copy.target, command)
-            return None
+            return False
         copy.imported = end
         if end < copy.end:
             self._export(copy)
-            return None
+            return False
         took_s = self._context.now_s - copy.began_s
         if copy.copied_bytes >= self.chunk_bytes and took_s > 0:
             self._bytes_per_s += _NEWS * (copy.copied_bytes / took_s - self._bytes_per_s)
         return self._ended(copy)
 
-    def workers_lost(self, workers: Collection[WorkerView]) -> Iterator[AttemptResult]:
+    def workers_lost(self, workers: Collection[WorkerView]) -> Iterator[Operation]:
         """Ends the copies from and to lost workers."""
         for copy in [c for c in self.under_way if c.source in workers or c.target in workers]:
             # The end of another may have stopped it.
-            if copy in self.under_way and (result := self._ended(copy)) is not None:
-                yield result
+            if copy in self.under_way and self._ended(copy):
+                yield copy.operation
 
-    def tick(self) -> Iterator[AttemptResult]:
+    def tick(self) -> Iterator[Operation]:
         """Ends the copies that are stuck."""
         for copy in [c for c in self.under_way if self._context.now_s - c.heard_s >= _STALL_S]:
-            if copy in self.under_way and (result := self._ended(copy)) is not None:
-                yield result
+            if copy in self.under_way and self._ended(copy):
+                yield copy.operation
 
     def _is_to_be_copied(self, copy: Copy) -> bool:
         source, target = copy.source, copy.target
@@ -150,17 +153,17 @@ class Moves(BaseKind[Move]):
             self.sent[number] = copy, first, copy.next
             self._context.send(source, ExportKv(number, state.number, first, copy.next, state.salt))
 
-    def _ended(self, copy: Copy) -> AttemptResult | None:
-        """Goes on with what the target has. It is replayed what is missing."""
+    def _ended(self, copy: Copy) -> bool:
+        """Goes on with what the target has: replays what is missing. Returns whether nothing is."""
         operation = copy.operation
         self._forget(copy)
         if not copy.target.is_ready:
-            return operation, NoWorker()
+            return self._parts.attempts.failed(operation, NoWorker())
         self._place(copy)
         try:
-            return (operation, None) if self._compute_rest(operation) else None
+            return self._compute_rest(operation)
         except QuireError as error:
-            return operation, error
+            return self._parts.attempts.failed(operation, error)
 
     def _forget(self, copy: Copy) -> None:
         del self.under_way[copy]

@@ -14,7 +14,6 @@ from service.caches.context import Context
 from service.caches.entries import CacheEntry, Operation, OperationKind, touch
 from service.caches.ledger import CacheState, Ledger
 from service.caches.requests import Append, Priority, Request
-from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import UNBOUNDED, Tenant
 from service.caches.weights import Weights
 from service.caches.worker_load import CompletionRate
@@ -57,6 +56,8 @@ class Admission:
         self._ledger = ledger
         self._weights = weights
         self._rate = rate
+        # With fewer operations nobody is refused for their number.
+        self._half_of_queue = limits.max_queued_operations / 2
         # Includes caches that are being created, and scorings.
         self._caches = 0
         self._queued_bytes = 0
@@ -69,53 +70,65 @@ class Admission:
     # Admission.
 
     def admit(
-        self, kind: OperationKind[Request], request: Request, tenant: Tenant, queued: int
+        self,
+        kind: OperationKind[Request],
+        request: Request,
+        append: Append | None,
+        tenant: Tenant,
+        queued: int,
     ) -> tuple[Sequence[CacheEntry], int]:
         """Counts a request. Returns its caches, and about how many bytes the journal needs for it.
 
-        queued: number of operations. Raises QuireError to refuse the request; see `is_always_admitted`.
+        append: the request, if it is one. queued: number of operations. Raises QuireError to refuse the
+        request; see `is_always_admitted`.
         """
-        append = request if isinstance(request, Append) else None
-        size_bytes = 0
-        if not kind.is_always_admitted:
+        # This runs for each token, so what is rare is asked in functions of its own.
+        is_checked, half = not kind.is_always_admitted, self._half_of_queue
+        if is_checked and (
+            self.draining
+            or not self.journal_works
+            or tenant.quota is not UNBOUNDED
+            or queued >= half
+            or tenant.in_flight >= half
+        ):
             self._require_admission(append, tenant, queued)
-            size_bytes = kind.journal_bytes(request, tenant)
-            most_bytes = self._limits.max_journal_bytes
-            if size_bytes and self._ledger.store.size_bytes + self._queued_bytes + size_bytes > most_bytes:
-                raise JournalFull(most_bytes)
-        known = kind.entries(request, tenant)
-        entries = []
-        for index, entry in enumerate(known):
-            try:
-                if entry is None:
-                    raise CacheNotFound
-                if kind.needs_weights:
-                    self._weights.require(entry, append)
-                # One of them begins at once if none runs.
-                most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
-                if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
-                    raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
-            except QuireError as error:
-                raise error.with_index(index, len(known)) from None
-            entries.append(entry)
+        known, size_bytes = kind.entries(request, tenant)
+        left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
+        if is_checked and size_bytes and size_bytes > left_bytes:
+            raise JournalFull(self._limits.max_journal_bytes)
+        serving = self._weights.serving
+        checked = serving if append is None or append.weights is None else append.weights
+        for entry in known:
+            if entry is None or entry.waiting or not entry.state.weights == serving == checked:
+                self._require_turn(kind, append, known, entry)
         self._queued_bytes += size_bytes
         tenant.in_flight += 1
-        return entries, size_bytes
+        return known, size_bytes  # type: ignore[return-value]  # None is none of them
 
-    def room_for_decodes(self, tenant: Tenant, queued: int) -> int:
-        """How many decodes `admit` would admit by the counts. 0: each has to be checked."""
-        is_owner = self._context.now_s < self.lease.valid_until_s
-        if not is_owner or self.draining or not self.journal_works or tenant.quota is not UNBOUNDED:
-            return 0
-        left_bytes = self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes
-        left = math.ceil(self._limits.max_queued_operations / 2) - queued
-        return max(0, min(left, left_bytes // TOKEN_BYTES))
+    def _require_turn(
+        self,
+        kind: OperationKind[Request],
+        append: Append | None,
+        known: Sequence[CacheEntry | None],
+        entry: CacheEntry | None,
+    ) -> None:
+        """Raises CacheNotFound, WeightsChanged or QueueFull if a request cannot wait for its turn there."""
+        try:
+            if entry is None:
+                raise CacheNotFound
+            if kind.needs_weights:
+                self._weights.require(entry, append)
+            # One of them begins at once if none runs.
+            most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
+            if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
+                raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
+        except QuireError as error:
+            raise error.with_index(known.index(entry), len(known)) from None
 
-    def enter_decodes(self, tenant: Tenant, count: int) -> None:
-        """As `admit` and `reserve`, for decodes that are sent at once."""
-        self._queued_bytes += TOKEN_BYTES * count
-        tenant.in_flight += count
-        tenant.tokens += count
+    def require_journal(self, size_bytes: int) -> None:
+        """Raises JournalFull if the journal must not grow by so much. For caches that are to be created."""
+        if size_bytes > self._limits.max_journal_bytes - self._ledger.store.size_bytes - self._queued_bytes:
+            raise JournalFull(self._limits.max_journal_bytes)
 
     def _require_admission(self, append: Append | None, tenant: Tenant, queued: int) -> None:
         """Raises Draining, QuotaExceeded, QueueFull or JournalUnavailable."""

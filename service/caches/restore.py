@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from service.caches.effects import ForwardDone
-from service.caches.entries import Begun, CacheEntry, Operation
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind, Parts
-from service.caches.records import Record
-from service.caches.requests import Handles, Restore, Result
+from service.caches.requests import Handles, Restore
 
 # A cache that was not used for so long is replayed only on request.
 _LATELY_S = 60.0
@@ -50,15 +48,10 @@ class Restores(BaseKind[Restore]):
                 return entry
         return None
 
-    def begin(self, operation: Operation, request: Restore) -> Begun:
+    def _begin(self, operation: Operation, request: Restore) -> Change | None:
         state = operation.entry.state
         is_there = self._parts.attempts.begin(operation, state.length, state.prompt_len)
         return Handles(()) if is_there else None
 
-    def computed(
-        self,
-        operation: Operation,
-        request: Restore,
-        done: ForwardDone | None,
-    ) -> Result | list[Record]:
-        return Handles(())
+    def computed(self, operations: Sequence[Operation]) -> list[Change]:
+        return [Handles(()) for _ in operations]

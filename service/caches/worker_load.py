@@ -159,9 +159,11 @@ class Work(NamedTuple):
     # In tokens and rows: its own, and that up to and including it.
     cost: int
     total: int
+    # When it was estimated, and sent.
+    since_s: float
 
 
-NO_WORK = Work(0, Priority.NORMAL, is_long=False, cost=0, total=0)
+NO_WORK = Work(0, Priority.NORMAL, is_long=False, cost=0, total=0, since_s=0.0)
 
 
 class WorkerLoad:
@@ -172,7 +174,14 @@ class WorkerLoad:
         self._queues = (_Queue(), _Queue())
 
     def estimate(
-        self, caller: int, tokens: int, rows: int, priority: Priority, *, enters: bool = False
+        self,
+        caller: int,
+        tokens: int,
+        rows: int,
+        priority: Priority,
+        now_s: float = 0.0,
+        *,
+        enters: bool = False,
     ) -> Work:
         """A new forward, with what is ahead of it now. `enters`: it counts until it leaves."""
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
@@ -183,12 +192,14 @@ class WorkerLoad:
             before += normal if priority else normal + low
         own = ahead.by_caller.get(caller)
         callers = len(ahead.by_caller) + (own is None)
-        total = min(cost + before, (cost + (own or 0)) * callers)
+        total, in_turn = cost + before, (cost + (own or 0)) * callers
+        # Without the call that `min` is: this runs for each token.
+        total = min(total, in_turn)
         if enters:
             ahead.cost[priority] += cost
             ahead.by_caller[caller] = cost + (own or 0)
         # Without the call of a Python function that `Work()` is.
-        return tuple.__new__(Work, (caller, priority, is_long, cost, total))
+        return tuple.__new__(Work, (caller, priority, is_long, cost, total, now_s))
 
     def expected_s(self, work: Work) -> float:
         """The estimated time to the answer. 0: unknown, or nothing is ahead."""
@@ -219,11 +230,10 @@ class WorkerLoad:
         """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
         return max(left_s - self.own_s(work), 0.0) if work.total > work.cost else left_s
 
-    def leave(self, works: Iterable[tuple[Work, float]], now_s: float, end: End) -> None:
-        """Forwards that had entered have ended. Each with when it was sent."""
+    def leave(self, works: Iterable[Work], now_s: float, end: End) -> None:
+        """Forwards that had entered have ended."""
         is_answered = end is End.ANSWERED
-        for work, sent_s in works:
-            caller, priority, is_long, cost, total = work
+        for caller, priority, is_long, cost, total, since_s in works:
             queue = self._queues[is_long]
             queue.cost[priority] -= cost
             left = queue.by_caller[caller] - cost
@@ -237,9 +247,9 @@ class WorkerLoad:
                     times.take_in(now_s)
                 times.answers += 1
                 times.ahead += total
-                times.took_s += now_s - sent_s
+                times.took_s += now_s - since_s
             elif end is End.LATE:
-                times.late(total, now_s - sent_s)
+                times.late(total, now_s - since_s)
 
     def _times(self, work: Work) -> _LatencyModel:
         return self._queues[work.is_long].times[work.priority]

@@ -5,9 +5,10 @@ The counterpart is `workers/wire.py`.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.v1 import types_pb2, worker_pb2
 
@@ -31,76 +32,88 @@ _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") fo
 # The rows of DecodesCommand and DecodesDone.
 _pack_decode = struct.Struct("<9Q").pack
 _DONE = struct.Struct("<5Q")
-_Request = tuple[worker_pb2.ConnectRequest, list[bytes], dict[bytes, int]]
+_new_decode_done = functools.partial(tuple.__new__, effects.DecodeDone)
 # Larger options are sent with each forward.
 _MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
 
 
+class _Message(NamedTuple):
+    """What is sent to one worker at once: plain decodes that follow each other are one command."""
+
+    request: worker_pb2.ConnectRequest
+    # Of the plain decodes that are not in it yet. Their options, each with its number.
+    rows: list[bytes]
+    options: dict[bytes, int]
+
+    def add(self, command: effects.Command) -> None:
+        """Appends a command, which is no plain decode."""
+        self.write_decodes()
+        try:
+            # In place: a message that is appended is copied.
+            write_command(command, self.request.commands.add())
+        except Exception:
+            del self.request.commands[-1]
+            raise
+
+    def write_decodes(self) -> None:
+        """Appends the plain decodes so far, so that they precede what is added later."""
+        if self.rows:
+            decodes = self.request.commands.add().decodes
+            decodes.rows = b"".join(self.rows)
+            decodes.options.extend(self.options)
+            self.rows.clear()
+            self.options.clear()
+
+
 def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects.Send]) -> None:
     """Sends commands to incarnations. Drops those to an incarnation that has ended."""
-    # Each has the message, and of the plain decodes that are not in it yet the rows and the options.
-    requests: dict[WorkerLink, _Request] = {}
+    messages: dict[WorkerLink, _Message] = {}
+    # To whom the command before went: nearly always the same.
+    before: tuple[str, int] | None = None
+    message: _Message | None = None
     for worker_id, epoch, command in commands:
-        link = links.get((worker_id, epoch))
-        if link is not None:
-            request = requests.get(link)
-            if request is None:
-                request = requests[link] = worker_pb2.ConnectRequest(), [], {}
-            try:
-                _add(command, *request)
-            except Exception:
-                # A bug, which must not keep the others from being sent.
-                _log.exception("a command could not be encoded", worker_id=worker_id)
-    for link, request in requests.items():
-        _write_decodes(*request)
-        link.send(request[0])
-
-
-def _add(
-    command: effects.Command,
-    request: worker_pb2.ConnectRequest,
-    rows: list[bytes],
-    options: dict[bytes, int],
-) -> None:
-    """Appends a command. Plain decodes that follow each other become one."""
-    if isinstance(command, effects.Attempt):
-        append = command.append
-        if (
-            append.kind is DECODE
-            and len(append.token_ids) == 1
-            and len(append.options) <= _MAX_OPTIONS_BYTES
-            and append.priority is NORMAL
-            and command.position
-            and not (command.ephemeral or command.adapter)
-        ):
-            index = options.setdefault(append.options, len(options))
-            timeout_ns = 0 if command.timeout_s is None else max(1, int(command.timeout_s * 1e9))
-            rows.append(
+        if before is None or epoch != before[1] or worker_id != before[0]:
+            before = worker_id, epoch
+            link = links.get(before)
+            message = (
+                None
+                if link is None
+                else messages.setdefault(link, _Message(worker_pb2.ConnectRequest(), [], {}))
+            )
+        if message is None:
+            continue
+        try:
+            if not isinstance(command, effects.Attempt):
+                message.add(command)
+                continue
+            append, timeout_s = command.append, command.timeout_s
+            # The only place that decides which decodes are plain: this runs for each token.
+            is_plain = (
+                append.kind is DECODE
+                and len(append.token_ids) == 1
+                and len(append.options) <= _MAX_OPTIONS_BYTES
+                and append.priority is NORMAL
+                and command.position > 0
+                and not (command.ephemeral or command.adapter)
+            )
+            if not is_plain:
+                message.add(command)
+                continue
+            index = message.options.setdefault(append.options, len(message.options))
+            message.rows.append(
                 _pack_decode(
                     command.op_id, command.number, command.caller, command.position, append.token_ids[0],
-                    command.prompt_len, 2 * index + append.prelaunch, timeout_ns, command.seed,
+                    command.prompt_len, 2 * index + append.prelaunch,
+                    0 if timeout_s is None else max(1, int(timeout_s * 1e9)), command.seed,
                 )
             )  # fmt: skip
-            return
-    if rows:
-        _write_decodes(request, rows, options)
-    try:
-        # In place: a message that is appended is copied.
-        write_command(command, request.commands.add())
-    except Exception:
-        del request.commands[-1]
-        raise
-
-
-def _write_decodes(request: worker_pb2.ConnectRequest, rows: list[bytes], options: dict[bytes, int]) -> None:
-    """Appends the plain decodes so far, so that they precede what is added later."""
-    if rows:
-        decodes = request.commands.add().decodes
-        decodes.rows = b"".join(rows)
-        decodes.options.extend(options)
-        rows.clear()
-        options.clear()
+        except Exception:
+            # A bug, which must not keep the others from being sent.
+            _log.exception("a command could not be encoded", worker_id=worker_id)
+    for link, message in messages.items():
+        message.write_decodes()
+        link.send(message.request)
 
 
 def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
@@ -166,14 +179,15 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
             case "forward":
                 events.append((event.op_id, event.forward))
             case "decodes":
-                rows = map(effects.DecodeDone._make, _DONE.iter_unpack(event.decodes.rows))
+                # Without the call of a Python function that `DecodeDone._make()` is.
+                rows = map(_new_decode_done, _DONE.iter_unpack(event.decodes.rows))
                 if outputs := event.decodes.outputs:
                     for row, output in zip(rows, outputs, strict=True):
                         done = decode_answer(row)
                         done.outputs[0].CopyFrom(output)
                         events.append((row.op_id, done))
                 else:
-                    events.append((0, list(rows)))
+                    events += [(row[0], row) for row in rows]
             case "done":
                 events.append((event.op_id, None))
             case "kv_pages":

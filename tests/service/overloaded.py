@@ -135,7 +135,7 @@ class Overloaded:
         caller = caller or self._numbers
         call = _Call(group, self.now_s, caller, group.items)
         for _ in range(group.items):
-            (ticket,) = self.machine.submit_many([append], self.now_s, caller)
+            (ticket,) = self.machine.submit([append], self.now_s, caller)
             self._calls[ticket] = call
             if group.timeout_s is not None:
                 self._at(self.now_s + group.timeout_s, partial(self._leave, ticket))
@@ -163,7 +163,7 @@ class Overloaded:
                 self._enqueue(command)
             elif isinstance(command, AbortForward):
                 self._aborted.add(command.target_op_id)
-        self.machine.committed_many([ticket for ticket, _ in effects.writes], self.now_s)
+        self.machine.committed([ticket for ticket, _ in effects.writes], self.now_s)
         for ticket, outcome in effects.replies:
             self._answered(ticket, outcome)
 
@@ -183,7 +183,7 @@ class Overloaded:
         self._at(self.now_s, lambda: self._release(cache_id, call))
 
     def _release(self, cache_id: str, call: _Call) -> None:
-        self.machine.submit_many([Release(cache_id)], self.now_s)
+        self.machine.submit([Release(cache_id)], self.now_s)
         self._carry_out()
         self._again(call)
 
@@ -229,12 +229,12 @@ class Overloaded:
 
     def _all_done(self, commands: Sequence[Attempt]) -> None:
         self._computing = False
-        self.machine.answered_many(map(done, commands), self.now_s)
+        self.machine.answered(map(done, commands), self.now_s)
         self._carry_out()
 
     def _done(self, event: Event) -> None:
         self._computing = False
-        self.machine.answered_many([event], self.now_s)
+        self.machine.answered([event], self.now_s)
         self._carry_out()
 
 

@@ -119,7 +119,7 @@ def test_what_its_callers_take_back_teaches_nothing() -> None:
     overload = Overloaded([group], CAPACITY)
     overload.run(20)
     refused = group.answers["OVERLOADED"]
-    tickets = overload.machine.submit_many(
+    tickets = overload.machine.submit(
         [Append(AppendKind.PREFILL, "", [1] * 99, priority=LOW)] * 40, overload.now_s
     )
     for ticket in tickets:
@@ -131,7 +131,7 @@ def test_what_its_callers_take_back_teaches_nothing() -> None:
 def test_low_priority_may_fill_half_of_the_queue() -> None:
     for most, half in ((1, 1), (8, 4)):
         machine = Overloaded([], CAPACITY, max_queued_operations=most).machine
-        machine.submit_many([Append(AppendKind.PREFILL, "", [1], priority=LOW)] * (most + 1), 0.0)
+        machine.submit([Append(AppendKind.PREFILL, "", [1], priority=LOW)] * (most + 1), 0.0)
         _, refused = machine.take_effects().replies[0]
         assert machine.operations_in_flight == half
         assert isinstance(refused, QueueFull) and refused.metadata == {"limit": str(half)}
@@ -140,27 +140,27 @@ def test_low_priority_may_fill_half_of_the_queue() -> None:
 def test_a_decode_of_a_cache_is_refused_too() -> None:
     """And what is sent is told by when it has to begin."""
     machine = Overloaded([], CAPACITY).machine
-    tickets = machine.submit_many([Append(AppendKind.PREFILL, "", [1] * 20, lease_s=900)], 0.0)
-    machine.answered_many(map(done, sent_by(machine)), 0.01)
-    machine.committed_many(tickets, 0.01)
+    tickets = machine.submit([Append(AppendKind.PREFILL, "", [1] * 20, lease_s=900)], 0.0)
+    machine.answered(map(done, sent_by(machine)), 0.01)
+    machine.committed(tickets, 0.01)
     ((_, made),) = machine.take_effects().replies
     assert isinstance(made, Appended)
     now_s = 1.0
     for _ in range(10):
         # Each waits for half a second, behind two others.
-        tickets = machine.submit_many([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
+        tickets = machine.submit([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
         scores = sent_by(machine)
         now_s += 0.5
-        machine.answered_many(map(done, scores), now_s)
+        machine.answered(map(done, scores), now_s)
         assert len(scores) == len(tickets)
-    machine.submit_many([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
+    machine.submit([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
     sent_by(machine)
     decode = Append(AppendKind.DECODE, made.cache_id, [1], timeout_s=0.1)
-    machine.submit_many([decode], now_s)
+    machine.submit([decode], now_s)
     ((_, refused),) = machine.take_effects().replies
     assert isinstance(refused, OverloadedError) and 80 < float(refused.metadata["left_ms"]) < 90
     assert refused.retry_after_s is not None and refused.retry_after_s > 0.05
-    machine.submit_many([dataclasses.replace(decode, timeout_s=30.0)], now_s)
+    machine.submit([dataclasses.replace(decode, timeout_s=30.0)], now_s)
     (sent,) = sent_by(machine)
     assert sent.timeout_s is not None and 29.0 < sent.timeout_s <= 30.0
 

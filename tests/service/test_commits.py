@@ -18,7 +18,7 @@ def gateway() -> Gateway:
 def works_again(gateway: Gateway) -> None:
     """The disk does, as the dispatcher finds out by itself before long."""
     gateway.disk.fails = False
-    gateway.machine.committed_many((), gateway.now_s)
+    gateway.machine.committed((), gateway.now_s)
 
 
 def settle(gateway: Gateway) -> None:

@@ -218,7 +218,7 @@ async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> 
         caches.worker_ready(worker, 0.0)
         # Four tokens, and then two of the prompts, the second one in part.
         sizes = [300, 300, 300, 1, 1, 1, 1]
-        caches.submit_many([Append(AppendKind.PREFILL, "", [1] * size) for size in sizes], 0.0)
+        caches.submit([Append(AppendKind.PREFILL, "", [1] * size) for size in sizes], 0.0)
         samples = await scraped(server)
         assert samples["quire_num_requests_running", frozenset()] == 6
         assert samples["quire_num_requests_waiting", frozenset()] == 1

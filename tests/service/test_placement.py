@@ -138,7 +138,7 @@ def test_the_machine_is_told_of_one_incarnation() -> None:
     machine.worker_ready(view("b", 2, 10), 0.0)
 
     def sent_to() -> str:
-        machine.submit_many([Append(AppendKind.PREFILL, "", PROMPT)], 0.0)
+        machine.submit([Append(AppendKind.PREFILL, "", PROMPT)], 0.0)
         ((worker_id, _, _),) = machine.take_effects().commands
         return worker_id
 
@@ -223,9 +223,9 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
             model.forget(tokens, computes, salt)
         if rng.random() < 0.6:
             load = rng.choice(views).load
-            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, enters=True)
+            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1, enters=True)
             if rng.random() < 0.5:
-                load.leave([(work, caller - 0.1)], float(caller), End.ANSWERED)
+                load.leave([work], float(caller), End.ANSWERED)
 
 
 def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:

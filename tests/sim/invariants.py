@@ -13,24 +13,17 @@ from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
 from service.caches.worker_load import WorkerLoad
 from tests.sim.moves import check_copies
+from tests.sim.states import check_state
 
 
 def phase_of(operation: Operation) -> str:
-    """How far an operation has come: see `service/caches/machine.py`."""
-    if operation.turns_left:
-        return "waiting"
-    if operation.records is not None:
-        return "committing"
-    if operation.copy is not None and operation.attempt is None and operation.need is None:
-        return "copying"
-    if operation.attempt is None:
-        return "parked"
-    return "replaying" if operation.attempt.replays else "computing"
+    """How far an operation has come: see `service/caches/states.py`."""
+    return operation.state.name.lower()
 
 
 def check_invariants(machine: CacheMachine) -> None:
     """Asserts that the parts of the machine agree. Half of what a schedule costs: no pass is made twice."""
-    index, operations = machine.index, machine._queues.operations
+    index, operations = machine.index, machine.operations
     entries = {entry.number: entry for entry in index}
     assert len(machine.ledger) == len(index)
     for number, entry in entries.items():
@@ -80,7 +73,7 @@ def _check_operations(machine: CacheMachine, operations: Mapping[int, Operation]
         assert operation.turns_left == len(operation.entries) - turns
         assert operation.entry is operation.entries[0]
         assert len(operation.entries) == 1 or isinstance(operation.request, Fork)
-        assert not operation.turns_left or operation.attempt is None
+        check_state(operation)
 
 
 def _check_counts(

@@ -42,8 +42,8 @@ class WatchedMachine(CacheMachine):
         self.upcoming: deque[Asked] = deque()
         self._written: list[Write] = []
 
-    def submit_many(self, requests: Sequence[Request], *args: Any) -> list[int]:
-        tickets = super().submit_many(requests, *args)
+    def submit(self, requests: Sequence[Request], *args: Any) -> list[int]:
+        tickets = super().submit(requests, *args)
         for ticket in tickets:
             self.oracle.tickets[ticket] = self.upcoming.popleft()
         return tickets
@@ -90,18 +90,18 @@ class WatchedMachine(CacheMachine):
 
     def phase_of(self, ticket: int) -> str:
         """How far an operation has come."""
-        return phase_of(self._queues.operations[ticket])
+        return phase_of(self.operations[ticket])
 
     def phases_beside(self, epoch: int) -> Iterator[tuple[str, bool]]:
         """How far each operation has come, and whether the worker of this epoch computes it."""
-        for operation in self._queues.operations.values():
+        for operation in self.operations.values():
             worker = operation.entry.worker if operation.attempt is not None else None
             its = [worker] if operation.copy is None else [operation.copy.source, operation.copy.target]
             yield phase_of(operation), any(each is not None and each.epoch == epoch for each in its)
 
     def parked(self) -> Iterator[Asked]:
         """Those whose turn has come, and who wait for a worker or for room."""
-        for ticket, operation in self._queues.operations.items():
+        for ticket, operation in self.operations.items():
             if phase_of(operation) == "parked" and ticket in self.oracle.tickets:
                 yield self.oracle.tickets[ticket]
 
@@ -109,12 +109,12 @@ class WatchedMachine(CacheMachine):
         """How many forks have their turn on some of their caches, and wait for it on others."""
         return sum(
             o.turns_left and any(entry.running is o for entry in o.entries[1:])
-            for o in self._queues.operations.values()
+            for o in self.operations.values()
         )
 
     def own_operations(self) -> int:
         """Those that nobody has asked for."""
-        own = [o for ticket, o in self._queues.operations.items() if ticket not in self.oracle.tickets]
+        own = [o for ticket, o in self.operations.items() if ticket not in self.oracle.tickets]
         assert all(isinstance(o.request, Restore | Release) for o in own)
         return len(own)
 
@@ -203,23 +203,23 @@ class PlantedMachine(WatchedMachine):
         known = self.oracle.outstanding.keys() | self.oracle.abandoned.keys()
         return super().operations_in_flight + len(known & self._unanswered)
 
-    def submit_many(self, requests: Sequence[Request], *args: Any) -> list[int]:
+    def submit(self, requests: Sequence[Request], *args: Any) -> list[int]:
         return [self._submit_changed(request, *args) for request in requests]
 
     def _submit_changed(self, request: Request, *args: Any) -> int:
         passed = self.on_request(request, self.upcoming[0])
         if not isinstance(passed, QuireError):
-            return super().submit_many([passed], *args)[0]
+            return super().submit([passed], *args)[0]
         # To release what there is not is answered at once.
-        (ticket,) = super().submit_many([Release("")], *args)
+        (ticket,) = super().submit([Release("")], *args)
         self._refused[ticket] = passed
         return ticket
 
-    def answered_many(self, events: Iterable[Event], now_s: float) -> None:
-        super().answered_many((self.on_event(event) for event in events), now_s)
+    def answered(self, events: Iterable[Event], now_s: float) -> None:
+        super().answered((self.on_event(event) for event in events), now_s)
 
-    def committed_many(self, tickets: Sequence[int], now_s: float) -> None:
-        super().committed_many([ticket for ticket in tickets if ticket not in self._unknown], now_s)
+    def committed(self, tickets: Sequence[int], now_s: float) -> None:
+        super().committed([ticket for ticket in tickets if ticket not in self._unknown], now_s)
 
     def changed(self, effects: Effects) -> Effects:
         changed = Effects([], [], [])

@@ -120,7 +120,7 @@ def check_not_moved(oracle: Oracle, asked: Asked, error: QuireError) -> None:
 
 def check_copies(machine: CacheMachine) -> None:
     """Asserts that the running copies are those of operations, whose caches stay where they are."""
-    moves, operations = machine._moves, machine._queues.operations.values()
+    moves, operations = machine._moves, machine.operations.values()
     under_way = {o.copy for o in operations if o.copy is not None and o.copy in moves.under_way}
     assert moves.under_way.keys() == under_way
     assert {copy for copy, _, _ in moves.sent.values()} == under_way, "each waits for something, and no other"

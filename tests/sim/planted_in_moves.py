@@ -23,5 +23,5 @@ class ImportsNotWaitedFor(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         if not isinstance(command, ImportKv):
             return (command,)
-        self.answered_many([(command.op_id, None)], self.oracle.now_s)
+        self.answered([(command.op_id, None)], self.oracle.now_s)
         return ()

@@ -47,8 +47,6 @@ class LateAnswersAccepted(PlantedMachine):
 
     def on_event(self, event: Event) -> Event:
         op_id, answer = event
-        if isinstance(answer, list):
-            return op_id, [done._replace(op_id=self._latest(done.op_id)) for done in answer]
         return self._latest(op_id), answer
 
     def _latest(self, op_id: int) -> int:
@@ -74,7 +72,7 @@ class _Replays(PlantedMachine):
 class NothingReplayed(_Replays):
     def replay(self, command: Attempt) -> Iterable[Command]:
         done = worker_pb2.ForwardDone(kept=len(command.append.token_ids))
-        self.answered_many([(command.op_id, done)], self.oracle.now_s)
+        self.answered([(command.op_id, done)], self.oracle.now_s)
         return ()
 
 
@@ -165,7 +163,7 @@ class NobodyIsQuarantined(PlantedMachine):
         self.dead.add((worker_id, epoch))
         self.worker_draining(worker_id, epoch, now_s)
         missing = CommandFailed(WorkerFault(), kv_missing=True)
-        self.answered_many([(op_id, missing) for op_id in self.sent.pop((worker_id, epoch), ())], now_s)
+        self.answered([(op_id, missing) for op_id in self.sent.pop((worker_id, epoch), ())], now_s)
         super().worker_lost(worker_id, epoch, now_s, crashed=crashed)
 
 
@@ -286,7 +284,7 @@ class ForksHaveNoAdapter(PlantedMachine):
 class ReplaysHaveNoAdapter(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
         if isinstance(command, Attempt) and command.replays:
-            command.adapter = 0
+            command = dataclasses.replace(command, adapter=0)
         return (command,)
 
 

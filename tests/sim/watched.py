@@ -147,12 +147,11 @@ class WatchedDispatcher(Dispatcher):
         self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
     ) -> None:
         events = list(events)
-        answers = [one for event in events for one in flat(event)]
-        for op_id, answer in answers:
+        for op_id, answer in events:
             if answer is not None and not isinstance(answer, CommandFailed):
                 # Who is computed after all has a clean slate again, poison or not.
                 self.killed.pop(self.machine.computes(op_id), None)
-        with self._turn("deliver", *(op_id for op_id, _ in answers)):
+        with self._turn("deliver", *(op_id for op_id, _ in events)):
             super().worker_answered(worker_id, epoch, events, pages_available)
 
     def weights_switched(self, weights: int, *, drain: bool) -> None:
@@ -310,9 +309,3 @@ def check_ledger(ledger: Ledger, oracle: Oracle) -> None:
             made = (forked.request.request_id, index, forked.request.count)
         assert key == made
         assert (state.last is None) is (cache.last is None)
-
-
-def flat(event: Event) -> list[tuple[int, object]]:
-    """Answers, each with the op id of its command."""
-    op_id, answer = event
-    return [(done.op_id, done) for done in answer] if isinstance(answer, list) else [(op_id, answer)]
