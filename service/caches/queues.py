@@ -210,7 +210,9 @@ class OperationQueues:
                     ended.append((operation, change))
         if ended:
             self._finish(ended)
-            self._advance([entry for operation, _ in ended for entry in operation.entries])
+            entries = [entry for operation, _ in ended for entry in operation.entries]
+            # Caches that go make room for those that what waits elsewhere may create.
+            self._advance(sorted(entries, key=lambda entry: bool(entry.waiting)))
 
     # Commits.
 

@@ -9,8 +9,13 @@ import dataclasses
 import random
 from collections import Counter, OrderedDict
 
+from quire.v1 import worker_pb2
+
 from service.caches.records import CacheForked, CacheReleased
-from service.caches.requests import Fork, Handles, Renew, Truncate
+from service.caches.requests import Append, AppendKind, Fork, Handles, Renew, Truncate
+from service.caches.reservations import Limits
+from service.errors import QuireError
+from service.pool import wire
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
@@ -97,3 +102,20 @@ def test_a_creation_that_fails_for_two_callers_at_once_is_discarded_once() -> No
     check_invariants(gateway.machine)
     assert gateway.machine.index.find(kept, gateway.machine.index.anonymous) is not None
     assert gateway.machine.index.anonymous.caches == 1
+
+
+def test_what_ends_makes_room_for_what_begins_with_the_same_message() -> None:
+    """A fork waits for a decode, and a scoring, whose cache counts as well, ends together with it."""
+    gateway = Gateway(Limits(max_caches=3))
+    cache = gateway.create(1, 2)
+    gateway.create(3, 4)
+    late = dataclasses.replace(decode(cache, 5), timeout_s=1.0)
+    append, fork = gateway.submit(late, Fork.of(cache, 1))
+    scoring = gateway.ask(Append(AppendKind.SCORE, "", (6, 7), timeout_s=1.0))
+    refused = worker_pb2.WorkerError(reason=worker_pb2.WORKER_ERROR_REASON_TIMEOUT)
+    events = [worker_pb2.WorkerEvent(op_id=command.op_id, error=refused) for command in gateway.sent[-2:]]
+    worker = gateway.worker
+    message = wire.to_events(worker_pb2.ConnectResponse(events=events))
+    gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, message, 90)
+    assert all(isinstance(gateway.replies[ticket], QuireError) for ticket in (append, scoring))
+    assert isinstance(gateway.replies[fork], Handles)
