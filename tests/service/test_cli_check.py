@@ -102,13 +102,38 @@ def test_what_only_a_start_reads_is_checked(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "flags", ["--gateways 2 --workers 2", "--model org/name", "--ray-address auto", "--journal disk"]
+    "flags",
+    [
+        "--gateways 2 --workers 2",
+        "--model org/name",
+        "--ray-address auto --pool-listen 127.0.0.1:7001",
+        "--journal disk",
+    ],
 )
 def test_whatever_starts_a_server_can_be_checked(
     flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert problems(capsys, "--data-dir", str(tmp_path / "data"), *flags.split()) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--journal redis://host/0", "no extension that is installed has such a journal"),
+        ("--journal disk --listen 127.0.0.1:0", "needs a data_dir if the port is chosen at each start"),
+    ],
+)
+def test_a_journal_that_cannot_be_had_is_a_problem(
+    flags: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As at a start, where nothing else is read from it."""
+    (said,) = problems(capsys, *flags.split())
+    assert said.startswith("journal = ") and said.endswith(f"(from --journal) is refused: {why}")
+
+
+def test_a_database_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems(capsys, "--journal", "postgresql://quire@127.0.0.1:1/quire") == []
 
 
 def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:
