@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks import machine
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheReleased, Record, TokensAppended
+from service.config import Config
 from service.journal.base import Journal
 from service.journal.encoding import decode, encode, read_frames, seal, seed_of
 from service.journal.file_journal import FileJournal
-from service.journal.opening import open_configured
 from service.journal.recovery import Recovery
 from service.journal.segment_writer import Segments
 from service.journal.segments import JOURNAL, Sync
@@ -92,7 +92,9 @@ async def _opened(place: Path | str, sync: Sync = "normal") -> AsyncIterator[Sto
             yield journal
             running.cancel()
         return
-    opened = open_configured(place, sync, None, lambda *_: None, lambda *_: None)
+    from service.extensions.gateways.database_journal import open_only_shard  # noqa: PLC0415 - an extra
+
+    opened = await open_only_shard(Config(journal=place), None, lambda *_: None, lambda *_: None)
     assert isinstance(opened, StoredJournal)
     running = asyncio.create_task(opened.run())
     yield opened
