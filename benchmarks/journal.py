@@ -284,12 +284,12 @@ def main() -> None:
     found: dict[str, Any] = {"machine": machine.describe(), "turn": _CALLERS, "encoding": encoding()}
     try:
         if options.postgres:
-            url = options.postgres
-            # Beside files with the same durability.
-            for name, place in (("postgres", url), ("disk_sync_full", base / "same")):
-                found[f"commit_{name}"] = asyncio.run(commits(place, "full"))
-                found[f"commit_{name}_busy_loop"] = asyncio.run(commits(place, "full", busy=True))
-                found[f"throughput_{name}"] = asyncio.run(throughput(place, "full"))
+            # Beside files with the same durability. Each creates the same caches: on disk in its own journal.
+            same = (base / "same_idle", base / "same_busy", base / "same_throughput")
+            for name, places in (("postgres", (options.postgres,) * 3), ("disk_sync_full", same)):
+                found[f"commit_{name}"] = asyncio.run(commits(places[0], "full"))
+                found[f"commit_{name}_busy_loop"] = asyncio.run(commits(places[1], "full", busy=True))
+                found[f"throughput_{name}"] = asyncio.run(throughput(places[2], "full"))
         found["commit"] = asyncio.run(commits(base / "idle", "normal"))
         found["commit_busy_loop"] = asyncio.run(commits(base / "busy", "normal", busy=True))
         found["commit_busy_loop_switch_500us"] = asyncio.run(
