@@ -264,8 +264,8 @@ def reports_by_record(where: str) -> list[Report]:
     return reports
 
 
-def write_record(reports: list[Report]) -> None:
-    """Write compiled.json: a line for each configuration that compiles, and those of the other versions."""
+def write_record(reports: list[Report], record: Path = RECORD) -> None:
+    """Write a record: a line for each configuration that compiles, and those of the other versions."""
     lines = [line for line in _lines() if line["triton"] in VERSIONS and line["triton"] != triton.__version__]
     for report in reports:
         if report.compiled is None:
@@ -273,7 +273,7 @@ def write_record(reports: list[Report]) -> None:
         told = {key: value for key, value in dataclasses.asdict(report).items() if key != "faults"}
         lines.append({"triton": triton.__version__} | told)
     lines.sort(key=lambda line: (line["name"], -line["architecture"], line["triton"]))
-    RECORD.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n", encoding="utf-8")
+    record.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n", encoding="utf-8")
 
 
 def main() -> None:
