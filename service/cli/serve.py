@@ -95,13 +95,12 @@ def _run(config: Config) -> int:
     if not config.has_remote_workers and (problem := quantised(Path(config.model))):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
+    serve = find_server(config)
+    if serve is None:
+        check_gateways(data_directory(config), 1)
     configure_logging(config.log_level, config.log_format)
     warn_of_machine(config)
-    serve = find_server(config)
-    if serve is not None:
-        return serve()
-    check_gateways(data_directory(config), 1)
-    return run_gateway(config)
+    return run_gateway(config) if serve is None else serve()
 
 
 def _failed(error: Exception, status: int = 1) -> int:

@@ -33,13 +33,13 @@ class Owner:
 
     async def __aenter__(self) -> Self:
         """Raises AssertionError if another one has the shard."""
-        await self.database.prepare()
-        lease = await self.leases.acquire(0)
-        assert lease is not None
-        self.lease = lease
         ledger = self.ledger
-        self.journal = PostgresJournal(self.database, self.leases, lease, self._compaction_bytes)
         try:
+            await self.database.prepare()
+            lease = await self.leases.acquire(0)
+            assert lease is not None
+            self.lease = lease
+            self.journal = PostgresJournal(self.database, self.leases, lease, self._compaction_bytes)
             await self.journal.recover(
                 lambda record, _wall_s: ledger.apply(record), lambda run, _wall_s: ledger.apply_run(run)
             )

@@ -31,7 +31,7 @@ def script(shell: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> P
     [
         ("quire jour", ["journal"]),
         ("quire st", ["state", "status"]),
-        ("quire journal ", ["backup", "export", "inspect", "verify"]),
+        ("quire journal ", ["backup", "verify"]),
         ("quire serve --tls-k", ["--tls-key"]),
         ("quire status --wi", ["--wide"]),
         ("quire serve --device ", ["auto", "cpu", "cuda"]),
