@@ -102,7 +102,13 @@ def test_what_only_a_start_reads_is_checked(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "flags", ["--gateways 2 --workers 2", "--model org/name", "--ray-address auto", "--journal disk"]
+    "flags",
+    [
+        "--gateways 2 --workers 2",
+        "--model org/name",
+        "--ray-address auto --pool-listen 127.0.0.1:7001",
+        "--journal disk",
+    ],
 )
 def test_whatever_starts_a_server_can_be_checked(
     flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
