@@ -150,7 +150,7 @@ class Segments:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), segment.name)
             if self.sync_mode == "full":
                 os.fdatasync(segment.fd)
-                self._end = end = end._replace(synced=number)
+                end = end._replace(synced=number)
             else:
                 self.is_unsynced = True
             found = os.stat(segment.name)  # noqa: PTH116
@@ -164,7 +164,8 @@ class Segments:
         except BaseException:
             self._take_back()
             raise
-        self._left, self._size, self._next_number = (size, found.st_mtime_ns), size, number + 1
+        self._end, self._left = end, (size, found.st_mtime_ns)
+        self._size, self._next_number = size, number + 1
 
     def _take_back(self) -> None:
         """Cuts off what may be written of a frame. If that fails, `check` does it before the next one."""
