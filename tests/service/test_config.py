@@ -357,7 +357,7 @@ def test_no_extension_can_declare_a_setting_of_another(monkeypatch: pytest.Monke
         listen: str = setting("", "help", SWITCH)
 
     monkeypatch.setattr(config, "installed_extensions", lambda: {"other": Other})
-    with pytest.raises(ValueError, match="Other'> declares listen, which is a setting of .*Config"):
+    with pytest.raises(ValueError, match=r"Other'> declares listen, which is a setting of .*Config"):
         all_settings.__wrapped__()
 
 
