@@ -15,7 +15,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote
 
 from service.pool.endpoints import SocketEndpoint
 from service.pool.registry import RegistryEntry
@@ -143,6 +142,4 @@ def _is_its_process(entry: RegistryEntry) -> bool:
     except (OSError, ValueError, IndexError):
         return False
     # A gateway that runs as root could kill any process: the file alone is not trusted.
-    # The second is how versions with gRPC there were told: they cannot be adopted, but have to be ended.
-    told = {os.fsencode(entry.socket), b"unix:" + quote(os.fsencode(entry.socket)).encode()}
-    return same and not told.isdisjoint(command_line.split(b"\0"))
+    return same and os.fsencode(entry.socket) in command_line.split(b"\0")

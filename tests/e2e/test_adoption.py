@@ -55,6 +55,8 @@ class Home:
     def wait_for_entries(self, gateway: GatewayProcess) -> dict[str, int]:
         """Waits until both workers are in the registry. Returns their pids by worker_id."""
         gateway.wait_until(lambda: len(self.entries()) == 2)
+        # A fork is known by its command line a moment later.
+        gateway.wait_until(lambda: all(map(_shows_its_socket, self.entries())))
         pids = {str(entry["worker_id"]): int(str(entry["pid"])) for entry in self.entries()}
         self.workers |= {psutil.Process(pid) for pid in pids.values()}
         return pids
@@ -65,6 +67,10 @@ class Home:
     def assert_all_workers_exit(self) -> None:
         _, alive = psutil.wait_procs(self.workers, timeout=TIMEOUT_S)
         assert not alive
+
+
+def _shows_its_socket(entry: dict[str, object]) -> bool:
+    return entry["socket"] in psutil.Process(int(str(entry["pid"]))).cmdline()
 
 
 @pytest.fixture

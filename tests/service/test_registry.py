@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 from quire.v1 import worker_pb2
@@ -194,16 +193,11 @@ def nothing(_: RegistryEntry) -> None:
     """Callback that does nothing."""
 
 
-@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
 @pytest.mark.parametrize("place", ["", "a %41", os.fsdecode(b"\xff")])
-async def test_process_is_identified_by_start_time_and_command(
-    data_dir: Path, place: str, *, is_of_an_earlier_version: bool
-) -> None:
+async def test_process_is_identified_by_start_time_and_command(data_dir: Path, place: str) -> None:
     data_dir /= place
     address = entry_of(data_dir).socket
-    uri = f"unix:{quote(os.fsencode(address))}"
-    told = ("--listen", uri) if is_of_an_earlier_version else ("--socket", address)
-    worker, other = Stranger(*told), Stranger("--socket", address + "x")
+    worker, other = Stranger("--socket", address), Stranger("--socket", address + "x")
     entry = entry_of(data_dir, worker.process)
     for wrong in (
         entry_of(data_dir, worker.process, start_ticks=entry.start_ticks - 1),

@@ -44,17 +44,23 @@ class _Columns(NamedTuple, Generic[Column]):
     lora_slots: Column  # int32; -1: no adapter
 
 
+# Of a row in these columns, in those of the limits too, and in those of the results.
+_PLAIN_BYTES = 48
+_COLUMN_BYTES = _PLAIN_BYTES + sum(neutral.nbytes for neutral in LIMITS.values())
+_RESULT_BYTES = 16
+
+
 def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
     """Views of `memory`, [_COLUMN_BYTES * B] uint8."""
     integers = memory[: 32 * rows].view(torch.int64).view(4, rows)
     temperatures = memory[32 * rows : 40 * rows].view(torch.float64).view(1, rows)
-    places = memory[40 * rows : 48 * rows].view(torch.int32).view(2, rows)
+    places = memory[40 * rows : _PLAIN_BYTES * rows].view(torch.int32).view(2, rows)
     return _Columns(*integers, *temperatures, *places)
 
 
 def _limits_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
-    """The columns of `device_sampling.LIMITS`, behind the others in `memory`."""
-    columns, start = dict[str, torch.Tensor](), 48 * rows
+    """The columns of `device_sampling.LIMITS`, behind the others in `memory`, widest first to be aligned."""
+    columns, start = dict[str, torch.Tensor](), _PLAIN_BYTES * rows
     for name, neutral in sorted(LIMITS.items(), key=lambda limit: -limit[1].nbytes):
         end = start + neutral.nbytes * rows
         columns[name] = memory[start:end].view(torch.from_numpy(np.empty(0, neutral.dtype)).dtype)
@@ -64,9 +70,6 @@ def _limits_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
 
 # What a padded row has; its key does not matter.
 _PADDING = _Columns[float](0, 0, -1, 0, 0.0, 0, -1)
-# Of a row in all columns, and in those of the results.
-_COLUMN_BYTES = 48 + sum(neutral.nbytes for neutral in LIMITS.values())
-_RESULT_BYTES = 16
 
 
 class _NextTokens(NamedTuple):
