@@ -111,6 +111,13 @@ def test_whatever_starts_a_server_can_be_checked(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_journal_on_disk_needs_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (said,) = problems(capsys, "--journal", "disk", "--listen", "127.0.0.1:0")
+    assert said.startswith("journal = 'disk'") and "needs data_dir" in said
+    directory = ("--data-dir", str(tmp_path))
+    assert problems(capsys, "--journal", "disk", "--listen", "127.0.0.1:0", *directory) == []
+
+
 def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     toml("listen = '127.0.0.1:0'\ninsecure = true\nmax_journal_bytes = 1\n")
     first, second = problems(capsys, "--config", "q.toml")
