@@ -164,8 +164,8 @@ class Segments:
         except BaseException:
             self._take_back()
             raise
-        self._left, self._size, self._next_number = (size, found.st_mtime_ns), size, number + 1
-        self._end = end
+        self._end, self._left = end, (size, found.st_mtime_ns)
+        self._size, self._next_number = size, number + 1
 
     def _take_back(self) -> None:
         """Cuts off what may be written of a frame. If that fails, `check` does it before the next one."""

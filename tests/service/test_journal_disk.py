@@ -81,6 +81,23 @@ async def test_with_full_each_commit_is_synced_before_it_is_told(
             assert len(sizes) == number and sizes[-1] == (tmp_path / JOURNAL / FIRST).stat().st_size
 
 
+async def test_what_was_taken_back_is_not_missed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that failed behind its sync need not be there, also after a crash of the system."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with contextlib.closing(open_journal(tmp_path, "full")) as journal:
+        assert await commit(journal, created(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", fail)
+            assert not await commit(journal, appended(1, 0, 7))
+    monkeypatch.setattr(segments, "boot_id", lambda: b"another boot....")
+    assert [state.length for state in recovered(tmp_path)] == [0]
+
+
 async def test_with_normal_commits_are_synced_soon(
     journal: FileJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

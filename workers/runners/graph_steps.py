@@ -15,7 +15,8 @@ import torch
 from workers.models.inputs import ForwardInputs
 from workers.runners.adjusted_rows import AdjustedRows, Adjustments
 from workers.runners.base import device_errors
-from workers.runners.decode_buffers import DecodeBuffers, StepTokens
+from workers.runners.decode_buffers import DecodeBuffers
+from workers.runners.decode_memory import StepTokens
 from workers.runners.device_queue import DeviceQueue
 from workers.sampling import NothingAllowedError, SamplingRow
 
