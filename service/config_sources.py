@@ -137,9 +137,6 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
         if getattr(config, name) and not getattr(config, other):
             yield (name, other), f"needs {other} too"
-    if config.journal == "disk" and not config.data_dir and config.listen.endswith(":0"):
-        # The next gateway could not find the directory.
-        yield ("journal", "data_dir", "listen"), "needs data_dir if the port is chosen at each start"
     yield from _pool_conflicts(config)
     for extension in config.extensions:
         yield from extension.conflicts(config)

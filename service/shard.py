@@ -90,16 +90,25 @@ async def open_shard(
     if number := len(caches.ledger):
         took_ms = round(1e3 * (time.monotonic() - start_s))
         named = {"shard": shard.index} if shard.count > 1 else {}
-        _log.info("recovered", caches=number, journal=config.journal, took_ms=took_ms, **named)
+        kind = "disk" if config.journal == "auto" else config.journal  # One in memory has no caches yet.
+        _log.info("recovered", caches=number, journal=kind, took_ms=took_ms, **named)
     if lease is not None:
         caches.admission.lease = lease
     return OpenShard(shard, caches, journal, directory, lease)
+
+
+def check_own_journal(config: Config, directory: Path | None) -> None:
+    """Raises ConfigError if the settings name a journal that no extension brings and the core cannot open."""
+    if "://" in config.journal:
+        raise ConfigError("journal", "", config.journal, "no extension that is installed has such a journal")
+    if config.journal == "disk" and directory is None:
+        why = "needs a data_dir if the port is chosen at each start"
+        raise ConfigError("journal", "", config.journal, why)
 
 
 async def open_own_journal(
     config: Config, directory: Path | None, apply: Apply, apply_run: ApplyRun
 ) -> Journal:
     """Opens a journal that no extension brings. Blocks. See `OpenJournal`."""
-    if "://" in config.journal:
-        raise ConfigError("journal", "", config.journal, "no extension that is installed has such a journal")
+    check_own_journal(config, directory)
     return open_configured(config.journal, config.journal_sync, directory, apply, apply_run)

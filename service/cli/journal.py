@@ -142,7 +142,9 @@ def _read(directory: Path, read: Callable[[Path, bool], _T]) -> _T:
     with translate_errors(journal), unused(directory) as is_unused:
         refuse_earlier(directory)
         if not journal.is_dir():
-            raise JournalUnusable(f"{directory} has no journal: name a server's data directory")
+            shards = [str(one.parent) for one in sorted(directory.glob(f"shards/*/{JOURNAL}"))]
+            named = f"one of {', '.join(shards)}" if shards else "a server's data directory"
+            raise JournalUnusable(f"{directory} has no journal: name {named}")
         for _ in range(0 if is_unused else _ATTEMPTS):
             with contextlib.suppress(JournalUnusable, OSError):
                 return read(journal, True)

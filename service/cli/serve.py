@@ -17,17 +17,19 @@ from service.cli.one_gateway import run_gateway
 from service.config import Config
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, data_directory, prepare
-from service.extension import find_server
+from service.extension import Extension, find_server
 from service.gateway import open_gateway
+from service.journal.base import Journal
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
 from service.quantised import quantised
 from service.settings import ConfigError
+from service.shard import check_own_journal
 from workers.common.protocol import EXIT_CONFIG
 
 # The settings of a gateway that is only made, beside a directory of its own: it meets no other one.
-_ALONE = {"listen": "127.0.0.1:0", "journal": "memory"}
+_ALONE = {"listen": "127.0.0.1:0"}
 # Of an extension, which may not be installed.
 _OF_OTHERS = {"gateways": 1, "shards": 1, "peer_listen": ""}
 
@@ -66,19 +68,31 @@ def _check(settings: Settings) -> int:
     with tempfile.TemporaryDirectory() as directory:
         of_check = directory if data_directory(config) is not None else None
         try:
-            asyncio.run(_make_parts(with_descriptors(config.with_values(alone | {"data_dir": of_check}))))
+            made = with_descriptors(config.with_values(alone | {"data_dir": of_check}))
+            if not asyncio.run(_make_parts(made)):
+                check_own_journal(config, data_directory(config))
         except TooFewDescriptors as error:
             raise ConfigError("max_connections", "", config.max_connections, str(error)) from None
     print(f"no problems; {len(values) - len(settings.sources)} settings have their defaults")
     return 0
 
 
-async def _make_parts(config: Config) -> None:
-    """Reads certificates, tokens and files of extensions. Raises ConfigError."""
-    gateway = await open_gateway(config)
+async def _make_parts(config: Config) -> bool:
+    """Reads certificates, tokens and files of extensions. Raises ConfigError.
+
+    Returns whether an extension has the journal.
+    """
+    in_memory = Extension()
+    in_memory.journal = _open_in_memory
+    gateway = await open_gateway(config, given=[in_memory])
     await gateway.server.stop(0)
     await gateway.finish()
     gateway.close()
+    return any(one.journal is not None for one in gateway.extensions if one is not in_memory)
+
+
+async def _open_in_memory(*_: object) -> Journal:
+    return Journal()
 
 
 def _run(config: Config) -> int:

@@ -16,12 +16,12 @@ def open_configured(
 ) -> Journal:
     """Opens the journal of the settings `journal` and `journal_sync`, and applies its records.
 
-    Blocks. Raises JournalUnusable.
+    `directory`: of the gateway. None: nothing is stored. Blocks. Raises JournalUnusable.
     """
-    if journal == "memory" or (journal != "disk" and directory is None):
-        return Journal() if directory is None else _InMemory(directory)
     if directory is None:
-        raise JournalUnusable("journal = disk needs a data_dir if the port is chosen at each start")
+        return Journal()
+    if journal == "memory":
+        return _InMemory(directory)
     return FileJournal(directory, apply, apply_run, "full" if sync == "full" else "normal")
 
 

@@ -221,7 +221,7 @@ class Supervisor:
         name = (slot.worker_id, incarnation.epoch)
         self._running[name], self.links[name] = incarnation, incarnation.link
         self._processes.add(incarnation.processes)
-        log = _log.bind(worker_id=slot.worker_id, epoch=incarnation.epoch, pid=slot.pid)
+        log = _log.bind(worker_id=slot.worker_id, epoch=incarnation.epoch, **_where(slot))
         grace_s, crashed = _STOP_GRACE_S, False
         try:
             ended = await incarnation.watch()
@@ -283,8 +283,7 @@ class Supervisor:
             adopted=is_adopted,
         )
         event = "worker adopted" if is_adopted else "worker leased" if slot.address else "worker started"
-        where = {"address": slot.address} if slot.address else {"pid": slot.pid}
-        _log.info(event, worker_id=slot.worker_id, epoch=slot.epoch, **where)
+        _log.info(event, worker_id=slot.worker_id, epoch=slot.epoch, **_where(slot))
         return incarnation
 
     def _worker_config(self, slot: WorkerSlot) -> worker_pb2.WorkerConfig:
@@ -300,3 +299,8 @@ class Supervisor:
         config.model_was_proved = slot.version.fingerprint is not None
         config.threads = self._config.threads_per_worker or 0
         return config
+
+
+def _where(slot: WorkerSlot) -> dict[str, object]:
+    """What the log says of where the worker of a slot runs: of one that has dialled, no process is known."""
+    return {"address": slot.address} if slot.address else {"pid": slot.pid}

@@ -117,11 +117,30 @@ def test_whatever_starts_a_server_can_be_checked(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_journal_on_disk_needs_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (said,) = problems(capsys, "--journal", "disk", "--listen", "127.0.0.1:0")
-    assert said.startswith("journal = 'disk'") and "needs data_dir" in said
-    directory = ("--data-dir", str(tmp_path))
-    assert problems(capsys, "--journal", "disk", "--listen", "127.0.0.1:0", *directory) == []
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--journal redis://host/0", "no extension that is installed has such a journal"),
+        ("--journal disk --listen 127.0.0.1:0", "needs a data_dir if the port is chosen at each start"),
+    ],
+)
+def test_a_journal_that_cannot_be_had_is_a_problem(
+    flags: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As at a start, where nothing else is read from it."""
+    (said,) = problems(capsys, *flags.split())
+    assert said.startswith("journal = ") and said.endswith(f"(from --journal) is refused: {why}")
+
+
+def test_a_journal_on_disk_has_the_directory_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--journal", "disk", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path))
+    assert problems(capsys, *flags) == []
+
+
+def test_a_database_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems(capsys, "--journal", "postgresql://quire@127.0.0.1:1/quire") == []
 
 
 def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:
