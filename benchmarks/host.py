@@ -33,9 +33,10 @@ from workers.models.inputs import ForwardInputs
 from workers.operations import Command, Forward, Kind, OutputSpec, Result, Sampling
 from workers.runners.adjusted_rows import AdjustedRows
 from workers.runners.base import StepResult
-from workers.runners.cuda_graph import Capture, CudaGraphRunner
+from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.device_queue import DeviceQueue
+from workers.runners.graph_capture import Capture
 from workers.sampling import SamplingRow
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop

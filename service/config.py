@@ -423,7 +423,15 @@ class Config:
 
 @functools.cache
 def all_settings() -> Mapping[str, Setting]:
-    """Every setting of this installation, by its name."""
-    found = installed_extensions().values()
-    owners: list[type[Any]] = [Config, *(owner for owner in found if not isinstance(owner, str))]
-    return {one.name: one for owner in owners for one in declared(owner)}
+    """Every setting of this installation, by its name. Raises ValueError if two have the same."""
+    extensions = installed_extensions().values()
+    owners: list[type[Any]] = [Config, *(owner for owner in extensions if not isinstance(owner, str))]
+    found: dict[str, Setting] = {}
+    for one in (one for owner in owners for one in declared(owner)):
+        if one.name in found:
+            # One of them would be without effect.
+            raise ValueError(
+                f"{one.owner} declares {one.name}, which is a setting of {found[one.name].owner}"
+            )
+        found[one.name] = one
+    return found

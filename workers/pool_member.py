@@ -105,8 +105,9 @@ class PoolMember:
             found = await asyncio.get_running_loop().getaddrinfo(
                 host.strip("[]"), port, type=socket.SOCK_STREAM
             )
-        except OSError as error:
-            self._say(gateway, str(error.strerror))
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: it cannot be the name of a host.
+            self._say(gateway, getattr(error, "strerror", None) or "there is no such host")
             return []
         hosts = [str(place[0]) for *_, place in found]
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
@@ -241,9 +242,13 @@ async def _serve(options: argparse.Namespace) -> int:
         _log.error("the pool's certificates cannot be read", error=error.strerror, file=error.filename)
         return EXIT_CONFIG
     # Kept until the process ends.
-    tasks = [asyncio.create_task(member.dial(options.gateway, tls))]
-    if options.alive_fd is not None:
-        tasks.append(asyncio.create_task(_say_alive(options.alive_fd)))
+    dialling = asyncio.create_task(member.dial(options.gateway, tls))
+    _alive = None if options.alive_fd is None else asyncio.create_task(_say_alive(options.alive_fd))
+    await asyncio.wait((dialling, member.done), return_when=asyncio.FIRST_COMPLETED)
+    if not member.done.done():
+        # A bug. Who has started the process starts it again.
+        _log.error("dialling failed", exc_info=dialling.exception())
+        return EXIT_FAILED
     return await member.done
 
 

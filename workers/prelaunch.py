@@ -9,8 +9,9 @@ pause between two steps, and the round trip overlaps with the computation.
 Callers with a loop of their own do not set `prelaunch`. After several such appends in a row, the next one is
 prelaunched too, if that is enabled. On a CPU it is slower: steps compete with the senders of requests.
 
-A prelaunched forward is queued, then ready, then consumed or dropped; a sequence has at most one. Nothing is
-sent of it before it is consumed, so no client sees a token that the journal does not have. Any other command
+A prelaunched forward is queued, or runs already, then ready, then consumed or dropped; a sequence has at most
+one. A request for one that runs takes it over, and is answered with its step (`consume_running`). Nothing is
+sent of it before it is requested, so no client sees a token that the journal does not have. Any other command
 for its sequence first drops it, and then has the same effect as if there had been none.
 
 Plain decodes are prelaunched and consumed as columns (`decodes`), those of a step together.
@@ -272,7 +273,7 @@ class Prelauncher:
         )
         self.ready.update(zip(sequences, results, strict=False))
 
-    def keep(self, prelaunched: Forward) -> None:
+    def mark_forward_ready(self, prelaunched: Forward) -> None:
         """As `mark_ready`, for a forward that is complete."""
         del self.queued[prelaunched.sequence]
         self.ready[prelaunched.sequence] = _Ready(

@@ -513,7 +513,7 @@ class StepLoop:
                 continue
             elif forward.is_prelaunched:
                 # Its caller was answered when it was queued, so its next request may arrive soon.
-                self._prelauncher.keep(forward)
+                self._prelauncher.mark_forward_ready(forward)
                 self._answered.append(forward.sequence)
             elif forward.sample_seeds:
                 self._drawing.append(forward)

@@ -24,7 +24,7 @@ from service.api.call_log import elapsed_ms
 from service.api.parsing import LargeRequest, deferring_deserializer
 from service.api.server_state import ServerState
 from service.api.status import to_status
-from service.api.trace_context import TRACEPARENT, trace_parent
+from service.api.trace_context import TRACEPARENT, trace_id_of
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.auth.authenticator import Authenticator, current_tenant
 from service.errors import NOT_FAILURES, InternalError, NoWorker, QuireError
@@ -260,6 +260,6 @@ def _request_id(own: str, context: Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_METADATA and isinstance(value, str) and not given:
             own = value[:MAX_REQUEST_ID_CHARS]
-        elif key == TRACEPARENT and (parent := trace_parent(value)) is not None:
-            bind_trace_id(parent.trace_id)
+        elif key == TRACEPARENT and (trace_id := trace_id_of(value)) is not None:
+            bind_trace_id(trace_id)
     return own if own and is_request_id(own) else os.urandom(8).hex()

@@ -2,7 +2,7 @@
 
 `Operation.state` is one of these states, and changes only along `NEXT`. Each state has one module that moves
 operations into it (`MOVED_BY`). The simulator checks every transition against both tables (`tests/sim/`), and
-a test the diagram in ARCHITECTURE.md.
+a test the table in ARCHITECTURE.md.
 
 Other fields of an operation say more about its state, never something else: what a parked operation waits for
 (`need`), the forward that a worker computes (`attempt`), the records that are with the journal (`records`).

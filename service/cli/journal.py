@@ -156,7 +156,7 @@ def _replay(journal: Path, on_frame: Callable[[Frame], None]) -> Found:
     """Raises JournalUnusable, OSError."""
     # First, since all that it names is in the segments by then.
     end = read_end(journal)
-    found = replay(journal, end, end.must_exist("normal"), on_frame)
+    found = replay(journal, end, end.must_exist(), on_frame)
     if found is None:
         raise JournalUnusable(f"{journal} has no segments")
     return found

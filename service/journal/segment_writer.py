@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import threading
 import time
@@ -95,7 +94,6 @@ class Segments:
                 self._end = read_end(self.directory)
                 self._end_fd = _end_file(self.directory / END)
                 stack.callback(os.close, self._end_fd)
-                self._end_file = stack.enter_context(contextlib.closing(mmap.mmap(self._end_fd, END_BYTES)))
                 stack.callback(self._close_segments)
                 self._recover(recovery)
             self._on_close = stack.pop_all()
@@ -103,7 +101,7 @@ class Segments:
     def _recover(self, recovery: Recovery) -> None:
         """Raises JournalUnusable, OSError."""
         directory = self.directory
-        found = replay(directory, self._end, self._end.must_exist(self.sync_mode), recovery.add)
+        found = replay(directory, self._end, self._end.must_exist(), recovery.add)
         try:
             recovery.end()
         except Unrecoverable as error:
@@ -150,7 +148,7 @@ class Segments:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), segment.name)
             if self.sync_mode == "full":
                 os.fdatasync(segment.fd)
-                self._end = end = end._replace(synced=number)
+                end = end._replace(synced=number)
             else:
                 self.is_unsynced = True
             found = os.stat(segment.name)  # noqa: PTH116
@@ -159,12 +157,15 @@ class Segments:
                 why = "it was removed or replaced while it was in use"
                 raise OSError(errno.ESTALE, why, segment.name)
             data = END_LAYOUT.pack(*end[:3], number, end.synced, self._boot)
-            # No system call: a mapped file is written like memory.
-            self._end_file[:] = data + checksum(data)
+            # Not into a mapped file: a kill could come between two stores; and where the file is cut off, or
+            # the disk fails, the system would end the process.
+            if os.pwrite(self._end_fd, data + checksum(data), 0) != END_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory / END))
         except BaseException:
             self._take_back()
             raise
-        self._left, self._size, self._next_number = (size, found.st_mtime_ns), size, number + 1
+        self._end, self._left = end, (size, found.st_mtime_ns)
+        self._size, self._next_number = size, number + 1
 
     def _take_back(self) -> None:
         """Cuts off what may be written of a frame. If that fails, `check` does it before the next one."""
@@ -242,8 +243,9 @@ class Segments:
             os.close(segment.fd)
 
     def _write_end(self, end: End) -> None:
+        """Raises OSError."""
         self._end = end._replace(written=self._next_number - 1, boot=self._boot)
-        self._end_file[:] = self._end.encoded()
+        os.pwrite(self._end_fd, self._end.encoded(), 0)
 
     def _use(self, segment: _Segment, size: int) -> None:
         self._segment, self._size = segment, size

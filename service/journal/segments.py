@@ -70,10 +70,13 @@ class End(NamedTuple):
         data = END_LAYOUT.pack(*self)
         return data + checksum(data)
 
-    def must_exist(self, sync: Sync) -> int:
-        """The last frame that must exist: after a crash of the system, the last synced one."""
+    def must_exist(self) -> int:
+        """The last frame that must exist: after a crash of the system, the last synced one.
+
+        With "full" these are the same. What the next gateway is set to does not matter.
+        """
         same_boot = self.boot == boot_id() and any(self.boot)
-        return self.written if same_boot or sync == "full" else self.synced
+        return self.written if same_boot else self.synced
 
 
 class Found(NamedTuple):

@@ -298,9 +298,9 @@ class Incarnation:
                 " move the journal away"
             )
             _log.error("the worker has another model than the journal", worker_id=self.slot.worker_id)
-            # Other workers at addresses may have the right one.
-            is_shared = not self.processes.endpoint.is_leased
-            self.terminate("the journal has caches of another model", failure if is_shared else None)
+            # Another one that dials may have the right one.
+            is_leased = self.processes.endpoint.is_leased
+            self.terminate("the journal has caches of another model", None if is_leased else failure)
             return
         if version.fingerprint is None:
             version.fingerprint = fingerprint

@@ -3,7 +3,7 @@
     worker-0-17.json   one incarnation: its process, its socket, its secret and its config
     worker-0-17.sock   its socket, unless the path is too long for a socket
     epoch              the highest epoch that was ever used in this directory
-    gateway-id         how workers at addresses know the gateways of this directory
+    gateway-id         how workers of other hosts know the gateways of this directory
 
 Files are checked before use. A file that is invalid, or is not a private file of this user, is removed.
 Whether a process still runs is checked in `process.py`.

@@ -32,7 +32,8 @@ from workers.operations import (
     Truncate,
 )
 from workers.runners.base import After
-from workers.runners.cuda_graph import CudaGraphRunner, GraphStep
+from workers.runners.cuda_graph import CudaGraphRunner
+from workers.runners.graph_steps import GraphStep
 
 torch.set_num_threads(1)
 

@@ -132,6 +132,13 @@ def test_a_journal_that_cannot_be_had_is_a_problem(
     assert said.startswith("journal = ") and said.endswith(f"(from --journal) is refused: {why}")
 
 
+def test_a_journal_on_disk_has_the_directory_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--journal", "disk", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path))
+    assert problems(capsys, *flags) == []
+
+
 def test_a_database_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(capsys, "--journal", "postgresql://quire@127.0.0.1:1/quire") == []
 

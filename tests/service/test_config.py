@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import worker_pb2
 
-from service.config import Config, all_settings
+from service import config
+from service.config import Config, ExtensionSettings, all_settings
 from service.config_sources import add_flags
 from service.model_names import is_hub_id
-from service.settings import ConfigError
+from service.setting_rules import SWITCH
+from service.settings import ConfigError, setting
 from tests.load_config import load_config
 
 MODELS = (
@@ -347,6 +349,16 @@ def test_a_journal_elsewhere_is_named_by_its_address() -> None:
     for wrong in ("mysql", "postgresql", "sqlite:/file"):
         with pytest.raises(ConfigError, match="must be auto, disk, memory, or postgresql"):
             load_config(parse("--journal", wrong), {})
+
+
+def test_no_extension_can_declare_a_setting_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Other(ExtensionSettings):
+        listen: str = setting("", "help", SWITCH)
+
+    monkeypatch.setattr(config, "installed_extensions", lambda: {"other": Other})
+    with pytest.raises(ValueError, match=r"Other'> declares listen, which is a setting of .*Config"):
+        all_settings.__wrapped__()
 
 
 def test_to_know_all_settings_loads_no_library() -> None:

@@ -81,6 +81,23 @@ async def test_with_full_each_commit_is_synced_before_it_is_told(
             assert len(sizes) == number and sizes[-1] == (tmp_path / JOURNAL / FIRST).stat().st_size
 
 
+async def test_what_was_taken_back_is_not_missed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that failed behind its sync need not be there, also after a crash of the system."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with contextlib.closing(open_journal(tmp_path, "full")) as journal:
+        assert await commit(journal, created(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", fail)
+            assert not await commit(journal, appended(1, 0, 7))
+    monkeypatch.setattr(segments, "boot_id", lambda: b"another boot....")
+    assert [state.length for state in recovered(tmp_path)] == [0]
+
+
 async def test_with_normal_commits_are_synced_soon(
     journal: FileJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +138,7 @@ async def test_a_slow_disk_stops_the_event_loop_for_a_hundredth_of_the_time(
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError(), BaseException("a panic")])
-@pytest.mark.parametrize("step", ["seal", "os.write", "os.stat", "checksum"])
+@pytest.mark.parametrize("step", ["seal", "os.write", "os.stat", "checksum", "os.pwrite"])
 @pytest.mark.parametrize("sync", ["normal", "full"])
 async def test_a_failed_write_is_told_and_the_next_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException, sync: Sync
@@ -221,6 +238,55 @@ async def test_writes_to_a_removed_file_are_not_durable_and_those_after_its_retu
     assert await commit(journal, created(3))
     shutil.copytree(directory, tmp_path / "crashed" / JOURNAL)
     assert [state.number for state in recovered(tmp_path / "crashed")] == [1, 3]
+
+
+def test_an_end_that_is_emptied_while_it_is_in_use_ends_no_gateway(tmp_path: Path) -> None:
+    """An operator may do that, or copy a backup over it. To write to a mapped file would be a bus error."""
+    process = child(tmp_path)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for _ in range(20):
+        lines += [process.stdout.readline() for _ in range(10)]
+        (tmp_path / JOURNAL / END).write_bytes(b"")
+    assert process.poll() is None and all(line.endswith("True\n") for line in lines)
+    process.kill()
+    process.communicate()
+    length_of_all(tmp_path)
+
+
+async def test_an_end_is_replaced_by_one_call(
+    journal: FileJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between two of them, or between two stores into a mapped file, would leave a damaged one."""
+    pwrite, ends = os.pwrite, []
+
+    def crash_around(fd: int, data: bytes, offset: int) -> int:
+        ends.append((tmp_path / "data" / JOURNAL / END).read_bytes())
+        count = pwrite(fd, data, offset)
+        ends.append((tmp_path / "data" / JOURNAL / END).read_bytes())
+        return count
+
+    assert await commit(journal, created(1))
+    monkeypatch.setattr(os, "pwrite", crash_around)
+    assert await commit(journal, created(2))
+    written = []
+    for end in ends:
+        (tmp_path / END).write_bytes(end)
+        written.append(segments.read_end(tmp_path).written)
+    assert written == [1, 2]
+
+
+async def test_a_frame_of_full_that_was_taken_back_need_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was synced, but its file had lost its name, and was put back later."""
+    with contextlib.closing(open_journal(tmp_path / "data", "full")) as journal:
+        assert await commit(journal, created(1))
+        segment(tmp_path).rename(tmp_path / "away")
+        assert not await commit(journal, created(2))
+        (tmp_path / "away").rename(segment(tmp_path))
+    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
+    assert [state.number for state in recovered(tmp_path / "data")] == [1]
 
 
 @pytest.mark.parametrize(
@@ -395,10 +461,35 @@ async def test_after_a_crash_of_the_system_the_last_frames_may_be_missing(
     (directory / END).write_bytes(end.encoded())
     with pytest.raises(JournalUnusable, match="frame 6: it is missing"):
         recovered(tmp_path / "data")
-    # With "full" all of them are synced.
-    (directory / END).write_bytes(end._replace(synced=0).encoded())
-    with pytest.raises(JournalUnusable, match="frame 6: it is missing"):
-        open_journal(tmp_path / "data", "full")
+
+
+async def test_after_a_crash_of_the_system_the_journal_may_be_opened_with_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was lost was written with "normal", and an operator who has lost it may want no more of that."""
+    states = await filled(tmp_path)
+    directory = tmp_path / "data" / JOURNAL
+    (directory / END).write_bytes(segments.read_end(directory)._replace(synced=5).encoded())
+    change_segment(directory, faults.last_missing)
+    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
+    ledger = Ledger()
+    open_journal(tmp_path / "data", "full", ledger=ledger).close()
+    assert facts(ledger) == states[5]
+
+
+async def test_what_was_written_with_full_must_exist_after_a_crash_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the next gateway is set to."""
+    with contextlib.closing(open_journal(tmp_path / "data", "full")) as journal:
+        for number in (1, 2):
+            assert await commit(journal, created(number))
+        shutil.copytree(tmp_path / "data", tmp_path / "crashed")
+    change_segment(tmp_path / "crashed" / JOURNAL, faults.last_missing)
+    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
+    for sync in ("normal", "full"):
+        with pytest.raises(JournalUnusable, match="frame 2: it is missing"):
+            open_journal(tmp_path / "crashed", sync)
 
 
 async def two_segments(tmp_path: Path) -> None:

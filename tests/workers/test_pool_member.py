@@ -17,6 +17,7 @@ from workers.common.protocol import EXIT_CONFIG
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.orphan_timer import OrphanTimer
 from workers.pool_member import PoolMember
+from workers.process import EXIT_FAILED
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
 
@@ -118,6 +119,28 @@ async def test_its_grace_begins_when_its_stream_ends_and_ends_with_a_lease(bench
     assert await bench.lease(6)
     while bench.alarms[-1]:
         await asyncio.sleep(0.01)
+
+
+async def test_what_is_no_name_of_a_host_keeps_no_gateway_out(bench: Bench) -> None:
+    member = PoolMember(worker_pb2.WorkerConfig(), name="other")
+    dialling = asyncio.create_task(member.dial(["no..host:1", bench.addresses[0]], bench.tls))
+    async with asyncio.timeout(PATIENCE_S):
+        worker = await bench.ports[0].take(lambda hello: hello.name == "other")
+    worker.stream.close()
+    dialling.cancel()
+    await asyncio.wait([dialling])
+
+
+async def test_a_bug_of_dialling_ends_the_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is started again then."""
+
+    async def dial(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(PoolMember, "dial", dial)
+    monkeypatch.setattr("sys.argv", ["", "--pool", str(bench.pool), "--gateway", "127.0.0.1:1"])
+    async with asyncio.timeout(PATIENCE_S):
+        assert await pool_member._serve(pool_member._parse_arguments()) == EXIT_FAILED
 
 
 async def test_it_dials_the_next_gateway_when_one_does_not_want_it(bench: Bench) -> None:

@@ -13,7 +13,7 @@ Dimension letters: B rows of the largest bucket; N rows of a batch; P pages of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,49 +24,20 @@ from workers.device_sampling import LIMITS, limits
 from workers.models.inputs import AttentionBatch, ForwardInputs
 from workers.operations import Sampling
 from workers.runners.adjusted_rows import adjusted_among
+from workers.runners.decode_memory import (
+    COLUMN_BYTES,
+    PADDING,
+    Results,
+    RowColumns,
+    Staging,
+    StepTokens,
+    columns_in,
+    limits_in,
+)
 from workers.runners.device_queue import DeviceQueue
-from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
-
-Column = TypeVar("Column")
+from workers.sampling import SamplingRow
 
 _GREEDY = Sampling()
-
-
-class _Columns(NamedTuple, Generic[Column]):
-    """One number for each row, [B]: tensors on the device, arrays on the host, over equal bytes."""
-
-    token_ids: Column  # int64
-    positions: Column  # int64
-    slots: Column  # int64; -1: nothing is written
-    keys: Column  # int64, the bits of the uint64 from `mix_key`
-    temperatures: Column  # float64; 0: the most likely token
-    context_lens: Column  # int32; 0: a padded row
-    lora_slots: Column  # int32; -1: no adapter
-
-
-def _columns_in(memory: torch.Tensor, rows: int) -> _Columns[torch.Tensor]:
-    """Views of `memory`, [_COLUMN_BYTES * B] uint8."""
-    integers = memory[: 32 * rows].view(torch.int64).view(4, rows)
-    temperatures = memory[32 * rows : 40 * rows].view(torch.float64).view(1, rows)
-    places = memory[40 * rows : 48 * rows].view(torch.int32).view(2, rows)
-    return _Columns(*integers, *temperatures, *places)
-
-
-def _limits_in(memory: torch.Tensor, rows: int) -> dict[str, torch.Tensor]:
-    """The columns of `device_sampling.LIMITS`, behind the others in `memory`."""
-    columns, start = dict[str, torch.Tensor](), 48 * rows
-    for name, neutral in sorted(LIMITS.items(), key=lambda limit: -limit[1].nbytes):
-        end = start + neutral.nbytes * rows
-        columns[name] = memory[start:end].view(torch.from_numpy(np.empty(0, neutral.dtype)).dtype)
-        start = end
-    return columns
-
-
-# What a padded row has; its key does not matter.
-_PADDING = _Columns[float](0, 0, -1, 0, 0.0, 0, -1)
-# Of a row in all columns, and in those of the results.
-_COLUMN_BYTES = 48 + sum(neutral.nbytes for neutral in LIMITS.values())
-_RESULT_BYTES = 16
 
 
 class _NextTokens(NamedTuple):
@@ -74,51 +45,6 @@ class _NextTokens(NamedTuple):
 
     token_ids: bytes
     positions: bytes
-
-
-class _Staging:
-    """Host memory of one step: what is sent to the device, and its results."""
-
-    def __init__(self, max_rows: int, max_pages: int, queue: DeviceQueue, *, pinned: bool) -> None:
-        self.columns = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, pin_memory=pinned)
-        self.tables = torch.empty(max_rows * max_pages, dtype=torch.int32, pin_memory=pinned)
-        results = _Results.allocate(max_rows, torch.device("cpu"), pinned=pinned)
-        self.results, self.chosen = results.memory, results.chosen
-        self.best: NDArray[np.float32] = results.best.numpy()
-        self.best_left: NDArray[np.float32] = results.best_left.numpy()
-        self._queue = queue
-        # Behind the last transfer, which is that of the results unless a launch has failed.
-        self.arrived = queue.event()
-
-    def transfer(self, copy: Callable[[], object]) -> None:
-        """Launch a copy from or to this memory."""
-        try:
-            self._queue.launch(copy)
-        finally:
-            self.arrived.record()
-
-
-class _Results(NamedTuple):
-    """The results of a step, in one transfer: columns of more than B rows.
-
-    Attributes:
-        memory: uint8, all of them.
-        chosen: int64.
-        best: float32.
-        best_left: float32, the largest logit that mask and biases have left to adjusted rows.
-    """
-
-    memory: torch.Tensor
-    chosen: torch.Tensor
-    best: torch.Tensor
-    best_left: torch.Tensor
-
-    @classmethod
-    def allocate(cls, max_rows: int, device: torch.device, *, pinned: bool = False) -> _Results:
-        rows = -(-(max_rows + 1) // 16) * 16  # so that all of them are aligned
-        memory = torch.zeros(_RESULT_BYTES * rows, dtype=torch.uint8, device=device, pin_memory=pinned)
-        bests = memory[8 * rows :].view(torch.float32).view(2, rows)
-        return cls(memory, memory[: 8 * rows].view(torch.int64), *bests)
 
 
 class DecodeBuffers:
@@ -150,21 +76,21 @@ class DecodeBuffers:
         self._share = share
         pinned = device.type == "cuda"  # without that the host would wait for each transfer
         # Two steps can be on their way.
-        staging = [_Staging(max_rows, max_pages, self.queue, pinned=pinned) for _ in range(2)]
+        staging = [Staging(max_rows, max_pages, self.queue, pinned=pinned) for _ in range(2)]
         self._staging, self._other_staging = staging
-        self._host_memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8)
-        self._memory = torch.zeros(_COLUMN_BYTES * max_rows, dtype=torch.uint8, device=device)
+        self._host_memory = torch.zeros(COLUMN_BYTES * max_rows, dtype=torch.uint8)
+        self._memory = torch.zeros(COLUMN_BYTES * max_rows, dtype=torch.uint8, device=device)
         # Arrays, since an assignment to a tensor takes several times as long.
-        self._host = _Columns(*(column.numpy() for column in _columns_in(self._host_memory, max_rows)))
-        self._columns = _columns_in(self._memory, max_rows)
+        self._host = RowColumns(*(column.numpy() for column in columns_in(self._host_memory, max_rows)))
+        self._columns = columns_in(self._memory, max_rows)
         self._host_limits = {
-            name: column.numpy() for name, column in _limits_in(self._host_memory, max_rows).items()
+            name: column.numpy() for name, column in limits_in(self._host_memory, max_rows).items()
         }
-        self._limits = _limits_in(self._memory, max_rows)
+        self._limits = limits_in(self._memory, max_rows)
         self._page_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)  # [B, P]
         self._row_numbers = torch.arange(max_rows + 1, device=device)  # [B + 1]
         self._query_starts = self._row_numbers.to(torch.int32)
-        self.results = _Results.allocate(max_rows, device)
+        self.results = Results.allocate(max_rows, device)
         self.chosen, self.best = self.results.chosen[:max_rows], self.results.best[:max_rows]
         # [B, vocab], once they are known.
         self._logits: torch.Tensor | None = None
@@ -346,7 +272,7 @@ class DecodeBuffers:
     def _pad_from(self, count: int) -> None:
         """Pad the rows from `count` on that are not padded already, on the host."""
         if count < self._rows:
-            for column, value in zip(self._host, _PADDING, strict=True):
+            for column, value in zip(self._host, PADDING, strict=True):
                 column[count : self._rows] = value
             for name, neutral in LIMITS.items():
                 self._host_limits[name][count : self._rows] = neutral
@@ -371,38 +297,6 @@ class DecodeBuffers:
         device = self._page_tables.device
         staging.transfer(lambda: self._page_tables[:rows, :pages].copy_(staged.to(device, non_blocking=True)))
         self._tables = tables
-
-
-class StepTokens:
-    """The tokens of a step that was launched. Valid until two further steps are."""
-
-    def __init__(self, staging: _Staging, count: int, adjusted: Sequence[int]) -> None:
-        self._staging, self._count, self._adjusted = staging, count, adjusted
-
-    def have_arrived(self) -> bool:
-        """Whether `read` would not wait."""
-        return self._staging.arrived.query()
-
-    def read(self) -> tuple[torch.Tensor, NothingAllowedError | None]:
-        """Wait for them.
-
-        Returns:
-            [N] int64 on the host, and why adjusted rows have no token, if there are such.
-
-        Raises:
-            BadLogitsError: Rows with NaN or +infinity, or nothing but -infinity.
-        """
-        staging = self._staging
-        staging.arrived.synchronize()
-        usable = np.isfinite(staging.best[: self._count])
-        if not all(usable.tolist()):
-            raise BadLogitsError((~usable).nonzero()[0].tolist())
-        forbidden = None
-        if self._adjusted:
-            left = np.isfinite(staging.best_left[self._adjusted]).tolist()
-            without = [row for row, is_left in zip(self._adjusted, left, strict=True) if not is_left]
-            forbidden = NothingAllowedError(without) if without else None
-        return staging.chosen[: self._count], forbidden
 
 
 def _find_tokens(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:

@@ -51,12 +51,12 @@ _OPTIONS = re.compile(r"num_warps=(\d+) num_stages=(\d+)")
 class Compiled:
     """What the compiler made of one configuration for one architecture."""
 
-    registers: int = 0
-    stack_bytes: int = 0
-    shared_bytes: int = 0
-    buffers: int = 0  # the fewest of any tile that a matrix product reads in a loop; 0 without such tiles
-    wgmma: bool = False
-    fetches: bool = False  # into the cache, before it waits for the launch before it
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    buffers: int  # the fewest of any tile that a matrix product reads in a loop; 0 without such tiles
+    wgmma: bool
+    fetches: bool  # into the cache, before it waits for the launch before it
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Report:
     architecture: int
     digest: str  # of all that the compiler reads; empty if it is not known
     faults: list[str]
-    compiled: Compiled
+    compiled: Compiled | None  # None: it does not compile, or a check of its code failed
 
 
 @functools.cache
@@ -232,10 +232,8 @@ def report_on(case: Case, outcome: Compiled | str) -> Report:
     """Hold what was compiled to what is expected."""
     digest = digest_of(case)
     if isinstance(outcome, str):
-        faults, outcome = [f"does not compile: {outcome}"], Compiled()
-    else:
-        faults = unexpected(case, outcome)
-    return Report(case.name, case.architecture, digest, faults, outcome)
+        return Report(case.name, case.architecture, digest, [f"does not compile: {outcome}"], None)
+    return Report(case.name, case.architecture, digest, unexpected(case, outcome), outcome)
 
 
 def reports_of(where: str, *, anew: bool) -> list[Report]:
@@ -262,18 +260,20 @@ def reports_by_record(where: str) -> list[Report]:
             made = recorded().get(digest)
             faults = ["is not recorded"] if made is None else unexpected(case, made)
             name = f"{case.name}, Triton {version}"
-            reports.append(Report(name, case.architecture, digest, faults, made or Compiled()))
+            reports.append(Report(name, case.architecture, digest, faults, made))
     return reports
 
 
-def write_record(reports: list[Report]) -> None:
-    """Write compiled.json: a line for each report, and those of the other versions."""
+def write_record(reports: list[Report], record: Path = RECORD) -> None:
+    """Write a record: a line for each configuration that compiles, and those of the other versions."""
     lines = [line for line in _lines() if line["triton"] in VERSIONS and line["triton"] != triton.__version__]
     for report in reports:
+        if report.compiled is None:
+            continue
         told = {key: value for key, value in dataclasses.asdict(report).items() if key != "faults"}
         lines.append({"triton": triton.__version__} | told)
     lines.sort(key=lambda line: (line["name"], -line["architecture"], line["triton"]))
-    RECORD.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n", encoding="utf-8")
+    record.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from workers.executors.llm import LlmExecutor
 from workers.models.decoder import Decoder
 from workers.operations import Sampling
 from workers.runners.base import DeviceLostError
-from workers.runners.cuda_graph import CaptureError, CudaGraphRunner, _CudaCapture, buckets_up_to
+from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
+from workers.runners.graph_capture import CaptureError, CudaCapture
 from workers.sampling import SamplingRow
 
 decoder = test_decode_runner.decoder
@@ -144,7 +145,7 @@ def fail_when_recorded(device: NotingDevice) -> Callable[[], None]:
 def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     noting = NotingDevice(monkeypatch)
     with pytest.raises(CaptureError) as failure:
-        _CudaCapture(torch.device("cuda:0"))(fail_when_recorded(noting))
+        CudaCapture(torch.device("cuda:0"))(fail_when_recorded(noting))
     assert str(failure.value.__cause__) == "planted"
     warm_up = ["enter", "leave", "synchronize"]
     assert noting.calls == [*warm_up, "enter", "capture_begin", "capture_end", "leave", "synchronize"]
@@ -154,7 +155,7 @@ def test_a_capture_that_cannot_be_ended_gives_its_memory_back(monkeypatch: pytes
     invalid = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     noting = NotingDevice(monkeypatch, capture_end=invalid)
     with pytest.raises(CaptureError) as failure:
-        _CudaCapture(torch.device("cuda:0"))(fail_when_recorded(noting))
+        CudaCapture(torch.device("cuda:0"))(fail_when_recorded(noting))
     assert str(failure.value.__cause__) == "planted"
     ended = ["capture_end", "_cuda_endAllocateToPool", "_cuda_releasePool", "leave", "synchronize"]
     assert noting.calls[-5:] == ended
@@ -164,7 +165,7 @@ def test_a_pool_that_the_graph_releases_is_left_to_it(monkeypatch: pytest.Monkey
     error = RuntimeError("not currently recording")
     noting = NotingDevice(monkeypatch, capture_end=error, _cuda_endAllocateToPool=error)
     with pytest.raises(CaptureError):
-        _CudaCapture(torch.device("cuda:0"))(lambda: None)
+        CudaCapture(torch.device("cuda:0"))(lambda: None)
     assert "_cuda_releasePool" not in noting.calls and noting.calls[-2:] == ["leave", "synchronize"]
 
 
@@ -172,4 +173,4 @@ def test_a_lost_device_is_no_failed_capture(monkeypatch: pytest.MonkeyPatch) -> 
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     NotingDevice(monkeypatch, synchronize=lost)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
-        _CudaCapture(torch.device("cuda:0"))(lambda: None)
+        CudaCapture(torch.device("cuda:0"))(lambda: None)

@@ -27,6 +27,7 @@ from tests.kernels.cuda.compile_gate import (
     check_waits,
     recorded,
     recorded_names,
+    write_record,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +51,9 @@ compile_gate.main()
 
 def reports_in(lines: str) -> list[Report]:
     found = [json.loads(line) for line in lines.splitlines()]
-    return [Report(**(line | {"compiled": Compiled(**line["compiled"])})) for line in found]
+    return [
+        Report(**(line | {"compiled": line["compiled"] and Compiled(**line["compiled"])})) for line in found
+    ]
 
 
 def table(reports: list[Report]) -> str:
@@ -60,7 +63,7 @@ def table(reports: list[Report]) -> str:
         f"{report.name:56} {report.architecture} {made.registers:10} {made.stack_bytes:6} "
         f"{made.shared_bytes:7} {made.buffers:8}  {'yes' if made.wgmma else ''}"
         for report in reports
-        for made in [report.compiled]
+        if (made := report.compiled) is not None
     ]
     return "\n".join(lines)
 
@@ -163,6 +166,17 @@ def test_faults_are_found(printed: list[str]) -> None:
     for name, fault in expected.items():
         assert fault in found[name], name
     assert found["well"] == ""
+
+
+@pytest.mark.timeout(600)
+def test_what_does_not_compile_is_not_recorded(printed: list[str], tmp_path: Path) -> None:
+    """Else the next run would take it for compiled, with nothing wrong about it."""
+    record = tmp_path / "compiled.json"
+    controls = reports_in(printed[2])
+    write_record(controls, record)
+    lines = [line for line in json.loads(record.read_text()) if line["triton"] == triton.__version__]
+    assert {line["name"] for line in lines} == {report.name for report in controls} - {"does not compile"}
+    assert all(line["compiled"]["registers"] > 0 for line in lines)
 
 
 def test_widths_that_are_let_through_are_compiled() -> None:

@@ -27,10 +27,11 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.operations import Sampling, TokenMask
 from workers.runners.base import After, DeviceLostError, LaunchedStep
-from workers.runners.cuda_graph import Capture, CudaGraphRunner, buckets_up_to
+from workers.runners.cuda_graph import CudaGraphRunner, buckets_up_to
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner
+from workers.runners.graph_capture import Capture
 from workers.sampling import BadLogitsError, SamplingRow
 
 PAGES = 120

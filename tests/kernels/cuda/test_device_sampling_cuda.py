@@ -231,7 +231,10 @@ def random_draft(dice: np.random.Generator, logits: NDArray[np.float32], count: 
 def test_drafts_are_kept_as_on_the_cpu(
     spread: float, siblings: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all settings: some are kept, some are not, and then another token is drawn."""
+    """With all settings: some are kept, some are not, and then another token is drawn.
+
+    Every second row has a draft more.
+    """
     monkeypatch.setattr(device_sampling, "_DRAFTED_AT_ONCE", 5)
     monkeypatch.setattr(sampling_drafts, "SPAN", sampling_drafts.BLOCK)  # then a row has two
     dice = np.random.default_rng(siblings)
@@ -241,7 +244,7 @@ def test_drafts_are_kept_as_on_the_cpu(
     mask = TokenMask(packed=np.packbits(np.arange(vocab) % 3 > 0, bitorder="little").tobytes())
     rows = []
     for seed, (spec, values) in enumerate(zip(SPECS, logits, strict=True)):
-        draft = random_draft(dice, values.float().numpy(), siblings)
+        draft = random_draft(dice, values.float().numpy(), siblings + seed % 2)
         settings = replace(spec, seed=seed), mask if seed % 2 else None, seed
         rows.append(SamplingRow(*settings, history, 100, draft=draft))
     chosen = torch.zeros(len(rows), dtype=torch.int64)

@@ -400,30 +400,31 @@ def test_biases_round_once_and_stay_finite(device: str) -> None:
 def test_penalties_round_once_each_and_stay_finite(device: str, one_by_one: bool) -> None:
     """Of tokens that occur, once or often, in the prompt, after it or in both; the last may come later."""
     vocab = 1500
-    values = torch.randn(4, vocab, generator=torch.Generator().manual_seed(2)) * 5
+    values = torch.randn(5, vocab, generator=torch.Generator().manual_seed(2)) * 5
     values[0, :3] = torch.tensor([FLOAT32_MAX, -INF, -FLOAT32_MAX])
     random = np.random.default_rng(4)
     # What is subtracted is about as large as the logits, so that each rounding shows.
-    rows, settings = [2, 0, 3], random.uniform(-2, 2, (3, 3)) * [[1], [0.03], [1]]
-    settings[0] = [0.3, 1e-30, 1.7]  # divisors
-    histories = [random.integers(0, 40, 2500) * 37, np.array([0, 1, 2, 2, 2]), np.array([-1, vocab, 7])]
-    prompts = [1300, 3, 0]
+    rows, settings = [2, 0, 3, 1], random.uniform(-2, 2, (3, 4)) * [[1], [0.03], [1]]
+    settings[0] = [0.3, 1e-30, 1.7, 1.3]  # divisors
+    few = np.array([0, 1, 2, 2, 2]), np.array([-1, vocab, 7]), np.array([7, 9, 9, 11])
+    histories = [random.integers(0, 40, 2500) * 37, *few]
+    prompts = [1300, 3, 0, 3]
     tokens = torch.from_numpy(np.concatenate(histories)).to(device, torch.int32)
     begins = np.cumsum([0, *map(len, histories)])
     places = begins[:-1], begins[:-1] + prompts, begins[1:]
     logits = surrounded(values, device)
     columns = [torch.from_numpy(column.astype(np.int64)).to(device) for column in (np.array(rows), *places)]
-    counts = torch.zeros(3, vocab, dtype=torch.int32, device=device)
+    counts = torch.zeros(4, vocab, dtype=torch.int32, device=device)
     if one_by_one:
         # The rows of the batch are in another order, with one that has no history.
         columns[3] -= 2
         count_histories(counts, tokens, *columns[1:])
-        batch, counted_from = torch.tensor([3, 0, 1], device=device), columns[2] - columns[1]
+        batch, counted_from = torch.tensor([3, 0, 1, 4], device=device), columns[2] - columns[1]
         for at in (2, 1):
             last = torch.tensor([each[-at] for each in histories])
             token_ids, positions = (
-                torch.full((4,), vocab, device=device),
-                torch.zeros(4, device=device).long(),
+                torch.full((5,), vocab, device=device),
+                torch.zeros(5, device=device).long(),
             )
             token_ids[batch] = last.to(device)
             positions[batch] = torch.tensor([len(each) - at for each in histories], device=device)
