@@ -327,6 +327,24 @@ async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int
     assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
 
 
+@pytest.mark.parametrize(
+    ("address", "where"), [("", {"pid": 1001}), ("10.0.0.7:4242", {"address": "10.0.0.7:4242"})]
+)
+async def test_the_log_says_where_a_worker_was(
+    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch, address: str, where: dict[str, object]
+) -> None:
+    """By its process, or of one on another host, whose process is not known, by its address."""
+    monkeypatch.setattr(FakeEndpoint, "host_address", address)
+    bench = bench_of(works, works)
+    with structlog.testing.capture_logs() as logs:
+        async with running(bench):
+            await bench.events(1)
+            bench.launcher.started[0].exit()
+            await bench.events(2)
+    (gone,) = (line for line in logs if line["event"] == "worker is gone")
+    assert {name: gone[name] for name in ("pid", "address") if name in gone} == where
+
+
 @pytest.mark.parametrize("is_drained", [True, False])
 async def test_a_machine_that_leaves_is_drained(bench_of: MakeBench, *, is_drained: bool) -> None:
     """Its worker gets nothing new, and is replaced when it has computed all, or just before it is gone."""
