@@ -130,3 +130,12 @@ def data_directories() -> list[Path]:
                 if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
             ]
     return []
+
+
+def check_own_journal(config: Config, directory: Path | None) -> None:
+    """Raises ConfigError if `journal` names one of an extension, or one that needs a directory."""
+    if "://" in config.journal:
+        raise ConfigError("journal", "", config.journal, "no extension that is installed has such a journal")
+    if config.journal == "disk" and directory is None:
+        why = "needs a data_dir if the port is chosen at each start"
+        raise ConfigError("journal", "", config.journal, why)

@@ -15,12 +15,12 @@ from pathlib import Path
 from service.caches.machine import CacheMachine
 from service.caches.reservations import Limits
 from service.config import Config
+from service.data_directory import check_own_journal
 from service.journal.base import Journal
 from service.journal.opening import open_configured
 from service.journal.recovery import Apply, ApplyRun
 from service.lease import FencedLease
 from service.logging import get_logger
-from service.settings import ConfigError
 
 _log = get_logger(__name__)
 _RANDOM_BYTES = 18
@@ -95,15 +95,6 @@ async def open_shard(
     if lease is not None:
         caches.admission.lease = lease
     return OpenShard(shard, caches, journal, directory, lease)
-
-
-def check_own_journal(config: Config, directory: Path | None) -> None:
-    """Raises ConfigError if the settings name a journal that no extension brings and the core cannot open."""
-    if "://" in config.journal:
-        raise ConfigError("journal", "", config.journal, "no extension that is installed has such a journal")
-    if config.journal == "disk" and directory is None:
-        why = "needs a data_dir if the port is chosen at each start"
-        raise ConfigError("journal", "", config.journal, why)
 
 
 async def open_own_journal(

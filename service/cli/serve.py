@@ -16,7 +16,7 @@ from service.cli.machine import warn_of_machine
 from service.cli.one_gateway import run_gateway
 from service.config import Config
 from service.config_sources import Settings, read_settings
-from service.data_directory import StateUnusable, check_gateways, data_directory, prepare
+from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
 from service.extension import Extension, find_server
 from service.gateway import open_gateway
 from service.journal.base import Journal
@@ -25,7 +25,6 @@ from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
 from service.quantised import quantised
 from service.settings import ConfigError
-from service.shard import check_own_journal
 from workers.common.protocol import EXIT_CONFIG
 
 # The settings of a gateway that is only made, beside a directory of its own: it meets no other one.
