@@ -106,11 +106,11 @@ SERVICE_ROOMS = {
     ),
     "service.data_directory": ("service.config", "service.journal.segments"),
     "service.shard": (
-        "service.caches.machine", "service.caches.reservations", "service.config", "service.data_directory", "service.journal",
-        "service.lease", "service.logging",
+        "service.caches.machine", "service.caches.reservations", "service.config",
+        "service.data_directory", "service.journal", "service.lease", "service.logging",
     ),
     "service.pool": (
-        "service.caches", "service.config", "service.data_directory", "service.dispatcher", "service.durable_file", "service.errors",
+        "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
         "service.listening", "service.logging", "service.running_clock",
         "service.model_names",
         "service.printable", "service.lease",
