@@ -56,7 +56,7 @@ async def test_commits_are_recovered(postgres: PostgresServer) -> None:
             query = "SELECT first_seq, min(seq) FROM quire.shards JOIN quire.log USING (shard) GROUP BY 1"
             first_seq, kept = await connection.fetchrow(query)
             first_seqs.append(first_seq)
-            assert first_seq == kept
+            assert kept <= first_seq, "what is not needed may be dropped later, by the next owner too"
     assert 1 < first_seqs[0] < first_seqs[1] < first_seqs[2], "each has compacted it"
     assert await recovered(postgres.url) == expected
 

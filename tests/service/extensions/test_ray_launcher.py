@@ -33,7 +33,14 @@ class Child:
 
 
 def launcher_in(directory: Path, **settings: Any) -> RayLauncher:
-    return RayLauncher(directory, Config().with_values({"ray_address": "auto"} | settings), lambda: None)
+    """One whose workers dial as soon as they are placed."""
+
+    async def dialled(*_: object) -> tuple[int, Any]:
+        return 1, SimpleNamespace()
+
+    launcher = RayLauncher(directory, Config().with_values({"ray_address": "auto"} | settings), lambda: None)
+    vars(launcher)["_lease_named"] = dialled
+    return launcher
 
 
 async def placed(launcher: RayLauncher, child: Child) -> tuple[str, PlacedWorker]:
