@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from service.caches.effects import Claim, CommandFailed, Event, Reply, Send, Write
+from service.caches.effects import CommandFailed, Event, Reply, Send, Write
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
@@ -219,10 +219,6 @@ class Dispatcher:
 
     # Workers.
 
-    def claims(self, holdings: Mapping[int, int]) -> list[Claim]:
-        """See `CacheMachine.claims`."""
-        return self.caches.claims(holdings)
-
     def worker_ready(self, worker: WorkerView, kept: Mapping[int, int] | None = None) -> None:
         """See `CacheMachine.worker_ready`."""
         self.caches.worker_ready(worker, self._clock_s(), kept)
@@ -237,10 +233,6 @@ class Dispatcher:
         """See `CacheMachine.worker_draining`."""
         self.caches.worker_draining(worker_id, epoch, self._clock_s())
         self._carry_out()
-
-    def is_drained(self, worker_id: str, epoch: int) -> bool:
-        """See `CacheMachine.is_drained`."""
-        return self.caches.is_drained(worker_id, epoch)
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """See `CacheMachine.worker_suspected`."""

@@ -61,7 +61,6 @@ class CacheMachine(OperationQueues):
         ledger: Ledger | None = None,
     ) -> None:
         parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
-        self._restores = Restores(parts)
         self._moves = Moves(parts)
         kinds: dict[type[Request], OperationKind[Any]] = {
             Append: Appends(parts),
@@ -71,7 +70,7 @@ class CacheMachine(OperationQueues):
             Renew: Renewals(parts),
             Move: self._moves,
         }
-        super().__init__(parts, kinds, self._restores)
+        super().__init__(parts, kinds, Restores(parts))
         # To be read only.
         self.weights = parts.weights
         self._rate = parts.rate

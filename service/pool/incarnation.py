@@ -128,7 +128,7 @@ class Incarnation:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     # Polled, because an event for this rare case would cost time with each answer.
-                    while not self._dispatcher.is_drained(*name):  # noqa: ASYNC110
+                    while not self._dispatcher.caches.is_drained(*name):  # noqa: ASYNC110
                         await asyncio.sleep(_DRAIN_POLL_S)
         finally:
             self.terminate(why)
@@ -318,7 +318,7 @@ class Incarnation:
         holdings = {holding.sequence: holding.length for holding in ready.holdings}
         ready.ClearField("holdings")
         if len(holdings) <= _CLAIMED_CACHES and sum(holdings.values()) <= _CLAIMED_TOKENS:
-            self._send_adopt(ready, self._dispatcher.claims(holdings))
+            self._send_adopt(ready, self._dispatcher.caches.claims(holdings))
         else:
             self._claiming = asyncio.create_task(self._claim(ready, holdings), name="claim")
 
@@ -331,10 +331,10 @@ class Incarnation:
             portion[number] = length
             tokens += length
             if tokens >= _CLAIMED_TOKENS or len(portion) >= _CLAIMED_CACHES:
-                claims += self._dispatcher.claims(portion)
+                claims += self._dispatcher.caches.claims(portion)
                 portion, tokens = {}, 0
                 await asyncio.sleep(0)
-        claims += self._dispatcher.claims(portion)
+        claims += self._dispatcher.caches.claims(portion)
         # It may have ended meanwhile.
         if not self.link.closed.is_set():
             self._send_adopt(ready, claims)

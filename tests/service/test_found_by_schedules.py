@@ -82,7 +82,7 @@ def test_what_was_cut_and_extended_since_it_was_claimed_is_computed_again() -> N
     worker = ModelWorker("worker-1", 9, Pool(100), random.Random(0), Counter())
     worker.faults = Faults(step=0.0, control=0.0, timeout=0.0)
     worker.sequences = {entry.number: [1, 2, 3]}
-    kept = worker.adopt(gateway.dispatcher.claims(worker.holdings()))
+    kept = worker.adopt(gateway.machine.claims(worker.holdings()))
     gateway.handles(Truncate(cache, 1))
     gateway.append(prefill(7, 8, cache_id=cache))
     gateway.lose_worker()

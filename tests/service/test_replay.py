@@ -10,7 +10,7 @@ from service.caches.reservations import Limits
 from service.errors import QuireError
 from service.pool import wire
 from tests.sim.harness import Gateway, decode, prefill
-from tests.sim.model_worker import Pool
+from tests.sim.model_worker import ModelWorker, Pool
 
 # As long as nobody may take a cache's pages that is in use.
 IDLE_S = 0.3
@@ -101,15 +101,16 @@ def test_a_worker_that_is_drained_gives_its_caches_away() -> None:
     ticket = gateway.ask(decode(cache, 4))
     worker = gateway.workers[before.worker_id]
     gateway.dispatcher.worker_draining(worker.worker_id, worker.epoch)
-    assert not gateway.dispatcher.is_drained(worker.worker_id, worker.epoch), "what has begun is finished"
+    assert not gateway.machine.is_drained(worker.worker_id, worker.epoch), "what has begun is finished"
     gateway.work()
-    assert gateway.dispatcher.is_drained(worker.worker_id, worker.epoch)
+    assert gateway.machine.is_drained(worker.worker_id, worker.epoch)
     assert isinstance(gateway.replies[ticket], Appended) and not worker.sequences
     after = gateway.append(decode(cache, 5))
     assert after.worker_id != before.worker_id
 
 
-def test_who_waits_for_room_on_a_worker_that_is_drained_leaves_it_at_once(gateway: Gateway) -> None:
+def waits_for_room(gateway: Gateway) -> tuple[str, ModelWorker]:
+    """A cache of which a decode has found no pages, and its worker, which has another cache, too."""
     gateway.create(1, 2)
     cache = gateway.create(3, 4)
     gateway.ask(decode(cache, 5))
@@ -118,6 +119,11 @@ def test_who_waits_for_room_on_a_worker_that_is_drained_leaves_it_at_once(gatewa
     event = worker_pb2.WorkerEvent(op_id=gateway.sent[-1].op_id, error=full)
     events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))
     gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, 0)
+    return cache, worker
+
+
+def test_who_waits_for_room_on_a_worker_that_is_drained_leaves_it_at_once(gateway: Gateway) -> None:
+    cache, worker = waits_for_room(gateway)
     assert handle_of(gateway, cache).worker_id == worker.worker_id
     gateway.dispatcher.worker_draining(worker.worker_id, worker.epoch)
     assert handle_of(gateway, cache).worker_id == ""
@@ -125,14 +131,7 @@ def test_who_waits_for_room_on_a_worker_that_is_drained_leaves_it_at_once(gatewa
 
 def test_the_time_goes_on_with_a_message_that_answers_nothing(gateway: Gateway) -> None:
     """What waits for room is told how much of its time is left when there is some."""
-    gateway.create(1, 2)
-    cache = gateway.create(3, 4)
-    gateway.ask(decode(cache, 5))
-    worker = gateway.worker
-    full = worker_pb2.WorkerError(reason=worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, pages_needed=4)
-    event = worker_pb2.WorkerEvent(op_id=gateway.sent[-1].op_id, error=full)
-    events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))
-    gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, 0)
+    _, worker = waits_for_room(gateway)
     assert gateway.machine.num_parked == 1
     gateway.now_s = 3.0
     gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, (), 100)

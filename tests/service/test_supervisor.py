@@ -210,6 +210,8 @@ class FakeDispatcher:
         self.events: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
         self.claimed: list[Claim] = []
         self.drained = asyncio.Event()
+        # It stands for the state machine as well.
+        self.caches = self
 
     def claims(self, holdings: Mapping[int, int]) -> Sequence[Claim]:
         self.events.put_nowait(("holds", holdings))

@@ -415,7 +415,7 @@ class Simulation:
         elif orphans and self.rng.random() < self._adoption:
             worker = self.rng.choice(orphans)
             self._orphans.remove(worker)
-            self._adopting[worker_id] = (worker, self.dispatcher.claims(worker.holdings()))
+            self._adopting[worker_id] = (worker, self.dispatcher.caches.claims(worker.holdings()))
         else:
             self._start_worker(worker_id)
 
@@ -527,7 +527,7 @@ class Simulation:
             if (
                 view is not None
                 and view.draining
-                and self.dispatcher.is_drained(worker.worker_id, worker.epoch)
+                and self.dispatcher.caches.is_drained(worker.worker_id, worker.epoch)
             ):
                 self.seen["drained"] += 1
                 self._lose(worker)
