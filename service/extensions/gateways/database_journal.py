@@ -50,11 +50,11 @@ async def open_only_shard(
             await table.prepare()
             journal = PostgresJournal(table, leases, await _acquire(leases))
             await journal.recover(apply, apply_run)
-        except DatabaseFailed as error:
+        except BaseException as error:
+            # Also if this is cancelled.
             table.terminate()
-            raise JournalUnusable(f"the database of the journal: {error}") from None
-        except JournalUnusable:
-            table.terminate()
+            if isinstance(error, DatabaseFailed):
+                raise JournalUnusable(f"the database of the journal: {error}") from None
             raise
         journal.on_close = stack.pop_all().close
         return journal
