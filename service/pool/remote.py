@@ -17,10 +17,10 @@ from service.config import Config
 from service.lease import FencedLease
 from service.listening import CannotListen
 from service.logging import get_logger
-from service.pool.endpoints import Endpoint
 from service.pool.launcher import PoolFailed
-from service.pool.registry import Epochs, Registry
+from service.pool.link import Endpoint
 from service.pool.threads import in_thread
+from service.pool.worker_directory import Epochs, WorkerDirectory
 from service.pool.worker_port import DialledWorker, WorkerPort
 
 _log = get_logger(__name__)
@@ -76,8 +76,8 @@ class RemoteLauncher:
         self._on_locked = on_locked
         self._config = config
         self._port = port
-        self._registry = None if data_dir is None else Registry(data_dir)
-        self._epochs = Epochs(self._registry)
+        self._directory = None if data_dir is None else WorkerDirectory(data_dir)
+        self._epochs = Epochs(self._directory)
         self._gateway_id = secrets.token_hex(_ID_BYTES)
         if lease is not None:
             # Of the shard: its next owner is the same one for its workers, and they keep their KV.
@@ -87,16 +87,16 @@ class RemoteLauncher:
         self._finds_own_until_s = 0.0
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LeasedWorker]:  # noqa: ARG002
-        """Opens the registry and the port. No worker is adopted here: a lease may find one with KV.
+        """Opens the directory and the port. No worker is adopted here: a lease may find one with KV.
 
         Raises PoolFailed.
         """
-        if self._registry is not None:
+        if self._directory is not None:
             try:
-                await self._registry.wait_open()
+                await self._directory.wait_open()
                 await in_thread(self._on_locked)
-                self._epochs.continue_after(self._registry.last_epoch())
-                self._gateway_id = self._registry.gateway_id()
+                self._epochs.continue_after(self._directory.last_epoch())
+                self._gateway_id = self._directory.gateway_id()
             except (OSError, ValueError) as error:
                 _log.warning("workers will not know the next gateway of this data_dir", error=str(error))
         try:
@@ -130,7 +130,7 @@ class RemoteLauncher:
                 gateway_id=self._gateway_id,
                 epoch=await self._epochs.next(),
                 silence_timeout_s=self._config.heartbeat_timeout_s,
-                config=config,
+                config=_elsewhere(config),
             )
         except BaseException:
             worker.stream.close()
@@ -139,6 +139,14 @@ class RemoteLauncher:
 
     def close(self) -> None:
         """Streams are closed already."""
-        if self._registry is not None:
-            self._registry.close()
+        if self._directory is not None:
+            self._directory.close()
         self._port.leave(self._gateway_id)
+
+
+def _elsewhere(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
+    """A configuration without what is true of this machine only."""
+    # Its share in the cores of its host, of which this one knows nothing.
+    config.workers = 1
+    config.model_was_proved = False
+    return config
