@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
@@ -26,6 +27,7 @@ from workers.server import WorkerServer
 # worker's log can say why.
 REFUSAL = bytes.fromhex("2a") + bytes([9]) + b"different"
 PATIENCE_S = 30
+LENGTH = struct.Struct("<I")
 
 
 class Bench:
@@ -234,6 +236,27 @@ async def test_a_bad_configuration_does_not_end_what_starts_it(
     async with asyncio.timeout(PATIENCE_S):
         assert await bench.member.done not in (0, EXIT_CONFIG)
     bench.member._worker = None
+
+
+@pytest.mark.parametrize(
+    "said", [LENGTH.pack(2), LENGTH.pack(2) + b"\x0a", LENGTH.pack(1 << 30), LENGTH.pack(3) + b"\xff\xff\xff"]
+)
+async def test_what_is_no_message_ends_the_stream(bench: Bench, said: bytes) -> None:
+    """Also one that does not arrive as a whole. The worker dials again."""
+    async with asyncio.timeout(PATIENCE_S):
+        worker = await bench.ports[0].take(lambda _: True)
+    given = worker_pb2.Lease(gateway_id="g0", epoch=5)
+    given.config.MergeFrom(
+        worker_pb2.WorkerConfig(model="adder", orphan_grace_s=60, max_request_bytes=1 << 16)
+    )
+    assert await bench.ports[0].lease(worker, given)
+    transport = worker.stream._transport
+    assert transport is not None
+    transport.write(said)
+    transport.close()
+    hello = await bench.take()
+    assert (hello.gateway_id, hello.epoch) == ("g0", 5)
+    assert await bench.lease(6, max_request_bytes=1 << 16)
 
 
 def test_versions_can_tell_each_other_that_they_differ() -> None:
