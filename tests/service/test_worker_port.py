@@ -295,7 +295,7 @@ async def test_a_named_worker_is_leased_when_it_dials(site: Site) -> None:
     lease = await worker.lease()
     assert (lease.gateway_id, lease.epoch, named.epoch) == (OURS, 9, 9) and lease.secret
     stream = await opening
-    assert isinstance(stream, MessageStream) and stream.max_bytes == 1 << 20
+    assert stream.max_bytes == 1 << 20
     await named.close()
     assert await worker.next() is None
 
