@@ -64,7 +64,6 @@ class LocalLauncher:
         """
         self._gpus = gpus
         self._data_dir = data_dir
-        self._temporary: Path | None = None
         self._on_locked = on_locked
         self._can_watch = can_watch()
         # How long workers outlive this gateway; 0: they end with it.
@@ -74,12 +73,12 @@ class LocalLauncher:
         self._epochs: Epochs
         self._port: WorkerPort
         self._gateway_id = ""
+        self._opened = contextlib.ExitStack()
         # Workers that were not adopted, until they have exited.
         self._stopping: list[asyncio.Task[int | None]] = []
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
-        await self._open()
-        files = self._directory.workers()
+        files = await self._open()
         for file in files:
             self._epochs.continue_after(file.epoch)
         wanted = {config.worker_id: (config, settings_of(config, self.assign(config))) for config in configs}
@@ -107,24 +106,24 @@ class LocalLauncher:
                 self._stopping.append(asyncio.create_task(process.stop(grace_s=0)))
         return adopted
 
-    async def _open(self) -> None:
+    async def _open(self) -> list[WorkerFile]:
         """Opens the directory and its socket. Without those of `data_dir`, workers end with this gateway.
 
-        Raises PoolFailed.
+        Returns the files of workers of earlier gateways. Raises PoolFailed.
         """
         if self._grace_s and not self._can_watch:
             self._warn_of_grace("this system cannot watch processes of another gateway")
         try:
             if self._data_dir is not None:
-                await self._use(self._data_dir, self._on_locked)
-                return
-        except (OSError, CannotListen) as error:
-            self._directory.close()
+                return await self._use(self._data_dir, self._on_locked)
+        except (OSError, ValueError, CannotListen) as error:
+            self._opened.close()
             self._warn_of_grace(str(error))
         try:
-            self._temporary = _new_temporary()
-            await self._use(self._temporary)
-        except (OSError, CannotListen) as error:
+            temporary = _new_temporary()
+            self._opened.callback(shutil.rmtree, temporary, ignore_errors=True)
+            return await self._use(temporary)
+        except (OSError, ValueError, CannotListen) as error:
             raise PoolFailed(f"workers need a socket in the temporary directory: {error}") from None
 
     def _warn_of_grace(self, why: str) -> None:
@@ -134,17 +133,19 @@ class LocalLauncher:
             _log.warning("the socket for workers is in the temporary directory", error=why)
         self._grace_s = 0.0
 
-    async def _use(self, place: Path, on_locked: Callable[[], None] = lambda: None) -> None:
-        """Raises OSError or CannotListen."""
+    async def _use(self, place: Path, on_locked: Callable[[], None] = lambda: None) -> list[WorkerFile]:
+        """Raises OSError, ValueError or CannotListen."""
         self._directory = directory = WorkerDirectory(place)
         self._epochs = Epochs(directory)
-        await directory.wait_open()
-        await in_thread(on_locked)
-        self._epochs.continue_after(directory.last_epoch())
-        self._gateway_id = directory.gateway_id()
+        self._opened.callback(directory.close)
+        last_epoch, self._gateway_id = await directory.begin(on_locked)
+        self._epochs.continue_after(last_epoch)
         # Only this user can connect, and only gateways of this directory know the id.
         self._port = WorkerPort(f"{UNIX}{directory.socket}", None, self._gateway_id.encode())
         self._port.join(self._gateway_id)
+        self._opened.callback(directory.socket.unlink, missing_ok=True)
+        self._opened.callback(self._port.leave, self._gateway_id)
+        return directory.workers()
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LocalProcess:
         """Starts a process. Raises OSError."""
@@ -228,11 +229,7 @@ class LocalLauncher:
 
     def close(self) -> None:
         """Unlocks the directory, or removes it if it is temporary."""
-        self._port.leave(self._gateway_id)
-        self._directory.socket.unlink(missing_ok=True)
-        self._directory.close()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        self._opened.close()
 
 
 def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[Gpu]) -> str:

@@ -19,7 +19,6 @@ from service.listening import CannotListen
 from service.logging import get_logger
 from service.pool.launcher import PoolFailed
 from service.pool.link import Endpoint
-from service.pool.threads import in_thread
 from service.pool.worker_directory import Epochs, WorkerDirectory
 from service.pool.worker_port import DialledWorker, WorkerPort
 
@@ -93,10 +92,8 @@ class RemoteLauncher:
         """
         if self._directory is not None:
             try:
-                await self._directory.wait_open()
-                await in_thread(self._on_locked)
-                self._epochs.continue_after(self._directory.last_epoch())
-                self._gateway_id = self._directory.gateway_id()
+                last_epoch, self._gateway_id = await self._directory.begin(self._on_locked)
+                self._epochs.continue_after(last_epoch)
             except (OSError, ValueError) as error:
                 _log.warning("workers will not know the next gateway of this data_dir", error=str(error))
         try:

@@ -22,6 +22,7 @@ import shutil
 import stat
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from service.pool.threads import in_thread
 
 _log = get_logger(__name__)
 
-# How long `wait_open` waits.
+# How long `begin` waits.
 _LOCK_TIMEOUT_S = 2.0
 _LOCK_POLL_S = 0.05
 _MAX_FILE_BYTES = 256
@@ -86,17 +87,24 @@ class WorkerDirectory:
             self.close()
             raise
 
-    async def wait_open(self) -> None:
-        """Opens the directory, and waits a moment for the lock of a gateway that was just killed."""
+    async def begin(self, on_locked: Callable[[], None]) -> tuple[int, str]:
+        """Opens the directory, and waits a moment for the lock of a gateway that was just killed.
+
+        on_locked: called on a thread then. It raises nothing.
+
+        Returns the highest epoch that was used here, and the gateway's id. Raises OSError or ValueError.
+        """
         deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             try:
                 self.open()
-                return
+                break
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
                     raise
             await asyncio.sleep(_LOCK_POLL_S)
+        await in_thread(on_locked)
+        return self.last_epoch(), self.gateway_id()
 
     @property
     def is_open(self) -> bool:

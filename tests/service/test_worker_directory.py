@@ -317,7 +317,7 @@ async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) ->
     dead._directory.close()
     await third.adopt([CONFIG])
     left = sorted(os.listdir(temporary))  # noqa: PTH208 - pathlib's is not for async functions
-    homes = [launcher._temporary.name for launcher in (living, third)]  # type: ignore[union-attr]
+    homes = [launcher._directory.path.parent.name for launcher in (living, third)]
     assert left == sorted(["else", "quire-workers-notes", *homes])
     living.close()
     third.close()
