@@ -182,7 +182,7 @@ class PoolMember:
             self._start(lease)
         elif lease.gateway_id != self._lease.gateway_id:
             raise Refused("another gateway has this worker")
-        elif lease.epoch <= self._lease.epoch:
+        elif lease.epoch < self._lease.epoch:
             raise Refused("a later stream of this gateway has this worker")
         elif without(lease.config, _OF_THE_HOST) != without(self._lease.config, _OF_THE_HOST):
             self._worker.end()

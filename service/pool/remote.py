@@ -123,27 +123,25 @@ class RemoteLauncher:
     async def _lease(self, worker: DialledWorker, config: worker_pb2.WorkerConfig) -> int | None:
         """Leases it. Returns the epoch. None: it has not taken the lease."""
         try:
-            lease = worker_pb2.Lease(
-                gateway_id=self._gateway_id,
-                epoch=await self._epochs.next(),
-                silence_timeout_s=self._config.heartbeat_timeout_s,
-                config=_elsewhere(config),
-            )
+            lease = await self.new_lease(config)
         except BaseException:
             worker.stream.close()
             raise
         return lease.epoch if await self._port.lease(worker, lease) else None
+
+    async def new_lease(self, config: worker_pb2.WorkerConfig) -> worker_pb2.Lease:
+        """A lease for a worker of another host."""
+        # Its share in the cores of its host, of which this one knows nothing, and what was proved here.
+        config.workers, config.model_was_proved = 1, False
+        return worker_pb2.Lease(
+            gateway_id=self._gateway_id,
+            epoch=await self._epochs.next(),
+            silence_timeout_s=self._config.heartbeat_timeout_s,
+            config=config,
+        )
 
     def close(self) -> None:
         """Streams are closed already."""
         if self._directory is not None:
             self._directory.close()
         self._port.leave(self._gateway_id)
-
-
-def _elsewhere(config: worker_pb2.WorkerConfig) -> worker_pb2.WorkerConfig:
-    """A configuration without what is true of this machine only."""
-    # Its share in the cores of its host, of which this one knows nothing.
-    config.workers = 1
-    config.model_was_proved = False
-    return config

@@ -71,10 +71,9 @@ class DialledWorker:
 class NamedWorker:
     """A worker that this gateway has started or found: it is leased when it dials. See `Endpoint`."""
 
-    host_address = ""
-
-    def __init__(self, port: WorkerPort, name: str, lease: worker_pb2.Lease) -> None:
+    def __init__(self, port: WorkerPort, name: str, lease: worker_pb2.Lease, host_address: str = "") -> None:
         self.epoch = lease.epoch
+        self.host_address = host_address
         self._port, self._name, self._lease = port, name, lease
         self._dialled: DialledWorker | None = None
 
