@@ -13,17 +13,23 @@ from typing import Any, is_typeddict
 
 import quire
 from google.protobuf.message import Message
+from quire import text
 
 _HEAD = """# Python API
 
 `make stubs` writes this page from the docstrings of the package `quire`. [The tutorial](tutorial.md) and
 [the recipes](recipes.md) show how its parts go together.
 
-`AsyncClient`, `AsyncSession`, `AsyncCache` and `AsyncExecution` are the same for asyncio: each method that asks the
-server is awaited, and `async with client.prefill(...)` needs no inner await. Messages of the API, such as `StepOutput`,
-are those of the [protos](../protos/quire/v1), with types for checkers; comments there give meaning, unit and limits.
+`AsyncClient`, `AsyncSession`, `AsyncCache` and `AsyncExecution` are the same for asyncio: each method that asks
+the server is awaited, and `async with client.prefill(...)` needs no inner await. Messages of the API, such as
+`StepOutput`, are those of the [protos](../protos/quire/v1), with types for checkers; comments there give meaning,
+unit and limits.
 """
-# By section, in the order of the page. What is exported and not here is an exception, or a message of the API.
+_ERRORS_END = """Each has `code`, `reason`, `message`, `metadata` (details of the reason, as strings),
+`retry_delay_s` and `violations` (pairs of a field and what is wrong with it). [errors.md](errors.md) lists
+the reasons.
+"""
+# By section, in the order of the page. What else is exported is an exception, or a message of the API.
 _SECTIONS = {
     "Clients": ("Client", "Session", "Tls", "CallOptions"),
     "Caches": ("Cache", "Verified", "PrefillItem", "ScoreItem", "Scored"),
@@ -35,6 +41,7 @@ _SECTIONS = {
         "draft_from_top",
     ),
     "Whole texts": ("Execution", "Chunk", "item", "TextSettings"),
+    "Text as tokens": ("ModelTokenizer", "TextStream"),
     "Results": ("checked", "floats", "expert_ids"),
 }
 # Sections of a docstring become lists.
@@ -51,9 +58,10 @@ def _sections() -> Iterator[str]:
     for title, names in _SECTIONS.items():
         yield f"\n## {title}\n"
         for name in names:
-            yield from _described(name, getattr(quire, name), "###")
-            if inspect.isclass(getattr(quire, name)) and not dataclasses.is_dataclass(getattr(quire, name)):
-                yield from _methods(name, getattr(quire, name))
+            thing = getattr(quire, name, None) or getattr(text, name)
+            yield from _described(name, thing, "###")
+            if inspect.isclass(thing) and not dataclasses.is_dataclass(thing):
+                yield from _methods(name, thing)
 
 
 def _methods(owner: str, kind: type) -> Iterator[str]:
@@ -144,8 +152,7 @@ def _errors() -> Iterator[str]:
     yield "\n## Errors\n"
     first, drawing, said = (sys.modules["quire.errors"].__doc__ or "").split("\n\n")
     yield f"{first}\n\n```\n{textwrap.dedent(drawing)}\n```\n\n{said}"
-    yield "Each has `code`, `reason`, `message`, `metadata` (details of the reason, as strings), `retry_delay_s` and"
-    yield "`violations` (pairs of a field and what is wrong with it). [errors.md](errors.md) lists the reasons.\n"
+    yield _ERRORS_END
 
 
 def undocumented() -> list[str]:
