@@ -20,10 +20,10 @@ _HEAD = """# Python API
 `make stubs` writes this page from the docstrings of the package `quire`. [The tutorial](tutorial.md) and
 [the recipes](recipes.md) show how its parts go together.
 
-`AsyncClient`, `AsyncSession`, `AsyncCache` and `AsyncExecution` are the same for asyncio: each method that asks
-the server is awaited, and `async with client.prefill(...)` needs no inner await. Messages of the API, such as
-`StepOutput`, are those of the [protos](../protos/quire/v1), with types for checkers; comments there give meaning,
-unit and limits.
+`AsyncClient`, `AsyncSession`, `AsyncCache` and `AsyncExecution` are the same for asyncio: each method that
+asks the server is awaited, and `async with client.prefill(...)` needs no inner await. Messages of the API,
+such as `StepOutput`, are those of the [protos](../protos/quire/v1), with types for checkers; comments there
+give meaning, unit and limits.
 """
 _ERRORS_END = """Each has `code`, `reason`, `message`, `metadata` (details of the reason, as strings),
 `retry_delay_s` and `violations` (pairs of a field and what is wrong with it). [errors.md](errors.md) lists
@@ -70,7 +70,8 @@ def _methods(owner: str, kind: type) -> Iterator[str]:
     for each in kinds:
         for name, member in vars(each).items():
             if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-                yield from _described(f"{owner.lower()}.{name}", member, "####")
+                prefix = owner.removeprefix("Model").removeprefix("Text").lower()
+                yield from _described(f"{prefix}.{name}", member, "####")
 
 
 def _described(name: str, thing: Any, heading: str) -> Iterator[str]:
