@@ -72,6 +72,7 @@ class NamedWorker:
     """A worker that this gateway has started or found: it is leased when it dials. See `Endpoint`."""
 
     def __init__(self, port: WorkerPort, name: str, lease: worker_pb2.Lease, host_address: str = "") -> None:
+        """`host_address`: as far as it is known before it dials."""
         self.epoch = lease.epoch
         self.host_address = host_address
         self._port, self._name, self._lease = port, name, lease
@@ -82,7 +83,7 @@ class NamedWorker:
         while True:
             worker = await self._port.take(lambda hello: hello.name == self._name)
             if await self._port.lease(worker, self._lease, is_watched=True):
-                self._dialled = worker
+                self._dialled, self.host_address = worker, worker.host_address
                 return await worker.open(max_bytes)
 
     async def close(self) -> None:
