@@ -241,6 +241,35 @@ async def test_the_outcome_of_a_commit_whose_connection_broke_is_found_out(
     assert await recovered(postgres.url) == expected
 
 
+@pytest.mark.parametrize("changes", ["", ", first_seq = 9"])
+async def test_a_commit_of_unknown_outcome_ends_when_another_owner_has_come(
+    postgres: PostgresServer, changes: str
+) -> None:
+    """Before, its callers waited until their deadline: it can never be stored any more.
+
+    Unless that owner has dropped rows, and it may have been among them.
+    """
+    with TcpProxy(postgres.address) as proxy:
+        async with Owner(postgres.url_at(proxy.address), "a") as owner, operator(postgres.url) as connection:
+            assert await owner.commit(created(1))
+            async with connection.transaction():
+                await connection.execute(f"UPDATE quire.shards SET owner = 'b', fence = fence + 1{changes}")
+                under_way = asyncio.create_task(owner.commit(appended(1, 0, 7)))
+                await until_waiting(postgres.url)
+                later = asyncio.create_task(owner.commit(created(2)))
+                proxy.break_connections()
+                await until_waiting(postgres.url, 2)
+                assert not under_way.done()
+            with pytest.raises(OwnershipLost, match="another gateway has taken it over"):
+                await owner.running
+            if not changes:
+                assert (await under_way, await later) == (False, False)
+            assert await connection.fetch("SELECT seq FROM quire.log WHERE seq > 1") == []
+            assert under_way.done() == (not changes)
+            for commit in (under_way, later):
+                commit.cancel()
+
+
 async def test_a_commit_that_waits_for_a_standby_is_not_reported_before(postgres: PostgresServer) -> None:
     """It is durable here, but would be lost with this machine: also when the connection breaks."""
     with TcpProxy(postgres.address) as proxy:
