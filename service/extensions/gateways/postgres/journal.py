@@ -101,8 +101,16 @@ class PostgresJournal(StoredJournal):
     async def recover(self, apply: Apply, apply_run: ApplyRun) -> None:
         """As `FileJournal`; other tasks run meanwhile. Has to be called before any commit.
 
-        Raises JournalUnusable or DatabaseFailed.
+        Raises JournalUnusable or DatabaseFailed: it is closed then.
         """
+        try:
+            await self._recover(apply, apply_run)
+        except BaseException:
+            # Also if this is cancelled.
+            self.close()
+            raise
+
+    async def _recover(self, apply: Apply, apply_run: ApplyRun) -> None:
         shard = self._lease.shard
         first = await self._table.fetch(FIRST, shard, self._lease.fence)
         if not first:
