@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.config import Config, all_settings
+from service.config import Config, ExtensionUnusable, all_settings
 from service.model_names import is_hub_id, is_model, model_problem
+from service.printable import escaped
 from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.trusted import require_trusted
@@ -32,7 +33,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` and a flag for each setting. Values stay strings: `read_settings` checks them."""
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
     add = parser.add_argument
-    for setting in all_settings().values():
+    try:
+        settings = all_settings()
+    except ExtensionUnusable as error:
+        parser.exit(2, f"quire: {escaped(str(error))}\n")
+    for setting in settings.values():
         if setting.group:
             add = parser.add_argument_group(setting.group).add_argument
         # A switch without a value means on.
