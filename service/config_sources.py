@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.config import Config, ExtensionUnusable, all_settings
+from service.config import Config, all_settings
 from service.model_names import is_hub_id, is_model, model_problem
-from service.printable import escaped
 from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.trusted import require_trusted
@@ -30,14 +29,13 @@ _MAX_FILE_BYTES = 1 << 16
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config` and a flag for each setting. Values stay strings: `read_settings` checks them."""
+    """Adds `--config` and a flag for each setting. Values stay strings: `read_settings` checks them.
+
+    Raises ExtensionUnusable.
+    """
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
     add = parser.add_argument
-    try:
-        settings = all_settings()
-    except ExtensionUnusable as error:
-        parser.exit(2, f"quire: {escaped(str(error))}\n")
-    for setting in settings.values():
+    for setting in all_settings().values():
         if setting.group:
             add = parser.add_argument_group(setting.group).add_argument
         # A switch without a value means on.
