@@ -72,7 +72,8 @@ class Distribution:
 class Totals:
     """Sums of counts that begin at 0 again, such as those of a worker with each of its starts. Pure.
 
-    They never become smaller, and are by a label and a name. A source is what counts from 0, once. When it is gone, its last counts stay in the sum.
+    They never become smaller, and are by a label and a name. A source is what counts from 0, once. When it is
+    gone, its last counts stay in the sum.
     """
 
     def __init__(self) -> None:
