@@ -241,24 +241,28 @@ async def test_the_outcome_of_a_commit_whose_connection_broke_is_found_out(
     assert await recovered(postgres.url) == expected
 
 
-@pytest.mark.parametrize("changes", ["", ", first_seq = 9"])
+@pytest.mark.parametrize(("changes", "lease_s"), [("", 600.0), ("", 2.0), (", first_seq = 9", 600.0)])
 async def test_a_commit_of_unknown_outcome_ends_when_another_owner_has_come(
-    postgres: PostgresServer, changes: str
+    postgres: PostgresServer, changes: str, lease_s: float
 ) -> None:
     """Before, its callers waited until their deadline: it can never be stored any more.
 
-    Unless that owner has dropped rows, and it may have been among them.
+    Unless that owner has dropped rows, and it may have been among them. The short lease is renewed
+    meanwhile, so that its loss is noticed there, too.
     """
+    # Connections that wait for the row: of the journal, and of the renewals.
+    waiting = 1 if lease_s == 600 else 2
     with TcpProxy(postgres.address) as proxy:
-        async with Owner(postgres.url_at(proxy.address), "a") as owner, operator(postgres.url) as connection:
+        url = postgres.url_at(proxy.address)
+        async with Owner(url, "a", lease_s=lease_s) as owner, operator(postgres.url) as connection:
             assert await owner.commit(created(1))
             async with connection.transaction():
                 await connection.execute(f"UPDATE quire.shards SET owner = 'b', fence = fence + 1{changes}")
                 under_way = asyncio.create_task(owner.commit(appended(1, 0, 7)))
-                await until_waiting(postgres.url)
+                await until_waiting(postgres.url, waiting)
                 later = asyncio.create_task(owner.commit(created(2)))
                 proxy.break_connections()
-                await until_waiting(postgres.url, 2)
+                await until_waiting(postgres.url, 2 * waiting)
                 assert not under_way.done()
             with pytest.raises(OwnershipLost, match="another gateway has taken it over"):
                 await owner.running
