@@ -17,7 +17,7 @@ from service.config import Config
 from service.extension import Extension, GatewayParts, ServedShard
 from service.extensions.gateways.forwarding import Forwarding
 from service.extensions.gateways.operators import OperatorCallsOfAll
-from service.extensions.gateways.peers import Addresses, PeerInterceptor, Peers
+from service.extensions.gateways.peers import PeerInterceptor, Peers
 from service.listening import binding
 from service.shard import OpenJournal, OpenShard
 
@@ -33,10 +33,9 @@ class Member(Extension):
     shards: Forwarding
     operator_calls: OperatorCalls
 
-    def __init__(self, config: Config, listen: str, addresses: Addresses, peers: Peers) -> None:
-        """`listen`: for the others. `addresses`: of the others, which change with the owners."""
+    def __init__(self, config: Config, listen: str, peers: Peers) -> None:
+        """`listen`: the address for the others."""
         self._config = config
-        self._addresses = addresses
         self._peers = peers
         self.listen = listen
         self.secret = peers.secret
@@ -63,7 +62,7 @@ class Member(Extension):
 
     def connect(self, home: ServedShard, state: ServerState) -> Member:
         """Gateways know each other from here on."""
-        self.shards = Forwarding(self._config, home.shard, self._addresses, self._peers, state.answers)
+        self.shards = Forwarding(self._config, home.shard, self._peers, state.answers)
         self.operator_calls = OperatorCallsOfAll(self.shards, home.operator_calls)
         return self
 

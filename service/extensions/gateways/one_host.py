@@ -93,9 +93,7 @@ class OneHost(Member):
         """`commands`: the file descriptor from which the parent's are read."""
         # They share a port for clients.
         addresses = Addresses(dict(enumerate(place.addresses)))
-        super().__init__(
-            config, place.addresses[place.shard.index], addresses, Peers(config, place.secret, addresses)
-        )
+        super().__init__(config, place.addresses[place.shard.index], Peers(config, place.secret, addresses))
         self._place = place
         self._commands = commands
         self._parent = os.getppid()

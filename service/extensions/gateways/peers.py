@@ -56,9 +56,12 @@ class Peers:
         addresses: Addresses,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`secret`: by which gateways know each other's calls. Without `credentials` only Unix sockets."""
+        """`addresses`: change with the owners. Without `credentials` only Unix sockets.
+
+        `secret`: by which gateways know each other's calls.
+        """
         self.secret = secret
-        self._addresses = addresses
+        self.addresses = addresses
         self._credentials = credentials
         self._options: list[tuple[str, int | str]] = [
             DIRECT,
@@ -123,7 +126,7 @@ class Peers:
 
     async def _close_unneeded(self) -> None:
         """Closes connections to gateways that have no shard any more, unless they still answer a call."""
-        for address in self._connections.keys() - set(self._addresses.peers.values()):
+        for address in self._connections.keys() - set(self.addresses.peers.values()):
             if not self._connections[address].in_flight:
                 await self._connections.pop(address).channel.close(None)
 

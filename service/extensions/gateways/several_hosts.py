@@ -34,7 +34,7 @@ class SeveralHosts(Member):
         # Gateways have one certificate.
         credentials = pool_files.channel_credentials(pool)
         peers = Peers(config, pool_files.secret(pool), self._keeper.addresses, credentials)
-        super().__init__(config, own.peer_listen, self._keeper.addresses, peers)
+        super().__init__(config, own.peer_listen, peers)
 
     async def _open_home(self, _open_journal: OpenJournal) -> OpenShard:
         """Waits for a shard."""
