@@ -368,6 +368,23 @@ async def test_an_older_copy_of_the_database_ends_the_ownership(
     assert len(await recovered(postgres.url, "a")) == 1
 
 
+async def test_compaction_drops_nothing_of_an_older_copy(postgres: PostgresServer) -> None:
+    """Before, all rows of the copy were taken for those that the compaction had written again."""
+    async with Owner(postgres.url, "a") as owner:
+        assert await owner.commit(created(1)) and await owner.commit(appended(1, 0, 7))
+        postgres.copy()
+        while not await owner.commit(appended(1, 1, 7)):
+            await asyncio.sleep(0.05)
+        owner.journal._set_mark()
+        postgres.restore()
+        while not owner.lease.loss:
+            assert not await owner.journal._drop()
+            await asyncio.sleep(0.05)
+        with pytest.raises(OwnershipLost, match="An older copy was restored"):
+            await owner.running
+    assert len(await recovered(postgres.url, "a")) == 1
+
+
 @pytest.mark.parametrize(
     "statement",
     [

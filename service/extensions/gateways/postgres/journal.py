@@ -51,8 +51,11 @@ ROWS: Final = "SELECT seq, data FROM quire.log WHERE shard = $1 AND seq >= $2 OR
 LAST: Final = "SELECT coalesce(max(seq), 0) FROM quire.log WHERE shard = $1"
 # How many of the rows there are that have to be.
 COUNT: Final = "SELECT count(*) FROM quire.log WHERE shard = $1 AND seq >= $2 AND seq < $3"
+# Not if rows were lost: those that are there are all that there is.
 SET_FIRST: Final = """
-    UPDATE quire.shards SET first_seq = greatest(first_seq, $3) WHERE shard = $1 AND fence = $2 RETURNING 1
+    UPDATE quire.shards SET first_seq = greatest(first_seq, $3) WHERE shard = $1 AND fence = $2
+        AND greatest(first_seq - 1, (SELECT max(seq) FROM quire.log WHERE shard = $1)) >= $4
+    RETURNING 1
 """
 # Drops some rows that are not needed, whoever is the owner.
 DROP: Final = """
@@ -268,8 +271,9 @@ class PostgresJournal(StoredJournal):
     async def _drop(self) -> bool:
         shard, lease = self._lease.shard, self._lease
         try:
-            if not await self._table.fetch(SET_FIRST, shard, lease.fence, self._mark_seq):
-                lease.lose(await why_lost(self._table, lease) or "its row is gone")
+            last_seq = self._next_seq - 1
+            if not await self._table.fetch(SET_FIRST, shard, lease.fence, self._mark_seq, last_seq):
+                lease.lose(await self._why_refused())
                 return False
             self._first_seq = self._mark_seq
             while await self._table.fetch(DROP, shard):
