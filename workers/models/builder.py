@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.experts import ExpertWeights
+from kernels.linear import DenseWeight
+from kernels.weight import Weight
 from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
@@ -60,11 +62,11 @@ class _Parts:
     def empty(self, *shape: int) -> torch.Tensor:
         return huge_pages.empty(shape, self._dtype, self._device)
 
-    def of_vocabulary(self) -> torch.Tensor:
+    def of_vocabulary(self) -> Weight:
         """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
         matrix = self.empty(self._shard.vocabulary_rows, self._config.hidden_size)
         matrix[len(self._shard.vocabulary) :].zero_()
-        return matrix
+        return DenseWeight(matrix)
 
     def _into(
         self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range], *, bias: bool
@@ -152,7 +154,7 @@ class _Parts:
             self._config,
             part,
             index,
-            router=self.empty(experts.count, width),
+            router=DenseWeight(self.empty(experts.count, width)),
             gate_up=self._expert_weights(experts.count, 2 * len(part), width),
             down=self._expert_weights(experts.count, width, len(part)),
         )

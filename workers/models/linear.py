@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear import Weight, linear, pack_weight
+from kernels.linear import DenseWeight, linear
 from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
-from kernels.packed_weight import PackedWeight
+from kernels.weight import Weight
 from workers.models.shard import Slice
 
 Allocate = Callable[..., torch.Tensor]
@@ -80,14 +80,13 @@ class Linear:
         self.taken = taken
         self.parts = {name: part.num_rows for name, part in taken.items()}
         outputs = sum(self.parts.values())
-        self.weight: Weight = empty(outputs, inputs)
+        self.weight: Weight = DenseWeight(empty(outputs, inputs))
         self.bias = empty(outputs) if bias else None
         self.lora: Table | None = None
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by its name, which begins with `prefix`."""
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            assert not isinstance(tensor, PackedWeight), "targets are of plain weights"
+        for kind, tensor in (("weight", self.weight.plain), ("bias", self.bias)):
             if tensor is not None:
                 parts = torch.split(tensor, list(self.parts.values()))
                 for (name, taken), part in zip(self.taken.items(), parts, strict=True):
@@ -100,7 +99,7 @@ class Linear:
 
     def pack(self) -> None:
         """Pack the filled weight in place. The targets must not be used afterwards."""
-        self.weight = pack_weight(self.weight, in_place=True)
+        self.weight = self.weight.packed()
 
     def lora_slot_bytes(self, max_rank: int) -> int:
         """The memory of a slot on a GPU, for the part of the projection that this rank has."""

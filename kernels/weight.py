@@ -1,0 +1,64 @@
+"""What a projection multiplies by: a matrix, whatever its layout in memory.
+
+Each layout is a class: `kernels.linear.DenseWeight`, and those that compiled kernels of the CPU read.
+
+Dimension letters: T rows; I inputs; O outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class Weight(ABC):
+    """A matrix [O, I].
+
+    Attributes:
+        shape: [O, I].
+        dtype: That of the rows that it is multiplied by, and of the results.
+        data: Its memory. What moves it replaces this tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    data: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        return self.data.nbytes
+
+    @property
+    def address(self) -> int | None:
+        """That of what the compiled kernels of the CPU read; None: they cannot read it."""
+        return self.data.data_ptr()
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The matrix as it is in memory: [O, I]. Raises TypeError if it has another layout."""
+        raise TypeError(f"a {type(self).__name__} is not plain")
+
+    @abstractmethod
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
+    ) -> torch.Tensor:
+        """See `kernels.linear.linear`, which checks the arguments. `x` has rows."""
+
+    @abstractmethod
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix, a new tensor: [n] -> [n, I]. The indices must be from 0 to O - 1."""
+
+    @abstractmethod
+    def dense(self) -> torch.Tensor:
+        """The matrix [O, I] in `dtype`; a new tensor, unless it is plain."""
+
+    def packed(self) -> Weight:
+        """The same weight as the kernels of its device read it. It may take over the memory of this one."""
+        return self
