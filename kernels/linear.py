@@ -46,6 +46,10 @@ class DenseWeight(Weight):
             return cuda.linear(x, self.data, bias)
         return functional.linear(x, self.data, bias)
 
+    def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """See `Weight`."""
+        return self.data[first : first + len(rows)].copy_(rows, non_blocking=True)
+
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See `Weight`."""
         return functional.embedding(indices, self.data)

@@ -51,9 +51,6 @@ class PackedWeight(Weight):
                 weight = functional.pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
             self.data = _in_blocks(weight)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def multiply(
         self,
         x: torch.Tensor,

@@ -19,11 +19,16 @@ class Weight(ABC):
         shape: [O, I].
         dtype: That of the rows that it is multiplied by, and of the results.
         data: Its memory. What moves it replaces this tensor.
+        bits: Those of a value, if it is quantised; 0: it has the dtype.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     data: torch.Tensor
+    bits = 0
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +55,17 @@ class Weight(ABC):
         self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
     ) -> torch.Tensor:
         """See `kernels.linear.linear`, which checks the arguments. `x` has rows."""
+
+    def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - of those below
+        """Fill it: replace the rows from `first` on. To a GPU, from pinned memory, a copy is only queued.
+
+        Returns:
+            What was written, or the scales of it, in any shape: finite if the rows are, and fit into it.
+
+        Raises:
+            TypeError: It is not to be filled any more.
+        """
+        raise TypeError(f"a {type(self).__name__} is not filled")
 
     @abstractmethod
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

@@ -170,9 +170,9 @@ class LateCopies:
         self.events = self.checks = self.waits = 0
         fill, check = LoadTarget.fill, checkpoint.check_finite
 
-        def late(target: LoadTarget, part: torch.Tensor, first: int = 0) -> torch.Tensor:
+        def late(target: LoadTarget, part: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
             self.queued.append(lambda: fill(target, part, first))
-            return target.tensor
+            return []
 
         def checked(tensor: torch.Tensor, where: str) -> None:
             self.checks += 1

@@ -101,15 +101,15 @@ class Decoder:
 
         The targets cover every element of every parameter once. Writing to a target changes the model.
         """
-        found = {"model.embed_tokens.weight": self._of_vocabulary(self.embedding.plain)}
+        found = {"model.embed_tokens.weight": self._of_vocabulary(self.embedding)}
         found.update(self._final_norm.targets("model."))
         if not self.config.tie_word_embeddings:
-            found["lm_head.weight"] = self._of_vocabulary(self.lm_head.plain)
+            found["lm_head.weight"] = self._of_vocabulary(self.lm_head)
         for index, sublayer in enumerate(self._sublayers()):
             found.update(sublayer.targets(f"model.layers.{index // 2}."))
         return found
 
-    def _of_vocabulary(self, matrix: torch.Tensor) -> LoadTarget:
+    def _of_vocabulary(self, matrix: Weight) -> LoadTarget:
         shape, rows = (self.config.vocab_size, self.config.hidden_size), self._shard.vocabulary
         return LoadTarget(matrix, shape, taken=Slice(shape, (rows,), range(shape[1])))
 

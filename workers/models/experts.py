@@ -11,7 +11,7 @@ import torch
 
 from kernels.cpu.experts import PackedWeights
 from kernels.experts import ExpertWeights, experts, pack_experts, route
-from kernels.linear import linear
+from kernels.linear import DenseWeight, linear
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext
@@ -57,7 +57,7 @@ class Experts:
         """The target of each tensor of a checkpoint, by name."""
         assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
         whole = Slice.whole(*self.router.shape)
-        yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router.plain, whole.shape, taken=whole)
+        yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, whole.shape, taken=whole)
         size, width = self._config.intermediate_size, self.router.shape[1]
         rows = Slice((size, width), (self._part,), range(width))
         columns = Slice((width, size), (range(width),), self._part)
@@ -67,7 +67,10 @@ class Experts:
             for name, part, taken in zip(
                 (names.gate, names.up, names.down), parts, (rows, rows, columns), strict=True
             ):
-                yield f"{prefix}{name.format(index)}.weight", LoadTarget(part, taken.shape, taken=taken)
+                yield (
+                    f"{prefix}{name.format(index)}.weight",
+                    LoadTarget(DenseWeight(part), taken.shape, taken=taken),
+                )
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """None: experts take no adapters."""
