@@ -67,13 +67,35 @@ class GroupedWeight(Weight):
         self.scales = scales.view(torch.float16).view(blocks, -1, _BLOCK_OUTPUTS)[:, :groups]
         self.values = values.view(blocks, groups, bits, _BLOCK_OUTPUTS, 4)
 
+    @property
+    def address(self) -> int | None:
+        """See `Weight`."""
+        return self.data.data_ptr() if can_multiply(self.dtype) else None
+
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
         """See `Weight`: quantises rows [n, I]. Returns their scales, which are finite if the rows are."""
-        scales, values = quantise(rows, self.bits)
+        if first < 0 or first + len(rows) > len(self) or rows.shape[1] != self.shape[1]:
+            raise ValueError(f"rows: {[*rows.shape]} from {first} on do not fit into {[*self.shape]}")
         index = torch.arange(first, first + len(rows))
         block, output = index // _BLOCK_OUTPUTS, index % _BLOCK_OUTPUTS
+        rows = rows if rows.dtype in SUFFIXES else rows.float()
+        if can_multiply(rows.dtype) and rows.stride(1) == 1:
+            scales = self._quantise(first, rows).half()
+        else:
+            scales, values = quantise(rows, self.bits)
+            self.values[block, :, :, output] = values.view(*values.shape[:2], self.bits, 4)
         self.scales[block, :, output] = scales
-        self.values[block, :, :, output] = values.view(*values.shape[:2], self.bits, 4)
+        return scales
+
+    def _quantise(self, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """Write the values of rows as `quantise` makes them. Returns the scales [n, G] in float32."""
+        scales = torch.empty(len(rows), self.scales.shape[1])
+        run = library.function(
+            f"quire_quantise_{SUFFIXES[rows.dtype]}", (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)
+        )
+        (count, inputs), threads = rows.shape, torch.get_num_threads()
+        addresses = self.data.data_ptr(), scales.data_ptr(), rows.data_ptr()
+        run(*addresses, rows.stride(0), first, count, inputs, self.bits, threads)
         return scales
 
     def multiply(
@@ -122,10 +144,7 @@ class GroupedWeight(Weight):
         return self._of(index // _BLOCK_OUTPUTS, index % _BLOCK_OUTPUTS)
 
     def _of(self, block: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        values = self.values[block, :, :, output].flatten(2)  # [n, G, bits * 4]
-        if self.bits == 4:
-            values = torch.cat([values & _MOST_HALF, values >> 4], dim=2) - 8
-        return self.scales[block, :, output], values.view(torch.int8)
+        return self.scales[block, :, output], unpacked(self.values[block, :, :, output].flatten(2))
 
 
 def quantise(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +158,9 @@ def quantise(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
         scale = groups.abs().amax(2) / 127
         scaled = groups * _inverse(scale)
         # Halves are rounded away from zero.
-        values = (scaled.abs() + 0.5).floor_().copysign_(scaled).to(torch.int8).view(torch.uint8)
+        whole = scaled.trunc()
+        whole += ((scaled - whole).abs() >= 0.5) * scaled.sign()
+        values = whole.to(torch.int8).view(torch.uint8)
     else:
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[:, :, 0]
         scale = largest / -8
@@ -147,6 +168,13 @@ def quantise(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
         first, last = halves.chunk(2, dim=2)
         values = first | last << 4
     return scale.half(), values
+
+
+def unpacked(values: torch.Tensor) -> torch.Tensor:
+    """The values of groups, as the formats store them: [n, G, bits * 4] bytes -> [n, G, 32] signed bytes."""
+    if values.shape[2] < GROUP_INPUTS:
+        values = torch.cat([values & _MOST_HALF, values >> 4], dim=2) - 8
+    return values.view(torch.int8)
 
 
 def _in_groups(rows: torch.Tensor) -> torch.Tensor:

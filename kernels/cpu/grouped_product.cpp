@@ -24,7 +24,6 @@ constexpr int kTileRows = 4;
 typedef int32_t Whole __attribute__((vector_size(4 * QUIRE_SUMS)));
 typedef float Real __attribute__((vector_size(4 * QUIRE_SUMS)));
 constexpr int kSums = QUIRE_SUMS, kVectors = kBlockOutputs / kSums;
-constexpr int64_t kStepBytes = kBlockOutputs * 4;  // of four inputs of a block, or of eight halves
 // What a row's values are below is lost: its inverse would overflow.
 constexpr float kLeast = 1e-30f;
 // A weight is read so far ahead.
@@ -153,7 +152,7 @@ inline Real scales_of(const uint8_t* from) {
 template <int kBits, int kRows>
 inline void multiply_block(float (*results)[kBlockOutputs], const uint8_t* block, int64_t groups, const RowGroup* const* rows) {
   constexpr int64_t kGroupBytes = kSteps<kBits> * kStepBytes, kScaleBytes = 2 * kBlockOutputs;
-  const uint8_t* weight = block + (groups + 1) / 2 * 2 * kScaleBytes;
+  const uint8_t* weight = block + scale_bytes(groups);
   Real sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
@@ -214,9 +213,8 @@ void round_group(RowGroup& to, const T* from, int64_t count) {
 template <typename T, int kBits>
 void multiply(const LinearArguments& a, const RowGroup* rounded, int64_t first_row, int64_t count, const Worker& worker) {
   const int64_t groups = groups_of(a.inputs), blocks = blocks_of(a.outputs), tiles = (count + kTileRows - 1) / kTileRows;
-  const int64_t block_bytes = (groups + 1) / 2 * 2 * 2 * kBlockOutputs + groups * kSteps<kBits> * kStepBytes;
   for (int64_t block = worker.begin_of(blocks); block < worker.end_of(blocks); block++) {
-    const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + block * block_bytes;
+    const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + block * block_bytes(groups, kBits);
     const int64_t output = block * kBlockOutputs;
     const int lanes = static_cast<int>(std::min(kBlockOutputs, a.outputs - output));
     Floats bias{};

@@ -23,6 +23,12 @@ constexpr int64_t kRoundedRows = 128;
 
 constexpr int64_t groups_of(int64_t inputs) { return (inputs + kGroupInputs - 1) / kGroupInputs; }
 
+constexpr int64_t kStepBytes = kBlockOutputs * 4;  // of four inputs of a block, or of eight halves
+
+// The bytes of a block before its values, and all of them.
+constexpr int64_t scale_bytes(int64_t groups) { return (groups + 1) / 2 * 2 * kBlockOutputs * 2; }
+constexpr int64_t block_bytes(int64_t groups, int64_t bits) { return scale_bytes(groups) + groups * bits * kStepBytes; }
+
 // 32 inputs of a row: values * scale.
 struct RowGroup {
   float scale;

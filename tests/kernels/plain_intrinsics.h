@@ -100,7 +100,7 @@ inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 inline __m512i _mm512_slli_epi32(__m512i words, unsigned count) { return (__m512i)((quire::plain::Words)words << count); }
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { return quire::plain::fused(a, b, c); }
 
-inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+__attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
   const auto left = (quire::plain::UnsignedBytes)a;
   const auto right = (quire::plain::Bytes)b;
   auto found = (quire::plain::Ints)sums;

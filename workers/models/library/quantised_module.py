@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kernels.grouped_weight import FORMATS, GroupedWeight, round_rows
+from kernels.grouped_weight import FORMATS, quantise, round_rows, unpacked
 
 
 @torch.inference_mode()
@@ -25,12 +25,8 @@ def quantise_module(module: nn.Module, format_name: str) -> None:
 
 
 def _dequantised(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    outputs, inputs = weight.shape
-    quantised = GroupedWeight(
-        outputs, inputs, weight.dtype, bits, lambda size: torch.empty(size, dtype=torch.uint8)
-    )
-    quantised.write(0, weight)
-    return quantised.dense()
+    scales, values = quantise(weight, bits)
+    return (scales.float()[:, :, None] * unpacked(values)).flatten(1)[:, : weight.shape[1]]
 
 
 def _round(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
