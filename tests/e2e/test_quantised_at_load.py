@@ -43,6 +43,8 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
         assert f"{format_name} weights" in capabilities.executor.products or "torch" in (
             capabilities.executor.products
         )
+        info = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model
+        assert (info.quantization, info.dtype) == (format_name, "bfloat16")
         answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=30)
         handle, chosen = answer.kv_cache, [answer.output.token_id]
         while len(chosen) < COUNT:

@@ -369,7 +369,7 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
             kv.device,
             model.dtype,
             batch_invariant=engine.batch_invariant,
-            quantization=model.quantization,
+            quantization=model.quantization or None,
         ),
         device=str(kv.device),
         # Models that run one sequence at a time, in the library's code, are those that take no trees.

@@ -179,7 +179,7 @@ def load_planned(
         moe_layers=sum(layer.sparse for layer in config.layers),
         num_experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
-        quantization=plan.quantization,
+        quantization=plan.quantization or "",
     )
 
 
