@@ -26,8 +26,6 @@ typedef float Real __attribute__((vector_size(4 * QUIRE_SUMS)));
 constexpr int kSums = QUIRE_SUMS, kVectors = kBlockOutputs / kSums;
 // What a row's values are below is lost: its inverse would overflow.
 constexpr float kLeast = 1e-30f;
-// A weight is read so far ahead.
-constexpr int64_t kAhead = 2 << 10;
 
 template <int kBits>
 constexpr int kSteps = kBits;  // of kStepBytes in a group
@@ -148,42 +146,59 @@ inline Real scales_of(const uint8_t* from) {
 #endif
 }
 
-// The results of kRows rows and a block.
-template <int kBits, int kRows>
-inline void multiply_block(float (*results)[kBlockOutputs], const uint8_t* block, int64_t groups, const RowGroup* const* rows) {
+// The blocks beside each other that few rows pass at a time: memory is faster at several places at once.
+constexpr int64_t kMostBeside = 4;
+constexpr int beside(int64_t rows) { return rows * kVectors <= 2 ? 4 : rows * kVectors <= 4 ? 2 : 1; }
+
+typedef float Results[kTileRows][kBlockOutputs];  // of a block
+
+// The results of kRows rows and kBlocks blocks.
+template <int kBits, int kRows, int kBlocks>
+inline void multiply_blocks(Results* results, const uint8_t* block, int64_t groups, const RowGroup* const* rows) {
   constexpr int64_t kGroupBytes = kSteps<kBits> * kStepBytes, kScaleBytes = 2 * kBlockOutputs;
-  const uint8_t* weight = block + scale_bytes(groups);
-  Real sums[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++)
+  const int64_t whole = block_bytes(groups, kBits), before = scale_bytes(groups);
+  Real sums[kBlocks][kRows][kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) sums[r][v] = Real{};
-  for (int64_t group = 0; group < groups; group++, weight += kGroupBytes) {
+  for (int b = 0; b < kBlocks; b++)
 #pragma GCC unroll 8
-    for (int line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
+    for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) {
-      Whole found[kRows];
-      sum_group<kBits, kRows>(found, weight + v * kSums * 4, rows, group);
-      const Real scales = scales_of(block + group * kScaleBytes + v * kSums * 2);
+      for (int v = 0; v < kVectors; v++) sums[b][r][v] = Real{};
+  for (int64_t group = 0; group < groups; group++) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; b++) {
+      const uint8_t* scale = block + b * whole + group * kScaleBytes;
+      const uint8_t* weight = block + b * whole + before + group * kGroupBytes;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        Whole found[kRows];
+        sum_group<kBits, kRows>(found, weight + v * kSums * 4, rows, group);
+        const Real scales = scales_of(scale + v * kSums * 2);
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        const Real scale = scales * rows[r][group].scale;
-        sums[r][v] = add_product(scale, __builtin_convertvector(found[r], Real), sums[r][v]);
+        for (int r = 0; r < kRows; r++) {
+          const Real both = scales * rows[r][group].scale;
+          sums[b][r][v] = add_product(both, __builtin_convertvector(found[r], Real), sums[b][r][v]);
+        }
       }
     }
   }
+#pragma GCC unroll 4
+  for (int b = 0; b < kBlocks; b++)
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) std::memcpy(results[r], sums[r], sizeof(sums[r]));
+    for (int r = 0; r < kRows; r++) std::memcpy(results[b][r], sums[b][r], sizeof(sums[b][r]));
 }
 
-// For up to a tile of rows.
+// For up to a tile of rows, and `blocks` blocks.
 template <int kBits, int kRows = kTileRows>
-void multiply_tile(float (*results)[kBlockOutputs], const uint8_t* block, int64_t groups, const RowGroup* const* rows,
+void multiply_tile(Results* results, const uint8_t* block, int64_t blocks, int64_t groups, const RowGroup* const* rows,
                    int64_t count) {
   if constexpr (kRows > 1)
-    if (count < kRows) return multiply_tile<kBits, kRows - 1>(results, block, groups, rows, count);
-  multiply_block<kBits, kRows>(results, block, groups, rows);
+    if (count < kRows) return multiply_tile<kBits, kRows - 1>(results, block, blocks, groups, rows, count);
+  constexpr int kWidth = beside(kRows);
+  const int64_t whole = block_bytes(groups, kBits);
+  int64_t b = 0;
+  for (; b + kWidth <= blocks; b += kWidth) multiply_blocks<kBits, kRows, kWidth>(results + b, block + b * whole, groups, rows);
+  for (; b < blocks; b++) multiply_blocks<kBits, kRows, 1>(results + b, block + b * whole, groups, rows);
 }
 
 // Values are rounded to the nearest, to even ones if two are as near. A group with what is not finite becomes NaN.
@@ -213,22 +228,24 @@ void round_group(RowGroup& to, const T* from, int64_t count) {
 template <typename T, int kBits>
 void multiply(const LinearArguments& a, const RowGroup* rounded, int64_t first_row, int64_t count, const Worker& worker) {
   const int64_t groups = groups_of(a.inputs), blocks = blocks_of(a.outputs), tiles = (count + kTileRows - 1) / kTileRows;
-  for (int64_t block = worker.begin_of(blocks); block < worker.end_of(blocks); block++) {
+  const int64_t width = tiles == 1 ? kMostBeside : 1, end = worker.end_of(blocks);
+  for (int64_t block = worker.begin_of(blocks); block < end; block += width) {
     const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + block * block_bytes(groups, kBits);
-    const int64_t output = block * kBlockOutputs;
-    const int lanes = static_cast<int>(std::min(kBlockOutputs, a.outputs - output));
-    Floats bias{};
-    if (a.bias != nullptr) bias = load_lanes(static_cast<const T*>(a.bias) + output, lanes);
+    const int64_t taken = std::min(width, end - block);
     for (int64_t tile = 0; tile < tiles; tile++) {
       const int64_t begin = count * tile / tiles, size = count * (tile + 1) / tiles - begin;
       const RowGroup* rows[kTileRows];
       for (int64_t r = 0; r < size; r++) rows[r] = rounded + (begin + r) * groups;
-      alignas(64) float results[kTileRows][kBlockOutputs];
-      multiply_tile<kBits>(results, weight, groups, rows, size);
+      alignas(64) Results results[kMostBeside];
+      multiply_tile<kBits>(results, weight, taken, groups, rows, size);
       for (int64_t r = 0; r < size; r++) {
-        Floats sum = load<Floats>(results[r]);
-        if (a.bias != nullptr) sum += bias;
-        store_lanes(static_cast<T*>(a.out) + (first_row + begin + r) * a.outputs + output, sum, lanes);
+        const int64_t output = block * kBlockOutputs;
+        T* out = static_cast<T*>(a.out) + (first_row + begin + r) * a.outputs + output;
+        for_lanes(std::min(taken * kBlockOutputs, a.outputs - output), [&](int64_t i, int lanes) {
+          Floats sum = load<Floats>(results[i / kBlockOutputs][r]);
+          if (a.bias != nullptr) sum += load_lanes(static_cast<const T*>(a.bias) + output + i, lanes);
+          store_lanes(out + i, sum, lanes);
+        });
       }
     }
   }

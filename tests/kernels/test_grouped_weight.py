@@ -157,7 +157,14 @@ def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(bits: int) ->
 _SOURCES = ("linear.cpp", "grouped_product.cpp", "packed_product.cpp", "amx_product.cpp", "threads.cpp")
 
 
-@pytest.mark.parametrize("name", [each.name for each in library.X86_SETS])
+# Each is compiled for its test. Products of this CPU's set, which always run, are compared with torch too.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each.name, marks=() if each.name == "avx2" else pytest.mark.thorough)
+        for each in library.X86_SETS
+    ],
+)
 def test_bits_are_the_same_on_each_instruction_set(name: str) -> None:
     """On those that this CPU has, and emulated on the others; torch is the measure for all of them."""
     need_compiled()
