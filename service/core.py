@@ -134,7 +134,7 @@ class Core:
 
         Answers that are not read yet have one limit.
         """
-        self.state.answers = first.state.answers
+        self.state.budgets = first.state.budgets
         self.versions.starts = first.versions.starts
         self.caches.parts.context.counts = first.caches.parts.context.counts
         self.versions.subscribe(first.versions.changed)

@@ -46,7 +46,7 @@ def adapter_digest(salt: bytes) -> str:
     return "" if found is None else found[1].decode()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Tenant:
     """One tenant. There is one object for each, compared by `is`."""
 

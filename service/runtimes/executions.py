@@ -15,20 +15,16 @@ from quire.v1 import runner_pb2
 
 from service.api import validation
 from service.api.append_codec import PRIORITIES
-from service.api.budget import AnswerBudget
 from service.api.server_state import ServerState
 from service.caches.tenants import Tenant
-from service.errors import Draining, ExecutionLost, InvalidArgument, TooManyExecutions, reused_request_id
+from service.errors import Draining, ExecutionLost, InvalidArgument, reused_request_id
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution, State
 from service.runtimes.items import check_cost, check_ids, num_samples
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router
-from service.turns import share_of
 
 _POLICIES = frozenset(runner_pb2.RoutingPolicy.values())
-# The retry delay for a client that is refused because there are too many.
-_RETRY_S = 1.0
 _Key: TypeAlias = tuple[Tenant | None, str]
 
 
@@ -44,9 +40,8 @@ class Executions:
         # All that are not closed, by state, with their tenants. Those that entered it first come first.
         self._open: dict[State, dict[Execution, Tenant | None]]
         self._open = {State.RUNNING: {}, State.FINISHED_UNREAD: {}}
-        # For all kept executions: their unread chunks, and chunks kept after reading.
-        half_bytes = state.config.max_unread_bytes // 2
-        self._unread, self._read = AnswerBudget(half_bytes), ReplayBudget(half_bytes)
+        # For chunks of all kept executions that stay after they were read.
+        self._read = ReplayBudget(state.config.max_unread_bytes // 2)
         # Executions that can be resumed, with the digest of their request.
         self._kept: dict[_Key, tuple[bytes, Execution]] = {}
         self._draining = False
@@ -106,19 +101,6 @@ class Executions:
         for execution in [execution for group in self._open.values() for execution in group]:
             execution.end()
 
-    def _check_number(self, tenant: Tenant | None) -> None:
-        """Raises TooManyExecutions if a tenant may not start another one, nor read one that has finished.
-
-        Where callers have tokens, no tenant gets more than half of what others leave.
-        """
-        most, running = self._state.config.max_executions, self._open[State.RUNNING]
-        if len(running) >= most:
-            raise TooManyExecutions(most, _RETRY_S)
-        own = list(running.values()).count(tenant)
-        share = share_of(most, tenant, len(running) - own)
-        if tenant is not None and own >= share:
-            raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
-
     def _cancel_an_unread_one(self, ended: Tenant | None) -> None:
         """If too many are finished unread: the oldest one of the tenant with the most.
 
@@ -156,7 +138,7 @@ class Executions:
             raise reused_request_id()
         if execution.state is State.FINISHED_UNREAD:
             # It is about to be read, and then takes a place like one that runs.
-            self._check_number(tenant)
+            self._state.budgets.of(tenant).executions.require()
         execution.started.resumed = True
         return execution
 
@@ -165,7 +147,8 @@ class Executions:
     ) -> Execution:
         if self._draining:
             raise Draining
-        self._check_number(tenant)
+        budgets = self._state.budgets.of(tenant)
+        budgets.executions.require()
         keep_s = 0.0
         if request.HasField("keep"):
             keep_s = min(validation.lease_seconds(request.keep), self._state.config.max_lease_s)
@@ -180,7 +163,7 @@ class Executions:
             samples,
             keep_s,
             lambda changed: self._on_state(key, changed),
-            self._unread if keep_s else self._state.answers,
+            budgets.chunks if keep_s else budgets.answers,
             self._read,
             tenant,
         )
@@ -225,10 +208,16 @@ class Executions:
 
     def _on_state(self, key: _Key, execution: Execution) -> None:
         tenant, _ = key
-        for group in self._open.values():
-            group.pop(execution, None)
+        executions = self._state.budgets.of(tenant).executions
+        for state, group in self._open.items():
+            if execution in group:
+                del group[execution]
+                if state is State.RUNNING:
+                    executions.give_back()
         if execution.state is not State.CLOSED:
             self._open[execution.state][execution] = tenant
+            if execution.state is State.RUNNING:
+                executions.take()
             if execution.state is State.FINISHED_UNREAD:
                 self._cancel_an_unread_one(tenant)
             return

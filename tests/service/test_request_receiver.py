@@ -20,6 +20,7 @@ from service.api.grpc_services import add_reflection
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import TICK_S, RequestReceiver, SlowRequests
 from service.auth.authenticator import _current_tenant
+from service.budgets import Budgets
 from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import ArrivingFull, MessageTimeout, SessionLimit
@@ -71,6 +72,10 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[RequestReceiver, grpc.
     async with channel_to(servicer, CallInterceptor(state), *others) as channel:
         yield state.receiver, channel
     running.cancel()
+
+
+def receiver_of(config: Config) -> RequestReceiver:
+    return RequestReceiver(config, Budgets.of_server(config))
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -231,7 +236,7 @@ def test_a_pause_of_the_gateway_ends_no_call() -> None:
 
 
 async def test_a_tenant_has_half_of_the_sessions_that_others_leave() -> None:
-    receiver, contexts = RequestReceiver(Config(max_sessions=4)), list[SimpleNamespace]()
+    receiver, contexts = receiver_of(Config(max_sessions=4)), list[SimpleNamespace]()
 
     async def opened(tenant: Tenant | None) -> Any:
         async def ask() -> Any:

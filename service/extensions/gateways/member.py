@@ -45,7 +45,7 @@ class Member(Extension):
         """Gateways know each other from here on."""
         membership = self._membership
         self.shards = Forwarding(
-            self._config, home.shard, membership.addresses, membership.peers, state.answers
+            self._config, home.shard, membership.addresses, membership.peers, state.budgets
         )
         self.operator_calls = OperatorCallsOfAll(self.shards, home.operator_calls)
         return self

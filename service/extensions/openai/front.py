@@ -53,7 +53,7 @@ class OpenAiFront(Extension):
         self._state = parts.state
         config = parts.state.config
         self._models = Models(parts.router, parts.state)
-        self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, config.max_arriving_bytes)
+        self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
         routes = self._routes(parts.executions, parts.text, parts.api.Forward)
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
         for wrap in reversed(parts.http):
