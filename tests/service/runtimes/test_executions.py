@@ -12,6 +12,7 @@ import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 
+from service.caches.keyed_answers import KeyedAnswers
 from service.caches.tenants import Quota, Tenant
 from service.config import Config
 from service.errors import ExecutionLost, NoWorker, QuotaExceeded, TooManyExecutions
@@ -41,14 +42,22 @@ class Slow(FakeRuntime):
         await super().execute(batch, sink)
 
 
-def executions(
-    *runtimes: FakeRuntime, has_worker: bool = True, batch_invariant: bool = True, **settings: Any
+def executions(*runtimes: FakeRuntime, **settings: Any) -> Executions:
+    return executions_with(KeyedAnswers(), *runtimes, **settings)
+
+
+def executions_with(
+    keyed: KeyedAnswers,
+    *runtimes: FakeRuntime,
+    has_worker: bool = True,
+    batch_invariant: bool = True,
+    **settings: Any,
 ) -> Executions:
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000, batch_invariant=batch_invariant)
     ready = worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None
     state = state_of(Config(**settings), ready)
-    return Executions(Router(cast(Any, runtimes)), state)
+    return Executions(Router(cast(Any, runtimes)), state, keyed)
 
 
 def request(request_id: str = "", *, at: int = 0, **fields: Any) -> runner_pb2.ExecuteRequest:

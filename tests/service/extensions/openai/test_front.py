@@ -27,6 +27,7 @@ from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
+from service.caches.keyed_answers import KeyedAnswers
 from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
@@ -118,7 +119,7 @@ async def serving(
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
-            executions=Executions(router, state),
+            executions=Executions(router, state, KeyedAnswers()),
             router=router,
             adapters=Adapters(1),
             shards=list,
