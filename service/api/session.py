@@ -408,7 +408,7 @@ class Session:
 
         # All that is written is serialized by its own method.
         writing = self._context.write(message)  # type: ignore[arg-type]
-        await write_in_time(writing, self._config.session_stall_s, give_up)
+        await write_in_time(writing, self._config.message_timeout_s, give_up)
         self._adjust_held_bytes(-written_bytes, is_large=is_large)
 
     def _abandon(self) -> None:
@@ -416,7 +416,7 @@ class Session:
         self._reader.cancel()
         self._undo_open_calls()
         self._results.clear()
-        _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
+        _log.info("a session's client does not read its answers", stall_s=self._config.message_timeout_s)
 
     def _next_message(self) -> tuple[executor_pb2.SessionResponse | _Encoded, int, int]:
         """The next message, its size, and the size of its large results."""

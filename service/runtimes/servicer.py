@@ -62,7 +62,7 @@ class RunnerApi:
                     sent.CopyFrom(execution.started)
                     response.started.CopyFrom(sent)
                 # A reader that does not take it in time is detached.
-                stall_s = self.state.config.session_stall_s
+                stall_s = self.state.config.message_timeout_s
                 await write_in_time(context.write(response), stall_s, lambda: execution.detach(reader))
                 if not (chunks := await execution.read(reader)):
                     break

@@ -74,7 +74,7 @@ def test_a_small_answer_waits_for_the_small_ones_of_others() -> None:
 
 
 def test_callers_without_a_tenant_have_all_of_it() -> None:
-    budgets = Budgets.of_server(Config(max_sessions=100))
+    budgets = Budgets.of_server(Config(max_connections=400))
     budgets.of(None).streams.take(100)
     assert budgets.streams.used == 100
 
@@ -154,10 +154,10 @@ def test_a_tenants_shares_are_one_object_as_long_as_the_tenant_is_known() -> Non
     [
         ("answers", {"max_unread_bytes": 10_000}, AnswersFull),
         ("chunks", {"max_unread_bytes": 20_000}, AnswersFull),
-        ("executions", {"max_executions": 10}, TooManyExecutions),
-        ("streams", {"max_sessions": 10}, SessionLimit),
-        ("http", {"max_sessions": 10}, SessionLimit),
-        ("bodies", {"max_arriving_bytes": 10_000}, ArrivingFull),
+        ("executions", {"max_queued_operations": 10}, TooManyExecutions),
+        ("streams", {"max_connections": 40}, SessionLimit),
+        ("http", {"max_connections": 40}, SessionLimit),
+        ("bodies", {"max_unread_bytes": 20_000}, ArrivingFull),
     ],
 )
 def test_each_budget_is_what_a_setting_says(

@@ -125,7 +125,7 @@ def stalled_readers_calls_are_not_undone(patch: pytest.MonkeyPatch) -> None:
 
 
 def stalled_readers_are_not_cut_off(patch: pytest.MonkeyPatch) -> None:
-    _configured(patch, session_stall_s=1e9)
+    _configured(patch, message_timeout_s=1e9)
 
 
 @begins_at(21)

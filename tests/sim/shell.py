@@ -71,7 +71,7 @@ class ShellSimulation:
             pool_listen="localhost:1" if leases else "",
             workers=rng.choice((1, 1, 2)),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            session_stall_s=STALL_S,
+            message_timeout_s=STALL_S,
             worker_start_timeout_s=START_TIMEOUT_S,
             max_session_calls=rng.choice((1, 4, 16)),
             max_response_bytes=rng.choice((2048, 8192, 1 << 20)),

@@ -36,7 +36,7 @@ def _limits(config: Config) -> HttpLimits:
         max_connections=config.max_connections,
         max_head_bytes=_MAX_HEAD_BYTES,
         idle_s=config.message_timeout_s,
-        unread_s=config.session_stall_s,
+        unread_s=config.message_timeout_s,
     )
 
 

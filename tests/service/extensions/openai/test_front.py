@@ -324,7 +324,7 @@ async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> N
         sink.put([chunk(position=200, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
 
     runtime = FakeRuntime(generate)
-    async with serving(runtime, session_stall_s=0.5) as served:
+    async with serving(runtime, message_timeout_s=0.5) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 10)
         writer.write(raw_request(stream=is_stream))
         await reader.readexactly(12)
@@ -343,7 +343,7 @@ async def test_limits_on_requests_and_connections() -> None:
         await generate_yes(batch, sink)
 
     runtime = FakeRuntime(generate)
-    async with serving(runtime, max_sessions=1, max_connections=3) as served, served.client() as client:
+    async with serving(runtime, max_connections=3) as served, served.client() as client:
         first = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
         await until(lambda: runtime.running == 1)
         with pytest.raises(openai.RateLimitError) as caught:
@@ -552,7 +552,7 @@ async def test_a_body_of_too_many_values_is_not_parsed() -> None:
 
 
 def reader_of(max_body_bytes: int, max_bytes: int) -> BodyReader:
-    config = Config(max_arriving_bytes=max_bytes)
+    config = Config(max_unread_bytes=2 * max_bytes)
     budgets = Budgets.of_server(config)
     return BodyReader(RequestReceiver(config, budgets), max_body_bytes, budgets)
 
@@ -565,7 +565,7 @@ async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
         await generate_yes(batch, sink)
 
     runtime = FakeRuntime(generate)
-    async with serving(runtime, max_arriving_bytes=40_000, max_request_bytes=20_000) as served:
+    async with serving(runtime, max_unread_bytes=80_000, max_request_bytes=20_000) as served:
         bodies = served.state.budgets.bodies
         connections = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(4)]
         try:
