@@ -154,7 +154,7 @@ class Executions:
         request_id = request.request_id or secrets.token_hex(16)
         resumed = self._resumed_items(request, keep_s)
         now_s = time.monotonic()
-        preparation = None if tenant is None else tenant.prepare(len(request.items), now_s)
+        preparation = None if tenant is None else tenant.admit_unseen(now_s, len(request.items))
         samples = [(item.item_id, sample) for item in request.items for sample in range(num_samples(item))]
         execution = Execution(
             request_id,
