@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -150,28 +151,21 @@ class Budget:
         return self.used * len(whole._holding) >= whole.most  # noqa: SLF001
 
 
+@dataclass(frozen=True, eq=False)
 class Budgets:
     """The budgets of the server; or a tenant's shares of them, which `of` returns."""
 
-    def __init__(
-        self,
-        *,
-        answers: Budget,
-        chunks: Budget,
-        executions: Budget,
-        streams: Budget,
-        http: Budget,
-        bodies: Budget,
-    ) -> None:
-        # Bytes of the answers of all calls, from before they are computed until they are read.
-        self.answers = answers
-        # Bytes of the chunks of kept executions until they are read.
-        self.chunks = chunks
-        # Executions that run or are read; request streams; and requests over HTTP.
-        self.executions, self.streams, self.http = executions, streams, http
-        # Bytes of the bodies of HTTP requests until these are answered.
-        self.bodies = bodies
-        self._shares: WeakKeyDictionary[Tenant, Budgets] = WeakKeyDictionary()
+    # Bytes of the answers of all calls, from before they are computed until they are read.
+    answers: Budget
+    # Bytes of the chunks of kept executions until they are read.
+    chunks: Budget
+    # Executions that run or are read; request streams; and requests over HTTP.
+    executions: Budget
+    streams: Budget
+    http: Budget
+    # Bytes of the bodies of HTTP requests until these are answered.
+    bodies: Budget
+    _shares: WeakKeyDictionary[Tenant, Budgets] = field(init=False, default_factory=WeakKeyDictionary)
 
     @classmethod
     def of_server(cls, config: Config) -> Budgets:
@@ -191,12 +185,7 @@ class Budgets:
             return self
         shares = self._shares.get(tenant)
         if shares is None:
-            shares = self._shares[tenant] = Budgets(
-                answers=self.answers.share(tenant),
-                chunks=self.chunks.share(tenant),
-                executions=self.executions.share(tenant),
-                streams=self.streams.share(tenant),
-                http=self.http.share(tenant),
-                bodies=self.bodies.share(tenant),
-            )
+            wholes = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+            shares = Budgets(**{name: whole.share(tenant) for name, whole in wholes.items()})
+            self._shares[tenant] = shares
         return shares
