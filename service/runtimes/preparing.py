@@ -113,7 +113,7 @@ class ItemPreparer:
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
-            first_mask = await matcher.in_thread(matcher.allowed)
+            first_mask = await matcher.in_turn(matcher.allowed)
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.
             raise WeightsChanged(can_be_repeated=True)

@@ -12,12 +12,12 @@ import json
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from service.text import task_loop
 from service.text.grammar_vocabulary import LIMITS, NO_FORCING, Vocabulary
 from service.text.json_schema import has_rare_escapes, prepared
 from service.text.schema_patterns import SchemaError, check_backslash
@@ -194,7 +194,8 @@ def _without_excerpts(reason: str) -> str:
     return _EXCERPT.split(reason.replace("<non-verbose/>", " "))[0]
 
 
-if __name__ == "__main__":
+def handler() -> Callable[[bytes], bytes]:
+    """See `task_loop`."""
     # The validator takes some ten calls for each level of a value.
     sys.setrecursionlimit(10_000)
-    sys.exit(task_loop.main(GrammarServer().run))
+    return GrammarServer().run
