@@ -159,11 +159,8 @@ class Matcher:
             self._num_known = 0
             result, bits = await _run(process, self._request())
         self._num_known = len(self._token_ids)
-        # As masks: bit n is token n. Without the token that the library appends for the end of a text. Not
-        # kept: for each of many samples they are as large as its mask.
-        tokens = (1 << min(self._constraints.num_tokens, self._vocab_size)) - 1
-        ends = sum(1 << end_id for end_id in self._end_ids if end_id < self._vocab_size)
-        allowed = int.from_bytes(bits, "little") & tokens & ~ends
+        others, ends = _token_bits(self._constraints.num_tokens, self._end_ids, self._vocab_size)
+        allowed = int.from_bytes(bits, "little") & others
         self.is_complete = not allowed
         if result["may_end"]:
             allowed |= ends
@@ -179,6 +176,17 @@ class Matcher:
         token_ids = self._token_ids[self._num_known :]
         sample = {"sample": self._number, "begin": self._num_known, "token_ids": token_ids}
         return {"method": "mask", **grammar, **sample}
+
+
+@functools.lru_cache(maxsize=16)
+def _token_bits(num_tokens: int, end_ids: frozenset[int], vocab_size: int) -> tuple[int, int]:
+    """Masks of the tokens that do not end a text, and of those that do; bit n is token n.
+
+    Without the token that the library appends for the end of a text. Kept, since each is as large as a mask.
+    """
+    tokens = (1 << min(num_tokens, vocab_size)) - 1
+    ends = sum(1 << end_id for end_id in end_ids if end_id < vocab_size)
+    return tokens & ~ends, ends
 
 
 async def _run(process: TaskProcess, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], bytes]:

@@ -222,6 +222,9 @@ class TaskProcess:
                 end += int.from_bytes(found[:LENGTH_BYTES], "big")
                 if end > max_bytes + LENGTH_BYTES:
                     raise OverflowError
+            if len(found) < end:
+                # What is there already is read without waiting: others run between the parts.
+                await asyncio.sleep(0)
         if len(found) > end:
             # A second message, which nobody has asked for.
             raise OverflowError

@@ -57,6 +57,33 @@ def test_standard_output_is_not_read_as_a_result(process: TaskProcess) -> None:
     assert run(process, b"echo a") == b"a"
 
 
+async def test_a_large_result_does_not_keep_the_event_loop(process: TaskProcess) -> None:
+    """Also where each part of it is there before it is read."""
+    loop = asyncio.get_running_loop()
+    result = b"x" * 1_000_000
+    await process.run(b"echo a")
+    left = len(result).to_bytes(4, "big") + result
+    turns = 0
+
+    async def sock_recv(_socket: socket.socket, size: int) -> bytes:
+        nonlocal left
+        part, left = left[:size], left[size:]
+        return part
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "sock_recv", sock_recv)
+        assert await process.run(b"echo a") == result
+    counting.cancel()
+    assert turns > 10
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
