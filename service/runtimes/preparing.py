@@ -108,7 +108,7 @@ class ItemPreparer:
             )
         prompt = await self._prompt(item, limits)
         stop_ids = await self._stop_ids(item)
-        end_ids = self._end_ids(item) | stop_ids.keys()
+        end_ids = self._end_ids(item).union(stop_ids)
         new_matcher = await self._matcher(item, end_ids)
         first_mask = None
         if new_matcher is not None:
