@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from service.caches.effects import CommandFailed, Event, Reply, Send, Write
+from service.caches.answers import CommandFailed, Event
+from service.caches.effects import Reply, Send, Write
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from service.caches.attempts import Attempts, failure_of
 from service.caches.cache_index import CacheIndex
-from service.caches.context import Context
+from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Change, Operation, OperationKind, Req
 from service.caches.kv_placement import KvPlacement
 from service.caches.ledger import Ledger

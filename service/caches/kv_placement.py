@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from service.caches.context import Context
-from service.caches.effects import ReleaseSequences, TruncateSequence
+from service.caches.effects import Context, ReleaseSequences, TruncateSequence
 from service.caches.entries import CacheEntry, Need, Operation, WorkerView
 
 # A cache that was not used for so long is idle. It is longer than the pause between two steps of a caller.

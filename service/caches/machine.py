@@ -22,9 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from service.caches.answers import Event
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
-from service.caches.effects import Claim, Effects, Event, ReleaseSequences
+from service.caches.effects import Claim, Effects, ReleaseSequences
 from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView, touch
 from service.caches.fork import Forks
 from service.caches.kind import Parts

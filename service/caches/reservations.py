@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.caches.context import Context
+from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Operation, OperationKind, touch
 from service.caches.ledger import CacheState, Ledger
 from service.caches.requests import Append, Priority, Request

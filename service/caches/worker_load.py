@@ -13,7 +13,7 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Protocol
 
 from service.caches.requests import HIGH, Priority
 
@@ -149,21 +149,19 @@ class End(enum.Enum):
     TAKEN_BACK = enum.auto()
 
 
-class Work(NamedTuple):
-    """A forward in the queue of a worker."""
+class Forward(Protocol):
+    """What a load knows of a forward: an operation. It writes the fields after the first two."""
 
-    # Callers take turns.
+    ticket: int
+    # Callers take turns. 0: a caller of its own.
     caller: int
     priority: Priority
     is_long: bool
     # In tokens and rows: its own, and that up to and including it.
     cost: int
     total: int
-    # When it was estimated, and sent.
+    # When it was sent.
     since_s: float
-
-
-NO_WORK = Work(0, Priority.NORMAL, is_long=False, cost=0, total=0, since_s=0.0)
 
 
 class WorkerLoad:
@@ -173,68 +171,21 @@ class WorkerLoad:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
 
-    def estimate(
-        self,
-        caller: int,
-        tokens: int,
-        rows: int,
-        priority: Priority,
-        now_s: float = 0.0,
-        *,
-        enters: bool = False,
-    ) -> Work:
-        """A new forward, with what is ahead of it now. `enters`: it counts until it leaves."""
+    def enter(self, forward: Forward, tokens: int, rows: int, priority: Priority, now_s: float) -> None:
+        """A forward is sent: it counts until it leaves. Estimates what is ahead of it now."""
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
-        ahead = self._queues[is_long]
-        low, normal, high = ahead.cost
-        before = high
-        if priority < HIGH:
-            before += normal if priority else normal + low
-        own = ahead.by_caller.get(caller)
-        callers = len(ahead.by_caller) + (own is None)
-        total, in_turn = cost + before, (cost + (own or 0)) * callers
-        # Without the call that `min` is: this runs for each token.
-        total = min(total, in_turn)
-        if enters:
-            ahead.cost[priority] += cost
-            ahead.by_caller[caller] = cost + (own or 0)
-        # Without the call of a Python function that `Work()` is.
-        return tuple.__new__(Work, (caller, priority, is_long, cost, total, now_s))
+        queue, caller = self._queues[is_long], forward.caller or -forward.ticket
+        forward.total = _total(queue, caller, cost, priority)
+        forward.priority, forward.is_long, forward.cost, forward.since_s = priority, is_long, cost, now_s
+        queue.cost[priority] += cost
+        queue.by_caller[caller] = queue.by_caller.get(caller, 0) + cost
 
-    def expected_s(self, work: Work) -> float:
-        """The estimated time to the answer. 0: unknown, or nothing is ahead."""
-        return self._times(work).expected_s(work.total) if work.total > work.cost else 0.0
-
-    def expected_wait_s(self) -> float:
-        """The estimated wait of a new caller with a prompt of typical length."""
-        return self.expected_s(self.estimate(0, _TYPICAL_PROMPT_TOKENS, 1, Priority.NORMAL))
-
-    @property
-    def token_s(self) -> float:
-        """The measured time of a token in a long forward. 0: none was answered."""
-        return self._queues[True].times[Priority.NORMAL].unit_s
-
-    def compute_s(self, tokens: int, token_s: float) -> float:
-        """The estimated time until so many tokens of a new caller are computed, in an idle worker too.
-
-        token_s: the time of a token if it was not measured yet.
-        """
-        work = self.estimate(0, tokens, 1, Priority.NORMAL)
-        return work.total * (self._times(work).unit_s or token_s)
-
-    def own_s(self, work: Work) -> float:
-        """The least part of `expected_s` that is its own work."""
-        return self._times(work).slope_s * work.cost
-
-    def start_within_s(self, work: Work, left_s: float) -> float:
-        """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
-        return max(left_s - self.own_s(work), 0.0) if work.total > work.cost else left_s
-
-    def leave(self, works: Iterable[Work], now_s: float, end: End) -> None:
+    def leave(self, forwards: Iterable[Forward], now_s: float, end: End) -> None:
         """Forwards that had entered have ended."""
         is_answered = end is End.ANSWERED
-        for caller, priority, is_long, cost, total, since_s in works:
-            queue = self._queues[is_long]
+        for forward in forwards:
+            queue, priority, cost = self._queues[forward.is_long], forward.priority, forward.cost
+            caller = forward.caller or -forward.ticket
             queue.cost[priority] -= cost
             left = queue.by_caller[caller] - cost
             if left:
@@ -246,10 +197,58 @@ class WorkerLoad:
                 if times.now_s != now_s:
                     times.take_in(now_s)
                 times.answers += 1
-                times.ahead += total
-                times.took_s += now_s - since_s
+                times.ahead += forward.total
+                times.took_s += now_s - forward.since_s
             elif end is End.LATE:
-                times.late(total, now_s - since_s)
+                times.late(forward.total, now_s - forward.since_s)
 
-    def _times(self, work: Work) -> _LatencyModel:
-        return self._queues[work.is_long].times[work.priority]
+    def expected_s(self, forward: Forward) -> float:
+        """The estimated time to the answer. 0: unknown, or nothing is ahead."""
+        return self._times(forward).expected_s(forward.total) if forward.total > forward.cost else 0.0
+
+    def own_s(self, forward: Forward) -> float:
+        """The least part of `expected_s` that is its own work."""
+        return self._times(forward).slope_s * forward.cost
+
+    def start_within_s(self, forward: Forward, left_s: float) -> float:
+        """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
+        return max(left_s - self.own_s(forward), 0.0) if forward.total > forward.cost else left_s
+
+    def _times(self, forward: Forward) -> _LatencyModel:
+        return self._queues[forward.is_long].times[forward.priority]
+
+    # Of a new caller.
+
+    def total_for(self, tokens: int) -> int:
+        """The cost up to and including a prompt of a new caller, if it came now."""
+        return _total(self._queues[tokens > _SHORT_TOKENS], 0, tokens + 1, Priority.NORMAL)
+
+    def expected_wait_s(self) -> float:
+        """The estimated wait of a new caller with a prompt of typical length."""
+        total = self.total_for(_TYPICAL_PROMPT_TOKENS)
+        times = self._queues[True].times[Priority.NORMAL]
+        return times.expected_s(total) if total > _TYPICAL_PROMPT_TOKENS + 1 else 0.0
+
+    def compute_s(self, tokens: int, token_s: float) -> float:
+        """The estimated time until so many tokens of a new caller are computed, in an idle worker too.
+
+        token_s: the time of a token if it was not measured yet.
+        """
+        times = self._queues[tokens > _SHORT_TOKENS].times[Priority.NORMAL]
+        return self.total_for(tokens) * (times.unit_s or token_s)
+
+    @property
+    def token_s(self) -> float:
+        """The measured time of a token in a long forward. 0: none was answered."""
+        return self._queues[True].times[Priority.NORMAL].unit_s
+
+
+def _total(queue: _Queue, caller: int, cost: int, priority: Priority) -> int:
+    """The cost of what comes before a forward of a caller in a queue, and its own."""
+    low, normal, high = queue.cost
+    before = high
+    if priority < HIGH:
+        before += normal if priority else normal + low
+    own = queue.by_caller.get(caller)
+    callers = len(queue.by_caller) + (own is None)
+    return min(cost + before, (cost + (own or 0)) * callers)

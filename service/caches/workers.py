@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from service.caches.entries import WorkerView
-from service.caches.requests import Priority
 from service.errors import NoWorker
 
 # The granularity of prefixes. Coarser than most pages would lose hits; finer would find no more.
@@ -131,7 +130,6 @@ class Workers:
 
         def cost(worker: WorkerView) -> tuple[int, int, int]:
             missing = max(len(token_ids) - held[worker], 1)
-            work = worker.load.estimate(0, missing, 1, Priority.NORMAL)
-            return work.total, -worker.headroom, len(worker.held)
+            return worker.load.total_for(missing), -worker.headroom, len(worker.held)
 
         return min(with_room or fitting, key=cost if with_room else lambda w: (-w.headroom, len(w.held)))

@@ -9,11 +9,11 @@ import dataclasses
 
 import pytest
 
-from service.caches.effects import Attempt
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, Appended, AppendKind, Priority
 from service.errors import Overloaded as OverloadedError
 from service.errors import QueueFull
+from tests.forwards import SentForward, forwards_in
 from tests.service.overloaded import TOKENS, Group, Overloaded, done
 
 CAPACITY = 25.0
@@ -162,8 +162,8 @@ def test_a_decode_of_a_cache_is_refused_too() -> None:
     assert refused.retry_after_s is not None and refused.retry_after_s > 0.05
     machine.submit([dataclasses.replace(decode, timeout_s=30.0)], now_s)
     (sent,) = sent_by(machine)
-    assert sent.timeout_s is not None and 29.0 < sent.timeout_s <= 30.0
+    assert 29.0 < sent.timeout_s <= 30.0
 
 
-def sent_by(machine: CacheMachine) -> list[Attempt]:
-    return [command for _, _, command in machine.take_effects().commands if isinstance(command, Attempt)]
+def sent_by(machine: CacheMachine) -> list[SentForward]:
+    return forwards_in(machine.take_effects().commands)
