@@ -113,8 +113,8 @@ class Operation:
     done: ForwardDone | None = None
     error: QuireError | None = None
 
-    # Written by worker_load.py: how the forward counts there. Its own cost and that up to and including it, in
-    # tokens and rows; and when it was sent.
+    # Written by worker_load.py: how the forward counts there. Its own cost, and that up to and including it,
+    # in tokens and rows; and when it was sent.
     priority: Priority = NORMAL
     is_long: bool = False
     cost: int = 0
