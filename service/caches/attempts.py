@@ -17,13 +17,12 @@ from typing import TypeVar
 from service.caches.answers import CommandFailed, Event, ForwardDone, KvExported
 from service.caches.effects import AbortForward, Context, ForkSequence, ReleaseSequences, TruncateSequence
 from service.caches.entries import Need, Operation, WorkerView
-from service.caches.kv_placement import KvPlacement
+from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import NORMAL
 from service.caches.segments import Segment
 from service.caches.states import COMPUTING, PARKED, REPLAYING
 from service.caches.worker_load import TIME_SHARES, End, WorkerLoad, retry_after_s
-from service.caches.workers import Workers
 from service.errors import (
     DeadlinePassed,
     InternalError,

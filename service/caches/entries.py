@@ -10,7 +10,7 @@ import enum
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -154,11 +154,11 @@ class CacheEntry:
     answer: ForwardDone | None = None
     answered: bytes = b""
 
-    # Written by entries.py, in `touch`. The end of its lease, and when it was used last.
+    # Written by placement.py, in `touch`. The end of its lease, and when it was used last.
     expires_at_s: float = 0.0
     used_s: float = 0.0
 
-    # Written by kv_placement.py. Its worker, if any, which has KV of at least the first `kv_len` tokens.
+    # Written by placement.py. Its worker, if any, which has KV of at least the first `kv_len` tokens.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
@@ -330,11 +330,3 @@ class OperationKind(Generic[Req]):
     def cache_released(self, operation: Operation, request: Req, entry: CacheEntry) -> Result | QuireError:
         """The answer if a cache was released before the turn of the operation came."""
         return CacheNotFound().with_index(operation.entries.index(entry), len(operation.entries))
-
-
-def touch(entries: Iterable[CacheEntry], now_s: float) -> None:
-    """They are used: their leases restart, and their KV is the last of its worker to be preempted."""
-    for entry in entries:
-        entry.used_s, entry.expires_at_s = now_s, now_s + entry.state.lease_s
-        if entry.worker is not None:
-            entry.worker.held.move_to_end(entry)

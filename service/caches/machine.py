@@ -10,7 +10,7 @@ request passes). A fork of several caches waits for its turn on each. `states.py
 operation: usually WAITING, COMPUTING, COMMITTING, ENDED.
 
 Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`, `moves.py`. The KV of a
-cache (`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
+cache (`placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from service.caches.answers import Event
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, ReleaseSequences
-from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView, touch
+from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView
 from service.caches.fork import Forks
 from service.caches.kind import Parts
 from service.caches.ledger import Ledger
 from service.caches.moves import Moves
+from service.caches.placement import touch
 from service.caches.queues import OperationQueues
 from service.caches.records import Record, TokensAppended, numbers_of
 from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate

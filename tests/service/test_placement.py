@@ -10,11 +10,11 @@ import pytest
 from service.caches.entries import CacheEntry, Operation, WorkerView
 from service.caches.ledger import CacheState
 from service.caches.machine import CacheMachine
+from service.caches.placement import PrefixAffinity, Workers
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.caches.worker_load import End
-from service.caches.workers import PrefixAffinity, Workers
 from service.errors import NoWorker
 from tests.forwards import SentForward, command_of
 
