@@ -19,7 +19,7 @@ import itertools
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from service.caches.answers import Event
@@ -134,14 +134,6 @@ class CacheMachine(OperationQueues):
             self._context.send(worker, ReleaseSequences(self._context.number(), unwanted))
         self._attempts.workers_changed()
 
-    def worker_capacity(self, worker_id: str, epoch: int, pages_available: int) -> None:
-        """Updates how many pages of a worker are available."""
-        worker = self._workers.find(worker_id, epoch)
-        if worker is not None:
-            if pages_available > worker.pages_available:
-                self._attempts.workers_changed()
-            worker.pages_available = pages_available
-
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """A silent worker is suspect: it gets no new caches while there is another. Its caches stay."""
         worker = self._workers.find(worker_id, epoch)
@@ -166,15 +158,29 @@ class CacheMachine(OperationQueues):
         worker = self._workers.find(worker_id, epoch)
         return worker is None or not any(self._attempts.under_way(worker))
 
-    def answered(self, events: Iterable[Event], now_s: float) -> None:
-        """A worker answered commands. Answers to attempts that are over are ignored."""
+    def answered(
+        self,
+        events: Sequence[Event],
+        now_s: float,
+        worker_id: str = "",
+        epoch: int = 0,
+        pages_available: int = 0,
+    ) -> None:
+        """A worker answered commands, and says how many of its pages are available.
+
+        Answers to attempts that are over are ignored.
+        """
         self._context.now_s = now_s
-        events = list(events)
         self._computed(self._attempts.answered(events))
         if self._moves.sent:
             for operation in self._moves.answered(events):
                 self._computed((operation,))
         self._rate.update(now_s)
+        worker = self._workers.find(worker_id, epoch)
+        if worker is not None:
+            if pages_available > worker.pages_available:
+                self._attempts.workers_changed()
+            worker.pages_available = pages_available
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
         """A worker and all KV in it are lost. `crashed`: as far as is known, it was not killed on purpose."""

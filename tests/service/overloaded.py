@@ -231,7 +231,7 @@ class Overloaded:
 
     def _all_done(self, commands: Sequence[SentForward]) -> None:
         self._computing = False
-        self.machine.answered(map(done, commands), self.now_s)
+        self.machine.answered([done(command) for command in commands], self.now_s)
         self._carry_out()
 
     def _done(self, event: Event) -> None:

@@ -141,7 +141,7 @@ def test_a_decode_of_a_cache_is_refused_too() -> None:
     """And what is sent is told by when it has to begin."""
     machine = Overloaded([], CAPACITY).machine
     tickets = machine.submit([Append(AppendKind.PREFILL, "", [1] * 20, lease_s=900)], 0.0)
-    machine.answered(map(done, sent_by(machine)), 0.01)
+    machine.answered([done(sent) for sent in sent_by(machine)], 0.01)
     machine.committed(tickets, 0.01)
     ((_, made),) = machine.take_effects().replies
     assert isinstance(made, Appended)
@@ -151,7 +151,7 @@ def test_a_decode_of_a_cache_is_refused_too() -> None:
         tickets = machine.submit([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
         scores = sent_by(machine)
         now_s += 0.5
-        machine.answered(map(done, scores), now_s)
+        machine.answered([done(sent) for sent in scores], now_s)
         assert len(scores) == len(tickets)
     machine.submit([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
     sent_by(machine)

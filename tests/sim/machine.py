@@ -217,8 +217,8 @@ class PlantedMachine(WatchedMachine):
         self._refused[ticket] = passed
         return ticket
 
-    def answered(self, events: Iterable[Event], now_s: float) -> None:
-        super().answered((self.on_event(event) for event in events), now_s)
+    def answered(self, events: Sequence[Event], now_s: float, *of_worker: Any) -> None:
+        super().answered([self.on_event(event) for event in events], now_s, *of_worker)
 
     def committed(self, tickets: Sequence[int], now_s: float) -> None:
         super().committed([ticket for ticket in tickets if ticket not in self._unknown], now_s)
