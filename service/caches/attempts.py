@@ -357,14 +357,11 @@ class Attempts:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
         entry, append, context, load = operation.entry, operation.append, self._context, worker.load
         tokens, now_s = len(token_ids), context.now_s
-        load.enter(operation, tokens, rows, NORMAL if append is None else append.priority, now_s)
+        load.estimate(operation, tokens, rows, NORMAL if append is None else append.priority, now_s)
         timeout_s = operation.submitted_s + self._max_wait_s - now_s
         if operation.deadline_s is not None or operation.is_long:
-            try:
-                timeout_s = self._require_time(operation, timeout_s, load)
-            except QuireError:
-                load.leave((operation,), now_s, End.TAKEN_BACK)
-                raise
+            timeout_s = self._require_time(operation, timeout_s, load)
+        load.enter(operation)
         copy_number = operation.copy_number
         if copy_number is not None and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (copy_number,)))

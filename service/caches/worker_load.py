@@ -171,14 +171,24 @@ class WorkerLoad:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
 
-    def enter(self, forward: Forward, tokens: int, rows: int, priority: Priority, now_s: float) -> None:
-        """A forward is sent: it counts until it leaves. Estimates what is ahead of it now."""
+    def estimate(self, forward: Forward, tokens: int, rows: int, priority: Priority, now_s: float) -> None:
+        """Writes how a forward counts if it is sent now: after those that come before it."""
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
-        queue, caller = self._queues[is_long], forward.caller or -forward.ticket
-        forward.total = _total(queue, caller, cost, priority)
+        queue = self._queues[is_long]
+        low, normal, high = queue.cost
+        before = high
+        if priority < HIGH:
+            before += normal if priority else normal + low
+        own = queue.by_caller.get(forward.caller or -forward.ticket)
+        callers = len(queue.by_caller) + (own is None)
         forward.priority, forward.is_long, forward.cost, forward.since_s = priority, is_long, cost, now_s
-        queue.cost[priority] += cost
-        queue.by_caller[caller] = queue.by_caller.get(caller, 0) + cost
+        forward.total = min(cost + before, (cost + (own or 0)) * callers)
+
+    def enter(self, forward: Forward) -> None:
+        """A forward is sent, as it was estimated: it counts until it leaves."""
+        queue, caller = self._queues[forward.is_long], forward.caller or -forward.ticket
+        queue.cost[forward.priority] += forward.cost
+        queue.by_caller[caller] = queue.by_caller.get(caller, 0) + forward.cost
 
     def leave(self, forwards: Iterable[Forward], now_s: float, end: End) -> None:
         """Forwards that had entered have ended."""
@@ -220,8 +230,10 @@ class WorkerLoad:
     # Of a new caller.
 
     def total_for(self, tokens: int) -> int:
-        """The cost up to and including a prompt of a new caller, if it came now."""
-        return _total(self._queues[tokens > _SHORT_TOKENS], 0, tokens + 1, Priority.NORMAL)
+        """The cost up to and including a prompt of a new caller, if it came now. As `estimate`."""
+        queue, cost = self._queues[tokens > _SHORT_TOKENS], tokens + 1
+        _, normal, high = queue.cost
+        return min(cost + normal + high, cost * (len(queue.by_caller) + 1))
 
     def expected_wait_s(self) -> float:
         """The estimated wait of a new caller with a prompt of typical length."""
@@ -241,14 +253,3 @@ class WorkerLoad:
     def token_s(self) -> float:
         """The measured time of a token in a long forward. 0: none was answered."""
         return self._queues[True].times[Priority.NORMAL].unit_s
-
-
-def _total(queue: _Queue, caller: int, cost: int, priority: Priority) -> int:
-    """The cost of what comes before a forward of a caller in a queue, and its own."""
-    low, normal, high = queue.cost
-    before = high
-    if priority < HIGH:
-        before += normal if priority else normal + low
-    own = queue.by_caller.get(caller)
-    callers = len(queue.by_caller) + (own is None)
-    return min(cost + before, (cost + (own or 0)) * callers)

@@ -225,7 +225,8 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
         if rng.random() < 0.6:
             load = rng.choice(views).load
             queued = forward_for(caller)
-            load.enter(queued, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1)
+            load.estimate(queued, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1)
+            load.enter(queued)
             if rng.random() < 0.5:
                 load.leave([queued], float(caller), End.ANSWERED)
 
@@ -246,7 +247,9 @@ def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
         tokens = [*prefix, *([caller + 1] * 64)]
         chosen = placement.choose(tokens)
         held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
-        chosen.load.enter(forward_for(caller), len(tokens) - held, 1, Priority.NORMAL, 0.0)
+        queued = forward_for(caller)
+        chosen.load.estimate(queued, len(tokens) - held, 1, Priority.NORMAL, 0.0)
+        chosen.load.enter(queued)
         computed[chosen] += len(tokens) - held
         placement.affinity.record(tokens, chosen)
     # A quarter of all that is computed, and at most one prompt more than another.
