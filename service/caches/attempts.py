@@ -22,7 +22,7 @@ from service.caches.quarantine import blame, clear, must_be_alone
 from service.caches.requests import NORMAL
 from service.caches.segments import Segment
 from service.caches.states import COMPUTING, PARKED, REPLAYING
-from service.caches.worker_load import TIME_SHARES, End, WorkerLoad, retry_after_s
+from service.caches.worker_load import End, retry_after_s
 from service.errors import (
     DeadlinePassed,
     InternalError,
@@ -360,7 +360,7 @@ class Attempts:
         load.estimate(operation, tokens, rows, NORMAL if append is None else append.priority, now_s)
         timeout_s = operation.submitted_s + self._max_wait_s - now_s
         if operation.deadline_s is not None or operation.is_long:
-            timeout_s = self._require_time(operation, timeout_s, load)
+            timeout_s = load.require_time(operation, timeout_s, now_s)
         load.enter(operation)
         copy_number = operation.copy_number
         if copy_number is not None and not replays and position:
@@ -379,26 +379,6 @@ class Attempts:
             operation.is_suspect = True
             self._suspects[worker] += 1
         context.effects.commands.append((worker.worker_id, worker.epoch, operation))
-
-    def _require_time(self, operation: Operation, wait_s: float, load: WorkerLoad) -> float:
-        """Within which time its forward has to begin, at most `wait_s`.
-
-        Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
-        """
-        expected_s = load.expected_s(operation)
-        if operation.deadline_s is None:
-            # Without a deadline only the queueing delay is limited.
-            expected_s -= load.own_s(operation)
-            if expected_s > wait_s:
-                raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
-            return wait_s
-        left_s = operation.deadline_s - self._context.now_s
-        if left_s <= 0:
-            raise DeadlinePassed
-        may_take_s = left_s * TIME_SHARES[operation.priority]
-        if expected_s > may_take_s:
-            raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
-        return min(load.start_within_s(operation, left_s), wait_s)
 
     def _end_attempt(self, operation: Operation, worker: WorkerView, end: End) -> bool:
         """Removes the running attempt from all counts. Returns whether it was sent: if not, it never is."""

@@ -1,4 +1,6 @@
-"""Estimates how long a forward will take: the queue of a worker, and how long recent forwards took. Pure.
+"""Estimates how long a forward will take, and refuses one that would take too long. Pure.
+
+It counts the queue of a worker, and how long recent forwards took.
 
 There are two queues, as in the worker: short forwards (decodes) and long ones. What is ahead of a new
 forward is counted in tokens and rows, with fair queueing: a caller with hundreds of forwards delays only
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from service.caches.requests import HIGH, Priority
+from service.errors import DeadlinePassed, Overloaded
 
 # The longest short forward. As in the worker.
 _SHORT_TOKENS = 16
@@ -32,7 +35,7 @@ _LEAST_NEWS_S = 0.25
 _LEAST_SPREAD = 1 / 256
 # The estimate may be at most this part of the time left. The rest is a reserve. High priorities have none, so
 # they are refused last.
-TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
+_TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
 
 
 @dataclass(slots=True)
@@ -150,11 +153,13 @@ class End(enum.Enum):
 
 
 class Forward(Protocol):
-    """What a load knows of a forward: an operation. It writes the fields after the first two."""
+    """What a load knows of a forward: an operation. It writes the fields from `priority` on."""
 
     ticket: int
     # Callers take turns. 0: a caller of its own.
     caller: int
+    # None: no deadline.
+    deadline_s: float | None
     priority: Priority
     is_long: bool
     # In tokens and rows: its own, and that up to and including it.
@@ -212,17 +217,29 @@ class WorkerLoad:
             elif end is End.LATE:
                 times.late(forward.total, now_s - forward.since_s)
 
-    def expected_s(self, forward: Forward) -> float:
-        """The estimated time to the answer. 0: unknown, or nothing is ahead."""
-        return self._times(forward).expected_s(forward.total) if forward.total > forward.cost else 0.0
+    def require_time(self, forward: Forward, wait_s: float, now_s: float) -> float:
+        """Within which time a forward that was estimated has to begin, at most `wait_s`.
 
-    def own_s(self, forward: Forward) -> float:
-        """The least part of `expected_s` that is its own work."""
-        return self._times(forward).slope_s * forward.cost
-
-    def start_within_s(self, forward: Forward, left_s: float) -> float:
-        """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
-        return max(left_s - self.own_s(forward), 0.0) if forward.total > forward.cost else left_s
+        Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
+        """
+        times, is_first = self._times(forward), forward.total <= forward.cost
+        # 0: unknown, or nothing is ahead.
+        expected_s = 0.0 if is_first else times.expected_s(forward.total)
+        # The least part of that which is its own work.
+        own_s = times.slope_s * forward.cost
+        if forward.deadline_s is None:
+            # Without a deadline only the queueing delay is limited.
+            expected_s -= own_s
+            if expected_s > wait_s:
+                raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
+            return wait_s
+        left_s = forward.deadline_s - now_s
+        if left_s <= 0:
+            raise DeadlinePassed
+        may_take_s = left_s * _TIME_SHARES[forward.priority]
+        if expected_s > may_take_s:
+            raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
+        return min(left_s if is_first else max(left_s - own_s, 0.0), wait_s)
 
     def _times(self, forward: Forward) -> _LatencyModel:
         return self._queues[forward.is_long].times[forward.priority]
