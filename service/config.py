@@ -27,7 +27,6 @@ from service.setting_rules import (
     GRACE_S,
     HOST_PORT_ADDRESS,
     LOGGED_CALLS,
-    MAX_SOCKET_PATH_BYTES,
     MAX_WORKERS,
     MEMORY_BYTES,
     MESSAGE_BYTES,
@@ -46,6 +45,7 @@ from service.setting_rules import (
     with_port,
 )
 from service.settings import Conflict, Port, Setting, declared, setting
+from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 
 # The group of their entry points.
 EXTENSIONS = "quire.extensions"

@@ -32,8 +32,8 @@ from service.extension import ServedShard
 from service.extensions.gateways.membership import OpenCore
 from service.extensions.gateways.peers import Addresses, Peers
 from service.journal.directory import lock
-from service.setting_rules import MAX_SOCKET_PATH_BYTES
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
+from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 from workers.common.trusted import require_trusted
 
 _SECRET_BYTES = 32
