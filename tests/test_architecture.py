@@ -122,7 +122,7 @@ SERVICE_ROOMS = {
         "service.model_names",
     ),
     "service.api": (
-        "service.adapters", "service.budgets", "service.caches.effects", "service.caches.requests",
+        "service.adapters", "service.budgets", "service.caches.answers", "service.caches.requests",
         "service.caches.tenants", "service.config",
         "service.dispatcher", "service.errors", "service.auth", "service.logging", "service.memory",
         "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
@@ -418,7 +418,12 @@ def test_the_caches_know_no_messages() -> None:
 
 
 # How the modules of the caches call an operation and a cache, as whose fields they set.
-OF_CACHES = {"operation": "Operation", "entry": "CacheEntry", "suspect": "CacheEntry"}
+OF_CACHES = {
+    "operation": "Operation",
+    "forward": "Operation",
+    "entry": "CacheEntry",
+    "suspect": "CacheEntry",
+}
 
 
 def stated_writers() -> dict[tuple[str, str], str]:

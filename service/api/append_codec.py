@@ -20,7 +20,7 @@ from service.api.request_limits import RequestLimits
 from service.api.validation import ROW_ANSWER_BYTES
 from service.api.verify_rows import check_tree, check_verify_rows
 from service.budgets import COPIES, SMALL_BYTES
-from service.caches.effects import DecodeDone
+from service.caches.answers import DecodeDone
 from service.caches.requests import DECODE, Append, Appended, AppendKind, Fork, Handle, Priority, Request
 from service.errors import InvalidArgument, QuireError
 from service.pool.wire import decode_answer

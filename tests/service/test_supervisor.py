@@ -16,7 +16,8 @@ import pytest
 import structlog
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
-from service.caches.effects import Claim, Event, ReleaseSequences
+from service.caches.answers import Event
+from service.caches.effects import Claim, ReleaseSequences
 from service.caches.entries import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher

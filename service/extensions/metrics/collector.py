@@ -214,9 +214,7 @@ def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
     sizes: defaultdict[object, list[int]] = defaultdict(list)
     for shard, attempts in enumerate(machines):
         for operation in attempts.running.values():
-            if operation.attempt is not None:
-                tokens = len(operation.attempt.append.token_ids)
-                sizes[shard, operation.entry.worker].append(tokens)
+            sizes[shard, operation.entry.worker].append(len(operation.token_ids))
     running = 0
     ready = [slot.ready for slot in parts.slots() if slot.ready is not None]
     step_tokens = max((each.executor.max_batch_tokens for each in ready), default=0)
