@@ -123,6 +123,7 @@ class LateRunner:
         before = after.step
         assert isinstance(before, LateStep), "one of this runner"
         assert not before.is_followed and self.last is before, "something else was launched"
+        assert inputs.lora_slots is None, "no graph behind another one applies adapters"
         before.is_followed = True
         places = [] if after.places is None else after.places.tolist()
         # A device knows these only.
