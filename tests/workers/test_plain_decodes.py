@@ -44,7 +44,7 @@ class Queued(stepping.Worker):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.loop._scheduler._has_room = lambda _: False  # type: ignore[method-assign]
+        self.loop._scheduler._has_room = lambda plain: False  # type: ignore[method-assign]
 
 
 class Callers:
