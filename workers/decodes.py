@@ -253,12 +253,12 @@ class WaitingDecodes:
         self._parts, self.sequences, self.op_ids, self._earliest_ns = [], set(), set(), NEVER
         return decodes
 
-    def remove(self, column: int, values: Collection[int]) -> list[Forward]:
+    def remove(self, column: int, values: Collection[int]) -> Decodes:
         """Remove and return those with these values in a column."""
         decodes, removed = self.take(), set(values)
         is_removed = np.array([value in removed for value in decodes.column(column)])
         self._keep(decodes.take(~is_removed))
-        return decodes.take(is_removed).forwards()
+        return decodes.take(is_removed)
 
     def expire(self, now_ns: int) -> list[Forward]:
         """Remove and return those whose deadline has passed, earliest deadline first."""

@@ -176,7 +176,7 @@ class Scheduler:
         if not tokens or not 0 <= rows <= tokens:
             raise ValueError(f"operation {forward.op_id} wants {rows} rows of {tokens} tokens")
         if forward.sequence in self._waiting.sequences:
-            for earlier in self._waiting.remove(SEQUENCE, [forward.sequence]):
+            for earlier in self._waiting.remove(SEQUENCE, [forward.sequence]).forwards():
                 self._queue(earlier)
         forward.arrival = self._arrivals
         self._arrivals += 1
@@ -221,7 +221,7 @@ class Scheduler:
         For a chunk of the running step this replaces `advance`. The caller rolls back what has begun.
         """
         if op_id in self._waiting.op_ids:
-            return self._waiting.remove(OP_ID, [op_id])[0]
+            return self._waiting.remove(OP_ID, [op_id]).forward(0)
         forward = self._forwards.pop(op_id, None)
         if forward is None:
             return None
