@@ -74,7 +74,9 @@ _MAX_DRAWING = 16
 
 
 _Internal = Reset | AdapterRead | ReplacementRead
+# Commands, and when they arrived.
 _Arrived = tuple[Sequence[Command | Decodes | _Internal], int]
+_NOTHING: _Arrived = ((), 0)
 
 
 class StepLoop:
@@ -103,8 +105,7 @@ class StepLoop:
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
-        # Commands, and when they arrived. None ends the loop.
-        self._inbox: queue.SimpleQueue[_Arrived | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         self._results: list[Result | DecodesDone] = []
         # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
@@ -153,7 +154,8 @@ class StepLoop:
     def stop(self) -> None:
         """Ends the loop after the running step."""
         self._is_stopping = True
-        self._inbox.put(None)
+        # It may wait for commands.
+        self._inbox.put(_NOTHING)
 
     @property
     def operations_in_flight(self) -> int:
@@ -179,10 +181,9 @@ class StepLoop:
 
         If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
-        taken = None if self._has_work else self._wait()
+        commands, arrived_ns = _NOTHING if self._has_work else self._wait()
         decodes: list[Decodes] = []
         while True:
-            commands, arrived_ns = taken or ((), 0)
             for command in commands:
                 if isinstance(command, Decodes):
                     # Those of several messages are taken together: each message would cost as much as all.
@@ -198,7 +199,7 @@ class StepLoop:
                 else:
                     self._take_other(command)
             if not self._inbox.empty():
-                taken = self._inbox.get()
+                commands, arrived_ns = self._inbox.get()
                 continue
             if decodes:
                 self._take_decodes(Decodes.joined(decodes))
@@ -208,9 +209,9 @@ class StepLoop:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             if not wait_ns or self._is_stopping:
                 return
-            taken = None
+            commands, arrived_ns = _NOTHING
             with suppress(queue.Empty):
-                taken = self._inbox.get(timeout=wait_ns / 1e9)
+                commands, arrived_ns = self._inbox.get(timeout=wait_ns / 1e9)
 
     @property
     def _has_work(self) -> bool:
@@ -229,13 +230,13 @@ class StepLoop:
             return True
         return adapters is not None and (len(adapters) > 0 or adapters.has_work)
 
-    def _wait(self) -> _Arrived | None:
-        """Waits for commands. Returns them and when they arrived, or None: it stops, or has to go on."""
+    def _wait(self) -> _Arrived:
+        """Waits for commands, or until the step in flight is to be gone on with or the loop ends."""
         if self._in_flight.step is not None:
             while self._in_flight.waits_for_requests:
                 with suppress(queue.Empty):
                     return self._inbox.get(timeout=_POLL_S)
-            return None
+            return _NOTHING
         if self._prelauncher.ready:
             try:
                 return self._inbox.get(timeout=HOLD_TIMEOUT_S)

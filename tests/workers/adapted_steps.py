@@ -117,7 +117,7 @@ class Worker(stepping.Worker):
             return self.loop._inbox.get_nowait()
         except queue.Empty:
             self._is_asleep = True
-            return None
+            return (), 0
 
     def read_one(self) -> None:
         """A reading thread ends."""
