@@ -70,6 +70,16 @@ def rich_status(
     return status
 
 
+def _answers(rpc: str, response: Message) -> Any:
+    """A call that changes nothing and is always answered in the same way."""
+
+    def answer(executor: FakeExecutor, request: Any, context: Any) -> Message:
+        with executor._call(rpc, request, context):
+            return response
+
+    return answer
+
+
 class FakeExecutor(
     executor_pb2_grpc.ModelExecutorServiceServicer,
     runner_pb2_grpc.ModelRunnerServiceServicer,
@@ -220,6 +230,8 @@ class FakeExecutor(
 
     def RenewCache(self, request: Any, context: Any) -> executor_pb2.RenewCacheResponse:
         with self._call("RenewCache", request, context):
+            if request.cache_id not in self.caches:
+                self._abort(rich_status(grpc.StatusCode.NOT_FOUND, "CACHE_NOT_FOUND"), context)
             return executor_pb2.RenewCacheResponse(kv_cache=self._handle(request.cache_id))
 
     def ReleaseCache(self, request: Any, context: Any) -> executor_pb2.ReleaseCacheResponse:
@@ -402,19 +414,29 @@ class FakeExecutor(
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not needed by any test")
         raise AssertionError("abort raises")
 
-    UnifiedForward: Any = _unimplemented
-    GetCacheMetrics: Any = _unimplemented
-    GetCapabilities: Any = _unimplemented
     Session: Any = _unimplemented
-    ListRuntimes: Any = _unimplemented
-    GetRuntime: Any = _unimplemented
-    EstimateCost: Any = _unimplemented
     LoadWeights: Any = _unimplemented
     UploadWeights: Any = _unimplemented
-    RebuildSession: Any = _unimplemented
-    Warmup: Any = _unimplemented
-    Drain: Any = _unimplemented
-    Shutdown: Any = _unimplemented
+
+    def UnifiedForward(self, request: Any, context: Any) -> executor_pb2.UnifiedForwardResponse:
+        response = executor_pb2.UnifiedForwardResponse()
+        with self._call("UnifiedForward", request, context):
+            for item in request.items:
+                if not item.cache_id:
+                    continue
+                self._append(item.cache_id, item, list(item.token_ids), context)
+                response.results.add().response.kv_cache.CopyFrom(self._handle(item.cache_id))
+        return response
+
+    GetCacheMetrics: Any = _answers("GetCacheMetrics", executor_pb2.GetCacheMetricsResponse())
+    GetCapabilities: Any = _answers("GetCapabilities", executor_pb2.GetCapabilitiesResponse())
+    ListRuntimes: Any = _answers("ListRuntimes", runner_pb2.ListRuntimesResponse())
+    GetRuntime: Any = _answers("GetRuntime", runner_pb2.GetRuntimeResponse())
+    EstimateCost: Any = _answers("EstimateCost", runner_pb2.EstimateCostResponse())
+    RebuildSession: Any = _answers("RebuildSession", runner_pb2.RebuildSessionResponse(rebuilt=1))
+    Warmup: Any = _answers("Warmup", admin_pb2.WarmupResponse(workers_ready=2))
+    Drain: Any = _answers("Drain", admin_pb2.DrainResponse())
+    Shutdown: Any = _answers("Shutdown", admin_pb2.ShutdownResponse())
 
     @contextmanager
     def _call(self, method: str, request: Any, context: Any) -> Iterator[None]:

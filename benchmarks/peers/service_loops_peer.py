@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from quire import (
-    VERIFY_ACCEPT_GREEDY,
     AsyncClient,
     Cache,
     Client,
@@ -74,7 +73,7 @@ class ServiceLoopsPeer(Peer):
         salt = str(self._turns)
 
         async def chat(client: AsyncClient, prompt: list[int]) -> None:
-            async with await client.prefill(prompt, cache_salt=salt) as cache:
+            async with client.prefill(prompt, cache_salt=salt) as cache:
                 for _ in range(tokens - 1):
                     await cache.decode(cache.output.token_id)
 
@@ -148,7 +147,7 @@ class ServiceLoopsPeer(Peer):
             with self._prefill(prompt) as cache:
                 for _ in range(steps):
                     drafted = said[at + 1 : at + 1 + right] + [0] * (width - right)
-                    cache.verify([said[at], *drafted], accept=VERIFY_ACCEPT_GREEDY)
+                    cache.verify([said[at], *drafted])
                     at += 1 + right
 
         return _sample(work, steps * (right + 1))

@@ -63,6 +63,8 @@ _WORDS = (
     (r"\b(_?)Async(?=[A-Z])", r"\1"),
     (r"\bawait ", ""),
     (r"\basync (?=def |with |for )", ""),
+    # What makes `async with client.prefill(...)` possible.
+    (r"(?m)^ *(@opens|from quire\._opening import opens)\n", ""),
 )
 
 

@@ -51,12 +51,25 @@ async def test_the_rest(target: str, executor: FakeExecutor) -> None:
         assert await client.unload_adapter("a") is True
 
 
+async def test_a_cache_is_opened_with_and_without_a_block(target: str, executor: FakeExecutor) -> None:
+    async with AsyncClient(target) as client:
+        async with client.prefill([1]) as first, client.cache(first.cache_id) as same:
+            assert same.seq_len == 1 and len(executor.caches) == 1
+        assert not executor.caches
+        task = asyncio.create_task(client.prefill([1]))
+        made = [await task, *await asyncio.gather(client.prefill([2]), client.prefill([3]))]
+        assert [executor.caches[cache.cache_id] for cache in made] == [[1], [2], [3]]
+        with pytest.raises(CacheNotFound):
+            async with client.cache("nowhere"):
+                raise AssertionError("there is none")
+
+
 async def test_cancellation(target: str, executor: FakeExecutor) -> None:
     executor.decode_delay_s = 0.5
     async with AsyncClient(target) as client:
 
         async def hold() -> None:
-            async with await client.prefill([1]) as held:
+            async with client.prefill([1]) as held:
                 await held.decode(2)
 
         task = asyncio.create_task(hold())

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 from quire import (
-    PRIORITY_LOW,
     Cache,
     Client,
     DeadlineExceeded,
     OutputOptions,
+    PositionMismatch,
     ResourceExhausted,
     SamplingParams,
     Unavailable,
     output_options,
 )
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from tests.fake_executor import FakeExecutor, rich_status
 
@@ -205,7 +207,7 @@ def test_what_a_cache_was_asked_for_goes_on(client: Client, executor: FakeExecut
 
 
 def test_a_priority_goes_with_all_that_is_asked(target: str, executor: FakeExecutor) -> None:
-    with Client(target, priority=PRIORITY_LOW) as client:
+    with Client(target, priority="low") as client:
         cache = client.prefill([1])
         cache.decode(2)
         cache.extend([3])
@@ -215,11 +217,66 @@ def test_a_priority_goes_with_all_that_is_asked(target: str, executor: FakeExecu
         cache.truncate(1)
     asked = [*executor.calls["Prefill"], *executor.calls["Decode"], *executor.calls["ForwardVerify"]]
     asked += [*executor.calls["Forward"], *executor.calls["BatchDecode"][0].items]
-    assert [request.priority for request in asked] == [PRIORITY_LOW] * 6
+    assert [request.priority for request in asked] == [types_pb2.PRIORITY_LOW] * 6
+
+
+def test_a_call_can_have_its_own_priority(client: Client, executor: FakeExecutor) -> None:
+    client.prefill([1], priority="high").decode(2, priority="low")
+    asked = [*executor.calls["Prefill"], *executor.calls["Decode"]]
+    assert [request.priority for request in asked] == [types_pb2.PRIORITY_HIGH, types_pb2.PRIORITY_LOW]
+    for make in (lambda: Client(priority="top"), lambda: client.prefill([1], priority="top")):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="priority is one of low, normal, high, not 'top'"):
+            make()
+
+
+def test_a_verify_says_which_tokens_follow(client: Client) -> None:
+    cache = client.prefill([1, 2, 3])
+    verified = cache.verify([50, 51, 52, 99])
+    assert verified.tokens == (51, 52, 53), "the accepted drafts and the next token"
+    with pytest.raises(ValueError, match="accept is one of greedy, sampled, speculative, all"):
+        cache.verify([4], accept="some")  # type: ignore[arg-type]
+
+
+def test_the_length_can_be_taken_over_from_the_server(client: Client, executor: FakeExecutor) -> None:
+    cache = client.prefill([1, 2, 3])
+    client.cache(cache.cache_id).extend([4, 5])
+    with pytest.raises(PositionMismatch):
+        cache.decode(9)
+    assert cache.refresh() == cache.seq_len == 5
+    cache.decode(9)
+    assert executor.caches[cache.cache_id] == [1, 2, 3, 4, 5, 9]
+
+
+def test_a_cache_that_nobody_releases_is_warned_of(client: Client) -> None:
+    def forget(keep: Callable[[Cache], object]) -> list[str]:
+        gc.collect()  # What other tests left.
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            keep(client.prefill([1]))
+            gc.collect()
+        return [str(warning.message) for warning in caught]
+
+    (message,) = forget(lambda _: None)
+    assert "of 1 tokens> was not released" in message
+    assert not forget(Cache.release) and not forget(Cache.detach)
+    assert not forget(lambda cache: client.cache(cache.detach()))
+    assert not forget(lambda cache: [copy.release() for copy in cache.fork(2, release=[cache])])
+
+
+def test_who_is_not_there_is_asked_for() -> None:
+    with (
+        Client("127.0.0.1:1", retries=False) as client,
+        pytest.raises(Unavailable, match="is a server running"),
+    ):
+        client.status()
 
 
 def test_time_limit(target: str, executor: FakeExecutor) -> None:
     executor.decode_delay_s = 2.0
+    with Client(target) as client:
+        cache = client.prefill([1])
+        with pytest.raises(DeadlineExceeded):
+            cache.decode(2, timeout_s=0.2)
     with Client(target, timeout_s=0.2) as client:
         cache = client.prefill([1])
         with pytest.raises(DeadlineExceeded):

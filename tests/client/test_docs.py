@@ -74,8 +74,8 @@ def test_whole_texts_by_python(served: Served, tmp_path: Path) -> None:
     for line in served.printed(code, tmp_path).splitlines():
         item, sample, _, text, reason = line.split(" ")
         texts[item, sample] += ast.literal_eval(text)
-        reasons[item, sample] = reason.removeprefix("FINISH_REASON_")
-    assert set(reasons.values()) == {"STOP"}
+        reasons[item, sample] = reason
+    assert set(reasons.values()) == {"stop"}
     assert texts["stop", "0"] == "4" and texts["schema", "0"] == "6" and texts["chat", "0"] == "10"
     assert re.fullmatch("[0-9]{3}", texts["regex", "0"]) and {"samples"} == {
         item for item, sample in texts if sample == "1"

@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 import pytest
 import quire
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from tests.forks import for_a_soak
 from tests.gateway_process import GatewayProcess
@@ -26,7 +26,7 @@ def gateway(shipped_gateway: GatewayProcess) -> GatewayProcess:
     return shipped_gateway
 
 
-def text_of(chunks: list[runner_pb2.SampleChunk]) -> str:
+def text_of(chunks: list[quire.Chunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
@@ -44,6 +44,29 @@ def test_items(gateway: GatewayProcess) -> None:
         assert raised.value.reason == "DUPLICATE_ITEM_ID"
 
 
+def test_a_failed_sample_is_raised_or_ends_alone(gateway: GatewayProcess) -> None:
+    items = [quire.item("1+1=", item_id="good"), quire.item("1+1=", item_id="bad", stop=["x"] * 99)]
+    with quire.Client(gateway.address) as client:
+        with pytest.raises(quire.QuireError) as raised:
+            client.execute(items).texts()
+        ended = {c.item_id: c for c in client.execute(items, raise_on_error=False) if c.finish_reason}
+    assert ended["good"].finish_reason == "stop" and ended["good"].error is None
+    assert ended["good"].usage is not None and ended["good"].usage.output_tokens
+    assert ended["bad"].error is not None and ended["bad"].error.reason == raised.value.reason
+    gateway.wait_until(lambda: gateway.status().caches == 0)
+
+
+def test_settings_are_those_of_the_api() -> None:
+    named = set(quire.TextSettings.__annotations__) | {"item_id", "max_cost_usd", "tokens", "text", "chat"}
+    sampling = set(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert named - sampling == set(runner_pb2.ExecuteItem.DESCRIPTOR.fields_by_name)
+    assert named >= sampling
+    both = quire.item("x", sampling={"temperature": 1.0, "seed": 3}, temperature=0.5, logit_bias={4: 2.0})
+    assert (both.sampling.temperature, both.sampling.seed) == (0.5, 3)
+    assert dict(both.sampling.logit_bias) == {4: 2.0}
+    assert not quire.item("x", temperature=None, max_tokens=None).HasField("sampling")
+
+
 def test_several_prompts_are_items_by_their_numbers(gateway: GatewayProcess) -> None:
     with quire.Client(gateway.address) as client:
         for prompts in (["1+1=", "2+2="], [[1, 10, 1, 11], [2, 10, 2, 11]]):
@@ -54,9 +77,10 @@ def test_several_prompts_are_items_by_their_numbers(gateway: GatewayProcess) -> 
 
 def test_what_a_batch_may_cost_and_who_takes_it(gateway: GatewayProcess) -> None:
     with quire.Client(gateway.address) as client:
-        policy = runner_pb2.ROUTING_POLICY_CHEAPEST
-        execution = client.execute("1+1=", max_tokens=2, policy=policy, max_cost_usd=0.5)
-        assert text_of(list(execution)) == "2"
+        execution = client.execute("1+1=", max_tokens=2, policy="cheapest", max_cost_usd=0.5)
+        assert execution.texts() == ["2"]
+        with pytest.raises(ValueError, match="policy is one of order, local_first, cheapest"):
+            client.execute("1+1=", policy="dearest")  # type: ignore[arg-type]
         with pytest.raises(quire.InvalidRequest) as raised:
             list(client.execute("1+1=", max_cost_usd=-1))
         assert raised.value.reason == "BAD_MAX_COST"
@@ -211,8 +235,13 @@ async def test_with_await(gateway: GatewayProcess) -> None:
         async with client.execute([1, 10, 2, 11], max_tokens=8) as execution:
             assert [chunk.token_ids[0] async for chunk in execution] == [3, 12]
         messages = [{"role": "user", "content": "1+1"}]
-        (chunk,) = [chunk async for chunk in client.execute(messages)]
-        assert chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR
+        (chunk,) = [chunk async for chunk in client.execute(messages, raise_on_error=False)]
+        assert chunk.finish_reason == "error" and isinstance(chunk.error, quire.QuireError)
+        with pytest.raises(type(chunk.error)) as raised:
+            await client.generate(messages)
+        assert raised.value.reason == chunk.error.reason
+        assert await client.generate("12+30=", temperature=0.5, top_k=1) == "42"
+        assert await client.execute(["1+1=", "2+2="], n=2).texts() == ["2", "2", "4", "4"]
 
 
 def test_what_is_kept_ends_when_it_is_cancelled(gateway: GatewayProcess) -> None:

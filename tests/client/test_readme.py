@@ -75,9 +75,7 @@ def test_the_python_code(address: str, tmp_path: Path) -> None:
         printed.append(run_python(script).strip())
     first, session, whole, patient = printed
     assert (first, patient) == ("46", "3")
-    answer, *chunks = whole.splitlines()
-    said = ["".join(line[2:] for line in chunks if line.startswith(f"{n} ")) for n in range(3)]
-    assert (answer, said) == ("46", ["1", "2", "3"])
+    assert whole.splitlines() == ["46", "123", "['1', '2', '3']"]
     assert len(session.split(", ")) == 2, "a token for each prompt"
     with Client(address) as client:
         assert not client.stub.ListCaches(executor_pb2.ListCachesRequest()).kv_caches, "all are released"

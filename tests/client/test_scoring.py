@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import pytest
 import quire
 from quire import (
-    VERIFY_ACCEPT_SPECULATIVE,
     AsyncClient,
     Client,
     InvalidRequest,
@@ -209,7 +208,7 @@ def test_what_drafts_were_drawn_from(client: Client, drawn: object) -> None:
     output = output_options(temperature=0.7, top_k=1, seed=3)
     with client.prefill(PROMPT) as cache:
         rows = verify_rows([drawn(6), drawn(1)])
-        verified = cache.verify([4, 6, 1], output=output, accept=VERIFY_ACCEPT_SPECULATIVE, rows=rows)
+        verified = cache.verify([4, 6, 1], output=output, accept="speculative", rows=rows)
     assert (verified.accepted, verified.outputs[1].token_id) == (1, 12)
 
 

@@ -53,7 +53,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_many_tasks_share_a_session(gateway: GatewayProcess, client: AsyncClient) -> None:
     async def loop(session: AsyncSession, caller: int) -> list[list[int]]:
-        async with await session.prefill(prompt_of(caller)) as cache:
+        async with session.prefill(prompt_of(caller)) as cache:
             return [top_of(await cache.decode(token_of(caller, step), output=TOP)) for step in range(6)]
 
     # More callers than calls that may be in flight.
@@ -132,7 +132,7 @@ async def test_cancelling_at_any_moment_leaves_no_cache(gateway: GatewayProcess,
     rng = random.Random(3)
 
     async def turn(session: AsyncSession, caller: int) -> None:
-        async with await session.prefill(prompt_of(caller)) as cache:
+        async with session.prefill(prompt_of(caller)) as cache:
             (copy,) = await cache.fork()
             async with copy:
                 for step in range(5):

@@ -83,11 +83,11 @@ def one(sampling_client: tinker.SamplingClient, **settings: Any) -> tinker.Sampl
 
 
 def test_samples_are_those_of_execute(client: Client, service: tinker.ServiceClient) -> None:
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "seed": (1 << 64) - 1}
+    sampling: Any = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "seed": (1 << 64) - 1}
     for adapter_id in ("", "poet"):
         expected: dict[int, list[int]] = {}
         for chunk in client.execute(
-            PROMPT, max_tokens=COUNT, n=3, tokens_only=True, sampling=sampling, adapter_id=adapter_id
+            PROMPT, max_tokens=COUNT, n=3, tokens_only=True, adapter_id=adapter_id, **sampling
         ):
             expected.setdefault(chunk.sample, []).extend(chunk.token_ids)
         sampling_client = service.create_sampling_client(model_path=adapter_id or None)

@@ -132,8 +132,8 @@ def test_logprobs_of_the_prompt_are_those_of_a_scoring(
 def test_samples_are_those_of_execute(gateway: HttpGateway, client: Client) -> None:
     """With the settings of the request only, and a seed for each sample."""
     found: dict[int, list[int]] = {}
-    sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
-    for chunk in client.execute(PROMPT, max_tokens=COUNT, n=3, tokens_only=True, sampling=sampling):
+    sampling: Any = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+    for chunk in client.execute(PROMPT, max_tokens=COUNT, n=3, tokens_only=True, **sampling):
         found.setdefault(chunk.sample, []).extend(chunk.token_ids)
     answer = generate(gateway, {"top_p": 0.9, "top_k": -1, "seed": 7, "n": 3})
     assert [choice["token_ids"] for choice in answer["choices"]] == [found[index] for index in range(3)]
@@ -151,12 +151,12 @@ def test_processed_logprobs_are_those_that_decodes_return(tmp_path: Path) -> Non
     model = make_model(tmp_path / "talker", TinyModel(vocab_size=300, max_positions=CONTEXT))
     flags = ["--dtype", "float32", "--kv-pages", "512", "--openai-listen", "127.0.0.1:0"]
     flags += ["--openai-logprobs-mode", "processed_logprobs"]
-    drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7}
+    drawn: Any = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 7}
     with HttpGateway(model=str(model), flags=flags) as gateway, Client(gateway.address) as client:
         (choice,) = generate(gateway, {**drawn, "logprobs": 1})["choices"]
         content = choice["logprobs"]["content"]
         assert [entry["token_id"] for entry in content] == choice["token_ids"]
-        output = output_options(sampled_logprob=True, logprob=True, **drawn)  # type: ignore[arg-type]
+        output = output_options(sampled_logprob=True, logprob=True, **drawn)
         with client.prefill(PROMPT, output=output) as cache:
             steps = [cache.output]
             while len(steps) < COUNT:
@@ -169,7 +169,7 @@ def test_processed_logprobs_are_those_that_decodes_return(tmp_path: Path) -> Non
         (greedy,) = generate(gateway, {"temperature": 0, "logprobs": 1})["choices"]
         with client.prefill(PROMPT, output=output_options(logprob=True)) as cache:
             assert greedy["logprobs"]["content"][0]["logprob"] == cache.output.logprob
-        both = client.execute(PROMPT, max_tokens=COUNT, sampling=drawn, logprobs=True, sampled_logprobs=True)
+        both = client.execute(PROMPT, max_tokens=COUNT, **drawn, logprobs=True, sampled_logprobs=True)
         found = [each for chunk in both for each in chunk.logprobs]
         assert [each.logprob for each in found] == [step.logprob for step in steps]
         assert [each.sampled_logprob for each in found] == [step.sampled_logprob for step in steps]
@@ -180,7 +180,8 @@ def test_salts_keep_prefixes_apart(gateway: HttpGateway, client: Client) -> None
 
     def cached_tokens(**fields: Any) -> int:
         (chunk,) = client.execute(prompt, max_tokens=1, n=1, tokens_only=True, **fields)
-        return int(chunk.usage.cached_tokens)
+        assert chunk.usage is not None
+        return chunk.usage.cached_tokens
 
     assert cached_tokens(cache_salt="a") == 0
     assert cached_tokens(cache_salt="b") == cached_tokens() == 0

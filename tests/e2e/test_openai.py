@@ -458,5 +458,5 @@ def test_a_server_as_the_provider_of_another(gateway: HttpGateway, tmp_path: Pat
         # The second server's own model has no chat template.
         routed = list(client.execute(QUESTION, max_tokens=12))
         assert "".join(chunk.text for chunk in routed) == wanted
-        assert routed[-1].usage.output_tokens == 12
+        assert routed[-1].usage is not None and routed[-1].usage.output_tokens == 12
         assert "".join(chunk.text for chunk in client.execute("12+30=")) == "42"

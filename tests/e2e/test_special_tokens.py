@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import openai
 import pytest
-from quire import Client, item, tinker
+from quire import Chunk, Client, item, tinker
 from quire.errors import InvalidRequest
-from quire.v1 import runner_pb2
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -65,14 +65,16 @@ def http(gateway: HttpGateway) -> Iterator[Any]:
         yield http
 
 
-def run(client: Client, *tokens: int, **settings: Any) -> runner_pb2.SampleChunk:
+def run(client: Client, *tokens: int, **settings: Any) -> Chunk:
     """A sample of these tokens alone, as one chunk."""
     asked = item([1], max_tokens=LENGTH, **settings)
     asked.constraint.mask.allowed.ids.extend(tokens)
-    whole = runner_pb2.SampleChunk()
-    for chunk in client.execute([asked]):
-        whole.MergeFrom(chunk)
-    return whole
+    chunks = list(client.execute([asked]))
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+    )
 
 
 def test_the_tokenizer_is_that_of_transformers(client: Client, model: Path) -> None:
@@ -85,7 +87,7 @@ def test_the_tokenizer_is_that_of_transformers(client: Client, model: Path) -> N
     assert Tokenizer.from_buffer(info.tokenizer_json).encode(TEXT).ids == expected
     # What the server itself encodes.
     chunks = list(client.execute(TEXT, max_tokens=1))
-    assert chunks[-1].usage.input_tokens == len(expected)
+    assert chunks[-1].usage is not None and chunks[-1].usage.input_tokens == len(expected)
 
 
 def test_a_chat_is_as_long_as_in_transformers(http: Any, model: Path) -> None:
@@ -99,7 +101,7 @@ def test_a_chat_is_as_long_as_in_transformers(http: Any, model: Path) -> None:
 def test_the_tokenizers_end_token_ends_a_sample(gateway: HttpGateway, client: Client) -> None:
     chunk = run(client, END)
     assert (list(chunk.token_ids), chunk.text) == ([END], "")
-    assert (chunk.finish_reason, chunk.stop) == (runner_pb2.FINISH_REASON_STOP, "")
+    assert (chunk.finish_reason, chunk.stop) == ("stop", "")
     assert len(run(client, END, ignore_eos=True).token_ids) == LENGTH
     assert list(client.model_info().model.eos_token_ids) == [END]
     assert client.tokenizer().end_ids == {END}
@@ -109,7 +111,7 @@ def test_the_tokenizers_end_token_ends_a_sample(gateway: HttpGateway, client: Cl
 def test_a_stop_text_that_is_a_special_token_ends_a_sample(client: Client) -> None:
     chunk = run(client, STOP, stop=["nowhere", SPECIAL[STOP]])
     assert (list(chunk.token_ids), chunk.text) == ([STOP], "")
-    assert (chunk.finish_reason, chunk.stop) == (runner_pb2.FINISH_REASON_STOP, SPECIAL[STOP])
+    assert (chunk.finish_reason, chunk.stop) == ("stop", SPECIAL[STOP])
     # Without it the token has no text and ends nothing.
     other = run(client, STOP, stop=["nowhere"])
     assert (len(other.token_ids), other.text) == (LENGTH, "")
@@ -168,9 +170,10 @@ def test_the_tokenizer_of_tinkers_client_knows_special_tokens(gateway: HttpGatew
 def test_a_token_beyond_the_vocabulary_is_refused(client: Client, http: Any) -> None:
     text = f"a {SPECIAL[IMAGE]}"
     for prompt, field in ((text, "text"), ([{"role": "user", "content": text}], "chat")):
-        chunk = list(client.execute([item(prompt, max_tokens=1)]))[-1]
-        assert chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR
-        assert "TOKEN_OUT_OF_VOCAB" in str(chunk.error) and field in str(chunk.error)
+        with pytest.raises(InvalidRequest) as refused:
+            client.generate(prompt, max_tokens=1)
+        assert refused.value.reason == "TOKEN_OUT_OF_VOCAB"
+        assert any(field in name for name, _ in refused.value.violations)
     with pytest.raises(openai.BadRequestError) as caught:
         http.chat.completions.create(model="local", messages=[{"role": "user", "content": text}])
     assert (caught.value.code, caught.value.param) == ("token_out_of_vocab", "messages")

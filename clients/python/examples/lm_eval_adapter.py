@@ -10,7 +10,6 @@ import importlib.util
 from typing import Any
 
 from quire import Client, OutputOptions, ScoreItem, checked, item
-from quire.errors import from_status
 
 
 class QuireLM:
@@ -50,8 +49,6 @@ class QuireLM:
             items[-1].stop.extend([stop] if isinstance(stop, str) else stop)
         for at in range(0, len(items), self._size):
             for chunk in self._client.execute(items[at : at + self._size]):
-                if chunk.HasField("error"):
-                    raise from_status(chunk.error)
                 texts[int(chunk.item_id)] += chunk.text
         return texts
 

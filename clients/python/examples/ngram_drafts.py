@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Container
 
-from quire import VERIFY_ACCEPT_GREEDY, Client
+from quire import Client
 from tokenizers import Tokenizer
 
 LONGEST = 3
@@ -37,10 +37,9 @@ def generate(client: Client, prompt: list[int], count: int, end: Container[int])
     with client.prefill(prompt) as cache:
         text = [*prompt, cache.output.token_id]
         while len(text) < len(prompt) + count and text[-1] not in end:
-            drafts = look_up(text)
-            verified = cache.verify([text[-1], *drafts], accept=VERIFY_ACCEPT_GREEDY)
+            verified = cache.verify([text[-1], *look_up(text)])
             forwards += 1
-            for token in [*drafts[: verified.accepted], cache.output.token_id]:
+            for token in verified.tokens:
                 text.append(token)
                 if token in end:
                     break

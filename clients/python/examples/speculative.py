@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Container
 
-from quire import VERIFY_ACCEPT_SPECULATIVE, Client, draft_from_top, output_options, verify_rows
+from quire import Client, draft_from_top, output_options, verify_rows
 from tokenizers import Tokenizer
 
 TOP_K = 16
@@ -50,11 +50,11 @@ def speculate(
             verified = cache.verify(
                 [text[-1], *drafts],
                 output=output,
-                accept=VERIFY_ACCEPT_SPECULATIVE,
+                accept="speculative",
                 rows=verify_rows(drawn),
             )
             verifies += 1
-            for token in [*drafts[: verified.accepted], cache.output.token_id]:
+            for token in verified.tokens:
                 text.append(token)
                 if token in end:
                     break

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Container
 
-from quire import VERIFY_ACCEPT_GREEDY, Cache, Client, output_options
+from quire import Cache, Client, output_options
 from tokenizers import Tokenizer
 
 # Children of each leaf, level by level: 1 + 4 + 8 + 8 tokens.
@@ -28,7 +28,7 @@ def grow(helper: Cache, root: int) -> tuple[list[int], list[int]]:
     tokens, parents, leaves = [root], list[int](), [0]
     for width in WIDTHS:
         held, top = helper.seq_len, output_options(top_logprobs=width)
-        said = helper.verify(tokens, parents=parents, accept=VERIFY_ACCEPT_GREEDY, output=top)
+        said = helper.verify(tokens, parents=parents, output=top)
         helper.truncate(held)
         grown = [(leaf, token) for leaf in leaves for token in said.outputs[leaf].top.token_ids]
         leaves = list(range(len(tokens), len(tokens) + len(grown)))
@@ -48,9 +48,9 @@ def generate(
             if len(text) - 1 > helper.seq_len:
                 helper.extend(text[helper.seq_len : -1])
             tree, parents = grow(helper, text[-1])
-            verified = cache.verify(tree, parents=parents, accept=VERIFY_ACCEPT_GREEDY)
+            verified = cache.verify(tree, parents=parents)
             verifies += 1
-            for token in [*(tree[index] for index in verified.path[1:]), cache.output.token_id]:
+            for token in verified.tokens:
                 text.append(token)
                 if token in end:
                     break

@@ -7,7 +7,8 @@
         while token not in stop:
             token = cache.decode(token).token_id
 
-The server generates whole texts: `for chunk in client.execute("Once", max_tokens=20): print(chunk.text)`.
+The server generates whole texts: `client.generate("Once", max_tokens=20)`, or piece by piece
+`for chunk in client.execute("Once", max_tokens=20): print(chunk.text)`.
 
 `AsyncClient` has the same methods with `await`. `client.session()` has the same operations, multiplexed on
 one stream. The generated stubs are in `quire.v1`. Importing them does not load the client, because this
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
     from quire._batches import ScoreItem as ScoreItem
     from quire._batches import checked as checked
     from quire._caches import Cache as Cache
+    from quire._calls import CallOptions as CallOptions
+    from quire._calls import Verified as Verified
+    from quire._chunks import Chunk as Chunk
     from quire._connection import Tls as Tls
+    from quire._items import TextSettings as TextSettings
     from quire._items import item as item
     from quire._masks import token_mask as token_mask
     from quire._options import draft_from_top as draft_from_top
@@ -59,12 +64,6 @@ if TYPE_CHECKING:
     from quire.errors import Unavailable as Unavailable
     from quire.executions import AsyncExecution as AsyncExecution
     from quire.executions import Execution as Execution
-    from quire.v1.types_pb2 import PRIORITY_HIGH as PRIORITY_HIGH
-    from quire.v1.types_pb2 import PRIORITY_LOW as PRIORITY_LOW
-    from quire.v1.types_pb2 import PRIORITY_NORMAL as PRIORITY_NORMAL
-    from quire.v1.types_pb2 import VERIFY_ACCEPT_GREEDY as VERIFY_ACCEPT_GREEDY
-    from quire.v1.types_pb2 import VERIFY_ACCEPT_SAMPLED as VERIFY_ACCEPT_SAMPLED
-    from quire.v1.types_pb2 import VERIFY_ACCEPT_SPECULATIVE as VERIFY_ACCEPT_SPECULATIVE
     from quire.v1.types_pb2 import DraftProbabilities as DraftProbabilities
     from quire.v1.types_pb2 import OutputOptions as OutputOptions
     from quire.v1.types_pb2 import SampledToken as SampledToken
@@ -75,7 +74,9 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "quire._connection": ("Tls",),
-    "quire._items": ("item",),
+    "quire._calls": ("CallOptions", "Verified"),
+    "quire._chunks": ("Chunk",),
+    "quire._items": ("TextSettings", "item"),
     "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
     "quire._masks": ("token_mask",),
     "quire._options": ("draft_from_top", "draft_probabilities", "output_options", "verify_rows"),
@@ -106,12 +107,6 @@ _EXPORTS = {
         "Unavailable",
     ),
     "quire.v1.types_pb2": (
-        "PRIORITY_HIGH",
-        "PRIORITY_LOW",
-        "PRIORITY_NORMAL",
-        "VERIFY_ACCEPT_GREEDY",
-        "VERIFY_ACCEPT_SAMPLED",
-        "VERIFY_ACCEPT_SPECULATIVE",
         "DraftProbabilities",
         "OutputOptions",
         "SampledToken",

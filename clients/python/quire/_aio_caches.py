@@ -8,13 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar, Unpack
 
 from google.protobuf.message import Message
 from quire import _batches, _calls, _methods
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
-from quire._calls import CacheState, Decodes, Forks, Verified
+from quire._calls import CacheState, CallOptions, Decodes, Forks, Verified
+from quire._enums import Accept, accept_of
 from quire._methods import Method
+from quire._opening import opens
 from quire.errors import QuireError
 from quire.v1 import executor_pb2, types_pb2
 
@@ -23,18 +25,26 @@ _Response = TypeVar("_Response", bound=Message)
 
 
 class _Call(Protocol):
-    """Makes one call with the client's timeout. Raises QuireError."""
+    """Makes one call. Raises QuireError."""
 
-    async def __call__(self, method: Method[_Request, _Response], request: _Request, /) -> _Response: ...
+    async def __call__(
+        self, method: Method[_Request, _Response], request: _Request, call: CallOptions, /
+    ) -> _Response: ...
 
 
 class AsyncCaller(ABC):
-    """The operations that do not need a cache, as unary calls or on a session."""
+    """The operations that do not need a cache, as unary calls or on a session.
+
+    Each takes `timeout_s` and `priority` for this call alone, see `CallOptions`.
+    """
 
     @abstractmethod
-    async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
+    async def _call(
+        self, method: Method[_Request, _Response], request: _Request, call: CallOptions
+    ) -> _Response:
         """See _Call."""
 
+    @opens
     async def prefill(
         self,
         token_ids: Sequence[int],
@@ -46,6 +56,7 @@ class AsyncCaller(ABC):
         cache_salt: str = "",
         score_from: int | None = None,
         sample_seeds: Sequence[int] = (),
+        **call: Unpack[CallOptions],
     ) -> AsyncCache:
         """Creates a cache of `token_ids`; its `output` predicts the next token. The caller releases it.
 
@@ -55,16 +66,17 @@ class AsyncCaller(ABC):
         With a `cache_salt`, prefixes are shared only with caches of the same salt. `adapter_id` names a LoRA
         adapter, which the cache and its forks keep in its current version. Raises AdapterNotFound.
 
-        To release the cache automatically: `async with await client.prefill(token_ids) as cache: ...`.
+        To release the cache automatically: `async with client.prefill(token_ids) as cache: ...`.
         """
         item = PrefillItem(
             token_ids, output, lease_s, adapter_id, request_id, cache_salt, score_from, sample_seeds
         )
         request = _batches.prefill_request(item)
-        return AsyncCache(self._call, await self._call(_methods.PREFILL, request), _calls.output_of(request))
+        prefilled = await self._call(_methods.PREFILL, request, call)
+        return AsyncCache(self._call, prefilled, _calls.output_of(request))
 
     async def batch_prefill(
-        self, prompts: Prompts, *, output: types_pb2.OutputOptions | None = None
+        self, prompts: Prompts, *, output: types_pb2.OutputOptions | None = None, **call: Unpack[CallOptions]
     ) -> list[AsyncCache | QuireError]:
         """Creates several caches in one call. The caller releases them.
 
@@ -74,25 +86,31 @@ class AsyncCaller(ABC):
         items = (prompt if isinstance(prompt, PrefillItem) else PrefillItem(prompt) for prompt in prompts)
         requests = [_batches.prefill_request(item, output) for item in items]
         request = executor_pb2.BatchPrefillRequest(items=requests)
-        response = await self._call(_methods.BATCH_PREFILL, request)
+        response = await self._call(_methods.BATCH_PREFILL, request, call)
         made = zip(map(_batches.result_of, response.results), requests, strict=True)
         return [
             one if isinstance(one, QuireError) else AsyncCache(self._call, one, _calls.output_of(its))
             for one, its in made
         ]
 
-    async def cache(self, cache_id: str) -> AsyncCache:
+    @opens
+    async def cache(self, cache_id: str, **call: Unpack[CallOptions]) -> AsyncCache:
         """An existing cache, which another process may have created, with its current length.
 
         Its lease restarts. Its `output` is empty until the next append, and it has no `default_output`.
-        Raises CacheNotFound.
+        Nobody is warned if it is not released here. Raises CacheNotFound.
         """
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
-        renewed = await self._call(_methods.RENEW_CACHE, request)
-        return AsyncCache(self._call, executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache))
+        renewed = await self._call(_methods.RENEW_CACHE, request, call)
+        found = executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache)
+        return AsyncCache(self._call, found, is_owned=False)
 
     async def batch_decode(
-        self, decodes: Decodes[AsyncCache], *, output: types_pb2.OutputOptions | None = None
+        self,
+        decodes: Decodes[AsyncCache],
+        *,
+        output: types_pb2.OutputOptions | None = None,
+        **call: Unpack[CallOptions],
     ) -> list[types_pb2.StepOutput | QuireError]:
         """Appends one token to each cache in one call.
 
@@ -104,7 +122,7 @@ class AsyncCaller(ABC):
             for cache, token_id, *own in decodes
         ]
         request = executor_pb2.BatchDecodeRequest(items=requests)
-        response = await self._call(_methods.BATCH_DECODE, request)
+        response = await self._call(_methods.BATCH_DECODE, request, call)
         results = zip(decodes, map(_batches.result_of, response.results), strict=True)
         return [
             one if isinstance(one, QuireError) else cache._appended(one)  # noqa: SLF001 - a class of this module
@@ -112,7 +130,12 @@ class AsyncCaller(ABC):
         ]
 
     async def fork_caches(
-        self, forks: Forks[AsyncCache], *, release: Iterable[AsyncCache] = (), request_id: str = ""
+        self,
+        forks: Forks[AsyncCache],
+        *,
+        release: Iterable[AsyncCache] = (),
+        request_id: str = "",
+        **call: Unpack[CallOptions],
     ) -> list[list[AsyncCache]]:
         """Copies several caches and releases others atomically, as a step of a beam search does.
 
@@ -126,11 +149,11 @@ class AsyncCaller(ABC):
                 executor_pb2.ForkSource(cache_id=cache.cache_id, count=count, position=cache.seq_len)
                 for cache, count in forks
             ],
-            release=[cache.cache_id for cache in release],
+            release=[cache.detach() for cache in release],
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
-        response = await self._call(_methods.FORK_CACHES, request)
+        response = await self._call(_methods.FORK_CACHES, request, call)
         return [
             [
                 AsyncCache(self._call, copy, cache.default_output)
@@ -147,10 +170,11 @@ class AsyncCaller(ABC):
         score_from: int = 0,
         cache_salt: str = "",
         adapter_id: str = "",
+        **call: Unpack[CallOptions],
     ) -> executor_pb2.ForwardResponse:
         """Like `score`, but returns the response message."""
         request = _batches.forward_request(ScoreItem(token_ids, score_from, output, cache_salt, adapter_id))
-        return await self._call(_methods.FORWARD, request)
+        return await self._call(_methods.FORWARD, request, call)
 
     async def score(
         self,
@@ -162,6 +186,7 @@ class AsyncCaller(ABC):
         adapter_id: str = "",
         experts: bytes = b"",
         experts_from: int | None = None,
+        **call: Unpack[CallOptions],
     ) -> Scored:
         """The log-probability of each token given the tokens before it, and the predictions. Keeps no cache.
 
@@ -170,10 +195,10 @@ class AsyncCaller(ABC):
         see `ScoreItem`.
         """
         item = ScoreItem(token_ids, score_from, output, cache_salt, adapter_id, experts, experts_from)
-        return _batches.scored(await self._call(_methods.FORWARD, _batches.forward_request(item)))
+        return _batches.scored(await self._call(_methods.FORWARD, _batches.forward_request(item), call))
 
     async def score_batch(
-        self, texts: Texts, *, output: types_pb2.OutputOptions | None = None
+        self, texts: Texts, *, output: types_pb2.OutputOptions | None = None, **call: Unpack[CallOptions]
     ) -> list[Scored | QuireError]:
         """Scores several texts in one call. Common prefixes are computed once.
 
@@ -183,7 +208,7 @@ class AsyncCaller(ABC):
         items = (text if isinstance(text, ScoreItem) else ScoreItem(text) for text in texts)
         requests = [_batches.forward_request(item, output) for item in items]
         request = executor_pb2.BatchForwardRequest(items=requests)
-        response = await self._call(_methods.BATCH_FORWARD, request)
+        response = await self._call(_methods.BATCH_FORWARD, request, call)
         found = map(_batches.result_of, response.results)
         return [one if isinstance(one, QuireError) else _batches.scored(one) for one in found]
 
@@ -198,7 +223,7 @@ class AsyncCache(CacheState):
     Attributes: `cache_id`; `seq_len`, its tokens; of the last append `output`, `weights` (the number of those
     it was computed with), `replayed_tokens`, and, if it asked for them, `token_logprobs`, `token_is_argmax`
     and `samples`; of the prompt `reused_tokens`. `default_output`, which can be set, has the options of
-    appends that are given none.
+    appends that are given none. Each call takes `timeout_s` and `priority` for itself, see `CallOptions`.
     """
 
     def __init__(
@@ -206,17 +231,19 @@ class AsyncCache(CacheState):
         call: _Call,
         prefilled: executor_pb2.PrefillResponse,
         default_output: types_pb2.OutputOptions | None = None,
+        *,
+        is_owned: bool = True,
     ) -> None:
         """Created by `prefill` and `fork`."""
-        super().__init__(prefilled, default_output)
+        super().__init__(prefilled, default_output, is_owned=is_owned)
         self._call = call
 
     async def decode(
-        self, token_id: int, *, output: types_pb2.OutputOptions | None = None
+        self, token_id: int, *, output: types_pb2.OutputOptions | None = None, **call: Unpack[CallOptions]
     ) -> types_pb2.StepOutput:
         """Appends a token and predicts the next one."""
         request = _calls.decode_request(self, token_id, output)
-        response = await self._call(_methods.DECODE, request)
+        response = await self._call(_methods.DECODE, request, call)
         return self._appended(response)
 
     async def extend(
@@ -226,6 +253,7 @@ class AsyncCache(CacheState):
         output: types_pb2.OutputOptions | None = None,
         score_from: int | None = None,
         sample_seeds: Sequence[int] = (),
+        **call: Unpack[CallOptions],
     ) -> types_pb2.StepOutput:
         """Appends several tokens and predicts the next one. The options are those of `prefill`."""
         request = executor_pb2.PrefillRequest(
@@ -236,7 +264,7 @@ class AsyncCache(CacheState):
             score_from=score_from,
             sample_seeds=sample_seeds,
         )
-        response = await self._call(_methods.PREFILL, request)
+        response = await self._call(_methods.PREFILL, request, call)
         return self._appended(response)
 
     async def verify(
@@ -244,13 +272,16 @@ class AsyncCache(CacheState):
         token_ids: Sequence[int],
         *,
         output: types_pb2.OutputOptions | None = None,
-        accept: types_pb2.VerifyAccept = types_pb2.VERIFY_ACCEPT_GREEDY,
+        accept: Accept = "greedy",
         score: bool = False,
         rows: Sequence[types_pb2.VerifyRow] = (),
         parents: Sequence[int] = (),
+        **call: Unpack[CallOptions],
     ) -> Verified:
         """Appends the last accepted token and draft tokens in one forward, and keeps the accepted ones.
 
+        `accept` says which: "greedy" those that are the most likely token at their position, "sampled" those
+        that `output` draws there, "speculative" those that pass rejection sampling, "all" every one.
         `score` returns the log-probability of each draft. `rows`, which `quire.verify_rows` makes, has one
         item for each token: the mask for the next token, and the distribution that the next draft was drawn
         from. With `parents` the tokens are a tree, of which one path is kept; it has the index of each
@@ -261,14 +292,14 @@ class AsyncCache(CacheState):
             token_ids=_calls.tokens(token_ids),
             position=self.seq_len,
             output=self._wanted(output),
-            accept=accept,
+            accept=accept_of(accept),
             score=score,
             rows=rows,
             parents=parents,
         )
-        return self._verified(await self._call(_methods.FORWARD_VERIFY, request))
+        return self._verified(token_ids, await self._call(_methods.FORWARD_VERIFY, request, call))
 
-    async def truncate(self, new_len: int) -> None:
+    async def truncate(self, new_len: int, **call: Unpack[CallOptions]) -> None:
         """Truncates the cache to `new_len` tokens. `output` is invalid until the next append.
 
         With `seq_len` it undoes an abandoned append that may have been applied. With a shorter length it
@@ -278,11 +309,16 @@ class AsyncCache(CacheState):
         # No position when truncating to the known length, which undoes an abandoned append that was applied.
         position = None if new_len == self.seq_len else self.seq_len
         request = executor_pb2.TruncateKVRequest(cache_id=self.cache_id, new_len=new_len, position=position)
-        response = await self._call(_methods.TRUNCATE_KV, request)
+        response = await self._call(_methods.TRUNCATE_KV, request, call)
         self.seq_len = response.kv_cache.seq_len
 
     async def fork(
-        self, count: int = 1, *, release: Iterable[AsyncCache] = (), request_id: str = ""
+        self,
+        count: int = 1,
+        *,
+        release: Iterable[AsyncCache] = (),
+        request_id: str = "",
+        **call: Unpack[CallOptions],
     ) -> list[AsyncCache]:
         """Copies the cache. The copies share its pages, and the caller releases them.
 
@@ -291,22 +327,33 @@ class AsyncCache(CacheState):
         request = executor_pb2.ForkCacheRequest(
             cache_id=self.cache_id,
             count=count,
-            release=[cache.cache_id for cache in release],
+            release=[cache.detach() for cache in release],
             # So that a retry returns the same copies.
             request_id=request_id or _calls.new_request_id(),
         )
-        response = await self._call(_methods.FORK_CACHE, request)
+        response = await self._call(_methods.FORK_CACHE, request, call)
         return [AsyncCache(self._call, copy, self.default_output) for copy in self._forked(response)]
 
-    async def renew(self, lease_s: float | None = None) -> None:
+    async def renew(self, lease_s: float | None = None, **call: Unpack[CallOptions]) -> None:
         """Keeps the cache for `lease_s` seconds from now without use. None: restarts its lease."""
         request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id, lease=_calls.duration(lease_s))
-        await self._call(_methods.RENEW_CACHE, request)
+        await self._call(_methods.RENEW_CACHE, request, call)
 
-    async def release(self) -> bool:
+    async def refresh(self, **call: Unpack[CallOptions]) -> int:
+        """Takes over the length that the cache has on the server, and returns it. Its lease restarts.
+
+        For a cache that somebody else has changed: after PositionMismatch, say. `output` is still that of
+        this object's last append.
+        """
+        request = executor_pb2.RenewCacheRequest(cache_id=self.cache_id)
+        renewed = await self._call(_methods.RENEW_CACHE, request, call)
+        self.seq_len = renewed.kv_cache.seq_len
+        return self.seq_len
+
+    async def release(self, **call: Unpack[CallOptions]) -> bool:
         """Releases the cache. Returns False if it did not exist any more."""
-        request = executor_pb2.ReleaseCacheRequest(cache_id=self.cache_id)
-        response = await self._call(_methods.RELEASE_CACHE, request)
+        request = executor_pb2.ReleaseCacheRequest(cache_id=self.detach())
+        response = await self._call(_methods.RELEASE_CACHE, request, call)
         return response.released
 
     async def __aenter__(self) -> Self:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
+from quire._enums import Priority, priority_of
 from quire.v1 import executor_pb2, types_pb2
 
 # Requests with a request id that create caches, except batches.
@@ -24,17 +26,33 @@ _OWN_REQUEST_ID = "auto-"
 _State = TypeVar("_State", bound="CacheState")
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """The result of `verify`: `accepted` drafts are kept, and `outputs[path[-1]]` predicts the next token.
+class CallOptions(TypedDict, total=False):
+    """What each call can have for itself.
 
-    `path` has the indexes of the kept tokens, including the first one: 0 to `accepted`, or a path of the
-    tree.
-
-    With `score`, `token_logprobs` has the log-probability of each draft under the model's own distribution,
-    and `token_is_argmax` whether no other token was more likely.
+    Attributes:
+        timeout_s: Of the call, including retries. None: the client's.
+        priority: How it is scheduled under load, if it appends to caches or scores. None: the client's.
     """
 
+    timeout_s: float | None
+    priority: Priority | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The result of `verify`.
+
+    Attributes:
+        tokens: The accepted drafts, and the token that follows them: what a loop adds to its text. The last
+            one is not in the cache yet: the next `verify` or `decode` appends it.
+        accepted: How many drafts were accepted. These and the first token are kept in the cache.
+        outputs: The prediction after each token that was sent. `outputs[path[-1]]` predicts the next token.
+        path: The indexes of the kept tokens, including the first one: 0 to `accepted`, or a path of the tree.
+        token_logprobs: With `score`: the log-probability of each draft under the model's own distribution.
+        token_is_argmax: With `score`: for each draft, whether no other token was more likely.
+    """
+
+    tokens: Sequence[int]
     outputs: Sequence[types_pb2.StepOutput]
     accepted: int
     token_logprobs: Sequence[float] = ()
@@ -60,9 +78,9 @@ def output_of(request: executor_pb2.PrefillRequest) -> types_pb2.OutputOptions |
     return output
 
 
-def set_priority(request: Message, priority: types_pb2.Priority) -> None:
-    """Sets the priority of an append, or of each append of a batch. Mutates `request`."""
-    if priority:
+def set_priority(request: Message, own: Priority | None, default: Priority | None) -> None:
+    """Sets the priority of an append, or of each append of a batch: `own` or `default`. Mutates `request`."""
+    if priority := priority_of(own or default):
         # One of several message types, which share only the name of the field.
         append: Any
         for append in getattr(request, "items", (request,)):
@@ -113,10 +131,18 @@ class CacheState:
     twice. Not safe for concurrent use by several threads or tasks.
     """
 
+    # Whether a warning is due if it is forgotten.
+    _is_owned = False
+
     def __init__(
-        self, prefilled: executor_pb2.PrefillResponse, default_output: types_pb2.OutputOptions | None = None
+        self,
+        prefilled: executor_pb2.PrefillResponse,
+        default_output: types_pb2.OutputOptions | None = None,
+        *,
+        is_owned: bool = True,
     ) -> None:
-        """`prefilled` is the response that created the cache."""
+        """`prefilled` is the response that created the cache. `is_owned`: this program is to release it."""
+        self._is_owned = is_owned
         # That of appends which are given none: at first the one of the prefill, and of a copy that of its
         # origin. None: only the most likely next token.
         self.default_output = default_output
@@ -138,6 +164,21 @@ class CacheState:
         # The extra tokens that the last prefill drew, one for each of its `sample_seeds`.
         self.samples: Sequence[types_pb2.SampledToken] = prefilled.samples
 
+    def __del__(self) -> None:
+        if self._is_owned:
+            warnings.warn(
+                f"{self!r} was not released: the server keeps it until its lease expires; "
+                "release it, use it in a `with`, or `detach` it",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
+    def detach(self) -> str:
+        """Leaves the release to others or to the lease. Returns the id, for a client's `cache`."""
+        self._is_owned = False
+        return self.cache_id
+
     def _wanted(self, output: types_pb2.OutputOptions | None) -> types_pb2.OutputOptions | None:
         return self.default_output if output is None else output
 
@@ -157,13 +198,14 @@ class CacheState:
             self.token_logprobs = self.token_is_argmax = self.samples = ()
         return response.output
 
-    def _verified(self, response: executor_pb2.ForwardVerifyResponse) -> Verified:
+    def _verified(self, sent: Sequence[int], response: executor_pb2.ForwardVerifyResponse) -> Verified:
         self.seq_len, self.weights = response.kv_cache.seq_len, response.kv_cache.weights
         self.replayed_tokens = response.replayed_tokens
         path = tuple(response.accepted_path) or tuple(range(response.accepted + 1))
         self.output = response.outputs[path[-1]]
         self.token_logprobs = self.token_is_argmax = self.samples = ()
         return Verified(
+            (*(sent[index] for index in path[1:]), self.output.token_id),
             tuple(response.outputs),
             response.accepted,
             tuple(response.token_logprobs),

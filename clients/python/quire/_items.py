@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from google.protobuf import duration_pb2
 from quire._calls import duration
-from quire.v1 import runner_pb2
+from quire._options import sampling_params
+from quire.v1 import runner_pb2, types_pb2
+from quire.v1.sampling_settings import SamplingSettings
 
 # Token ids, a text, or messages such as {"role": "user", "content": "..."}.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -24,7 +26,42 @@ _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_con
 _PROMPTS = ("tokens", "text", "chat")
 
 
-def item(prompt: Prompt, *, item_id: str = "0", **settings: Any) -> runner_pb2.ExecuteItem:
+class ConstraintSettings(TypedDict, total=False):
+    """One of the kinds of Constraint. A JSON schema is a string, or an object that `json.dumps` accepts."""
+
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    lark: str
+    mask: types_pb2.TokenMask
+
+
+class TextSettings(SamplingSettings, total=False):
+    """How texts are generated: the settings of sampling, and the fields of ExecuteItem. None: unset.
+
+    Attributes:
+        sampling: Default settings, such as `model_info().sampling_defaults`.
+        timeout: In seconds or a timedelta.
+    """
+
+    sampling: types_pb2.SamplingParams | SamplingSettings | None
+    max_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    logprobs: bool
+    top_logprobs: int
+    n: int | None
+    constraint: runner_pb2.Constraint | ConstraintSettings | None
+    tokens_only: bool
+    timeout: float | dt.timedelta | duration_pb2.Duration | None
+    adapter_id: str
+    sampled_logprobs: bool
+    cache_salt: str
+
+
+def item(
+    prompt: Prompt, *, item_id: str = "0", max_cost_usd: float | None = None, **settings: Unpack[TextSettings]
+) -> runner_pb2.ExecuteItem:
     """An item for `execute`. Raises TypeError or ValueError for invalid arguments.
 
     Args:
@@ -32,12 +69,19 @@ def item(prompt: Prompt, *, item_id: str = "0", **settings: Any) -> runner_pb2.E
             `tool_calls` and `tool_call_id`, as in the OpenAI API, and `name` and `reasoning_content` for the
             chat templates that use these.
         item_id: Identifies the item in the chunks; unique in its batch.
-        settings: Other fields of ExecuteItem, such as max_tokens, sampling, stop, n, constraint. `timeout` is
-            in seconds or a timedelta. A JSON schema is a string or an object that `json.dumps` accepts.
+        max_cost_usd: The maximum cost of the item. None: no limit.
+        settings: Settings of sampling, such as temperature and seed, and other fields of ExecuteItem, such as
+            max_tokens, stop, n, constraint; see `TextSettings`.
     """
-    made = runner_pb2.ExecuteItem(item_id=item_id)
+    made = runner_pb2.ExecuteItem(item_id=item_id, max_cost_usd=max_cost_usd)
+    sampling: Any = {}
     for name, value in settings.items():
-        _set(made, name, value)
+        if name in types_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+            sampling[name] = value
+        else:
+            _set(made, name, value)
+    if any(value is not None for value in sampling.values()):
+        made.sampling.MergeFrom(sampling_params(sampling))
     if isinstance(prompt, str):
         made.text = prompt
     elif len(prompt) and isinstance(prompt[0], Mapping):
@@ -51,7 +95,7 @@ def item(prompt: Prompt, *, item_id: str = "0", **settings: Any) -> runner_pb2.E
 
 
 def items_of(
-    asked: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt, settings: Mapping[str, Any]
+    asked: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt, settings: TextSettings
 ) -> Sequence[runner_pb2.ExecuteItem]:
     """The items of `execute`. The ids of several prompts are "0", "1" and so on; they share the settings.
 
@@ -71,9 +115,8 @@ def items_of(
 
 
 def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
-    if name in _PROMPTS or name not in made.DESCRIPTOR.fields_by_name:
-        allowed = [field for field in made.DESCRIPTOR.fields_by_name if field not in (*_PROMPTS, "item_id")]
-        raise TypeError(f"an item has no setting {name}: it has {', '.join(allowed)}")
+    if name not in TextSettings.__annotations__:
+        raise TypeError(f"an item has no setting {name}: it has {', '.join(TextSettings.__annotations__)}")
     try:
         if name == "timeout":
             value = _timeout(value)

@@ -7,9 +7,10 @@ it is then not applied twice:
     Prefill of a new cache, ForkCache, ForkCaches       with a `request_id`
     BatchPrefill, BatchDecode                           if each item is safe to retry
     TruncateKV, ReleaseCache, RenewCache                always: idempotent
-    Forward, BatchForward, GetModelInfo, GetStatus      always: read-only
-    CancelExecution, UnloadAdapter                      always: idempotent
-    ListAdapters                                        always: read-only
+    UnifiedForward                                      if each item is of a cache, with `position`
+    Forward, BatchForward, EstimateCost                 always: read-only
+    Get..., List...                                     always: read-only
+    CancelExecution, MoveCache, UnloadAdapter, Warmup   always: idempotent
     every other call                                    never
 
 The clients' methods set `position` and `request_id`. Calls on a Session are not retried, because its stream
@@ -43,6 +44,10 @@ def _is_fenced(append: Any) -> bool:
 
 def _all_fenced(batch: Any) -> bool:
     return all(map(_is_fenced, batch.items))
+
+
+def _all_of_caches(batch: Any) -> bool:
+    return all(append.cache_id and append.HasField("position") for append in batch.items)
 
 
 def _has_request_id(request: Any) -> bool:
@@ -99,6 +104,21 @@ RELEASE_CACHE: Method[executor_pb2.ReleaseCacheRequest, executor_pb2.ReleaseCach
 RENEW_CACHE: Method[executor_pb2.RenewCacheRequest, executor_pb2.RenewCacheResponse] = Method(
     "RenewCache", "renew_cache", _always
 )
+UNIFIED_FORWARD: Method[executor_pb2.UnifiedForwardRequest, executor_pb2.UnifiedForwardResponse] = Method(
+    "UnifiedForward", "unified_forward", _all_of_caches
+)
+LIST_CACHES: Method[executor_pb2.ListCachesRequest, executor_pb2.ListCachesResponse] = Method(
+    "ListCaches", can_retry=_always
+)
+GET_CAPABILITIES: Method[executor_pb2.GetCapabilitiesRequest, executor_pb2.GetCapabilitiesResponse] = Method(
+    "GetCapabilities", can_retry=_always
+)
+GET_CACHE_METRICS: Method[executor_pb2.GetCacheMetricsRequest, executor_pb2.GetCacheMetricsResponse] = Method(
+    "GetCacheMetrics", can_retry=_always
+)
+GET_LORA_METRICS: Method[executor_pb2.GetLoraMetricsRequest, executor_pb2.GetLoraMetricsResponse] = Method(
+    "GetLoraMetrics", can_retry=_always
+)
 GET_MODEL_INFO: Method[executor_pb2.GetModelInfoRequest, executor_pb2.GetModelInfoResponse] = Method(
     "GetModelInfo", can_retry=_always
 )
@@ -107,6 +127,25 @@ GET_STATUS: Method[executor_pb2.GetStatusRequest, executor_pb2.GetStatusResponse
 )
 CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExecutionResponse] = Method(
     "CancelExecution", can_retry=_always, stub="runner_stub"
+)
+LIST_RUNTIMES: Method[runner_pb2.ListRuntimesRequest, runner_pb2.ListRuntimesResponse] = Method(
+    "ListRuntimes", can_retry=_always, stub="runner_stub"
+)
+GET_RUNTIME: Method[runner_pb2.GetRuntimeRequest, runner_pb2.GetRuntimeResponse] = Method(
+    "GetRuntime", can_retry=_always, stub="runner_stub"
+)
+ESTIMATE_COST: Method[runner_pb2.EstimateCostRequest, runner_pb2.EstimateCostResponse] = Method(
+    "EstimateCost", can_retry=_always, stub="runner_stub"
+)
+REBUILD_SESSION: Method[runner_pb2.RebuildSessionRequest, runner_pb2.RebuildSessionResponse] = Method(
+    "RebuildSession", stub="runner_stub"
+)
+WARMUP: Method[admin_pb2.WarmupRequest, admin_pb2.WarmupResponse] = Method(
+    "Warmup", can_retry=_always, stub="admin_stub"
+)
+DRAIN: Method[admin_pb2.DrainRequest, admin_pb2.DrainResponse] = Method("Drain", stub="admin_stub")
+SHUTDOWN: Method[admin_pb2.ShutdownRequest, admin_pb2.ShutdownResponse] = Method(
+    "Shutdown", stub="admin_stub"
 )
 MOVE_CACHE: Method[admin_pb2.MoveCacheRequest, admin_pb2.MoveCacheResponse] = Method(
     "MoveCache", can_retry=_always, stub="admin_stub"

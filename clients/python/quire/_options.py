@@ -83,14 +83,14 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         if not output.hidden.layers and hidden is not True:
             raise ValueError("hidden has no layers: True stands for the last one, and False for none")
         output.hidden.dtype = _DTYPES[hidden_format]
-    chosen = _sampling(settings)
+    chosen = sampling_params(settings)
     if sampling is not None or chosen.ByteSize():
         output.sampling.MergeFrom(sampling or types_pb2.SamplingParams())
         output.sampling.MergeFrom(chosen)
     return output
 
 
-def _sampling(settings: SamplingSettings) -> types_pb2.SamplingParams:
+def sampling_params(settings: SamplingSettings) -> types_pb2.SamplingParams:
     """Raises TypeError or ValueError, which name the setting."""
     try:
         return types_pb2.SamplingParams(**settings)
@@ -108,7 +108,7 @@ def _sampling(settings: SamplingSettings) -> types_pb2.SamplingParams:
 
 
 def draft_probabilities(drawn: DraftDistribution) -> types_pb2.DraftProbabilities:
-    """The distribution that a draft was drawn from, for VERIFY_ACCEPT_SPECULATIVE.
+    """The distribution that a draft was drawn from, for `verify(accept="speculative")`.
 
     Args:
         drawn: {token: probability} or [(token, probability), ...] of all tokens that could have been drawn,
@@ -154,7 +154,7 @@ def verify_rows(
     """The `rows` of a verify: one for each token, that is one more than the number of drafts.
 
     Args:
-        drafts: The distribution of each draft, which only VERIFY_ACCEPT_SPECULATIVE needs. Empty: none.
+        drafts: The distribution of each draft, which only "speculative" needs. Empty: none.
         masks: The mask for each draft, and for the token after the last one. An item that is None, or no
             masks at all: the mask in `output`.
 

@@ -7,13 +7,15 @@ import functools
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message
 from quire import _calls, _methods
 from quire._aio_caches import AsyncCaller
 from quire._attempts import Attempts
+from quire._batches import result_of
+from quire._calls import CallOptions
 from quire._connection import (
     DEFAULT_MAX_REQUEST_BYTES,
     DEFAULT_MAX_RESPONSE_BYTES,
@@ -21,8 +23,9 @@ from quire._connection import (
     Tls,
     connection,
 )
+from quire._enums import Cause, Policy, Priority, cause_of, policy_of, priority_of
 from quire._gateways import AsyncAnswer, Gateways, targets_of
-from quire._items import Prompt, items_of
+from quire._items import Prompt, TextSettings, items_of
 from quire._methods import Method
 from quire._proxies import proxy_of
 from quire._uploads import AdapterFiles, AsyncUpload, WeightFiles, adapter_requests, weight_requests
@@ -44,6 +47,9 @@ from quire.v1 import (
     runner_pb2_grpc,
     types_pb2,
 )
+
+# Caches in a page of ListCaches: the most that it allows.
+_PAGE_SIZE = 1000
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
@@ -69,7 +75,7 @@ class AsyncClient(AsyncCaller):
         tls: Tls | grpc.ChannelCredentials | bool = False,
         token: str = "",
         token_in_plain_view: bool = False,
-        priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED,
+        priority: Priority | None = None,
         max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES,
         max_response_bytes: int = DEFAULT_MAX_RESPONSE_BYTES,
         retries: bool = True,
@@ -85,7 +91,8 @@ class AsyncClient(AsyncCaller):
                 certificate. Any other gRPC channel credentials are also accepted.
             token: Sent with every call. Without TLS it is sent only to this machine.
             token_in_plain_view: Send the token without TLS also to other machines, for networks that encrypt.
-            priority: The scheduling priority of all calls: high ones run first and are refused last.
+            priority: The scheduling priority of all calls: high ones run first and are refused last. None:
+                normal.
             max_request_bytes: Larger requests are not sent.
             max_response_bytes: Larger responses are refused.
             retries: False: failed calls are never retried, even if that is safe.
@@ -114,6 +121,7 @@ class AsyncClient(AsyncCaller):
         self._gateways = Gateways(targets)
         self._is_closed = False
         self._timeout_s = timeout_s
+        priority_of(priority)
         self._priority = priority
         self._max_request_bytes = max_request_bytes
         self._retries = retries
@@ -151,19 +159,21 @@ class AsyncClient(AsyncCaller):
         )
         return AsyncSession(stream, close_timeout_s, self._priority)
 
-    def execute(
+    def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
         items: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt,
         *,
         runtime: str = "",
-        policy: runner_pb2.RoutingPolicy = runner_pb2.ROUTING_POLICY_UNSPECIFIED,
+        policy: Policy | None = None,
         request_id: str = "",
         keep_s: float | None = None,
         max_cost_usd: float | None = None,
         timeout_s: float | None = None,
-        **settings: Any,
+        priority: Priority | None = None,
+        raise_on_error: bool = True,
+        **settings: Unpack[TextSettings],
     ) -> AsyncExecution:
-        """Generates whole texts on the server. Iterate over the result.
+        """Generates whole texts on the server. Iterate over the result for its chunks, or call its `texts`.
 
         Leaving its `async with` block ends it, unless it is kept.
         Raises TypeError or ValueError for invalid items.
@@ -172,22 +182,25 @@ class AsyncClient(AsyncCaller):
             items: Items, see `quire.item`; or one or several prompts, with their `settings`. The ids of
                 several prompts are "0", "1" and so on.
             runtime: The name of a runtime. Empty: the server chooses one by `policy`.
-            policy: Such as `runner_pb2.ROUTING_POLICY_CHEAPEST`. Unset: the server's configured policy.
+            policy: How the server chooses: "order", "local_first" or "cheapest". None: as it is configured.
             request_id: The key to resume the execution with. Empty: one is generated.
             keep_s: How long the server keeps the execution without a client. The stream then resumes
                 automatically after a lost connection or a server restart, but not with `retries=False`.
             max_cost_usd: The maximum cost of all items together. None: no limit.
             timeout_s: The timeout of the call, with all that resume it. None: the client's.
-            settings: Fields of ExecuteItem, such as max_tokens, sampling, stop, n. For prompts only.
+            priority: None: the client's.
+            raise_on_error: Raise the error of a sample that fails, which ends all. False: its last chunk has
+                the error, and others go on.
+            settings: Such as max_tokens, temperature, stop, n; see `quire.item`. For prompts only.
         """
         request = runner_pb2.ExecuteRequest(
             items=items_of(items, settings),
             runtime=runtime,
             request_id=request_id,
-            policy=policy,
+            policy=policy_of(policy),
             keep=_calls.duration(keep_s),
             max_cost_usd=max_cost_usd,
-            priority=self._priority,
+            priority=priority_of(priority or self._priority),
         )
         target = self._gateways.next()
         return AsyncExecution(
@@ -196,8 +209,18 @@ class AsyncClient(AsyncCaller):
             self.cancel_execution,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             retries=self._retries,
+            raise_on_error=raise_on_error,
             proxy=self._proxies[target],
         )
+
+    async def generate(self, prompt: Prompt, **settings: Unpack[TextSettings]) -> str:
+        """The text that the server generates for a prompt: token ids, a text, or messages.
+
+        `execute` has more: texts as they are generated, several prompts or samples, log-probabilities.
+        Raises QuireError, and the errors of `quire.item`.
+        """
+        async with self.execute(prompt, **settings) as execution:
+            return "".join(await execution.texts())
 
     async def cancel_execution(self, request_id: str) -> bool:
         """Ends a kept execution (`keep_s`), also of another client. Returns whether there was one.
@@ -209,7 +232,7 @@ class AsyncClient(AsyncCaller):
         # Only the gateway that runs it knows it.
         for target in self._stubs:
             try:
-                was_there |= (await self._call(_methods.CANCEL_EXECUTION, request, target)).cancelled
+                was_there |= (await self._call(_methods.CANCEL_EXECUTION, request, {}, target)).cancelled
             except QuireError as error:
                 failures.append(error)
         if failures and not was_there:
@@ -254,16 +277,20 @@ class AsyncClient(AsyncCaller):
         )
         return response.adapter
 
-    async def unload_adapter(self, adapter_id: str, *, shared: bool = False) -> bool:
+    async def unload_adapter(
+        self, adapter_id: str, *, shared: bool = False, **call: Unpack[CallOptions]
+    ) -> bool:
         """Removes an adapter's id. Returns whether there was one. Its caches can be used until their release.
 
         `shared` removes the one that all tenants can use, not this client's own.
         """
         request = admin_pb2.UnloadAdapterRequest(adapter_id=adapter_id, shared=shared)
-        response = await self._call(_methods.UNLOAD_ADAPTER, request)
+        response = await self._call(_methods.UNLOAD_ADAPTER, request, call)
         return response.unloaded
 
-    async def move_cache(self, cache_id: str, worker_id: str) -> admin_pb2.MoveCacheResponse:
+    async def move_cache(
+        self, cache_id: str, worker_id: str, **call: Unpack[CallOptions]
+    ) -> admin_pb2.MoveCacheResponse:
         """Moves a cache to another worker, as `status` names it. Returns how its KV got there.
 
         Requires the role `administer` if the server requires tokens. Raises QuireError: NO_WORKER if that
@@ -271,7 +298,7 @@ class AsyncClient(AsyncCaller):
         a lost answer finds the cache where it is to be, and says that nothing was copied.
         """
         request = admin_pb2.MoveCacheRequest(cache_id=cache_id, worker_id=worker_id)
-        return await self._call(_methods.MOVE_CACHE, request)
+        return await self._call(_methods.MOVE_CACHE, request, call)
 
     async def upload_weights(self, files: WeightFiles, *, timeout_s: float | None = None) -> str:
         """Sends new weights for the served model, in safetensors format. Returns a source for LoadWeights.
@@ -333,19 +360,102 @@ class AsyncClient(AsyncCaller):
             raise from_rpc_error(error, self._first_proxy) from None
         return served
 
-    async def list_adapters(self) -> list[admin_pb2.Adapter]:
+    async def list_adapters(self, **call: Unpack[CallOptions]) -> list[admin_pb2.Adapter]:
         """The adapters that this client can use, ordered by id."""
-        response = await self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest())
+        response = await self._call(_methods.LIST_ADAPTERS, admin_pb2.ListAdaptersRequest(), call)
         return list(response.adapters)
 
+    async def list_caches(self, **call: Unpack[CallOptions]) -> list[types_pb2.KvCacheHandle]:
+        """All caches of this client's tenant. `timeout_s` is that of each page of 1,000."""
+        request = executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE)
+        handles = list[types_pb2.KvCacheHandle]()
+        while True:
+            page = await self._call(_methods.LIST_CACHES, request, call)
+            handles.extend(page.kv_caches)
+            if not page.next_page_token:
+                return handles
+            request.page_token = page.next_page_token
+
+    async def unified_forward(
+        self, items: Sequence[executor_pb2.UnifiedForwardItem], **call: Unpack[CallOptions]
+    ) -> list[executor_pb2.UnifiedForwardItemResponse | QuireError]:
+        """A mixed batch: whole prompts, chunks of prompts and single tokens in one call.
+
+        The exceptions of failed items are returned in their places. Calls on a session that are made together
+        share steps as well, and keep the lengths of their caches.
+        """
+        request = executor_pb2.UnifiedForwardRequest(items=items)
+        response = await self._call(_methods.UNIFIED_FORWARD, request, call)
+        return [result_of(result) for result in response.results]
+
+    async def list_runtimes(self, **call: Unpack[CallOptions]) -> list[runner_pb2.Runtime]:
+        """The runtimes that `execute` can use, in the order of the configuration."""
+        response = await self._call(_methods.LIST_RUNTIMES, runner_pb2.ListRuntimesRequest(), call)
+        return list(response.runtimes)
+
+    async def runtime(self, name: str = "", **call: Unpack[CallOptions]) -> runner_pb2.Runtime:
+        """One runtime. Empty: the server's own. Raises RuntimeNotFound."""
+        request = runner_pb2.GetRuntimeRequest(runtime=name)
+        return (await self._call(_methods.GET_RUNTIME, request, call)).runtime
+
+    async def estimate_cost(
+        self,
+        items: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt,
+        *,
+        runtime: str = "",
+        timeout_s: float | None = None,
+        **settings: Unpack[TextSettings],
+    ) -> list[runner_pb2.CostEstimate]:
+        """The maximum cost of what `execute` would do, on one runtime or, without a name, on each."""
+        request = runner_pb2.EstimateCostRequest(runtime=runtime, items=items_of(items, settings))
+        response = await self._call(_methods.ESTIMATE_COST, request, {"timeout_s": timeout_s})
+        return list(response.estimates)
+
+    async def rebuild_session(
+        self, runtime: str = "", *, cause: Cause = "manual", **call: Unpack[CallOptions]
+    ) -> int:
+        """Restarts the workers, or connects anew to a provider. Returns how many processes or connections.
+
+        It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
+        """
+        request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cause_of(cause))
+        return (await self._call(_methods.REBUILD_SESSION, request, call)).rebuilt
+
+    async def warmup(self, workers: int = 0, **call: Unpack[CallOptions]) -> int:
+        """Waits until this many workers are ready; 0: all. Returns how many are."""
+        request = admin_pb2.WarmupRequest(workers=workers)
+        return (await self._call(_methods.WARMUP, request, call)).workers_ready
+
+    async def drain(
+        self, worker_id: str = "", *, grace_s: float | None = None, **call: Unpack[CallOptions]
+    ) -> list[admin_pb2.ReplacedWorker]:
+        """Restarts a worker, or without a name all, one after another; returns when the new ones are ready.
+
+        `grace_s` is how long running operations may take before another worker computes them again. It is
+        never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
+        """
+        request = admin_pb2.DrainRequest(worker_id=worker_id, grace=_calls.duration(grace_s))
+        return list((await self._call(_methods.DRAIN, request, call)).workers)
+
+    async def shutdown(self, *, leave_workers: bool = False, **call: Unpack[CallOptions]) -> None:
+        """Stops the server gracefully, and returns at once. `leave_workers`: the next server takes them over.
+
+        Requires the role `administer` if the server requires tokens. Raises QuireError.
+        """
+        await self._call(_methods.SHUTDOWN, admin_pb2.ShutdownRequest(leave_workers=leave_workers), call)
+
     async def model_info(
-        self, *, include_tokenizer: bool = False, include_chat_template: bool = False
+        self,
+        *,
+        include_tokenizer: bool = False,
+        include_chat_template: bool = False,
+        **call: Unpack[CallOptions],
     ) -> executor_pb2.GetModelInfoResponse:
         """The description of the model; with tokenizer.json and the chat template if requested."""
         request = executor_pb2.GetModelInfoRequest(
             include_tokenizer=include_tokenizer, include_chat_template=include_chat_template
         )
-        return await self._call(_methods.GET_MODEL_INFO, request)
+        return await self._call(_methods.GET_MODEL_INFO, request, call)
 
     async def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer, from the server. Needs the package `tokenizers` (extra `text`).
@@ -354,9 +464,25 @@ class AsyncClient(AsyncCaller):
         """
         return ModelTokenizer(await self.model_info(include_tokenizer=True))
 
-    async def status(self) -> executor_pb2.GetStatusResponse:
+    async def capabilities(self, **call: Unpack[CallOptions]) -> executor_pb2.GetCapabilitiesResponse:
+        """What the server can do, and its limits."""
+        return await self._call(_methods.GET_CAPABILITIES, executor_pb2.GetCapabilitiesRequest(), call)
+
+    async def status(self, **call: Unpack[CallOptions]) -> executor_pb2.GetStatusResponse:
         """The state of the gateway and its workers."""
-        return await self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest())
+        return await self._call(_methods.GET_STATUS, executor_pb2.GetStatusRequest(), call)
+
+    async def cache_metrics(
+        self, *, check_integrity: bool = False, **call: Unpack[CallOptions]
+    ) -> list[executor_pb2.WorkerCacheMetrics]:
+        """The KV pages of each worker. `check_integrity` also checks the invariants of every pool."""
+        request = executor_pb2.GetCacheMetricsRequest(check_integrity=check_integrity)
+        return list((await self._call(_methods.GET_CACHE_METRICS, request, call)).workers)
+
+    async def lora_metrics(self, **call: Unpack[CallOptions]) -> list[executor_pb2.WorkerLoraMetrics]:
+        """The use of adapters on each worker."""
+        request = executor_pb2.GetLoraMetricsRequest()
+        return list((await self._call(_methods.GET_LORA_METRICS, request, call)).workers)
 
     async def close(self) -> None:
         """Closes the connection and cancels its calls. Caches are kept until their leases expire."""
@@ -373,12 +499,18 @@ class AsyncClient(AsyncCaller):
         await self.close()
 
     async def _call(
-        self, method: Method[_Request, _Response], request: _Request, first: str = ""
+        self,
+        method: Method[_Request, _Response],
+        request: _Request,
+        call_options: CallOptions,
+        first: str = "",
     ) -> _Response:
         """`first`: where the first attempt goes."""
-        _calls.set_priority(request, self._priority)
+        _calls.set_priority(request, call_options.get("priority"), self._priority)
+        timeout_s = call_options.get("timeout_s")
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         several = len(self._stubs) > 1
-        attempts = Attempts(method, request, self._timeout_s, retries=self._retries, several=several)
+        attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
         while True:
             target, first = first or self._gateways.target(request), ""
             call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
@@ -409,9 +541,7 @@ class AsyncSession(AsyncCaller):
     passed) may still be applied: retry an append, or undo it with `truncate` to `seq_len`.
     """
 
-    def __init__(
-        self, stream: AsyncSessionStream, close_timeout_s: float, priority: types_pb2.Priority
-    ) -> None:
+    def __init__(self, stream: AsyncSessionStream, close_timeout_s: float, priority: Priority | None) -> None:
         """Created by `AsyncClient.session`."""
         self._stream = stream
         self._close_timeout_s = close_timeout_s
@@ -435,6 +565,8 @@ class AsyncSession(AsyncCaller):
     ) -> None:
         await self.close()
 
-    async def _call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        _calls.set_priority(request, self._priority)
-        return await self._stream.call(method, request)
+    async def _call(
+        self, method: Method[_Request, _Response], request: _Request, call_options: CallOptions
+    ) -> _Response:
+        _calls.set_priority(request, call_options.get("priority"), self._priority)
+        return await self._stream.call(method, request, call_options.get("timeout_s"))

@@ -190,6 +190,8 @@ def from_rpc_error(error: grpc.RpcError, proxy: str = "") -> QuireError:
     assert isinstance(error, grpc.aio.AioRpcError | grpc.Call)
     code = error.code()
     status = status_pb2.Status(code=code.value[0], message=error.details() or "")
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in status.message.lower():
+        status.message += " (is a server running there?)"
     if proxy and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         status.message += f" (through the proxy {proxy})"
     for key, value in error.trailing_metadata() or ():

@@ -7,11 +7,12 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from quire._chunks import Chunk, chunk_of
 from quire.errors import Cancelled, from_rpc_error
 from quire.v1 import runner_pb2
 
@@ -33,6 +34,7 @@ class _ResumableStream:
         *,
         timeout_s: float | None = None,
         retries: bool = True,
+        raise_on_error: bool = True,
         proxy: str = "",
     ) -> None:
         """Created by `execute`. Sets the request_id if it is empty, and mutates the request when it resumes.
@@ -43,6 +45,7 @@ class _ResumableStream:
             cancel_kept: Cancels a kept execution by its request_id.
             timeout_s: Of the call and of all that resume it. None: no limit.
             retries: False: it does not resume.
+            raise_on_error: Raise the error of a sample that fails. False: its last chunk has the error.
             proxy: That of the server, for messages.
         """
         request.request_id = request.request_id or uuid.uuid4().hex
@@ -52,6 +55,7 @@ class _ResumableStream:
         # How long the server keeps the execution, and this client tries to resume it. 0: not.
         self._keep_s = request.keep.ToNanoseconds() / 1e9
         self._retries = retries
+        self._raise_on_error = raise_on_error
         self._proxy = proxy
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         # How much of each sample has been received, by item_id and index.
@@ -92,16 +96,26 @@ class _ResumableStream:
                 raise Cancelled(grpc.StatusCode.CANCELLED, "", "the execution was left")
             self._call = self._started_call()
 
-    def _received(self, response: runner_pb2.ExecuteResponse) -> Sequence[runner_pb2.SampleChunk]:
-        """Records that the chunks of a message were received, and returns them."""
+    def _received(self, response: runner_pb2.ExecuteResponse) -> Iterator[Chunk]:
+        """Yields the chunks of a message, which are received then. Raises QuireError of a sample."""
         if response.chunks:
             # Accepting the call again is not progress: it may break before the first chunk each time.
             self._disconnected_at_s, self._backoff_s = None, 0.0
         if response.HasField("started"):
             self.started = response.started
-        for chunk in response.chunks:
-            self._position[chunk.item_id, chunk.sample] = chunk.position + max(1, len(chunk.token_ids))
-        return response.chunks
+        for part in response.chunks:
+            self._position[part.item_id, part.sample] = part.position + max(1, len(part.token_ids))
+        for chunk in map(chunk_of, response.chunks):
+            if chunk.error is not None and self._raise_on_error:
+                self._stop()
+                raise chunk.error
+            yield chunk
+
+    def _new_texts(self) -> dict[tuple[str, int], str]:
+        """An empty text for each sample, by item_id and index, in the order of the request."""
+        return {
+            (item.item_id, sample): "" for item in self._request.items for sample in range(max(1, item.n))
+        }
 
     def _pause_s(self, error: grpc.RpcError) -> float:
         """The delay before resuming. Raises QuireError if the stream cannot be resumed."""
@@ -124,10 +138,10 @@ class Execution(_ResumableStream):
 
     Leaving its `with` block or calling `cancel` ends it. With `keep_s` the stream resumes after a lost
     connection or a server restart, and fails after trying for that long. Leaving its `with` block does not
-    end the execution on the server; `cancel` does. The last chunk of a failed sample has the error.
+    end the execution on the server; `cancel` does. The error of a sample that fails is raised, and ends it.
     """
 
-    def __iter__(self) -> Iterator[runner_pb2.SampleChunk]:
+    def __iter__(self) -> Iterator[Chunk]:
         """Raises QuireError."""
         while True:
             try:
@@ -138,6 +152,13 @@ class Execution(_ResumableStream):
                 pause_s = self._pause_s(error)
             self._cancelled.wait(pause_s)
             self._resume()
+
+    def texts(self) -> list[str]:
+        """Waits for all, and returns the text of each sample, item by item. Raises QuireError."""
+        texts = self._new_texts()
+        for chunk in self:
+            texts[chunk.item_id, chunk.sample] += chunk.text
+        return list(texts.values())
 
     def cancel(self) -> None:
         """Ends the execution, if it has not ended. If it raises QuireError, a kept execution may continue."""
@@ -163,7 +184,7 @@ class Execution(_ResumableStream):
 class AsyncExecution(_ResumableStream):
     """Like `Execution`, with `async for` and `async with`."""
 
-    async def __aiter__(self) -> AsyncIterator[runner_pb2.SampleChunk]:
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
         """Raises QuireError."""
         while True:
             try:
@@ -175,6 +196,13 @@ class AsyncExecution(_ResumableStream):
                 pause_s = self._pause_s(error)
             await asyncio.sleep(pause_s)
             self._resume()
+
+    async def texts(self) -> list[str]:
+        """See `Execution.texts`."""
+        texts = self._new_texts()
+        async for chunk in self:
+            texts[chunk.item_id, chunk.sample] += chunk.text
+        return list(texts.values())
 
     async def cancel(self) -> None:
         """See `Execution.cancel`."""

@@ -78,23 +78,26 @@ class SessionStream:
         self._reader = threading.Thread(target=self._read, name="quire-session", daemon=True)
         self._reader.start()
 
-    def call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        """Makes a call and waits for its response. Raises QuireError."""
-        began_s = time.monotonic()
+    def call(
+        self, method: Method[_Request, _Response], request: _Request, timeout_s: float | None = None
+    ) -> _Response:
+        """Makes a call and waits for its response. `timeout_s`: None is the stream's. Raises QuireError."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         answer: concurrent.futures.Future[_Result] = concurrent.futures.Future()
-        if not self._slots.acquire(timeout=self._timeout_s):
-            raise _deadline_exceeded(self._timeout_s)
+        if not self._slots.acquire(timeout=timeout_s):
+            raise _deadline_exceeded(timeout_s)
         try:
             with self._condition:
-                self._pending.add(method, request, answer, self._left_s(began_s))
+                self._pending.add(method, request, answer, _left_s(deadline_s))
         except QuireError:
             self._slots.release()
             raise
         try:
-            return response_of(method, answer.result(self._left_s(began_s)))
+            return response_of(method, answer.result(_left_s(deadline_s)))
         except TimeoutError:
             self._abandon(request, answer)
-            raise _deadline_exceeded(self._timeout_s) from None
+            raise _deadline_exceeded(timeout_s) from None
         except KeyboardInterrupt:
             self._abandon(request, answer)
             raise
@@ -110,9 +113,6 @@ class SessionStream:
     def cancel(self) -> None:
         """Cancels the stream without waiting. Takes no lock, so that a finalizer can call it."""
         self._stream.cancel()
-
-    def _left_s(self, began_s: float) -> float | None:
-        return None if self._timeout_s is None else self._timeout_s - (time.monotonic() - began_s)
 
     def _abandon(self, request: Message, answer: concurrent.futures.Future[_Result]) -> None:
         with self._condition:
@@ -173,11 +173,14 @@ class AsyncSessionStream:
         self._first_status = FirstStatus(self._stream)
         self._reader = self._loop.create_task(self._read(), name="quire-session")
 
-    async def call(self, method: Method[_Request, _Response], request: _Request) -> _Response:
-        """Makes a call and waits for its response. Raises QuireError."""
+    async def call(
+        self, method: Method[_Request, _Response], request: _Request, timeout_s: float | None = None
+    ) -> _Response:
+        """Makes a call and waits for its response. `timeout_s`: None is the stream's. Raises QuireError."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         answer: asyncio.Future[_Result] = self._loop.create_future()
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
+            async with asyncio.timeout(timeout_s) as limit:
                 await self._slots.acquire()
                 try:
                     until_s = limit.when()
@@ -189,7 +192,7 @@ class AsyncSessionStream:
                 return response_of(method, await answer)
         except TimeoutError:
             self._abandon(request, answer)
-            raise _deadline_exceeded(self._timeout_s) from None
+            raise _deadline_exceeded(timeout_s) from None
         except asyncio.CancelledError:
             self._abandon(request, answer)
             raise
@@ -239,6 +242,10 @@ class AsyncSessionStream:
             cause = Cancelled(grpc.StatusCode.CANCELLED, "", "cancelled by this client")
         finally:
             self._pending.end(cause)
+
+
+def _left_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else deadline_s - time.monotonic()
 
 
 def _at_least_one(max_in_flight: int) -> int:

@@ -13,10 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import tokenizers  # noqa: F401 - so that it is missed before a server is asked
-from quire import Client, QuireError, item
+from quire import Chunk, Client, QuireError, item
 from quire.cli.connecting import NO_TIMEOUT_S, connected, when_ready
 from quire.cli.terminal import CommandFailed, WrongUsage, stripped, tell
-from quire.errors import from_status
 from quire.text import ModelTokenizer
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from quire.v1.sampling_settings import SETTINGS
@@ -77,18 +76,15 @@ def _check_prompt(options: argparse.Namespace) -> None:
         raise WrongUsage("--system goes with a message, not with --raw or --tokens")
 
 
-def _chunks(client: Client, asked: runner_pb2.ExecuteItem) -> Iterator[runner_pb2.SampleChunk]:
+def _chunks(client: Client, asked: runner_pb2.ExecuteItem) -> Iterator[Chunk]:
     """The chunks of an item, which is cancelled when the loop over them ends. Raises QuireError."""
 
-    def checked() -> Iterator[runner_pb2.SampleChunk]:
+    def generated() -> Iterator[Chunk]:
         with client.execute([asked], runtime=_RUNTIME, timeout_s=NO_TIMEOUT_S) as execution:
-            for chunk in execution:
-                if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
-                    raise from_status(chunk.error)
-                yield chunk
+            yield from execution
 
-    def begun() -> Iterator[runner_pb2.SampleChunk]:
-        chunks = checked()
+    def begun() -> Iterator[Chunk]:
+        chunks = generated()
         # Reading the first chunk fails if there is no worker.
         return itertools.chain([*itertools.islice(chunks, 1)], chunks)
 
@@ -104,7 +100,7 @@ class _Printer:
         self._with_logprobs = with_logprobs
         self._line_is_open = False
 
-    def show(self, chunk: runner_pb2.SampleChunk) -> None:
+    def show(self, chunk: Chunk) -> None:
         """Prints a chunk immediately."""
         token_ids = list(chunk.token_ids)
         if chunk.finish_reason and token_ids and token_ids[-1] in self._end_ids:
@@ -117,7 +113,7 @@ class _Printer:
         print(shown, end="", flush=True)
         self._line_is_open = self._line_is_open or bool(token_ids or shown)
 
-    def _show_lines(self, token_ids: Sequence[int], chunk: runner_pb2.SampleChunk) -> None:
+    def _show_lines(self, token_ids: Sequence[int], chunk: Chunk) -> None:
         """Prints a line for each token. The text of several tokens is printed with the last of them."""
         for index, (token_id, entry) in enumerate(zip(token_ids, chunk.logprobs, strict=False), start=1):
             text = chunk.text if index == len(token_ids) else ""

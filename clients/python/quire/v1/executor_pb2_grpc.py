@@ -5,7 +5,7 @@ import warnings
 
 from quire.v1 import executor_pb2 as quire_dot_v1_dot_executor__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.71.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 

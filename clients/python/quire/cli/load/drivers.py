@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from quire import AsyncCache, AsyncClient, AsyncSession, PrefillItem, QuireError, SessionEnded, item
 from quire.cli.load.measuring import Probe
-from quire.errors import from_status
-from quire.v1 import runner_pb2
 
 # A cache whose id was lost with the response expires soon.
 _LEASE_S = 60.0
@@ -134,8 +132,6 @@ class ExecuteDriver:
             async for chunk in execution:
                 if chunk.token_ids:
                     probe.received(len(chunk.token_ids))
-                if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
-                    raise from_status(chunk.error)
         if probe.record.counts:
             probe.done()
         else:

@@ -1,0 +1,63 @@
+"""The parts of generated texts, as `execute` returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire._enums import FinishReason, name_of
+from quire.errors import QuireError, from_status
+from quire.v1 import runner_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next part of one sample.
+
+    Attributes:
+        item_id: Of its item.
+        sample: The number of the sample, of an item's `n`.
+        position: The length of the sample before this chunk: in tokens, or in chunks if the runtime does not
+            report tokens.
+        text: Whole characters only.
+        token_ids: Empty if the runtime does not report tokens.
+        logprobs: One for each token, if `logprobs` or `sampled_logprobs` asked for them. After a restart of
+            the server those of tokens that it read from its journal are missing.
+        tool_calls: Parts of calls: first the id and the name, then `arguments_json` in pieces.
+        finish_reason: None: the sample goes on.
+        stop: The stop text that ended the sample.
+        error: Why the sample failed, with the `finish_reason` "error".
+        usage: In the last chunk.
+        runtime: Of this item, if another one than that of `Execution.started` runs it.
+    """
+
+    item_id: str
+    sample: int
+    position: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[runner_pb2.TokenLogprob]
+    tool_calls: Sequence[runner_pb2.ToolCall]
+    finish_reason: FinishReason | None
+    stop: str
+    error: QuireError | None
+    usage: runner_pb2.Usage | None
+    runtime: str
+
+
+def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
+    """The chunk in a message."""
+    return Chunk(
+        item_id=message.item_id,
+        sample=message.sample,
+        position=message.position,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(message.logprobs),
+        tool_calls=tuple(message.tool_calls),
+        finish_reason=name_of(runner_pb2.FinishReason, message.finish_reason),
+        stop=message.stop,
+        error=from_status(message.error) if message.HasField("error") else None,
+        usage=message.usage if message.HasField("usage") else None,
+        runtime=message.runtime,
+    )
