@@ -256,6 +256,7 @@ class StepLoop:
             self._adapters.drop_forwards()
 
     def _take_decodes(self, decodes: Decodes) -> None:
+        """Answers those whose results are there, and lets the others wait for a step or their adapter."""
         sequences = decodes.sequences
         if len(set(sequences)) < len(sequences):
             # One after the other, as what was computed for one of them is not for the next.
