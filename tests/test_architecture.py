@@ -31,7 +31,6 @@ WORKER_LAYERS = (
         "service_class",
         "caller_limits",
         "coalescing",
-        "waiting_decodes",
         "prelaunch",
         "steps_in_flight",
         "integrity_checks",

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,8 @@ class RealWorker:
         self.faulty: set[int] = set()
         self.has_right_kv = True
         scheduler = Scheduler(STEP.tokens, STEP.items, STEP.rows)
+        # All is queued, so that it is seen here when each begins.
+        scheduler._has_room = lambda plain: False  # type: ignore[method-assign]
         # Nothing is guessed: the model computes what it was asked for.
         self._loop = StepLoop(self.engine, scheduler, self.results.extend, max_seq_tokens=0)
         self._begin, self._execute = self.engine.begin, self.engine.execute
@@ -99,8 +102,8 @@ class RealWorker:
         self.engine.kv_table.check_integrity()
         assert self.has_right_kv, "the KV is that of other tokens"
         results, self.results[:] = list(self.results), []
-        assert all(isinstance(result, Forward | Done | Failed) for result in results)
-        return [worker_wire.to_event(result) for result in results]  # type: ignore[arg-type]
+        assert all(isinstance(result, DecodesDone | Forward | Done | Failed) for result in results)
+        return [event for result in results for event in one_by_one(worker_wire.to_event(result))]  # type: ignore[arg-type]
 
     def held(self) -> dict[int, list[int]]:
         """The tokens of every sequence."""
@@ -330,6 +333,18 @@ class Pair:
     def _number(self) -> int:
         self._last_number += 1
         return self._last_number
+
+
+def one_by_one(event: worker_pb2.WorkerEvent) -> list[worker_pb2.WorkerEvent]:
+    """As if decodes that are answered together were answered each alone."""
+    if event.WhichOneof("event") != "decodes":
+        return [event]
+    found = gateway_wire.to_events(worker_pb2.ConnectResponse(events=[event]))
+    done: list[tuple[int, Any]] = [
+        (op_id, gateway_wire.decode_answer(one) if isinstance(one, effects.DecodeDone) else one)
+        for op_id, one in found
+    ]
+    return [worker_pb2.WorkerEvent(op_id=op_id, forward=one) for op_id, one in done]
 
 
 def decoded(event: worker_pb2.WorkerEvent) -> object:
