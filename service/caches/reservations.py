@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.caches.context import Context
-from service.caches.entries import CacheEntry, Operation, OperationKind, touch
+from service.caches.effects import Context
+from service.caches.entries import CacheEntry, Operation, OperationKind
 from service.caches.ledger import CacheState, Ledger
+from service.caches.placement import touch
 from service.caches.requests import Append, Priority, Request
 from service.caches.tenants import UNBOUNDED, Tenant
 from service.caches.weights import Weights

@@ -18,8 +18,7 @@ from quire.v1 import executor_pb2, runner_pb2
 
 from service.caches.requests import AppendKind
 from service.extension import GatewayParts
-from service.extensions.metrics.figures import Distribution, Figures
-from service.extensions.metrics.totals import Totals
+from service.extensions.metrics.figures import Distribution, Figures, Totals
 
 # Names of adapters in one label.
 _MOST_NAMES = 64
@@ -136,7 +135,7 @@ class QuireCollector(Collector):
         yield _gauge("quire_arriving_requests", "Requests that have not arrived.", state.receiver.arriving)
         journal_bytes = sum(one.ledger.size_bytes for one in caches)
         yield _gauge("quire_journal_bytes", "The journal's contents.", journal_bytes)
-        yield _gauge("quire_unread_bytes", "Answers computed or not yet read.", state.answers.used_bytes)
+        yield _gauge("quire_unread_bytes", "Answers computed or not yet read.", state.budgets.answers.used)
         yield _gauge("quire_event_loop_longest_stall_seconds", "The longest since the start.", stall_s)
         kinds = {kind.name.lower(): figures.appends.answered[kind] for kind in AppendKind}
         yield _counter("quire_appends", "Answered appends.", kinds, "kind")
@@ -215,9 +214,7 @@ def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
     sizes: defaultdict[object, list[int]] = defaultdict(list)
     for shard, attempts in enumerate(machines):
         for operation in attempts.running.values():
-            if operation.attempt is not None:
-                tokens = len(operation.attempt.append.token_ids)
-                sizes[shard, operation.entry.worker].append(tokens)
+            sizes[shard, operation.entry.worker].append(len(operation.token_ids))
     running = 0
     ready = [slot.ready for slot in parts.slots() if slot.ready is not None]
     step_tokens = max((each.executor.max_batch_tokens for each in ready), default=0)
