@@ -26,6 +26,8 @@ typedef float Real __attribute__((vector_size(4 * QUIRE_SUMS)));
 constexpr int kSums = QUIRE_SUMS, kVectors = kBlockOutputs / kSums;
 // What a row's values are below is lost: its inverse would overflow.
 constexpr float kLeast = 1e-30f;
+// Rows that do not pass many blocks beside each other load a weight so far ahead.
+constexpr int64_t kAhead = 2 << 10;
 
 template <int kBits>
 constexpr int kSteps = kBits;  // of kStepBytes in a group
@@ -169,6 +171,9 @@ inline void multiply_blocks(Results* results, const uint8_t* block, int64_t grou
     for (int b = 0; b < kBlocks; b++) {
       const uint8_t* scale = block + b * whole + group * kScaleBytes;
       const uint8_t* weight = block + b * whole + before + group * kGroupBytes;
+      if constexpr (kBlocks < kMostBeside)
+#pragma GCC unroll 8
+        for (int line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
         Whole found[kRows];
