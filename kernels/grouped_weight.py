@@ -122,10 +122,10 @@ class GroupedWeight(Weight):
             inputs,
             outputs,
             x.stride(0),
-            self.bits,
         )
-        run = library.function(f"quire_linear_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
-        run(ctypes.addressof(arguments), torch.get_num_threads())
+        types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        run = library.function(f"quire_grouped_linear_{SUFFIXES[x.dtype]}", types)
+        run(ctypes.addressof(arguments), self.bits, torch.get_num_threads())
         return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

@@ -259,7 +259,7 @@ void multiply(const LinearArguments& a, const RowGroup* rounded, int64_t first_r
 }  // namespace
 
 template <typename T>
-void grouped_linear(const LinearArguments& a, const Worker& worker) {
+void grouped_linear(const LinearArguments& a, int64_t bits, const Worker& worker) {
   RowGroup* rounded = static_cast<RowGroup*>(a.scratch);
   const int64_t groups = groups_of(a.inputs);
   for (int64_t first = 0; first < a.rows; first += kRoundedRows) {
@@ -269,13 +269,29 @@ void grouped_linear(const LinearArguments& a, const Worker& worker) {
       round_group(rounded[i], static_cast<const T*>(a.x) + (first + row) * a.x_stride + input,
                   std::min(kGroupInputs, a.inputs - input));
     });
-    if (a.bits == 8) multiply<T, 8>(a, rounded, first, count, worker);
+    if (bits == 8) multiply<T, 8>(a, rounded, first, count, worker);
     else multiply<T, 4>(a, rounded, first, count, worker);
     worker.barrier();
   }
 }
 
-template void grouped_linear<Bf16>(const LinearArguments&, const Worker&);
-template void grouped_linear<float>(const LinearArguments&, const Worker&);
+template void grouped_linear<Bf16>(const LinearArguments&, int64_t, const Worker&);
+template void grouped_linear<float>(const LinearArguments&, int64_t, const Worker&);
 
+namespace {
+
+template <typename T>
+void run(const LinearArguments& a, int64_t bits, int64_t threads) {
+  run_together(threads_for(a.outputs * a.inputs * bits / 8, threads),
+               [&](const Worker& worker) { grouped_linear<T>(a, bits, worker); });
+}
+
+}  // namespace
 }  // namespace quire
+
+extern "C" void quire_grouped_linear_bf16(const quire::LinearArguments* a, int64_t bits, int64_t threads) {
+  quire::run<quire::Bf16>(*a, bits, threads);
+}
+extern "C" void quire_grouped_linear_f32(const quire::LinearArguments* a, int64_t bits, int64_t threads) {
+  quire::run<float>(*a, bits, threads);
+}

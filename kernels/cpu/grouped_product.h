@@ -41,8 +41,8 @@ constexpr int64_t rounded_bytes(int64_t rows, int64_t inputs) {
   return (rows < kRoundedRows ? rows : kRoundedRows) * groups_of(inputs) * static_cast<int64_t>(sizeof(RowGroup));
 }
 
-// As `linear`, for a weight of `bits`.
+// As `linear`, for a weight of 8 or 4 bits. The scratch is for `rounded_bytes`.
 template <typename T>
-void grouped_linear(const LinearArguments& a, const Worker& worker);
+void grouped_linear(const LinearArguments& a, int64_t bits, const Worker& worker);
 
 }  // namespace quire

@@ -1,15 +1,12 @@
 // x W^T + b with a packed weight: see packed_product.h.
 
 #include "linear.h"
-
-#include "grouped_product.h"
 #include "packed_product.h"
 
 namespace quire {
 
 template <typename T>
 void linear(const LinearArguments& a, const Worker& worker) {
-  if (a.bits != 0) return grouped_linear<T>(a, worker);
   const T* x = static_cast<const T*>(a.x);
   InputOf<T>* copies = static_cast<InputOf<T>*>(a.scratch);
   const bool copied = needs_copy<T>(a.inputs);
@@ -43,7 +40,7 @@ namespace {
 
 template <typename T>
 void run(const LinearArguments& a, int64_t threads) {
-  const int64_t bytes = a.outputs * a.inputs * (a.bits == 0 ? static_cast<int64_t>(sizeof(T)) * 8 : a.bits) / 8;
+  const int64_t bytes = a.outputs * a.inputs * static_cast<int64_t>(sizeof(T));
   run_together(threads_for(bytes, threads), [&](const Worker& worker) { linear<T>(a, worker); });
 }
 

@@ -14,9 +14,8 @@ struct LinearArguments {
   const void* x;       // [T, I]
   const void* weight;  // packed [O, I]
   const void* bias;    // [O], or null
-  void* scratch;       // space for min(T, 256) copied rows, or for rounded_bytes; unused if rows need no copy
+  void* scratch;       // space for min(T, 256) copied rows; unused if rows need no copy
   int64_t rows, inputs, outputs, x_stride;
-  int64_t bits = 0;    // of a quantised weight, see grouped_product.h; 0: it has the type of the rows
 };
 
 template <typename T>

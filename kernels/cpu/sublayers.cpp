@@ -37,7 +37,7 @@ struct Matrix {
   const void *weight, *bias;  // packed [outputs, inputs]; [outputs] or null
   int64_t outputs, inputs;
   const LoraTable* lora;  // or null
-  int64_t bits;           // of a quantised weight; or 0, see linear.h
+  int64_t bits;           // of a quantised weight, see grouped_product.h; or 0
 
   int64_t bytes(int64_t element_bytes) const { return outputs * inputs * (bits == 0 ? 8 * element_bytes : bits) / 8; }
 };
@@ -170,9 +170,10 @@ struct Run {
   }
 
   void project(T* to, const Matrix& matrix, const T* from) {
-    linear<T>({to, from, matrix.weight, matrix.bias, buffers.copies, rows, matrix.inputs, matrix.outputs, matrix.inputs,
-               matrix.bits},
-              worker);
+    const LinearArguments product{to,   from,          matrix.weight,  matrix.bias,  buffers.copies,
+                                  rows, matrix.inputs, matrix.outputs, matrix.inputs};
+    if (matrix.bits == 0) linear<T>(product, worker);
+    else grouped_linear<T>(product, matrix.bits, worker);
     if (lora != nullptr && matrix.lora != nullptr)
       add_lora<T>(to, from, matrix.inputs, matrix.inputs, *matrix.lora, *lora, buffers.lora, worker);
   }

@@ -153,15 +153,8 @@ def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(bits: int) ->
             assert torch.equal(linear(x[:rows], weight), alone[:rows])
 
 
-# What products are compiled of.
-_SOURCES = (
-    "linear.cpp",
-    "grouped_product.cpp",
-    "quantise.cpp",
-    "packed_product.cpp",
-    "amx_product.cpp",
-    "threads.cpp",
-)
+# What these products are compiled of.
+_SOURCES = ("grouped_product.cpp", "quantise.cpp", "threads.cpp")
 
 
 # Each is compiled for its test. Products of this CPU's set, which always run, are compared with torch too.
