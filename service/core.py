@@ -97,9 +97,8 @@ class Core:
         self.state = ServerState(
             config,
             versions,
-            lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant()),
             self.adapters,
-            lambda request_id: self.caches.index.creation_of(request_id, current_tenant()),
+            lambda request_id: self.caches.index.adapter_of_creation(request_id, current_tenant()),
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)

@@ -146,7 +146,7 @@ class GatewayParts:
 
     def slots(self) -> list[WorkerSlot]:
         """The workers of all shards."""
-        return [slot for shard in self.shards() for slot in shard.versions.all_slots]
+        return [slot for shard in self.shards() for slot in shard.versions.slots]
 
 
 class Extension:

@@ -1,8 +1,8 @@
-"""The model versions, the one that is served, and the workers of each.
+"""The weights that are served, with the number of their version, and the workers.
 
-A model version is a set of weights with a number. Each new version gets a higher number, also after a
-restart. New caches belong to the served version. The next gateway learns it from the model tag in the
-journal, and from `weights.json` in the data directory once LoadWeights has loaded other weights.
+A model version is a set of weights with a number. Each replacement gets a higher one, also after a restart.
+New caches belong to the served version. The next gateway learns it from the model tag in the journal, and
+from `weights.json` in the data directory once LoadWeights has replaced the weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -31,7 +31,6 @@ class WorkerSlot:
     """The place of one worker, with the state of its current incarnation (epoch)."""
 
     worker_id: str
-    version: ModelVersion
     index: int = 0
     epoch: int = 0
     pid: int = 0
@@ -53,76 +52,21 @@ class WorkerSlot:
     snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
 
 
+@dataclass(slots=True, eq=False)
 class ModelVersion:
-    """One set of weights, and the slots of the workers that have loaded it."""
+    """One set of weights."""
 
-    def __init__(self, number: int, model: str, workers: range) -> None:
-        """`workers`: their indexes among the workers of all gateways of this server."""
-        self.number = number
-        # A directory, or the name of an executor without weights.
-        self.model = model
-        # The first version whose caches continue with this one.
-        self.continued_from = number
-        # Replaced when it changes.
-        self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in workers]
-        # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
-        self.expected_fingerprint: str | None = None
-        # Of the first worker that was ready. All others must have the same one.
-        self.fingerprint: str | None = None
-        # The ready event of that worker, which describes the model; the longest sequence of any worker.
-        self.first_ready: worker_pb2.WorkerReady | None = None
-        self.max_seq_tokens = 0
-        # Whether callers may use caches of this version.
-        self.is_usable = True
-        # Loads beside the served version. If one worker fails, the load fails.
-        self.is_loading = False
-        # Why loading failed.
-        self.failure: str | None = None
-        self._loaded = asyncio.Event()
-
-    def _new_slot(self, index: int) -> WorkerSlot:
-        # Names contain the version, so that no gateway adopts a worker with other weights.
-        name = f"worker-{index}.{self.number}" if self.number else f"worker-{index}"
-        return WorkerSlot(name, self, index)
-
-    def add_slot(self) -> WorkerSlot:
-        """Adds a slot, with the lowest index that is free."""
-        used = {slot.index for slot in self.slots}
-        slot = self._new_slot(next(index for index in itertools.count() if index not in used))
-        self.slots = [*self.slots, slot]
-        return slot
-
-    def remove_slot(self, slot: WorkerSlot) -> None:
-        """Removes a slot without a worker."""
-        self.slots = [one for one in self.slots if one is not slot]
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
-
-    async def loaded(self, timeout_s: float | None) -> bool:
-        """Waits until all workers are ready or `failure` is set. False after the timeout, if there is one."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._loaded.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def fail(self, why: str) -> None:
-        """Records that loading failed. The first reason is kept."""
-        self.failure = self.failure or why
-        self._loaded.set()
-
-    def worker_ready(self, ready: worker_pb2.WorkerReady) -> None:
-        self.first_ready = self.first_ready or ready
-        self.max_seq_tokens = max(self.max_seq_tokens, ready.executor.kv_capacity_tokens)
-        if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
-            self._loaded.set()
+    number: int
+    # A directory, or the name of an executor without weights.
+    model: str
+    # The first version whose caches continue with this one.
+    continued_from: int
+    # Of the first worker that was ready with it. All others must have the same one.
+    fingerprint: str | None = None
 
 
 class ModelVersions:
-    """Owner of the versions. Notifies subscribers of changes of versions and of workers' states."""
+    """Owner of the served version and of the slots. Notifies subscribers of changes of these."""
 
     def __init__(
         self,
@@ -140,7 +84,6 @@ class ModelVersions:
         """
         fingerprint, newest = from_model_tag(model_tag)
         self._configured = configured
-        self._workers = range(workers) if isinstance(workers, int) else workers
         self._bind_caches = bind_caches
         # Without one, the served version is not stored.
         self._data_dir = data_dir
@@ -150,38 +93,37 @@ class ModelVersions:
             _log.info("serving the weights that were loaded last", model=served.model, configured=configured)
         elif stored is not None and stored.model != served.model:
             _log.warning("serving what the settings name, not what was loaded last", loaded=stored.model)
+        continued = served.weights if served.continued is None else served.continued
         # The version of new caches. Only this class sets it.
-        self.serving = ModelVersion(served.weights, served.model, self._workers)
-        if served.continued is not None:
-            self.serving.continued_from = served.continued
-        if has_caches(served.weights):
-            self.serving.expected_fingerprint = fingerprint
-        self._versions = [self.serving]
-        # Whether any worker of any version was ever ready.
-        self.had_ready_worker = False
+        self.serving = ModelVersion(served.weights, served.model, continued)
+        # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
+        self.expected_fingerprint = fingerprint if has_caches(served.weights) else None
+        # Replaced when it changes.
+        indexes = range(workers) if isinstance(workers, int) else workers
+        self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in indexes]
+        # The ready event of the first worker that was ready, which describes the model; the longest sequence
+        # of any worker.
+        self.first_ready: worker_pb2.WorkerReady | None = None
+        self.max_seq_tokens = 0
+        self._all_ready = asyncio.Event()
         # How many workers were started or adopted, by the index of their slot.
         self.starts: Counter[int] = Counter()
         self._last_number = served.weights
         self._subscribers: list[Callable[[], None]] = []
 
-    def __iter__(self) -> Iterator[ModelVersion]:
-        """All versions: served, loading, and earlier ones that are still in use."""
-        return iter(self._versions)
-
     @property
     def models(self) -> set[str]:
-        """The models of all versions, and the one that the next gateway may serve."""
-        models = {version.model for version in self._versions}
-        return models if self._stored is None else models | {self._stored.model}
-
-    @property
-    def all_slots(self) -> list[WorkerSlot]:
-        return [slot for version in self._versions for slot in version.slots]
+        """The model that is served, and the one that the next gateway may serve."""
+        return {self.serving.model} if self._stored is None else {self.serving.model, self._stored.model}
 
     @property
     def is_persistent(self) -> bool:
         """Whether the next gateway can read what `persist` writes."""
         return self._data_dir is not None
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         """`on_change` is called on the event loop, after each change; it must not block."""
@@ -192,68 +134,67 @@ class ModelVersions:
         for on_change in self._subscribers:
             on_change()
 
+    # Workers.
+
+    def _new_slot(self, index: int) -> WorkerSlot:
+        # Names contain the version, so that no gateway adopts a worker with other weights.
+        number = self.serving.number
+        return WorkerSlot(f"worker-{index}.{number}" if number else f"worker-{index}", index)
+
+    def add_slot(self) -> WorkerSlot:
+        """Adds a slot, with the lowest index that is free."""
+        used = {slot.index for slot in self.slots}
+        slot = self._new_slot(next(index for index in itertools.count() if index not in used))
+        self.slots = [*self.slots, slot]
+        return slot
+
+    def remove_slot(self, slot: WorkerSlot) -> None:
+        """Removes a slot without a worker."""
+        self.slots = [one for one in self.slots if one is not slot]
+
     def worker_ready(self, slot: WorkerSlot) -> None:
         assert slot.ready is not None
-        self.had_ready_worker = slot.was_ready = True
-        slot.version.worker_ready(slot.ready)
-        if slot.version is self.serving:
-            self._tag_caches()
-            self._update_file()
+        slot.was_ready = True
+        self.first_ready = self.first_ready or slot.ready
+        self.max_seq_tokens = max(self.max_seq_tokens, slot.ready.executor.kv_capacity_tokens)
+        if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
+            self._all_ready.set()
+        self._tag_caches()
+        self._update_file()
         self.changed()
 
-    def add(self, model: str, *, has_workers: bool = True) -> ModelVersion:
-        """Adds a version that is to be loaded. Numbers are never reused, even if loading fails.
+    async def all_ready(self) -> None:
+        """Waits until all workers were ready at the same time."""
+        await self._all_ready.wait()
 
-        Without workers of its own it takes over those of the served version; see `replace`.
-        """
+    # Versions.
+
+    def next_version(self, model: str) -> ModelVersion:
+        """A version that is to be served. Numbers are never reused, even if it is not."""
         self._last_number += 1
-        version = ModelVersion(self._last_number, model, self._workers if has_workers else range(0))
-        version.is_loading = True
-        self._versions.append(version)
-        return version
+        return ModelVersion(self._last_number, model, self._last_number)
 
     def persist(self, version: ModelVersion) -> None:
-        """Stores that this version is served from now on; `serve` or `replace` has to follow.
+        """Stores that this version is served from now on; `serve` has to follow.
 
         Changes nothing but the file, so it may run on a thread. Atomic; blocks on the disk; raises OSError.
         """
         if self._data_dir is not None:
             write_served_model(self._data_dir, self._served_model(version))
 
-    def serve(self, version: ModelVersion) -> None:
-        """Makes this the served version: that of new caches."""
-        self.serving = version
+    def serve(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
+        """Makes this the served version: that of new caches.
+
+        model: what the workers have put into place.
+        """
+        version.fingerprint = model.fingerprint
+        for ready in (self.first_ready, *(slot.ready for slot in self.slots)):
+            if ready is not None:
+                ready.model.CopyFrom(model)
+        # No cache that can be used is of earlier weights.
+        self.serving, self.expected_fingerprint = version, None
         self._stored = self._served_model(version)
         self._tag_caches()
-        self.changed()
-
-    def replace(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
-        """Makes a version without workers the served one. It takes over those that serve. See `serve`.
-
-        model: what they have put into place.
-        """
-        before, version.is_loading = self.serving, False
-        version.fingerprint, version.slots = model.fingerprint, before.slots
-        for slot in before.slots:
-            slot.version = version
-            if slot.ready is not None:
-                slot.ready.model.CopyFrom(model)
-        version.first_ready, version.max_seq_tokens = before.first_ready, before.max_seq_tokens
-        if version.first_ready is not None:
-            version.first_ready.model.CopyFrom(model)
-        before.is_usable, before.slots = False, []
-        self._versions.remove(before)
-        self.serve(version)
-
-    def mark_unusable(self, version: ModelVersion) -> None:
-        """Forbids callers the use of caches of this version."""
-        version.is_usable = False
-        self.changed()
-
-    def remove(self, version: ModelVersion) -> None:
-        """Removes a version whose workers have stopped."""
-        version.is_usable = False
-        self._versions.remove(version)
         self.changed()
 
     def _tag_caches(self) -> None:

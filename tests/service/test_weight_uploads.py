@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service import uploads
 from service.config import Config
@@ -53,11 +53,9 @@ class Server:
 
     def serve(self, model: Path) -> None:
         """As LoadWeights does."""
-        version = self.versions.add(str(model))
+        version = self.versions.next_version(str(model))
         self.versions.persist(version)
-        before = self.versions.serving
-        self.versions.serve(version)
-        self.versions.remove(before)
+        self.versions.serve(version, types_pb2.ModelDescription())
 
     def new_threads(self) -> None:
         self.threads = ThreadPoolExecutor()

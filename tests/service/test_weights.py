@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.v1 import worker_pb2
+from quire.v1 import types_pb2, worker_pb2
 
 from service.caches.requests import Fork, Renew, Truncate
 from service.caches.reservations import Limits
 from service.pool.model_versions import (
-    ModelVersion,
     ModelVersions,
     ServedModel,
     choose_served_model,
@@ -27,10 +26,7 @@ OLD, NEW = 0, 1
 
 @pytest.fixture
 def gateway() -> Gateway:
-    """Two workers: one serves, the other has loaded what is to be served."""
-    gateway = Gateway(Limits(default_lease_s=10.0))
-    gateway.start_worker("worker-0.1", weights=NEW)
-    return gateway
+    return Gateway(Limits(default_lease_s=10.0))
 
 
 def says(gateway: Gateway, cache: str, token: int) -> int:
@@ -40,7 +36,7 @@ def says(gateway: Gateway, cache: str, token: int) -> int:
 def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: Gateway) -> None:
     cache, other = gateway.create(1, 2, request_id="one"), gateway.create(5)
     children = gateway.handles(Fork.of(cache, 1, request_id="fork")).handles
-    gateway.dispatcher.weights_switched(NEW, drain=False)
+    gateway.replace_weights(NEW, recompute=False)
     new = gateway.create(1, 2)
     assert says(gateway, new, 3) == next_token([1, 2, 3], None, NEW)
     for request in (
@@ -102,10 +98,10 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: str) -> None:
     assert read_served_model(tmp_path) is None
 
 
-def become_ready(versions: ModelVersions, version: ModelVersion, fingerprint: str) -> None:
+def become_ready(versions: ModelVersions, fingerprint: str) -> None:
     """Its only worker can serve, which has found that model."""
-    (slot,) = version.slots
-    slot.ready, version.fingerprint = worker_pb2.WorkerReady(), fingerprint
+    (slot,) = versions.slots
+    slot.ready, versions.serving.fingerprint = worker_pb2.WorkerReady(), fingerprint
     versions.worker_ready(slot)
 
 
@@ -117,51 +113,45 @@ def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
         return ModelVersions(configured, 1, tmp_path, mark, marks.append, lambda number: number == 1)
 
     first = start("a")
-    assert first.serving.expected_fingerprint is None
-    become_ready(first, first.serving, "fa")
+    assert first.expected_fingerprint is None
+    become_ready(first, "fa")
     assert marks == ["fa"] and read_served_model(tmp_path) is None, "nothing else was loaded"
-    first.remove(first.add("nobody waits for it"))
-    loaded = first.add("b")
-    loaded.fingerprint = "fb"
+    first.next_version("it is not served")
+    loaded = first.next_version("b")
     first.persist(loaded)
     assert first.serving.model == "a" and marks == ["fa"], "it is written down, and not yet served"
-    first.serve(loaded)
-    assert marks[-1] == "fb#2" and [version.number for version in first] == [0, 2]
+    first.serve(loaded, types_pb2.ModelDescription(fingerprint="fb"))
+    assert marks[-1] == "fb#2" and first.serving.number == 2
 
-    again = start("a").serving
-    assert (again.model, again.number, again.slots[0].worker_id) == ("b", 2, "worker-0.2")
+    again = start("a")
+    assert (again.serving.model, again.serving.number, again.slots[0].worker_id) == ("b", 2, "worker-0.2")
     assert again.expected_fingerprint is None, "nobody has caches of it"
     other = start("c")
     assert (other.serving.model, other.serving.number) == ("c", 2)
     assert read_served_model(tmp_path) == ServedModel("a", "b", 2), "as long as it is not known to work"
-    become_ready(other, other.serving, "fc")
+    become_ready(other, "fc")
     assert read_served_model(tmp_path) == ServedModel("c", "c", 2)
     marks.append("fd#1")
     write_served_model(tmp_path, ServedModel("d", "d", 1))
-    assert start("d").serving.expected_fingerprint == "fd", "there are caches"
+    assert start("d").expected_fingerprint == "fd", "there are caches"
 
 
 def test_a_worker_of_before_that_becomes_ready_does_not_undo_a_switch(tmp_path: Path) -> None:
     versions = ModelVersions("a", 1, tmp_path)
-    become_ready(versions, versions.serving, "fa")
-    loaded = versions.add("b")
+    become_ready(versions, "fa")
+    loaded = versions.next_version("b")
     versions.persist(loaded)
-    become_ready(versions, versions.serving, "fa")
-    versions.serve(loaded)
+    become_ready(versions, "fa")
+    versions.serve(loaded, types_pb2.ModelDescription())
     assert read_served_model(tmp_path) == ServedModel("a", "b", 1)
 
 
 def test_whoever_subscribes_is_told_of_each_change() -> None:
     versions, seen = ModelVersions("a", 1), []
-    versions.subscribe(lambda: seen.append((versions.serving.number, len(list(versions)))))
-    become_ready(versions, versions.serving, "")
-    old, loaded = versions.serving, versions.add("b")
-    become_ready(versions, loaded, "")
-    versions.serve(loaded)
-    versions.mark_unusable(old)
-    assert not old.is_usable and loaded.is_usable
-    versions.remove(old)
-    assert seen == [(0, 1), (0, 2), (1, 2), (1, 2), (1, 1)]
+    versions.subscribe(lambda: seen.append(versions.serving.number))
+    become_ready(versions, "")
+    versions.serve(versions.next_version("b"), types_pb2.ModelDescription())
+    assert seen == [0, 1]
 
 
 def test_a_journal_is_told_of_which_weights_its_caches_are() -> None:

@@ -130,7 +130,6 @@ class RemoteRuntime:
     async def load_weights(
         self,
         request: runner_pb2.LoadWeightsRequest,  # noqa: ARG002
-        drain_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
         """The provider has loaded its model already."""
         phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
