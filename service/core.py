@@ -21,6 +21,7 @@ from service.caches.tenants import Tenant
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.extension import Extension
+from service.journal.values import StoredValues
 from service.pool import wire
 from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
@@ -61,19 +62,18 @@ class Core:
         self.shard, directory = opened.shard, opened.directory
         self.caches, self.journal = opened.caches, opened.journal
         self._recovered(tenant_of)
+        self.values = StoredValues(self.journal, self.caches.ledger)
         configured = config.model if config.has_remote_workers else model_argument(config.model)
         self.versions = versions = ModelVersions(
             configured,
             self.shard.workers(config.worker_slots),
-            directory,
-            self.journal.model_fingerprint,
-            self.journal.bind_model,
+            self.values,
             self.caches.weights.has_caches,
         )
         served = versions.serving.model
         if not config.has_remote_workers and is_gone(served, configured):
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
-            raise ConfigError("model", f"{directory}/weights.json", served, gone)
+            raise ConfigError("model", f"the journal in {directory}", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, extensions, worker_port))
         observing = [one.appends for one in extensions if one.appends is not None]
@@ -82,7 +82,7 @@ class Core:
         self.dispatcher = Dispatcher(self.caches, self.journal, send, observing=observing)
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
-        self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
+        self.adapter_store = AdapterStore(directory, config.max_lora_bytes, self.values)
         self.adapter_loader = AdapterLoader(
             self.adapters,
             self.adapter_store,
@@ -164,6 +164,7 @@ class Core:
 
     def close(self) -> None:
         """Closes the journal. All other parts have stopped before."""
+        self.values.close()
         self.journal.close()
         for directory in self._upload_directories():
             directory.close()

@@ -29,6 +29,7 @@ from service.auth.authenticator import Authenticator
 from service.caches.machine import CacheMachine
 from service.config import Config, installed_extensions
 from service.dispatcher import Dispatcher, ObserveAppends
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
@@ -57,10 +58,10 @@ Serve = Callable[[], int]
 class RuntimeSource(Protocol):
     """What runs whole texts beside this server's workers."""
 
-    def open_router(self, local: Runtime, data_dir: Path | None) -> Router:
+    def open_router(self, local: Runtime, values: StoredValues) -> Router:
         """The router of all runtimes, the given one first. Called once.
 
-        `data_dir`: None: nothing survives.
+        `values`: where it can keep a value under a name that begins with its own, for the next gateway.
         """
 
     async def read_again(self, renewed: str) -> int:
@@ -71,9 +72,13 @@ class RuntimeSource(Protocol):
 
 
 class ServedShard(Protocol):
-    """A shard that this gateway has: a core."""
+    """A shard that this gateway has: a core.
+
+    values: What an extension wants the next gateway to find, under names that begin with the extension's.
+    """
 
     shard: Shard
+    values: StoredValues
     caches: CacheMachine
     versions: ModelVersions
     pool: Supervisor

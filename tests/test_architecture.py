@@ -98,7 +98,7 @@ SERVICE_ROOMS = {
     "service.journal": (
         "service.caches.frozen_struct", "service.caches.records", "service.caches.ledger",
         "service.caches.segments",
-        "service.durable_file", "service.logging",
+        "service.durable_file", "service.errors", "service.logging",
     ),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.errors",
@@ -111,14 +111,14 @@ SERVICE_ROOMS = {
     ),
     "service.pool": (
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
-        "service.listening", "service.logging", "service.running_clock",
+        "service.journal.values", "service.listening", "service.logging", "service.running_clock",
         "service.model_names",
         "service.printable", "service.lease",
     ),
     "service.adapters": (
-        "service.caches.machine", "service.completion", "service.config", "service.durable_file",
-        "service.errors", "service.logging", "service.pool.supervisor", "service.uploads",
-        "service.model_names",
+        "service.caches.machine", "service.completion", "service.config",
+        "service.errors", "service.journal.values", "service.logging", "service.pool.supervisor",
+        "service.uploads", "service.model_names",
     ),
     "service.api": (
         "service.adapters", "service.caches.effects", "service.caches.requests", "service.caches.tenants",
@@ -139,9 +139,9 @@ SERVICE_ROOMS = {
     # The border, and behind it the extensions: the core imports none of them, nor they each other.
     "service.extension": (
         "service.adapters.registry", "service.api", "service.auth.authenticator", "service.caches.machine",
-        "service.config", "service.dispatcher", "service.logging", "service.pool.launcher",
-        "service.pool.model_versions", "service.pool.supervisor", "service.runtimes.base",
-        "service.runtimes.executions", "service.runtimes.router", "service.shard",
+        "service.config", "service.dispatcher", "service.journal.values", "service.logging",
+        "service.pool.launcher", "service.pool.model_versions", "service.pool.supervisor",
+        "service.runtimes.base", "service.runtimes.executions", "service.runtimes.router", "service.shard",
         "service.text.text_model",
     ),
     # It also has the process of a gateway among several, which is that of the only one but for its extension.
@@ -164,9 +164,10 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.providers": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
-        "service.config", "service.auth", "service.durable_file", "service.errors", "service.extension",
-        "service.fair_queue", "service.logging", "service.outbound", "service.printable", "service.runtimes",
-        "service.text", "service.token_bucket", "service.turns",
+        "service.config", "service.auth", "service.errors", "service.extension",
+        "service.fair_queue", "service.journal.values", "service.logging",
+        "service.outbound", "service.printable", "service.runtimes", "service.text",
+        "service.token_bucket", "service.turns",
     ),
     "service.extensions.ray": (
         "service.config", "service.extension", "service.logging", "service.pool.launcher",

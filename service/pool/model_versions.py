@@ -1,8 +1,8 @@
 """The weights that are served, with the number of their version, and the workers.
 
 A model version is a set of weights with a number. Each replacement gets a higher one, also after a restart.
-New caches belong to the served version. The next gateway learns it from the model tag in the journal, and
-from `weights.json` in the data directory once LoadWeights has replaced the weights.
+New caches belong to the served version. The journal says which it is, so the next gateway agrees with the
+caches that it finds there.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
-from service import durable_file
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
 
 _log = get_logger(__name__)
-_NAME = "weights.json"
-_MAX_BYTES = 1 << 16
+_NAME = "weights"
 
 
 @dataclass(slots=True, eq=False)
@@ -72,32 +71,23 @@ class ModelVersions:
         self,
         configured: str,
         workers: int | range,
-        data_dir: Path | None = None,
-        model_tag: str | None = None,
-        bind_caches: Callable[[str], None] = lambda _: None,
+        values: StoredValues | None = None,
         has_caches: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Restores the version that the previous gateway served. `configured`: the model of the settings.
 
         `workers`: their number, or their indexes among the workers of all gateways of this server.
-        `model_tag` is the journal's; `bind_caches` replaces it. `has_caches`: whether a version has any.
+        `values` has that version. `has_caches`: whether a version has any.
         """
-        fingerprint, newest = from_model_tag(model_tag)
         self._configured = configured
-        self._bind_caches = bind_caches
-        # Without one, the served version is not stored.
-        self._data_dir = data_dir
-        self._stored = stored = read_served_model(data_dir)
-        served = choose_served_model(stored, configured, newest)
-        if served.model != configured:
-            _log.info("serving the weights that were loaded last", model=served.model, configured=configured)
-        elif stored is not None and stored.model != served.model:
-            _log.warning("serving what the settings name, not what was loaded last", loaded=stored.model)
-        continued = served.weights if served.continued is None else served.continued
+        self._values = StoredValues() if values is None else values
         # The version of new caches. Only this class sets it.
-        self.serving = ModelVersion(served.weights, served.model, continued)
+        self.serving = ModelVersion(0, configured, 0)
+        fingerprint = self._restore()
         # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
-        self.expected_fingerprint = fingerprint if has_caches(served.weights) else None
+        self.expected_fingerprint = fingerprint if has_caches(self.serving.number) else None
+        # A version is stored that is about to be served.
+        self._is_switching = False
         # Replaced when it changes.
         indexes = range(workers) if isinstance(workers, int) else workers
         self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in indexes]
@@ -108,18 +98,41 @@ class ModelVersions:
         self._all_ready = asyncio.Event()
         # How many workers were started or adopted, by the index of their slot.
         self.starts: Counter[int] = Counter()
-        self._last_number = served.weights
+        self._last_number = self.serving.number
         self._subscribers: list[Callable[[], None]] = []
+
+    def _restore(self) -> str | None:
+        """Serves what was served last, unless the settings name another model than then.
+
+        Returns the fingerprint that is stored; None: nothing is.
+        """
+        value = self._values.get(_NAME)
+        if not value:
+            return None
+        stored = json.loads(value)
+        loaded, number = stored["model"], stored["number"]
+        if self._configured in (stored["configured"], loaded):
+            self.serving = ModelVersion(number, loaded, stored["continued_from"])
+        else:
+            self.serving = ModelVersion(number, self._configured, number)
+        what = {"model": self.serving.model, "configured": self._configured, "loaded": loaded}
+        if self.serving.model != self._configured:
+            _log.info("serving the weights that were loaded last", **what)
+        elif loaded != self.serving.model:
+            _log.warning("serving what the settings name, not what was loaded last", **what)
+        fingerprint: str = stored["fingerprint"]
+        return fingerprint
 
     @property
     def models(self) -> set[str]:
         """The model that is served, and the one that the next gateway may serve."""
-        return {self.serving.model} if self._stored is None else {self.serving.model, self._stored.model}
+        value = self._values.get(_NAME)
+        return {self.serving.model, json.loads(value)["model"]} if value else {self.serving.model}
 
     @property
     def is_persistent(self) -> bool:
-        """Whether the next gateway can read what `persist` writes."""
-        return self._data_dir is not None
+        """Whether the next gateway finds what `persist` stores."""
+        return self._values.survive
 
     @property
     def is_on_cpu(self) -> bool:
@@ -159,8 +172,8 @@ class ModelVersions:
         self.max_seq_tokens = max(self.max_seq_tokens, slot.ready.executor.kv_capacity_tokens)
         if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
             self._all_ready.set()
-        self._tag_caches()
-        self._update_file()
+        if not self._is_switching:
+            self._store()
         self.changed()
 
     async def all_ready(self) -> None:
@@ -174,13 +187,18 @@ class ModelVersions:
         self._last_number += 1
         return ModelVersion(self._last_number, model, self._last_number)
 
-    def persist(self, version: ModelVersion) -> None:
+    async def persist(self, version: ModelVersion, fingerprint: str) -> None:
         """Stores that this version is served from now on; `serve` has to follow.
 
-        Changes nothing but the file, so it may run on a thread. Atomic; blocks on the disk; raises OSError.
+        Raises StorageUnavailable.
         """
-        if self._data_dir is not None:
-            write_served_model(self._data_dir, self._served_model(version))
+        version.fingerprint = fingerprint
+        self._is_switching = True
+        try:
+            await self._values.set({_NAME: self._encode(version)})
+        except BaseException:
+            self._is_switching = False
+            raise
 
     def serve(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
         """Makes this the served version: that of new caches.
@@ -193,78 +211,24 @@ class ModelVersions:
                 ready.model.CopyFrom(model)
         # No cache that can be used is of earlier weights.
         self.serving, self.expected_fingerprint = version, None
-        self._stored = self._served_model(version)
-        self._tag_caches()
+        self._is_switching = False
+        self._store()
         self.changed()
 
-    def _tag_caches(self) -> None:
-        self._bind_caches(to_model_tag(self.serving.fingerprint or "", self.serving.number))
+    def _store(self) -> None:
+        """Before a cache of the version is made; again if the settings have changed, and the model works."""
+        self._values.put(_NAME, self._encode(self.serving))
 
-    def _served_model(self, version: ModelVersion) -> ServedModel:
-        first = None if version.continued_from == version.number else version.continued_from
-        return ServedModel(self._configured, version.model, version.number, first)
-
-    def _update_file(self) -> None:
-        """Updates the file if the settings have changed since weights were loaded, and the model works."""
-        served = self._served_model(self.serving)
-        if self._stored in (None, served):
-            return
-        try:
-            # Blocks once, before the first call is served.
-            self.persist(self.serving)
-            self._stored = served
-        except OSError as error:
-            _log.warning("cannot store which weights are served", error=error.strerror)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """Content of `weights.json`: the model that is served instead of the configured one."""
-
-    # The configured model when the weights were loaded. If the settings name another one now, that is served.
-    configured: str
-    # A directory, or the name of an executor without weights.
-    model: str
-    # Number of the model version, and the first one whose caches continue with it. None: itself.
-    weights: int = 0
-    continued: int | None = None
-
-
-def read_served_model(data_dir: Path | None) -> ServedModel | None:
-    """What was written last. None if there is no file, or it is invalid. Raises nothing."""
-    if data_dir is None:
-        return None
-    path = data_dir / _NAME
-    try:
-        with path.open("rb") as file:
-            served = ServedModel(**json.loads(file.read(_MAX_BYTES)))
-        types = [type(value) for value in asdict(served).values()]
-        if types[:3] != [str, str, int] or types[3] not in (int, type(None)):
-            raise TypeError("a field has the wrong type")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        _log.warning("cannot read which weights were loaded", path=str(path), error=str(error))
-        return None
-    return served
-
-
-def write_served_model(data_dir: Path, served: ServedModel) -> None:
-    """Replaces the file atomically. Blocks on the disk. Raises OSError."""
-    durable_file.write(data_dir / _NAME, json.dumps(asdict(served)))
-
-
-def choose_served_model(stored: ServedModel | None, configured: str, newest: int) -> ServedModel:
-    """The weights that were loaded last, or the configured ones if the settings have changed since then.
-
-    `newest`: the version number in the journal.
-    """
-    if stored is not None and stored.weights >= newest:
-        if configured in (stored.configured, stored.model):
-            return replace(stored, configured=configured)
-        return ServedModel(configured, configured, stored.weights)
-    # There is no file yet, or it was removed.
-    return ServedModel(configured, configured, newest)
+    def _encode(self, version: ModelVersion) -> bytes:
+        stored = {
+            # If the settings name another model than now, that is served.
+            "configured": self._configured,
+            "model": version.model,
+            "number": version.number,
+            "continued_from": version.continued_from,
+            "fingerprint": version.fingerprint or "",
+        }
+        return json.dumps(stored).encode()
 
 
 def is_gone(served: str, configured: str) -> bool:
@@ -277,14 +241,3 @@ def model_argument(model: str) -> str:
     if model == WEIGHTLESS_MODEL:
         return model
     return str(SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
-
-
-def to_model_tag(fingerprint: str, number: int) -> str:
-    """Encodes the model of the newest caches as a string that the journal stores."""
-    return f"{fingerprint}#{number}" if number else fingerprint
-
-
-def from_model_tag(tag: str | None) -> tuple[str | None, int]:
-    """Decodes fingerprint and number; None and 0 if there is no tag."""
-    fingerprint, _, number = (tag or "").partition("#")
-    return (None if tag is None else fingerprint), int(number or 0)

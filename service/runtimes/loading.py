@@ -21,7 +21,7 @@ from quire.v1 import runner_pb2, types_pb2
 from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
-from service.errors import LoadFailed, Loading, NoMemory, NoWorker, StorageUnavailable
+from service.errors import LoadFailed, Loading, NoMemory, NoWorker
 from service.logging import get_logger
 from service.pool.incarnation import Incarnation
 from service.pool.model_versions import ModelVersion
@@ -122,7 +122,7 @@ class WeightsLoader:
         """Raises StorageUnavailable if the switch cannot be stored; then nothing has changed."""
         if recompute:
             version.continued_from = self._dispatcher.caches.weights.continued_from
-        await self._persist(version)
+        await self._versions.persist(version, described.fingerprint)
         # Not those that have died since, whose slots may have others now.
         running = self._pool.serving_workers()
         ready = [worker for worker in running if worker in workers]
@@ -137,12 +137,6 @@ class WeightsLoader:
         views = [worker.view() for worker in ready]
         self._dispatcher.weights_replaced(version.number, views, recompute=recompute)
         _log.info("weights replaced", model=version.model, weights=version.number, recompute=recompute)
-
-    async def _persist(self, version: ModelVersion) -> None:
-        try:
-            await asyncio.to_thread(self._versions.persist, version)
-        except OSError as error:
-            raise StorageUnavailable(error.strerror) from None
 
 
 async def _read(workers: Sequence[Incarnation], model: str, timeout_s: float) -> types_pb2.ModelDescription:

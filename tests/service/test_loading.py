@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from quire.v1 import executor_pb2, runner_pb2, worker_pb2
 
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker, StorageUnavailable
-from service.pool.model_versions import ModelVersion, ServedModel, read_served_model, write_served_model
+from service.journal.values import StoredValues
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import loading as loading_module
 from service.runtimes.loading import WeightsLoader
@@ -34,7 +33,7 @@ from tests.service.test_supervisor import (
     stop,
     works,
 )
-from tests.sim.harness import Gateway
+from tests.sim.harness import FailingJournal, Gateway
 
 PHASES = runner_pb2.LoadWeightsPhase
 
@@ -70,10 +69,11 @@ class Loads(Bench):
     """A supervisor with a loader. The first worker reads weights; later ones behave as planned."""
 
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, *plan: Behaviour | Exception) -> None:
-        self.data_dir = tmp_path / "data"
+        self.journal = FailingJournal()
+        self.values = StoredValues(self.journal)
         self.reader = Reader()
         config = Config(worker_start_timeout_s=60.0, drain_grace_s=0.0)
-        super().__init__(FakeLauncher(self.reader, *plan), patch, config, self.data_dir)
+        super().__init__(FakeLauncher(self.reader, *plan), patch, config, self.values)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor)
         sources = ModelSources(tmp_path, None, lambda _: None)
@@ -86,13 +86,15 @@ class Loads(Bench):
     async def load(self) -> list[PHASES]:
         return [update.phase async for update in self.loader.replace(str(self.source), recompute=False)]
 
+    def stored(self) -> dict[str, Any]:
+        """What the next gateway serves."""
+        return cast("dict[str, Any]", json.loads(self.values.get("weights")))
+
     def is_unchanged(self) -> bool:
         """Whether the first worker serves and is the only one."""
         (slot,) = self.versions.slots
         serves = slot.epoch == 1 and slot.state == executor_pb2.WORKER_STATE_READY
-        return (
-            serves and self.gateway.machine.weights.serving == 0 and read_served_model(self.data_dir) is None
-        )
+        return serves and self.gateway.machine.weights.serving == 0 and self.stored()["model"] == MODEL
 
 
 @contextlib.asynccontextmanager
@@ -109,7 +111,8 @@ async def test_a_worker_that_ends_after_the_switch_is_restarted_with_the_new_wei
     bench = Loads(tmp_path, monkeypatch, serves_another_model)
     async with serving(bench):
         assert await bench.load() == [PHASES.LOAD_WEIGHTS_PHASE_LOADING, PHASES.LOAD_WEIGHTS_PHASE_SERVING]
-        assert read_served_model(bench.data_dir) == ServedModel(MODEL, str(bench.source), 1)
+        stored = bench.stored()
+        assert (stored["configured"], stored["model"], stored["number"]) == (MODEL, str(bench.source), 1)
         (slot,) = bench.versions.slots
         assert (slot.worker_id, slot.epoch) == ("worker-0", 1)
         bench.launcher.started[0].exit()
@@ -144,7 +147,7 @@ async def test_a_worker_that_dies_while_it_reads_changes_nothing(
         bench.launcher.started[0].exit()
         with pytest.raises(NoWorker):
             await loading
-        assert bench.gateway.machine.weights.serving == 0 and read_served_model(bench.data_dir) is None
+        assert bench.gateway.machine.weights.serving == 0 and bench.stored()["model"] == MODEL
 
 
 async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it(
@@ -159,20 +162,15 @@ async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it
             yield response
 
     bench = Loads(tmp_path, monkeypatch, is_slow, serves_another_model)
-    writing, written = asyncio.Event(), asyncio.Event()
-
-    async def persist(_: ModelVersion) -> None:
-        writing.set()
-        await written.wait()
-
-    monkeypatch.setattr(bench.loader, "_persist", persist)
     async with serving(bench):
+        bench.journal.is_slow = True
         loading = asyncio.create_task(bench.load())
-        await writing.wait()
+        while not bench.journal._waiting:
+            await asyncio.sleep(0)
         bench.launcher.started[0].exit()
         while bench.launcher.attempts < 2:
             await asyncio.sleep(0)
-        written.set()
+        bench.journal.settle()
         await loading
         may_be_ready.set()
         (slot,) = bench.versions.slots
@@ -184,8 +182,8 @@ async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it
 
 async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Loads(tmp_path, monkeypatch)
-    (tmp_path / "data").touch()
     async with serving(bench):
+        bench.journal.fails = True
         with pytest.raises(StorageUnavailable):
             await bench.load()
         assert bench.is_unchanged()
@@ -225,17 +223,13 @@ async def test_cancellation_before_the_switch_is_stored_discards_the_load(
         while not bench.reader.discarded:
             await asyncio.sleep(0)
 
-        writing, written = asyncio.Event(), asyncio.Event()
-
-        async def persist(_: ModelVersion) -> None:
-            writing.set()
-            await written.wait()
-
-        monkeypatch.setattr(bench.loader, "_persist", persist)
+        bench.journal.is_slow = True
         loading = asyncio.create_task(bench.load())
-        await writing.wait()
+        while not bench.journal._waiting:
+            await asyncio.sleep(0)
         loading.cancel()
-        written.set()
+        await asyncio.sleep(0)
+        bench.journal.settle()
         await asyncio.wait({loading})
         assert loading.cancelled() and bench.gateway.machine.weights.serving == 1
 
@@ -313,22 +307,6 @@ def test_stopping_server_ends_a_download(tmp_path: Path) -> None:
     with asyncio.Runner() as runner:
         finding = runner.run(serve())
     assert finding.cancelled() and hub.was_cancelled
-
-
-def test_weights_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure to open the directory leaves the file as it was."""
-    write_served_model(tmp_path, ServedModel("a", "a", 1))
-    opens = os.open
-
-    def full(path: Any, flags: int, *rest: Any) -> int:
-        if Path(path) == tmp_path:
-            raise OSError(errno.EMFILE, "too many open files")
-        return opens(path, flags, *rest)
-
-    monkeypatch.setattr(os, "open", full)
-    with pytest.raises(OSError, match="too many"):
-        write_served_model(tmp_path, ServedModel("a", "b", 2))
-    assert read_served_model(tmp_path) == ServedModel("a", "a", 1)
 
 
 async def test_no_worker_is_restarted_on_purpose_while_weights_are_replaced(

@@ -8,7 +8,6 @@ import errno
 import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from service.caches.effects import Claim, Event, ReleaseSequences
 from service.caches.entries import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
+from service.journal.values import StoredValues
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
 from service.pool.endpoints import Stream
@@ -249,14 +249,14 @@ class Bench:
         launcher: FakeLauncher,
         patch: pytest.MonkeyPatch,
         config: Config | None = None,
-        data_dir: Path | None = None,
+        values: StoredValues | None = None,
     ) -> None:
         config = config or Config()
         self.launcher = launcher
         self.dispatcher = FakeDispatcher()
         self.sleeps_s: list[float] = []
         self.on_sleep: Callable[[], None] = lambda: None
-        self.versions = ModelVersions(MODEL, config.worker_slots, data_dir)
+        self.versions = ModelVersions(MODEL, config.worker_slots, values)
         self.supervisor = Supervisor(config, self.versions, launcher)
         instant = SimpleNamespace(**(vars(asyncio) | {"sleep": self._sleep}))
         patch.setattr(supervisor_module, "asyncio", instant)

@@ -87,7 +87,8 @@ class ShellSimulation:
         self.launcher = launcher_type(rng, pages, capacity_tokens, seen)
         self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
-        self.versions = ModelVersions("model", config.worker_slots)
+        self.versions = SimulatedVersions("model", config.worker_slots)
+        self.versions.launcher, self.versions.rng = self.launcher, rng
         self.supervisor = Supervisor(config, self.versions, self.launcher)
         self.state = ServerState(config, self.versions, Adapters(0))
         self.versions.subscribe(self._on_change)
@@ -361,6 +362,20 @@ class ShellSimulation:
             raise self._failures[0]
 
 
+class SimulatedVersions(ModelVersions):
+    """Stores weights on a disk that takes its time or fails."""
+
+    launcher: FakeLauncher
+    rng: random.Random
+
+    async def persist(self, version: ModelVersion, fingerprint: str) -> None:
+        self.launcher.next_weights = version.number
+        await asyncio.sleep(self.rng.choice((0.0, 0.05)))
+        if self.rng.random() < 0.2:
+            raise StorageUnavailable("no space")
+        await super().persist(version, fingerprint)
+
+
 class SimulatedModelSources(ModelSources):
     """Finds anything at once."""
 
@@ -369,7 +384,7 @@ class SimulatedModelSources(ModelSources):
 
 
 class SimulatedLoader(WeightsLoader):
-    """Loads weights, with a disk that takes its time or fails."""
+    """Loads weights, for which there is enough memory."""
 
     def __init__(self, simulation: ShellSimulation, config: Config) -> None:
         super().__init__(
@@ -379,14 +394,6 @@ class SimulatedLoader(WeightsLoader):
             SimulatedModelSources(Path(), None, lambda _: None),
             config,
         )
-        self._rng = simulation.rng
-        self._launcher = simulation.launcher
 
     def _require_memory(self, model: str) -> None:
         """There is enough."""
-
-    async def _persist(self, version: ModelVersion) -> None:
-        self._launcher.next_weights = version.number
-        await asyncio.sleep(self._rng.choice((0.0, 0.05)))
-        if self._rng.random() < 0.2:
-            raise StorageUnavailable("no space")

@@ -53,7 +53,7 @@ class RemoteRuntime:
             config=config,
             dialect=DIALECTS[config.dialect],
             sessions=SessionPool(config),
-            limiter=Limiter(config, clock, spending or Spending()),
+            limiter=Limiter(config, clock, spending or Spending(clock=clock)),
             breaker=Breaker(config.breaker_failures, config.breaker_open_s),
             clock=clock,
         )
