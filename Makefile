@@ -171,10 +171,11 @@ fmt: setup ## Format the code and the protos
 	$(BIN)/ruff format .
 	$(BIN)/buf format protos --write
 
-stubs: setup ## Generate the Python stubs from protos/, the blocking client from the asyncio one, and docs/settings.md
+stubs: setup ## Generate the Python stubs from protos/, the blocking client, and pages of the manual
 	$(BIN)/python protos/generate.py
 	$(BIN)/python clients/python/generate_blocking.py
 	PYTHONPATH=. $(BIN)/python .ci/settings_page.py docs/settings.md
+	$(BIN)/python .ci/python_page.py docs/python.md
 
 proto-image: setup ## Accept the protos as they are as the base of the breaking-change check
 	$(BIN)/python protos/generate.py --image protos/image.binpb --without-comments

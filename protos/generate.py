@@ -30,8 +30,8 @@ STUBS = PROTOS.parent / "clients" / "python"
 PACKAGE = Path("quire") / "v1"
 SETTINGS_FILE = "sampling_settings.py"
 # The oldest versions with which the stubs are tried (tests/client/test_oldest_dependencies.py), and what the
-# client asks for. protoc writes its own version into them instead, though their code is the same since protobuf
-# 5.27, and the client could not be installed beside what needs an older one.
+# client asks for. protoc writes its own version instead, though its code is the same since protobuf 5.27, and
+# the client could not be installed beside what needs an older one.
 OLDEST_PROTOBUF = (5, 29, 0)
 OLDEST_GRPC = "1.71.0"
 

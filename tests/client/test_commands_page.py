@@ -65,6 +65,12 @@ def test_the_page_of_all_settings_is_up_to_date() -> None:
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == written, "run make stubs"
 
 
+def test_the_reference_of_the_python_client_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / ".ci" / "python_page.py"))
+    assert (ROOT / "docs" / "python.md").read_text(encoding="utf-8") == page["page"](), "run make stubs"
+    assert not page["undocumented"]()
+
+
 def test_journal(here: Path) -> None:
     said = run(here, JOURNAL)
     assert "0 records in 0 frames give 0 caches; all is well" in said
