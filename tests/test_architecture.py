@@ -182,7 +182,7 @@ SERVICE_ROOMS = {
     "service.http": ("service.handshakes", "service.listening"),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
-        "service.dispatcher", "service.extension", "service.lease", "service.pool",
+        "service.dispatcher", "service.extension", "service.journal.values", "service.lease", "service.pool",
         "service.runtimes.weight_uploads", "service.shard", "service.uploads",
     ),
     "service.gateway": (

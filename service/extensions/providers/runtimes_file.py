@@ -88,10 +88,6 @@ class RuntimesFile(Extension):
         _log.info("the file of runtimes was read again", providers=len(self._providers), made_anew=made)
         return len(made)
 
-    async def finish(self) -> None:
-        """Writes what was spent."""
-        await self._spending.flush()
-
     def _reuse_or_create(self, configs: Iterable[ProviderConfig], renewed: str = "") -> list[RemoteRuntime]:
         """A provider for each configuration. An existing one with the same settings is reused."""
         same = {provider.name: provider for provider in self._providers if provider.name != renewed}

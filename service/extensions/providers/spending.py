@@ -6,6 +6,7 @@ counts at least what was spent.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ from service.logging import get_logger
 
 _log = get_logger(__name__)
 _NAME = "providers/spending"
+# No request waits longer until its cost is stored.
+_LONGEST_S = 10.0
 _HOUR_S = 3600.0
 # Spending is grouped by minute, which bounds the number of entries per hour.
 _GRAIN_S = 60.0
@@ -97,10 +100,14 @@ class Spending:
     async def flush(self) -> None:
         """Returns when the current use is stored. A failure is logged; the budgets in memory still apply."""
         try:
-            await self._values.set({_NAME: self._encode()})
-        except StorageUnavailable as error:
+            async with asyncio.timeout(_LONGEST_S):
+                await self._values.set({_NAME: self._encode()})
+        except (StorageUnavailable, TimeoutError) as error:
             if not self._has_failed:
-                _log.warning("a restart will forget what providers have cost", error=error.message)
+                why = (
+                    error.message if isinstance(error, StorageUnavailable) else "the journal does not answer"
+                )
+                _log.warning("a restart will forget what providers have cost", error=why)
             self._has_failed = True
         else:
             self._has_failed = False
