@@ -104,7 +104,8 @@ class AdapterStore:
         if self._data_dir is None:
             return {}
         values = {str(version.number): json.dumps(asdict(version)).encode() for version in adapters}
-        values[_LAST] = str(adapters.last_number).encode()
+        if adapters.last_number:
+            values[_LAST] = str(adapters.last_number).encode()
         stored = self._values.all(_PREFIX)
         gone = {_PREFIX + name: b"" for name in stored.keys() - values.keys()}
         new = {_PREFIX + name: value for name, value in values.items() if stored.get(name) != value}
