@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -27,7 +28,6 @@ from service.setting_rules import (
     GRACE_S,
     HOST_PORT_ADDRESS,
     LOGGED_CALLS,
-    MAX_SOCKET_PATH_BYTES,
     MAX_WORKERS,
     MEMORY_BYTES,
     MESSAGE_BYTES,
@@ -46,6 +46,7 @@ from service.setting_rules import (
     with_port,
 )
 from service.settings import Conflict, Port, Setting, declared, setting
+from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 
 # The group of their entry points.
 EXTENSIONS = "quire.extensions"
@@ -86,11 +87,26 @@ class ExtensionSettings:
         return iter(())
 
 
+class ExtensionUnusable(ValueError):
+    """An installed extension that fails, or does not fit another one. The message is for the operator."""
+
+
+def failed_extension(name: str, error: Exception) -> ExtensionUnusable:
+    """What to say of an extension that has raised an error: for its author also where."""
+    points = importlib.metadata.entry_points(group=EXTENSIONS, name=name)
+    packages = " and ".join(point.dist.name for point in points if point.dist is not None)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return ExtensionUnusable(
+        f"the extension {name}, of the package {packages}, failed: {type(error).__name__}: {error}{place}"
+    )
+
+
 @functools.cache
 def installed_extensions() -> Mapping[str, type[ExtensionSettings] | str]:
     """The settings of extensions by their names; or which module an extension lacks.
 
-    It was removed from the installation then, maybe on purpose.
+    It was removed from the installation then, maybe on purpose. Raises ExtensionUnusable.
     """
     found: dict[str, type[ExtensionSettings] | str] = {}
     for point in sorted(importlib.metadata.entry_points(group=EXTENSIONS), key=lambda point: point.name):
@@ -98,6 +114,8 @@ def installed_extensions() -> Mapping[str, type[ExtensionSettings] | str]:
             found[point.name] = point.load()
         except ModuleNotFoundError as error:
             found[point.name] = error.name or ""
+        except Exception as error:
+            raise failed_extension(point.name, error) from error
     return found
 
 
@@ -423,14 +441,17 @@ class Config:
 
 @functools.cache
 def all_settings() -> Mapping[str, Setting]:
-    """Every setting of this installation, by its name. Raises ValueError if two have the same."""
+    """Every setting of this installation, by its name.
+
+    Raises ExtensionUnusable: an extension fails, or two settings have the same name.
+    """
     extensions = installed_extensions().values()
     owners: list[type[Any]] = [Config, *(owner for owner in extensions if not isinstance(owner, str))]
     found: dict[str, Setting] = {}
     for one in (one for owner in owners for one in declared(owner)):
         if one.name in found:
             # One of them would be without effect.
-            raise ValueError(
+            raise ExtensionUnusable(
                 f"{one.owner} declares {one.name}, which is a setting of {found[one.name].owner}"
             )
         found[one.name] = one

@@ -29,7 +29,10 @@ _MAX_FILE_BYTES = 1 << 16
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config` and a flag for each setting. Values stay strings: `read_settings` checks them."""
+    """Adds `--config` and a flag for each setting. Values stay strings: `read_settings` checks them.
+
+    Raises ExtensionUnusable.
+    """
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env QUIRE_CONFIG)")
     add = parser.add_argument
     for setting in all_settings().values():

@@ -15,10 +15,11 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 _DESCRIPTORS = "/proc/self/fd"
 _CAN_LOOK = Path(_DESCRIPTORS).is_dir()
@@ -38,6 +39,25 @@ class HandshakeLimits:
     most: int
     most_of_address: int
     timeout_s: float
+
+
+_Key = TypeVar("_Key")
+
+
+def beyond(limits: HandshakeLimits, unknown: Mapping[_Key, tuple[str, float]], now_s: float) -> list[_Key]:
+    """Which unknown connections to close: the late ones, and the oldest of too many.
+
+    unknown: the address of each, if it has one, and since when it is unknown; the oldest first.
+    """
+    of_address = Counter(address for address, _ in unknown.values() if address)
+    found: list[_Key] = []
+    for key, (address, since_s) in unknown.items():
+        is_late = now_s - since_s > limits.timeout_s
+        are_too_many = len(unknown) - len(found) > limits.most
+        if is_late or are_too_many or of_address[address] > limits.most_of_address:
+            of_address[address] -= 1
+            found.append(key)
+    return found
 
 
 class Handshakes:
@@ -80,20 +100,16 @@ class Handshakes:
                     self._others.add(inode)
             # Sockets that are made one after the other have increasing inodes, nearly always.
             order = sorted(unknown, key=lambda inode: (unknown[inode], inode))
-            of_address = Counter(held[inode][0][0] for inode in order)
-            closed: set[int] = set()
-            for inode in order:
-                peer, connection = held[inode]
-                is_late = now_s - unknown[inode] > self._limits.timeout_s
-                are_too_many = len(order) - len(closed) > self._limits.most
-                if is_late or are_too_many or of_address[peer[0]] > self._limits.most_of_address:
-                    of_address[peer[0]] -= 1
-                    closed.add(inode)
-                    # Whoever owns it sees its end.
-                    with contextlib.suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
-            self._unknown_since_s = {inode: unknown[inode] for inode in order if inode not in closed}
-            self._others |= closed
+            closed = beyond(
+                self._limits, {inode: (held[inode][0][0], unknown[inode]) for inode in order}, now_s
+            )
+            for inode in closed:
+                # Whoever owns it sees its end.
+                with contextlib.suppress(OSError):
+                    held[inode][1].shutdown(socket.SHUT_RDWR)
+                del unknown[inode]
+            self._unknown_since_s = unknown
+            self._others.update(closed)
         finally:
             for _, connection in held.values():
                 connection.close()

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
 
 from service.model_names import MAX_HUB_ID
+from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 
 AUTO = "auto"
 # What the address of a journal in PostgreSQL begins with.
 POSTGRES = ("postgresql://", "postgres://")
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
 _KIB, MIB = 1 << 10, 1 << 20
-# Longest path of a Unix socket on Linux, without the final zero.
-MAX_SOCKET_PATH_BYTES = 107
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 MAX_WORKERS = 256
 MAX_PORT = 65_535

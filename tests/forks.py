@@ -38,7 +38,7 @@ from benchmarks.checkout import ROOT, environment
 
 # What is imported before a fork. The process for gateways is without torch, as they are.
 GATEWAYS = ("quire.cli.main", "service.cli.serve", "service.extensions.gateways.process")
-WORKERS = ("torch", "workers.executors.llm", "workers.executors.weightless", "workers.process")
+WORKERS = ("torch", "workers.executors.llm", "workers.executors.weightless", "workers.pool_member")
 _MESSAGE_BYTES = 1 << 20
 # Read when libraries are loaded: as the launcher sets it, and no threads, which a fork would lack.
 _ENVIRONMENT = {"GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"}

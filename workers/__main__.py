@@ -1,4 +1,4 @@
-"""Entry point of a worker process: `python -m workers`. Started by a gateway, and ends soon after it."""
+"""Entry point of a worker process: `python -m workers`. See `pool_member`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ try:
 
     open_standard_files()
     from workers.logging import background_log
-    from workers.process import STOP_TIMEOUT_S, main
+    from workers.pool_member import main
+    from workers.process import STOP_TIMEOUT_S
 except ModuleNotFoundError as missing:
     needed = "protobuf, psutil and uvloop, beside what kernels and models need"
     sys.exit(f"python -m workers needs {missing.name}, which is not installed. It needs {needed}.")

@@ -34,18 +34,16 @@ class OrphanTimer:
         self,
         grace_s: float,
         *,
-        spent_s: float = 0.0,
         now: Callable[[], float] = time.monotonic,
         set_alarm: Callable[[float], None] = set_alarm,
     ) -> None:
-        """`spent_s`: the part of the grace that is already over."""
         self._grace_s = grace_s
         self._now = now
         self._set_alarm = set_alarm
         self._tick_s = self._ran_s = now()
         # After a pause the loop sees the tick first and events of the pause, such as a disconnect, later.
         self._unsure_until_s = self._ran_s
-        self._set_alarm(max(_MIN_ALARM_S, grace_s - spent_s))
+        self._set_alarm(max(_MIN_ALARM_S, grace_s))
 
     def connected(self) -> None:
         """A gateway has connected: cancel the alarm."""

@@ -1,20 +1,22 @@
-"""Entry point of a worker that no gateway has started: `python -m workers.pool_member`.
+"""A worker: dials a gateway, again and again, and waits for a lease.
 
-Run by `quire worker`. It dials a gateway, again and again, and waits for a lease. The first one determines
-the configuration, and its gateway has the worker until the process ends: given back, or `orphan_grace_s`
-after its stream broke. So a process never mixes what two gateways know about sequences and adapters. Gateway
-and worker authenticate each other by certificates of the pool's CA.
+The first lease determines the configuration, and its gateway has the worker until the process ends: given
+back, or `orphan_grace_s` after its stream broke. So a process never mixes what two gateways know about
+sequences and adapters. A gateway that follows another one gives the next lease, and the KV is kept.
+
+A gateway starts workers on its own machine, which dial its Unix socket; `quire worker` and Ray start others,
+which dial a port. There both sides authenticate each other by certificates of the pool's CA.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import os
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,17 @@ from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
 from workers import models
-from workers.common.child_process import open_standard_files
+from workers.common.addresses import UNIX, short_path
 from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.pool_tls import tls_context
 from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, HOP_SLACK_BYTES, PROTOCOL, without
 from workers.common.switching import switch_often
-from workers.logging import background_log, get_logger
+from workers.logging import get_logger
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
     EXIT_FAILED,
-    STOP_TIMEOUT_S,
+    Parent,
     configure_logging,
-    end_with_parent,
     make_worker,
     run_worker,
 )
@@ -47,8 +48,8 @@ _CONNECT_TIMEOUT_S = 5.0
 # How long it waits for a lease before it dials again: neither side may be gone unnoticed, and another gateway
 # may need a worker.
 _WAIT_S = 5.0
-# Between two rounds over all gateways without a lease: at first, and at most.
-_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 0.5
+# Between two rounds over all gateways without a lease: at first, at most, and at most on this machine.
+_BACKOFF_S, _MAX_BACKOFF_S, _MAX_LOCAL_BACKOFF_S = 0.02, 0.5, 0.1
 _ALIVE_INTERVAL_S = 0.5
 # A lease has nothing large.
 _MAX_LEASE_BYTES = 1 << 16
@@ -66,15 +67,23 @@ class Refused(Exception):
 class PoolMember:
     """Owner of the worker, which exists from the first lease on. `done` has the exit status."""
 
-    def __init__(self, overrides: worker_pb2.WorkerConfig, model: str = "", name: str = "") -> None:
+    def __init__(
+        self,
+        overrides: worker_pb2.WorkerConfig,
+        model: str = "",
+        name: str = "",
+        parent: Parent | None = None,
+    ) -> None:
         """`overrides`: fields of the configuration that this host decides.
 
         model: the directory of the model on this host, if it does not have the gateway's.
         name: by which the one who has started it knows it.
+        parent: a gateway, which it outlives if it has an `orphan_grace_s`. None: another process.
         """
         self._overrides = overrides
         self._model = model
         self._name = name
+        self._parent = parent
         self._lease: worker_pb2.Lease | None = None
         self._worker: WorkerServer | None = None
         self._running: asyncio.Task[None] | None = None
@@ -82,24 +91,32 @@ class PoolMember:
         self._said: dict[str, str] = {}
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    async def dial(self, gateways: Sequence[str], tls: ssl.SSLContext) -> None:
+    async def dial(self, gateways: Sequence[str], tls: ssl.SSLContext | None) -> None:
         """Dials the gateways in turn, until the worker ends. A name may be that of several.
+
+        tls: None for a Unix socket.
 
         The one that had it last comes last: its host may be lost, which takes seconds to see. The others send
         the worker away at once, unless they have the shard by now.
         """
         backoff_s, last = _BACKOFF_S, ""
-        _log.info("dialling", gateways=",".join(gateways))
-        while not self.done.done():
+        most_s = _MAX_BACKOFF_S if tls else _MAX_LOCAL_BACKOFF_S
+        while not self._is_ending:
             addresses = [address for gateway in gateways for address in await self._addresses(gateway)]
             for address in sorted(dict.fromkeys(addresses), key=lambda address: address == last):
                 if await self._visit(address, tls):
                     backoff_s, last = _BACKOFF_S, address
                     break
             await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            backoff_s = min(2 * backoff_s, most_s)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self.done.done() or (self._worker is not None and self._worker.ended.done())
 
     async def _addresses(self, gateway: str) -> list[str]:
+        if gateway.startswith(UNIX):
+            return [gateway]
         host, _, port = gateway.rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(
@@ -112,7 +129,7 @@ class PoolMember:
         hosts = [str(place[0]) for *_, place in found]
         return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
 
-    async def _visit(self, gateway: str, tls: ssl.SSLContext) -> bool:
+    async def _visit(self, gateway: str, tls: ssl.SSLContext | None) -> bool:
         """Dials a gateway, and serves it if it gives a lease. False: it does not."""
         stream = MessageStream(worker_pb2.ConnectRequest, _MAX_LEASE_BYTES)
         why = "it does not answer"
@@ -138,7 +155,9 @@ class PoolMember:
         except _BROKEN as error:
             why = getattr(error, "strerror", None) or "it has closed the connection"
         except Exception:
+            # A bug. Who has started the process starts it again.
             _log.exception("a lease cannot be used", gateway=gateway)
+            _end(self.done, EXIT_FAILED)
         finally:
             stream.close()
         self._say(gateway, why)
@@ -163,7 +182,7 @@ class PoolMember:
             self._start(lease)
         elif lease.gateway_id != self._lease.gateway_id:
             raise Refused("another gateway has this worker")
-        elif lease.epoch <= self._lease.epoch:
+        elif lease.epoch < self._lease.epoch:
             raise Refused("a later stream of this gateway has this worker")
         elif without(lease.config, _OF_THE_HOST) != without(self._lease.config, _OF_THE_HOST):
             self._worker.end()
@@ -176,29 +195,33 @@ class PoolMember:
         # The lease stays as it came: later ones are compared with it.
         config = worker_pb2.WorkerConfig()
         config.CopyFrom(lease.config)
-        # Of this host, as far as is known.
-        config.workers = 1
-        # That was on another machine, or before this process.
-        config.model_was_proved = False
         if config.model == SHIPPED_MODEL:
             config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
         elif self._model and not Path(config.model).is_dir():
             config.model = self._model
         configure_logging(config)
         orphan_timer = OrphanTimer(config.orphan_grace_s) if config.orphan_grace_s else None
+        if orphan_timer is not None and self._parent is not None:
+            self._parent.outlive()
         self._worker = make_worker(config, orphan_timer)
         self._running = asyncio.create_task(self._run(self._worker, config.model, orphan_timer))
 
     async def _run(self, worker: WorkerServer, model: str, orphan_timer: OrphanTimer | None) -> None:
         status = await run_worker(worker, model, orphan_timer)
-        # The configuration is the gateway's: the next lease may have another one.
-        self.done.set_result(EXIT_FAILED if status == EXIT_CONFIG else status)
+        if status == EXIT_CONFIG and self._parent is None:
+            # The configuration is the gateway's: the next lease may have another one.
+            status = EXIT_FAILED
+        _end(self.done, status)
 
 
 async def _connect(
-    stream: MessageStream[worker_pb2.ConnectRequest], gateway: str, tls: ssl.SSLContext
+    stream: MessageStream[worker_pb2.ConnectRequest], gateway: str, tls: ssl.SSLContext | None
 ) -> None:
     """Raises OSError."""
+    if tls is None:
+        with short_path(gateway.removeprefix(UNIX)) as path:
+            await asyncio.get_running_loop().create_unix_connection(lambda: stream, path)
+        return
     host, _, port = gateway.rpartition(":")
     await asyncio.get_running_loop().create_connection(
         lambda: stream, host.strip("[]"), int(port), ssl=tls, server_hostname=GATEWAY_NAME
@@ -206,10 +229,11 @@ async def _connect(
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m workers.pool_member", description=__doc__)
-    parser.add_argument("--pool", required=True, type=Path)
+    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument("--gateway", required=True, type=lambda text: text.split(","))
+    parser.add_argument("--pool", type=Path, help="the certificates; without them a gateway has started it")
     parser.add_argument("--name", default="")
+    parser.add_argument("--lock", type=Path, help="a file by which the next gateway finds this process")
     for name, kind in OVERRIDES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=kind)
     parser.add_argument("--model", default="")
@@ -233,23 +257,35 @@ def _overrides(options: argparse.Namespace) -> worker_pb2.WorkerConfig:
     return worker_pb2.WorkerConfig(**given, log_format=options.log_format, log_level=options.log_level)
 
 
-async def _serve(options: argparse.Namespace) -> int:
-    member = PoolMember(_overrides(options), options.model, options.name)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end, member.done)
+async def _serve(options: argparse.Namespace, parent: Parent) -> int:
+    is_local = options.pool is None
+    member = PoolMember(_overrides(options), options.model, options.name, parent if is_local else None)
     try:
-        tls = tls_context(options.pool, "worker", is_server=False)
+        if options.lock is not None:
+            _lock(options.lock)
+        tls = None if is_local else tls_context(options.pool, "worker", is_server=False)
     except OSError as error:
-        _log.error("the pool's certificates cannot be read", error=error.strerror, file=error.filename)
-        return EXIT_CONFIG
+        _log.error("a file cannot be used", error=error.strerror, file=error.filename)
+        return EXIT_FAILED if is_local else EXIT_CONFIG
+    if not is_local:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _end, member.done, 0)
+        _log.info("dialling", gateways=",".join(options.gateway))
     # Kept until the process ends.
     dialling = asyncio.create_task(member.dial(options.gateway, tls))
     _alive = None if options.alive_fd is None else asyncio.create_task(_say_alive(options.alive_fd))
     await asyncio.wait((dialling, member.done), return_when=asyncio.FIRST_COMPLETED)
-    if not member.done.done():
-        # A bug. Who has started the process starts it again.
-        _log.error("dialling failed", exc_info=dialling.exception())
+    if dialling.done() and (bug := dialling.exception()) is not None:
+        # Who has started the process starts it again.
+        _log.error("dialling failed", exc_info=bug)
         return EXIT_FAILED
     return await member.done
+
+
+def _lock(path: Path) -> None:
+    """Locks a file until this process ends. The kernel tells other processes who has. Raises OSError."""
+    # It must stay open, and must not be opened again: the first close would unlock it.
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 async def _say_alive(descriptor: int) -> None:
@@ -259,9 +295,9 @@ async def _say_alive(descriptor: int) -> None:
         await asyncio.sleep(_ALIVE_INTERVAL_S)
 
 
-def _end(done: asyncio.Future[int]) -> None:
+def _end(done: asyncio.Future[int], status: int) -> None:
     if not done.done():
-        done.set_result(0)
+        done.set_result(status)
 
 
 def main() -> int:
@@ -269,17 +305,11 @@ def main() -> int:
     options = _parse_arguments()
     configure_logging(worker_pb2.WorkerConfig(log_format=options.log_format, log_level=options.log_level))
     switch_often()
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = Parent()
+    # Ctrl-C and a service manager's SIGTERM reach all processes, but a gateway drains before it ends its own
+    # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
+    for number in (signal.SIGINT, *(() if options.pool else (signal.SIGTERM, signal.SIGUSR2))):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    return uvloop.new_event_loop().run_until_complete(_serve(options))
-
-
-if __name__ == "__main__":
-    open_standard_files()
-    sys.stdout.flush()
-    # Not sys.exit: that would wait for a compute thread in a long step.
-    status = main()
-    background_log().drain(STOP_TIMEOUT_S)
-    os._exit(status)
+    return uvloop.new_event_loop().run_until_complete(_serve(options, parent))

@@ -1,32 +1,24 @@
 """The process of a worker: how it is configured, loads, serves and ends.
 
-Entry points are `__main__`, for workers that a gateway has started, and `pool_member` for others.
+`pool_member` runs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import os
-import select
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-import uvloop
-from google.protobuf import json_format
 from quire.v1.worker_pb2 import WorkerConfig
 
-from workers import socket_server
-from workers.common.protocol import END_SIGNAL, EXIT_CONFIG, HOP_SLACK_BYTES, SECRET_VARIABLE
-from workers.common.switching import switch_often
+from workers.common.protocol import EXIT_CONFIG
 from workers.logging import background_log, configure, get_logger
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
@@ -53,21 +45,6 @@ class ConfigurationError(Exception):
     """This machine or this model does not support the configuration."""
 
 
-def _parse_arguments() -> tuple[str, WorkerConfig, str]:
-    """The path of the socket to serve on, the configuration, and the gateway's secret."""
-    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
-    parser.add_argument("--socket", required=True, metavar="PATH", help="the Unix socket to create")
-    parser.add_argument("--config", required=True, metavar="JSON", help="a quire.v1.WorkerConfig")
-    arguments = parser.parse_args()
-    secret = os.environ.pop(SECRET_VARIABLE, "")
-    if not secret:
-        parser.error(f"{SECRET_VARIABLE} is not in the environment")
-    try:
-        return arguments.socket, json_format.Parse(arguments.config, WorkerConfig()), secret
-    except json_format.ParseError as error:
-        parser.error(f"--config: {error}")
-
-
 def configure_logging(config: WorkerConfig, **more: object) -> None:
     """Log as the configuration says, to the standard error of the gateway. `more`: fields of all lines."""
     # A worker on another host gets its id with its first lease.
@@ -75,44 +52,32 @@ def configure_logging(config: WorkerConfig, **more: object) -> None:
     configure(config.log_level, config.log_format, origin | more)
 
 
-def end_with_parent() -> None:
-    """End this process when its standard input closes, whose other end the process holds that started it.
+class Parent:
+    """Ends this process with the one that has started it, whose end of standard input closes then.
 
     On Linux the kernel also kills this process when that one's main thread, which started it, ends: even
     while it is stopped. If it ended before that was set up, standard input is closed.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    def watch() -> None:
+    def __init__(self) -> None:
+        self._ends_this = True
+        self._set_death_signal(signal.SIGKILL)
+        threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
+
+    def outlive(self) -> None:
+        """Does so no more."""
+        self._ends_this = False
+        self._set_death_signal(0)
+
+    def _watch(self) -> None:
         while os.read(0, 4096):
             pass
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
-
-
-def _outlive_the_gateway(grace_s: float) -> OrphanTimer:
-    """End this process after `grace_s` without a stream.
-
-    The gateway writes to standard input when it has registered the worker. If it ends before that, no other
-    gateway could find the worker, which ends at once.
-    """
-
-    def watch() -> None:
-        if not os.read(0, 1):
+        if self._ends_this:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    standard_input = select.poll()
-    standard_input.register(0, 0)
-    # A gateway that is gone may have ended when this process started: then the age counts for the grace.
-    is_gone = bool(standard_input.poll(0))
-    age_s = max(0.0, time.time() - psutil.Process().create_time())
-    orphan_timer = OrphanTimer(grace_s, spent_s=age_s if is_gone else 0.0)
-    threading.Thread(target=watch, name="gateway-watch", daemon=True).start()
-    return orphan_timer
+    def _set_death_signal(self, number: int) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _choose_device(config: WorkerConfig) -> str:
@@ -295,14 +260,6 @@ async def run_worker(worker: WorkerServer, model: str, orphan_timer: OrphanTimer
     return status
 
 
-async def _serve(socket: str, config: WorkerConfig, secret: str, orphan_timer: OrphanTimer | None) -> int:
-    worker = make_worker(config, orphan_timer)
-    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, worker.end)
-    # Kept until the process ends.
-    _server = await socket_server.listen(socket, secret, worker, config.max_request_bytes + HOP_SLACK_BYTES)
-    return await run_worker(worker, config.model, orphan_timer)
-
-
 def report(error: BaseException, model: str) -> int:
     """Log why the worker ends. Returns the exit status."""
     if (why := _refusal(error, model)) is not None:
@@ -329,28 +286,3 @@ def _for_clients(error: BaseException, model: str) -> str:
 
     why = _refusal(error, model)
     return "" if why is None else for_clients(why, Path(model))
-
-
-def see_own_devices(config: WorkerConfig) -> None:
-    """Hide all GPUs but those of `device` = KIND:UUID,UUID. To be called before torch is loaded."""
-    config.device, _, own = config.device.partition(":")
-    if own:
-        os.environ["CUDA_VISIBLE_DEVICES"] = own
-
-
-def main() -> int:
-    """Run a worker until its gateway ends it, or has been gone for too long."""
-    socket, config, secret = _parse_arguments()
-    see_own_devices(config)
-    configure_logging(config)
-    switch_often()
-    # Ctrl-C and a service manager's SIGTERM reach all processes, but the gateway drains before it ends its
-    # workers. So may SIGUSR2, which ends a gateway and leaves its workers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    orphan_timer = None
-    if config.orphan_grace_s:
-        orphan_timer = _outlive_the_gateway(config.orphan_grace_s)
-    else:
-        end_with_parent()
-    return uvloop.new_event_loop().run_until_complete(_serve(socket, config, secret, orphan_timer))

@@ -14,7 +14,7 @@ from pathlib import Path
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.cli.machine import warn_of_machine
 from service.cli.one_gateway import run_gateway
-from service.config import Config
+from service.config import Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
 from service.extension import Extension, find_server
@@ -45,6 +45,9 @@ def run(options: argparse.Namespace) -> int:
         return _check(settings) if options.check else _run(settings.config)
     except ConfigError as error:
         print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
+        return 2
+    except ExtensionUnusable as error:
+        print(f"quire: {escaped(str(error))}", file=sys.stderr)
         return 2
     except StateUnusable as error:
         print(f"quire: {escaped(str(error))}", file=sys.stderr)

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 def _command(options: argparse.Namespace) -> list[str]:
     """What starts the worker, which does so in another directory."""
     # -P: modules are not imported from the current directory.
-    command = [sys.executable, "-P", "-m", "workers.pool_member"]
+    command = [sys.executable, "-P", "-m", "workers.__main__"]
     for name in (*_FLAGS, *_LOG_FLAGS):
         value = getattr(options, name)
         if value is not None:

@@ -299,8 +299,8 @@ class Incarnation:
             )
             _log.error("the worker has another model than the journal", worker_id=self.slot.worker_id)
             # Another one that dials may have the right one.
-            is_leased = self.processes.endpoint.is_leased
-            self.terminate("the journal has caches of another model", None if is_leased else failure)
+            is_final = not self._config.has_remote_workers
+            self.terminate("the journal has caches of another model", failure if is_final else None)
             return
         if version.fingerprint is None:
             version.fingerprint = fingerprint
@@ -360,6 +360,7 @@ class Incarnation:
         slot = self.slot
         slot.ready, slot.load_progress, slot.trouble = ready, 1.0, ""
         slot.state = executor_pb2.WORKER_STATE_READY
+        slot.address = self.processes.endpoint.host_address
         self._liveness.on_ready()
         log = _log.bind(worker_id=slot.worker_id, epoch=slot.epoch, kept=len(kept))
         reason = {"backend_reason": ready.executor.backend_reason} if ready.executor.backend_reason else {}

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from quire.v1 import worker_pb2
 
-from service.pool.endpoints import Endpoint
+from service.pool.link import Endpoint
 
 
 class WorkerProcesses(Protocol):

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.logging import get_logger
-from service.pool.endpoints import Endpoint, Stream
 from workers.common.message_stream import MessageTooLong
 from workers.common.protocol import HOP_SLACK_BYTES, TARGET_MESSAGE_BYTES
 
@@ -24,6 +24,29 @@ _log = get_logger(__name__)
 # How long a worker may take to notice that it was given back.
 _GIVE_BACK_TIMEOUT_S = 1.0
 _BROKEN = ConnectionError, MessageTooLong, DecodeError
+
+
+class Stream(Protocol):
+    """An open stream."""
+
+    async def write(self, request: worker_pb2.ConnectRequest) -> None:
+        """Returns when there is room for more. Raises ConnectionError."""
+
+    def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        """The worker's messages. Raises MessageTooLong or DecodeError."""
+
+
+class Endpoint(Protocol):
+    """Owner of the stream of one incarnation of a worker, and of the connection below it."""
+
+    # Of a worker on another host; empty on this machine.
+    host_address: str
+
+    async def open(self, max_bytes: int) -> Stream:
+        """Waits for the stream, without a timeout. A longer message of the worker ends it."""
+
+    async def close(self) -> None:
+        """Closes stream and connection."""
 
 
 class WorkerLink:
@@ -43,6 +66,7 @@ class WorkerLink:
         self._endpoint = endpoint
         self._on_response = on_response
         self._queue: deque[worker_pb2.ConnectRequest] = deque()
+        self._is_open = False
         # Done when the queue has something for the task that writes. Faster than an Event.
         self._wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._max_bytes = config.max_response_bytes + HOP_SLACK_BYTES
@@ -58,7 +82,7 @@ class WorkerLink:
     async def close(self, *, give_back: bool) -> None:
         """Closes the stream. `give_back`: no gateway will continue with what the worker holds."""
         self.closed.set()
-        if give_back and self._endpoint.is_leased:
+        if give_back and self._is_open:
             self._queue = deque([worker_pb2.ConnectRequest(give_back=True)])
             if not self._wake.done():
                 self._wake.set_result(None)
@@ -71,6 +95,7 @@ class WorkerLink:
         writing = None
         try:
             stream = await self._endpoint.open(self._max_bytes)
+            self._is_open = True
             writing = asyncio.create_task(self._write(stream), name="worker-link-write")
             async for response in stream:
                 self._on_response(response)

@@ -1,13 +1,16 @@
 """Launcher of workers as local processes. It also adopts those of earlier gateways with this data directory.
 
-With an orphan grace, workers outlive the gateway for that time, and the registry names them to the next
-gateway. Without one, or where the system does not support it, workers end with the gateway.
+They dial this gateway's Unix socket, and that of the next one when this one is gone. With an orphan grace,
+workers outlive the gateway for that time. Without one, or where the system does not support it, they end with
+it. See `worker_directory` for how the next gateway finds their processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import os
 import secrets
 import shutil
@@ -17,22 +20,25 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
+from service.listening import CannotListen
 from service.logging import get_logger
 from service.pool.gpus import Gpu
-from service.pool.process import LocalProcess, boot_id, can_watch, start_ticks
-from service.pool.registry import Epochs, Registry, RegistryEntry
+from service.pool.launcher import PoolFailed
+from service.pool.process import LocalProcess, can_watch, find_process
 from service.pool.threads import in_thread
+from service.pool.worker_directory import Epochs, WorkerDirectory, WorkerFile
+from service.pool.worker_port import NamedWorker, WorkerPort
 from workers.common import child_process
+from workers.common.addresses import UNIX
 from workers.common.code import worker_code
-from workers.common.protocol import PROTOCOL, SECRET_VARIABLE, without
+from workers.common.protocol import PROTOCOL, without
+from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)
 
 _SPIN_COUNT = "20000"
-_SECRET_BYTES = 32
 # Prefix of the directory of a gateway without a `data_dir`; a random part follows.
 _TEMPORARY_PREFIX = "quire-workers-"
 # How long `start` waits for the exit of workers that were not adopted.
@@ -42,7 +48,7 @@ _NOT_COMPARED = ("log_level", "log_format", "model_was_proved")
 
 
 class LocalLauncher:
-    """Owner of the registry in `data_dir`, or in a temporary directory that `close` removes."""
+    """Owner of `workers/` in `data_dir`, or in a temporary directory that `close` removes."""
 
     def __init__(
         self,
@@ -57,91 +63,133 @@ class LocalLauncher:
         `gpus`: for the workers, one after the other. Those beyond see all GPUs.
         """
         self._gpus = gpus
-        self._temporary: Path | None = None
-        if data_dir is None:
-            name = f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-            data_dir = self._temporary = Path(tempfile.gettempdir()) / name
-        self._registry = Registry(data_dir)
+        self._data_dir = data_dir
         self._on_locked = on_locked
         self._can_watch = can_watch()
         # How long workers outlive this gateway; 0: they end with it.
         self._grace_s = orphan_grace_s
-        self._epochs = Epochs(self._registry)
+        # These are set by `adopt`.
+        self._directory: WorkerDirectory
+        self._epochs: Epochs
+        self._port: WorkerPort
+        self._gateway_id = ""
+        self._opened = contextlib.ExitStack()
         # Workers that were not adopted, until they have exited.
         self._stopping: list[asyncio.Task[int | None]] = []
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LocalProcess]:
-        entries = await self._open()
-        for wanted_config in configs:
-            self.assign(wanted_config)
-        wanted = {config.worker_id: config for config in configs}
+        files = await self._open()
+        for file in files:
+            self._epochs.continue_after(file.epoch)
+        wanted = {config.worker_id: (config, settings_of(config, self.assign(config))) for config in configs}
         adopted: dict[str, LocalProcess] = {}
-        code = await self._worker_code() if entries else ""
-        for entry in sorted(entries, key=lambda entry: entry.epoch, reverse=True):
-            process = LocalProcess.attach(entry, self._registry.remove)
-            config = wanted.get(entry.worker_id)
-            if process is None:
-                self._registry.remove(entry)
-            elif config is None or entry.worker_id in adopted or not _is_compatible(entry, config):
-                _log.info("stopping a worker of an earlier gateway", worker_id=entry.worker_id, pid=entry.pid)
-                self._stopping.append(asyncio.create_task(process.stop(grace_s=0)))
+        code = await self._worker_code() if files else ""
+        for file in sorted(files, key=lambda file: file.epoch, reverse=True):
+            found = find_process(file) if self._can_watch else None
+            if found is None:
+                self._directory.remove(file)
+                continue
+            config, settings = wanted.get(file.worker_id, (worker_pb2.WorkerConfig(), ""))
+            fits = file.settings == settings and file.worker_id not in adopted
+            epoch = await self._epochs.next() if fits else file.epoch
+            process = LocalProcess(
+                found[0],
+                self._endpoint(file, epoch, config),
+                functools.partial(self._directory.remove, file),
+                pidfd=found[1],
+                is_outdated=file.code != code,
+            )
+            if fits:
+                adopted[file.worker_id] = process
             else:
-                process.is_outdated = entry.code != code
-                adopted[entry.worker_id] = process
+                _log.info("stopping a worker of an earlier gateway", worker_id=file.worker_id, pid=found[0])
+                self._stopping.append(asyncio.create_task(process.stop(grace_s=0)))
         return adopted
 
-    async def _open(self) -> list[RegistryEntry]:
-        """Opens the registry and returns its entries. Without a registry, workers end with this gateway."""
-        if self._temporary is not None:
-            _remove_stale_directories(self._temporary.parent)
+    async def _open(self) -> list[WorkerFile]:
+        """Opens the directory and its socket. Without those of `data_dir`, workers end with this gateway.
+
+        Returns the files of workers of earlier gateways. Raises PoolFailed.
+        """
+        if self._grace_s and not self._can_watch:
+            self._warn_of_grace("this system cannot watch processes of another gateway")
         try:
-            await self._registry.wait_open()
-            await in_thread(self._on_locked)
-            self._epochs.continue_after(self._registry.last_epoch())
-            if not self._can_watch:
-                raise OSError(0, "this system cannot watch processes of another gateway")
-            entries = self._registry.read()
-        except OSError as error:
-            if self._grace_s:
-                event = "orphan_grace_s has no effect: workers will end with this gateway"
-                _log.warning(event, error=error.strerror)
-            elif not self._registry.is_open:
-                _log.warning("worker sockets are created in the temporary directory", error=error.strerror)
-            self._grace_s = 0.0
-            return []
-        for entry in entries:
-            self._epochs.continue_after(entry.epoch)
-        return entries
+            if self._data_dir is not None:
+                return await self._use(self._data_dir, self._on_locked)
+        except (OSError, ValueError, CannotListen) as error:
+            self._opened.close()
+            self._warn_of_grace(str(error))
+        try:
+            temporary = _new_temporary()
+            self._opened.callback(shutil.rmtree, temporary, ignore_errors=True)
+            return await self._use(temporary)
+        except (OSError, ValueError, CannotListen) as error:
+            raise PoolFailed(f"workers need a socket in the temporary directory: {error}") from None
+
+    def _warn_of_grace(self, why: str) -> None:
+        if self._grace_s:
+            _log.warning("orphan_grace_s has no effect: workers will end with this gateway", error=why)
+        else:
+            _log.warning("the socket for workers is in the temporary directory", error=why)
+        self._grace_s = 0.0
+
+    async def _use(self, place: Path, on_locked: Callable[[], None] = lambda: None) -> list[WorkerFile]:
+        """Raises OSError, ValueError or CannotListen."""
+        self._directory = directory = WorkerDirectory(place)
+        self._epochs = Epochs(directory)
+        self._opened.callback(directory.close)
+        last_epoch, self._gateway_id = await directory.begin(on_locked)
+        self._epochs.continue_after(last_epoch)
+        # Only this user can connect, and only gateways of this directory know the id.
+        self._port = WorkerPort(f"{UNIX}{directory.socket}", None, self._gateway_id.encode())
+        self._port.join(self._gateway_id)
+        self._opened.callback(directory.socket.unlink, missing_ok=True)
+        self._opened.callback(self._port.leave, self._gateway_id)
+        return directory.workers()
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LocalProcess:
         """Starts a process. Raises OSError."""
-        cores = self.assign(config)
+        if not self._grace_s:
+            config.orphan_grace_s = 0
+        own = self.assign(config)
         epoch = await self._epochs.next()
         if self._stopping:
             # They may hold memory that this worker needs.
             await asyncio.wait(self._stopping, timeout=_KILL_TIMEOUT_S)
-        if not self._grace_s:
-            config.orphan_grace_s = 0
+        self._open_again()
         # Read before it starts: if an upgrade comes between, the next gateway replaces the worker.
         code = await self._worker_code() if self._grace_s else ""
-        # Each incarnation has its own socket name, so an old one can never answer on a new one's socket.
-        socket = str(self._registry.socket_path(f"{config.worker_id}-{epoch}"))
-        process = self._start(config, epoch, socket, code)
-        if cores:
-            # It has one thread at this moment; those that it starts inherit this.
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(process.pid, cores)
-        return process
+        file = self._directory.add(f"{config.worker_id}-{epoch}", settings_of(config, own), code)
+        try:
+            return self._start(file, self._endpoint(file, epoch, config), config, own)
+        except OSError:
+            self._directory.remove(file)
+            raise
 
-    def assign(self, config: worker_pb2.WorkerConfig) -> set[int]:
-        """Writes a worker's own GPUs into its config. Returns the usable cores near them."""
+    def _open_again(self) -> None:
+        """Makes the directory and the socket again if somebody has removed them. Raises OSError."""
+        self._directory.open()
+        if not self._directory.socket.exists():
+            self._directory.gateway_id(self._gateway_id)
+            self._port.leave(self._gateway_id)
+            try:
+                self._port.join(self._gateway_id)
+            except CannotListen as error:
+                raise OSError(0, error.why, error.listen) from None
+
+    def assign(self, config: worker_pb2.WorkerConfig) -> Sequence[Gpu]:
+        """The GPUs of a worker's own; empty: it sees all. Writes its index among what it sees."""
         ranks = max(1, config.tensor_parallel)
         own = self._gpus[config.device_index * ranks :][:ranks]
         if len(own) < ranks:
-            return set()
-        config.device += ":" + ",".join(gpu.uuid for gpu in own)
+            return ()
         config.device_index = 0
-        return set().union(*(gpu.cores for gpu in own)) & os.sched_getaffinity(0)
+        return own
+
+    def _endpoint(self, file: WorkerFile, epoch: int, config: worker_pb2.WorkerConfig) -> NamedWorker:
+        # Without a silence_timeout_s: the end of this process ends the stream, and a pause does not.
+        lease = worker_pb2.Lease(gateway_id=self._gateway_id, epoch=epoch, config=config)
+        return NamedWorker(self._port, file.name, lease)
 
     async def _worker_code(self) -> str:
         """Empty if it cannot be read, as while files are being replaced: that differs from any."""
@@ -151,81 +199,79 @@ class LocalLauncher:
             _log.warning("cannot read the code of workers", file=error.filename, error=error.strerror)
             return ""
 
-    def _start(self, config: worker_pb2.WorkerConfig, epoch: int, socket: str, code: str) -> LocalProcess:
+    def _start(
+        self, file: WorkerFile, endpoint: NamedWorker, config: worker_pb2.WorkerConfig, own: Sequence[Gpu]
+    ) -> LocalProcess:
         """Raises OSError."""
-        secret = secrets.token_hex(_SECRET_BYTES)
         # Not asyncio's subprocess, which kills its processes when the event loop is closed.
         child = subprocess.Popen(  # noqa: S603 - our own program
-            _command(socket, config),
-            # The worker exits when this pipe closes, so it cannot outlive the gateway, unless it has read a
-            # newline from the pipe: then it is in the registry.
+            _command(self._directory.socket, file, config),
+            # The worker exits when this pipe closes, so it cannot outlive the gateway, unless its lease has a
+            # grace. Without a lease it has no memory of a GPU.
             stdin=subprocess.PIPE,
             bufsize=0,
             cwd=child_process.DIRECTORY,
-            env=_environment(secret),
+            env=_environment(own),
             start_new_session=self._grace_s > 0,
         )
         try:
-            boot, ticks = (boot_id(), start_ticks(child.pid)) if self._grace_s else ("", 0)
-            entry = RegistryEntry(
-                config.worker_id, epoch, child.pid, boot, ticks, socket, secret, config, code=code
-            )
             pidfd = os.pidfd_open(child.pid) if self._can_watch else -1
         except OSError:
             child.kill()
             child.communicate()
             raise
-        if self._grace_s:
-            self._register(entry, child)
-        return LocalProcess(entry, self._registry.remove, pidfd=pidfd, child=child)
-
-    def _register(self, entry: RegistryEntry, child: subprocess.Popen[bytes]) -> None:
-        """Writes the entry and tells the worker that it can outlive this gateway."""
-        assert child.stdin is not None
-        try:
-            self._registry.write(entry)
-            child.stdin.write(b"\n")
-        except OSError as error:
-            _log.warning(
-                "a worker will end with this gateway", worker_id=entry.worker_id, error=error.strerror
-            )
+        if cores := cores_near(own):
+            # It has one thread at this moment; those that it starts inherit this.
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(child.pid, cores)
+        on_stopped = functools.partial(self._directory.remove, file)
+        return LocalProcess(child.pid, endpoint, on_stopped, pidfd=pidfd, child=child)
 
     def close(self) -> None:
-        """Unlocks the registry, or removes it if it is temporary."""
-        self._registry.close()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        """Unlocks the directory, or removes it if it is temporary."""
+        self._opened.close()
 
 
-def _remove_stale_directories(parent: Path) -> None:
-    """Removes temporary directories of this user that no running gateway has locked."""
+def settings_of(config: worker_pb2.WorkerConfig, own: Sequence[Gpu]) -> str:
+    """A digest of what decides what a worker computes, and of how it is spoken to. `own`: its GPUs."""
+    digest = hashlib.blake2b(PROTOCOL.encode(), digest_size=16)
+    digest.update(",".join(gpu.uuid for gpu in own).encode())
+    digest.update(without(config, _NOT_COMPARED).SerializeToString(deterministic=True))
+    return digest.hexdigest()
+
+
+def cores_near(gpus: Sequence[Gpu]) -> set[int]:
+    """The usable cores near GPUs; empty: no others than all."""
+    return set[int]().union(*(gpu.cores for gpu in gpus)) & os.sched_getaffinity(0)
+
+
+def _new_temporary() -> Path:
+    """The path of a new one. Removes those of this user that no gateway has locked. Raises OSError."""
+    parent = Path(tempfile.gettempdir())
+    require_trusted(parent)
     for path in parent.glob(f"{_TEMPORARY_PREFIX}*"):
-        registry = Registry(path)
+        directory = WorkerDirectory(path)
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.geteuid() and not path.is_symlink():
-                registry.open()
+                directory.open()
                 shutil.rmtree(path, ignore_errors=True)
-        registry.close()
+        directory.close()
+    return parent / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
 
 
-def _is_compatible(entry: RegistryEntry, config: worker_pb2.WorkerConfig) -> bool:
-    """Whether a worker was started with the protocol and config that would be used now."""
-    return entry.protocol == PROTOCOL and without(entry.config, _NOT_COMPARED) == without(
-        config, _NOT_COMPARED
-    )
+def _command(socket: Path, file: WorkerFile, config: worker_pb2.WorkerConfig) -> list[str]:
+    command = [sys.executable, "-m", "workers.__main__", "--gateway", f"{UNIX}{socket}"]
+    command += ["--name", file.name, "--lock", str(file.path)]
+    return [*command, "--log-level", config.log_level, "--log-format", config.log_format]
 
 
-def _command(socket: str, config: worker_pb2.WorkerConfig) -> list[str]:
-    command = [sys.executable, "-m", "workers.__main__", "--socket", socket]
-    return [*command, "--config", json_format.MessageToJson(config, indent=None)]
-
-
-def _environment(secret: str) -> dict[str, str]:
-    """The gateway's environment and import path: the worker runs in another directory."""
+def _environment(own: Sequence[Gpu]) -> dict[str, str]:
+    """The gateway's environment and import path: the worker runs in another directory. `own`: its GPUs."""
     environment = dict(os.environ)
     environment["PYTHONPATH"] = child_process.import_path()
-    environment[SECRET_VARIABLE] = secret
     # How long idle compute threads spin. With the default they keep the cores busy between two steps, so that
     # the gateway and its clients wait; see docs/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    if own:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in own)
     return environment

@@ -16,11 +16,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from service.pool.endpoints import SocketEndpoint
-from service.pool.registry import RegistryEntry
-from workers.common.protocol import END_SIGNAL
-
-_START_FIELD = 19  # index among the fields of /proc/PID/stat after the name
+from service.pool.worker_directory import WorkerFile, lock_holder
+from service.pool.worker_port import NamedWorker
 
 
 def can_watch() -> bool:
@@ -32,16 +29,22 @@ def can_watch() -> bool:
     return True
 
 
-def boot_id() -> str:
-    """An id that changes with each boot of the machine. Raises OSError."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def find_process(worker: WorkerFile) -> tuple[int, int] | None:
+    """The pid and a new pidfd of the process that holds a worker's lock. None: it has exited."""
+    with contextlib.suppress(OSError):
+        if (pid := lock_holder(worker.path)) > 1:
+            pidfd = os.pidfd_open(pid)
+            # Before that, the pid may have become another process's.
+            if lock_holder(worker.path) == pid and _is_worker(pid, worker):
+                return pid, pidfd
+            os.close(pidfd)
+    return None
 
 
-def start_ticks(pid: int) -> int:
-    """When a process was started, in clock ticks since boot. Raises OSError."""
-    # The name, in parentheses, may contain spaces and parentheses.
-    after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
-    return int(after_name.split()[_START_FIELD])
+def _is_worker(pid: int, worker: WorkerFile) -> bool:
+    """A gateway that runs as root could kill any process: the lock alone is not trusted. Raises OSError."""
+    command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return os.fsencode(worker.path) in command_line.split(b"\0")
 
 
 class LocalProcess:
@@ -51,17 +54,18 @@ class LocalProcess:
 
     def __init__(
         self,
-        entry: RegistryEntry,
-        on_stopped: Callable[[RegistryEntry], None],
+        pid: int,
+        endpoint: NamedWorker,
+        on_stopped: Callable[[], None],
         *,
         pidfd: int = -1,
         child: subprocess.Popen[bytes] | None = None,
+        is_outdated: bool = False,
     ) -> None:
         """Takes ownership of the pidfd, or of a child without one. `stop` calls `on_stopped`."""
-        self._entry = entry
-        self.epoch, self.pid = entry.epoch, entry.pid
-        self.endpoint = SocketEndpoint(entry.socket, entry.secret)
-        self.is_outdated = False
+        self.pid, self.epoch = pid, endpoint.epoch
+        self.endpoint = endpoint
+        self.is_outdated = is_outdated
         self._on_stopped = on_stopped
         self._pidfd = pidfd
         self._child = child
@@ -77,29 +81,17 @@ class LocalProcess:
             self._send_signal = child.send_signal
             threading.Thread(target=self._wait_for, args=(child,), name="worker-process", daemon=True).start()
 
-    @classmethod
-    def attach(cls, entry: RegistryEntry, on_stopped: Callable[[RegistryEntry], None]) -> LocalProcess | None:
-        """Opens the process of a registry entry. None if it has exited."""
-        try:
-            pidfd = os.pidfd_open(entry.pid)
-        except OSError:
-            return None
-        if _is_its_process(entry):
-            return cls(entry, on_stopped, pidfd=pidfd)
-        os.close(pidfd)
-        return None
-
     async def wait(self) -> int | None:
         return await asyncio.shield(self._exited)
 
     async def stop(self, *, grace_s: float) -> int | None:
+        """It was given back, so it ends by itself, if it can."""
         try:
             if grace_s:
-                self._signal(END_SIGNAL)
                 await asyncio.wait({self._exited}, timeout=grace_s)
         finally:
             self.kill()
-            self._on_stopped(self._entry)
+            self._on_stopped()
         status = await asyncio.shield(self._exited)
         self.detach()
         if self._child is not None and self._child.stdin is not None:
@@ -107,7 +99,9 @@ class LocalProcess:
         return status
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        if self._send_signal is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._send_signal(signal.SIGKILL)
 
     def detach(self) -> None:
         """A worker that cannot outlive us exits when its stdin closes."""
@@ -127,19 +121,3 @@ class LocalProcess:
             self._loop.remove_reader(self._pidfd)
         if not self._exited.done():
             self._exited.set_result(self._child.wait() if self._child is not None else None)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._send_signal is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._send_signal(number)
-
-
-def _is_its_process(entry: RegistryEntry) -> bool:
-    """Whether the process with the entry's pid is the one that the entry describes, and runs."""
-    try:
-        command_line = Path(f"/proc/{entry.pid}/cmdline").read_bytes()
-        same = (boot_id(), start_ticks(entry.pid)) == (entry.boot_id, entry.start_ticks)
-    except (OSError, ValueError, IndexError):
-        return False
-    # A gateway that runs as root could kill any process: the file alone is not trusted.
-    return same and os.fsencode(entry.socket) in command_line.split(b"\0")

@@ -17,10 +17,9 @@ from service.config import Config
 from service.lease import FencedLease
 from service.listening import CannotListen
 from service.logging import get_logger
-from service.pool.endpoints import Endpoint
 from service.pool.launcher import PoolFailed
-from service.pool.registry import Epochs, Registry
-from service.pool.threads import in_thread
+from service.pool.link import Endpoint
+from service.pool.worker_directory import Epochs, WorkerDirectory
 from service.pool.worker_port import DialledWorker, WorkerPort
 
 _log = get_logger(__name__)
@@ -76,8 +75,8 @@ class RemoteLauncher:
         self._on_locked = on_locked
         self._config = config
         self._port = port
-        self._registry = None if data_dir is None else Registry(data_dir)
-        self._epochs = Epochs(self._registry)
+        self._directory = None if data_dir is None else WorkerDirectory(data_dir)
+        self._epochs = Epochs(self._directory)
         self._gateway_id = secrets.token_hex(_ID_BYTES)
         if lease is not None:
             # Of the shard: its next owner is the same one for its workers, and they keep their KV.
@@ -87,16 +86,14 @@ class RemoteLauncher:
         self._finds_own_until_s = 0.0
 
     async def adopt(self, configs: Sequence[worker_pb2.WorkerConfig]) -> Mapping[str, LeasedWorker]:  # noqa: ARG002
-        """Opens the registry and the port. No worker is adopted here: a lease may find one with KV.
+        """Opens the directory and the port. No worker is adopted here: a lease may find one with KV.
 
         Raises PoolFailed.
         """
-        if self._registry is not None:
+        if self._directory is not None:
             try:
-                await self._registry.wait_open()
-                await in_thread(self._on_locked)
-                self._epochs.continue_after(self._registry.last_epoch())
-                self._gateway_id = self._registry.gateway_id()
+                last_epoch, self._gateway_id = await self._directory.begin(self._on_locked)
+                self._epochs.continue_after(last_epoch)
             except (OSError, ValueError) as error:
                 _log.warning("workers will not know the next gateway of this data_dir", error=str(error))
         try:
@@ -126,19 +123,25 @@ class RemoteLauncher:
     async def _lease(self, worker: DialledWorker, config: worker_pb2.WorkerConfig) -> int | None:
         """Leases it. Returns the epoch. None: it has not taken the lease."""
         try:
-            lease = worker_pb2.Lease(
-                gateway_id=self._gateway_id,
-                epoch=await self._epochs.next(),
-                silence_timeout_s=self._config.heartbeat_timeout_s,
-                config=config,
-            )
+            lease = await self.new_lease(config)
         except BaseException:
             worker.stream.close()
             raise
         return lease.epoch if await self._port.lease(worker, lease) else None
 
+    async def new_lease(self, config: worker_pb2.WorkerConfig) -> worker_pb2.Lease:
+        """A lease for a worker of another host."""
+        # Its share in the cores of its host, of which this one knows nothing, and what was proved here.
+        config.workers, config.model_was_proved = 1, False
+        return worker_pb2.Lease(
+            gateway_id=self._gateway_id,
+            epoch=await self._epochs.next(),
+            silence_timeout_s=self._config.heartbeat_timeout_s,
+            config=config,
+        )
+
     def close(self) -> None:
         """Streams are closed already."""
-        if self._registry is not None:
-            self._registry.close()
+        if self._directory is not None:
+            self._directory.close()
         self._port.leave(self._gateway_id)

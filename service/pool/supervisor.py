@@ -208,6 +208,8 @@ class Supervisor:
         finally:
             del self._running[name], self.links[name]
             incarnation.mark_dead(crashed=crashed)
+            if not (grace_s or self._detaches):
+                incarnation.processes.kill()
             await incarnation.link.close(give_back=not self._detaches)
             status = None
             if self._detaches:

@@ -1,34 +1,40 @@
-"""The port that workers dial. Each waits there until a launcher takes it and gives it a lease.
+"""Where workers dial. Each waits there until a launcher takes it and gives it a lease.
 
-Launchers of several shards share it. A worker with KV belongs to the gateway that it names; a new one goes
-to whoever needs one. Who is not wanted here is told so, and dials another gateway. Connections are bounded
-before anything is known of them: how many there are, how long they take, and how much they send.
+Workers of this machine dial a Unix socket in a directory that only this user can enter, others a port with
+TLS. Launchers of several shards share a port. A worker with KV belongs to the gateway that it names; a new
+one goes to whoever needs one, or to the launcher that knows its name. Who is not wanted here is told so, and
+dials another gateway. Connections are bounded before anything is known of them: how many there are, how long
+they take, and how much they send.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import hmac
 import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from quire.v1 import worker_pb2
 
-from service.listening import listening_socket
+from service.handshakes import HandshakeLimits, beyond
+from service.listening import CannotListen, listening_socket
 from service.logging import RareWarnings, get_logger
+from workers.common.addresses import UNIX, short_path
 from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.pool_tls import names_of_peer
 from workers.common.protocol import PROTOCOL, WORKER_NAME
 
 _log = get_logger(__name__)
-# From the connection to the hello. Anyone can connect and say nothing: the oldest are closed.
-_HELLO_TIMEOUT_S = 10.0
+# From the connection to the hello. Anyone can connect to a port and say nothing: the oldest are closed.
+_UNKNOWN = HandshakeLimits(most=64, most_of_address=32, timeout_s=10.0)
 _MAX_HELLO_BYTES = 1 << 10
-_MAX_UNKNOWN, _MAX_UNKNOWN_OF_ADDRESS = 64, 32
 # Workers that wait without need; further ones are refused, and dial again.
 _MAX_WAITING = 64
 # A worker dials again before that. One that is still there has lost its network.
@@ -44,8 +50,6 @@ Wants = Callable[[worker_pb2.Hello], bool]
 
 class DialledWorker:
     """A worker that has dialled: its stream, what it has said of itself, and where it is. See `Endpoint`."""
-
-    is_leased = True
 
     def __init__(
         self, stream: MessageStream[worker_pb2.ConnectResponse], hello: worker_pb2.Hello, address: str
@@ -64,11 +68,37 @@ class DialledWorker:
         self.stream.close()
 
 
+class NamedWorker:
+    """A worker that this gateway has started or found: it is leased when it dials. See `Endpoint`."""
+
+    def __init__(self, port: WorkerPort, name: str, lease: worker_pb2.Lease, host_address: str = "") -> None:
+        """`host_address`: as far as it is known before it dials."""
+        self.epoch = lease.epoch
+        self.host_address = host_address
+        self._port, self._name, self._lease = port, name, lease
+        self._dialled: DialledWorker | None = None
+
+    async def open(self, max_bytes: int) -> MessageStream[worker_pb2.ConnectResponse]:
+        """Waits until it has taken its lease. The health check ends one that never does."""
+        while True:
+            worker = await self._port.take(lambda hello: hello.name == self._name)
+            if await self._port.lease(worker, self._lease, is_watched=True):
+                self._dialled, self.host_address = worker, worker.host_address
+                return await worker.open(max_bytes)
+
+    async def close(self) -> None:
+        if self._dialled is not None:
+            await self._dialled.close()
+
+
 class WorkerPort:
     """Owner of the listening socket, of the connections without a lease, and of who waits for whom."""
 
-    def __init__(self, listen: str, tls: ssl.SSLContext, key: bytes) -> None:
-        """`key`: by which gateways know the leases that they have given. Gateways of a pool share it."""
+    def __init__(self, listen: str, tls: ssl.SSLContext | None, key: bytes) -> None:
+        """`key`: by which gateways know the leases that they have given. Gateways of a pool share it.
+
+        tls: None for a Unix socket.
+        """
         self._listen = listen
         self._tls = tls
         self._key = key
@@ -77,8 +107,8 @@ class WorkerPort:
         self._accepting: asyncio.Task[None] | None = None
         # Those whose workers are not sent away.
         self._gateway_ids: set[str] = set()
-        # Connections before their hello, the oldest first, and their addresses.
-        self._unknown: dict[asyncio.Task[None], str] = {}
+        # Connections before their hello, the oldest first: their addresses, and since when they are open.
+        self._unknown: dict[asyncio.Task[None], tuple[str, float]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: list[DialledWorker] = []
         # Who waits for a worker, the one that has waited longest first.
@@ -89,10 +119,13 @@ class WorkerPort:
     def join(self, gateway_id: str) -> None:
         """Lets in the workers of a gateway id. The first call opens the port. Raises CannotListen."""
         if self._listener is None:
-            self._listener = listening_socket(self._listen)
+            if self._listen.startswith(UNIX):
+                self._listener = _unix_socket(self._listen)
+            else:
+                self._listener = listening_socket(self._listen)
+                _log.info("workers can dial", pool_listen=self._listen)
             self._listener.setblocking(False)
             self._accepting = asyncio.create_task(self._accept(self._listener), name="worker-port")
-            _log.info("workers can dial", pool_listen=self._listen)
         self._gateway_ids.add(gateway_id)
 
     def leave(self, gateway_id: str) -> None:
@@ -128,11 +161,16 @@ class WorkerPort:
         finally:
             self._takers.pop(found, None)
 
-    async def lease(self, worker: DialledWorker, lease: worker_pb2.Lease) -> bool:
-        """Gives a worker a lease. False: it is gone, or has not taken it; it may dial again."""
+    async def lease(
+        self, worker: DialledWorker, lease: worker_pb2.Lease, *, is_watched: bool = False
+    ) -> bool:
+        """Gives a worker a lease. False: it is gone, or has not taken it; it may dial again.
+
+        is_watched: a health check ends one that does not answer.
+        """
         lease.secret = self._secret_of(lease.gateway_id, lease.epoch)
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(None if is_watched else _ANSWER_TIMEOUT_S):
                 await worker.stream.write(worker_pb2.ConnectRequest(lease=lease))
                 await anext(worker.stream)
         except _BROKEN:
@@ -162,10 +200,20 @@ class WorkerPort:
             except OSError:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            task = self._keep(self._greet(connection, f"{place[0]}:{place[1]}"))
-            self._unknown[task] = place[0]
-            task.add_done_callback(lambda task: self._unknown.pop(task, None))
-            self._close_oldest(place[0])
+            # On a Unix socket they have none.
+            host, address = (place[0], f"{place[0]}:{place[1]}") if place else ("", "")
+            task = self._keep(self._greet(connection, address))
+            self._unknown[task] = host, time.monotonic()
+            task.add_done_callback(functools.partial(self._greeted, connection))
+            for oldest in beyond(_UNKNOWN, self._unknown, time.monotonic()):
+                del self._unknown[oldest]
+                oldest.cancel()
+
+    def _greeted(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._unknown.pop(task, None)
+        if task.cancelled():
+            # It may not have begun.
+            connection.close()
 
     def _keep(self, working: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task for a connection, until it is done."""
@@ -174,27 +222,17 @@ class WorkerPort:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _close_oldest(self, host: str) -> None:
-        of_host = [task for task, its_host in self._unknown.items() if its_host == host]
-        oldest = None
-        if len(of_host) > _MAX_UNKNOWN_OF_ADDRESS:
-            oldest = of_host[0]
-        elif len(self._unknown) > _MAX_UNKNOWN:
-            oldest = next(iter(self._unknown))
-        if oldest is not None:
-            del self._unknown[oldest]
-            oldest.cancel()
-
     async def _greet(self, connection: socket.socket, address: str) -> None:
         """From the connection to the hello."""
         stream = MessageStream(worker_pb2.ConnectResponse, _MAX_HELLO_BYTES)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            if self._tls is not None:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(_UNKNOWN.timeout_s):
                 transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: stream, connection, ssl=self._tls
                 )
-                if WORKER_NAME not in names_of_peer(transport):
+                if self._tls is not None and WORKER_NAME not in names_of_peer(transport):
                     self._warn(f"a connection from {address} without a worker's certificate was refused")
                     stream.close()
                     return
@@ -264,3 +302,19 @@ async def _refuse(stream: MessageStream[worker_pb2.ConnectResponse], why: str) -
         pass
     finally:
         stream.close()
+
+
+def _unix_socket(listen: str) -> socket.socket:
+    """A socket in place of that of an earlier gateway. Raises CannotListen."""
+    path = Path(listen.removeprefix(UNIX))
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        with short_path(str(path)) as short:
+            made.bind(short)
+        made.listen()
+    except OSError:
+        made.close()
+        raise CannotListen(listen) from None
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import tempfile
@@ -17,6 +16,7 @@ from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
 from service.model_names import SHIPPED_MODEL
+from service.pool.worker_directory import lock_holder
 from tests import undisturbed
 from tests.gateway_process import GatewayProcess
 from workers.operations import OutputSpec
@@ -46,31 +46,26 @@ class Home:
         place = ["--data-dir", str(self.path), "--orphan-grace-s", grace_s]
         return GatewayProcess(model=model, workers=2, flags=["--kv-pages", "256", *place, *flags])
 
-    def note_workers(self, gateway: GatewayProcess) -> dict[str, tuple[int, int]]:
-        """Remembers the workers of a gateway. Returns their pids and epochs by worker_id."""
-        workers = gateway.status().workers
+    def note_workers(self, gateway: GatewayProcess) -> dict[str, int]:
+        """Remembers the workers of a gateway. Returns their pids by worker_id."""
         self.workers |= gateway.worker_processes()
-        return {worker.worker_id: (worker.pid, worker.epoch) for worker in workers}
+        return {worker.worker_id: worker.pid for worker in gateway.status().workers}
 
-    def wait_for_entries(self, gateway: GatewayProcess) -> dict[str, int]:
-        """Waits until both workers are in the registry. Returns their pids by worker_id."""
-        gateway.wait_until(lambda: len(self.entries()) == 2)
-        # A fork is known by its command line a moment later.
-        gateway.wait_until(lambda: all(map(_shows_its_socket, self.entries())))
-        pids = {str(entry["worker_id"]): int(str(entry["pid"])) for entry in self.entries()}
+    def wait_for_leases(self, gateway: GatewayProcess) -> dict[str, int]:
+        """Waits until both workers have a lease, and load. Returns their pids by worker_id."""
+        gateway.wait_until(lambda: len(events(gateway, "products in use")) == 2)
+        pids = self.pids()
         self.workers |= {psutil.Process(pid) for pid in pids.values()}
         return pids
 
-    def entries(self) -> list[dict[str, object]]:
-        return [json.loads(path.read_text()) for path in sorted(self.path.glob("workers/*.json"))]
+    def pids(self) -> dict[str, int]:
+        """Of the workers that run, by worker_id, as the next gateway finds them."""
+        holders = {path: lock_holder(path) for path in self.path.glob("workers/*.lock")}
+        return {path.stem.rpartition("-")[0]: pid for path, pid in holders.items() if pid}
 
     def assert_all_workers_exit(self) -> None:
         _, alive = psutil.wait_procs(self.workers, timeout=TIMEOUT_S)
         assert not alive
-
-
-def _shows_its_socket(entry: dict[str, object]) -> bool:
-    return entry["socket"] in psutil.Process(int(str(entry["pid"]))).cmdline()
 
 
 @pytest.fixture
@@ -96,11 +91,8 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
         before = home.note_workers(first)
         prompt = pb.PrefillRequest(token_ids=TOKENS)
         answer = first.stub.Prefill(prompt, timeout=TIMEOUT_S)
-        entries = home.entries()
-        assert {(entry["pid"], entry["epoch"]) for entry in entries} == set(before.values())
-        for entry in entries:
-            command_line = psutil.Process(int(str(entry["pid"]))).cmdline()
-            assert not any(str(entry["secret"]) in argument for argument in command_line)
+        assert home.pids() == before
+        epochs = {worker.epoch for worker in first.status().workers}
         decode = pb.DecodeRequest(cache_id=answer.kv_cache.cache_id, token_id=7, output=TOP)
         assert first.stub.Decode(decode, timeout=TIMEOUT_S).kv_cache.seq_len == len(TOKENS) + 1
         first.kill()
@@ -109,6 +101,7 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
     second.kill()
     with home.start(model="adder") as third:
         assert home.note_workers(third) == before
+        assert min(worker.epoch for worker in third.status().workers) > max(epochs)
         assert len(events(third, "worker adopted")) == 2 and not events(third, "worker started")
         # The cache and its KV are there: nothing is replayed.
         decode.position = len(TOKENS) + 1
@@ -128,14 +121,16 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
         # No load progress, since nothing is loaded.
         assert events(first, "worker started")
         assert not any(record.get("phase") for record in third.records())
-    (path,) = home.path.glob("workers/worker-1-*.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "that of another version"}))
+    (path,) = home.path.glob("workers/worker-1-*.lock")
+    settings, _ = path.read_text().splitlines()
+    # In place: the lock is on this file.
+    path.write_text(f"{settings}\nthat of another version\n")
     with home.start("--lame-duck-s", "60", model="adder") as fourth:
         fourth.wait_until(lambda: bool(events(fourth, "worker started")))
         assert len(events(fourth, "worker adopted")) == 2
         fourth.wait_until(lambda: len(events(fourth, "worker ready")) == 3)
         after = home.note_workers(fourth)
-        assert after["worker-0"] == before["worker-0"] and after["worker-1"][0] != before["worker-1"][0]
+        assert after["worker-0"] == before["worker-0"] and after["worker-1"] != before["worker-1"]
         fourth.process.send_signal(signal.SIGTERM)
         fourth.wait_until(lambda: bool(events(fourth, "draining")))
         fourth.process.send_signal(signal.SIGTERM)
@@ -146,7 +141,7 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
 def test_orphans_exit_after_the_grace(home: Home) -> None:
     """While they load. One of them is stopped and continued."""
     gateway = home.start(grace_s=SHORT_GRACE_S)
-    pids = home.wait_for_entries(gateway)
+    pids = home.wait_for_leases(gateway)
     stopped = psutil.Process(pids["worker-1"])
     stopped.suspend()
     gateway.kill()
@@ -159,7 +154,7 @@ def test_orphans_exit_after_the_grace(home: Home) -> None:
 def test_workers_that_cannot_be_adopted_are_replaced(home: Home) -> None:
     """Killed, stopped, or started with other settings. Workers that are still loading are adopted."""
     first = home.start()
-    pids = home.wait_for_entries(first)
+    pids = home.wait_for_leases(first)
     first.kill()
     os.kill(pids["worker-0"], signal.SIGKILL)
     os.kill(pids["worker-1"], signal.SIGSTOP)
@@ -167,26 +162,24 @@ def test_workers_that_cannot_be_adopted_are_replaced(home: Home) -> None:
     second.wait_until(lambda: len(events(second, "worker started")) == 2)
     (gone,) = events(second, "worker is gone")
     assert gone["worker_id"] == "worker-1" and "does not answer" in str(gone["why"])
-    home.wait_for_entries(second)
+    home.wait_for_leases(second)
     second.kill()
     settings = ("--max-batch-tokens", "64")
     third = home.start(*settings)
     third.wait_until(lambda: len(events(third, "worker started")) == 2)
-    before = home.wait_for_entries(third)
+    before = home.wait_for_leases(third)
     others = {worker for worker in home.workers if worker.pid not in before.values()}
     assert len(others) == 4
     _, alive = psutil.wait_procs(others, timeout=TIMEOUT_S)
     assert not alive
     third.kill()
     with home.start(*settings) as fourth:
-        assert home.note_workers(fourth) == {
-            "worker-0": (before["worker-0"], 5),
-            "worker-1": (before["worker-1"], 6),
-        }
+        assert home.note_workers(fourth) == before
+        assert min(worker.epoch for worker in fourth.status().workers) > 6, "after those of three gateways"
         answer = fourth.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S)
         assert [answer.output.token_id] == undisturbed.greedy([1, 2, 3], 1)
     home.assert_all_workers_exit()
-    assert [path.name for path in (home.path / "workers").iterdir()] == ["epoch"]
+    assert {path.name for path in (home.path / "workers").iterdir()} == {"epoch", "gateway-id"}
 
 
 def test_callers_of_recovered_caches_wait_for_the_first_worker(home: Home) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quire.v1 import worker_pb2
 
 from service import config
-from service.config import Config, ExtensionSettings, all_settings
+from service.config import Config, ExtensionSettings, ExtensionUnusable, all_settings
 from service.config_sources import add_flags
 from service.model_names import is_hub_id
 from service.setting_rules import SWITCH
@@ -357,7 +357,7 @@ def test_no_extension_can_declare_a_setting_of_another(monkeypatch: pytest.Monke
         listen: str = setting("", "help", SWITCH)
 
     monkeypatch.setattr(config, "installed_extensions", lambda: {"other": Other})
-    with pytest.raises(ValueError, match=r"Other'> declares listen, which is a setting of .*Config"):
+    with pytest.raises(ExtensionUnusable, match=r"Other'> declares listen, which is a setting of .*Config"):
         all_settings.__wrapped__()
 
 

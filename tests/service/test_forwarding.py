@@ -78,8 +78,8 @@ class Gateway:
     def __init__(self, cluster: Cluster, shard: Shard, known: list[int | None]) -> None:
         self.cluster, self.home, self.known = cluster, shard.index, known
         peers = {index: str(owner) for index, owner in enumerate(known) if owner is not None}
-        addresses = Addresses(peers, {index: f"public:{index}" for index in range(len(known))})
-        parts = addresses, self, AnswerBudget(1 << 30)
+        self.addresses = Addresses(peers, {index: f"public:{index}" for index in range(len(known))})
+        parts = self, AnswerBudget(1 << 30)
         self.forwarding = Forwarding(CONFIG, shard, *parts)  # type: ignore[arg-type]
 
     async def call(

@@ -10,7 +10,7 @@ from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.pool import gpus
-from service.pool.local import LocalLauncher
+from service.pool.local import LocalLauncher, cores_near, settings_of
 from service.settings import ConfigError
 from tests.gateway_process import GatewayProcess
 from tests.load_config import load_config
@@ -95,14 +95,12 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
 
 
 def test_each_worker_has_its_own(machine: Path) -> None:
-    """As the first one is told, which hides the others from torch before that is loaded."""
+    """The others are hidden from it before torch is loaded."""
     flags = ["--workers", "auto", "--device", "auto", "--devices", "2,0", "--kv-pages", "16"]
-    with GatewayProcess(model="paged-attention", workers=2, flags=flags) as gateway:
-        commands = {" ".join(process.cmdline()) for process in gateway.worker_processes()}
-        told = {
-            uuid for uuid in UUIDS if any(f'"device":"auto:{uuid}"' in c.replace(" ", "") for c in commands)
-        }
-        assert told == {UUIDS[2], UUIDS[0]} and len(commands) == 2
+    # A fork does not show its environment.
+    with GatewayProcess(model="paged-attention", workers=2, flags=flags, forks=False) as gateway:
+        seen = {process.environ().get("CUDA_VISIBLE_DEVICES") for process in gateway.worker_processes()}
+        assert seen == {UUIDS[2], UUIDS[0]}
         assert {status.state for status in gateway.status().workers} == {2}, "they fall back to the CPU"
 
 
@@ -115,6 +113,8 @@ async def test_a_worker_runs_near_its_gpus(tmp_path: Path) -> None:
     ]
     launcher = LocalLauncher(None, 0.0, gpus=found)
     configs = [worker_pb2.WorkerConfig(device="auto", device_index=n, tensor_parallel=2) for n in (0, 1)]
-    assert [launcher.assign(config) for config in configs] == [usable, set()]
-    assert [config.device for config in configs] == [f"auto:{UUIDS[0]},{UUIDS[1]}", "auto"]
-    assert configs[1].device_index == 1, "it says that there are too few"
+    own, others = (launcher.assign(config) for config in configs)
+    assert [gpu.uuid for gpu in own] == list(UUIDS[:2]) and list(others) == []
+    assert (cores_near(own), cores_near(others)) == (usable, set())
+    assert [config.device_index for config in configs] == [0, 1], "it says that there are too few"
+    assert settings_of(configs[0], own) != settings_of(configs[0], own[::-1])

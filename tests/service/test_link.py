@@ -1,11 +1,9 @@
-"""What is queued for a worker becomes messages: as few as fit, in order. The socket that takes them."""
+"""What is queued for a worker becomes messages: as few as fit, in order."""
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +11,17 @@ from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.pool import link as link_module
-from service.pool.endpoints import SocketEndpoint
 from service.pool.link import WorkerLink
 
 
 class Endpoint:
     """A stream whose first message takes until `go_on` is set."""
 
-    is_leased = False
     host_address = ""
 
     def __init__(self) -> None:
         self.written: list[list[int]] = []
+        self.gave_back = False
         self.go_on = asyncio.Event()
 
     async def open(self, max_bytes: int) -> Any:
@@ -35,6 +32,7 @@ class Endpoint:
 
     async def write(self, request: worker_pb2.ConnectRequest) -> None:
         self.written.append([command.op_id for command in request.commands])
+        self.gave_back |= request.give_back
         await self.go_on.wait()
 
     async def __aiter__(self) -> AsyncIterator[worker_pb2.ConnectResponse]:
@@ -77,25 +75,18 @@ async def test_what_waits_becomes_one_message_and_what_is_large_several(
     assert all(10 not in message or message == [10] for message in endpoint.written)
 
 
-LENGTH = struct.Struct("<I")
-MAX_BYTES = 1 << 16
-# Far more than anything takes.
-PATIENCE_S = 30
-
-
-async def test_it_waits_until_the_worker_listens_and_shows_the_secret(tmp_path: Path) -> None:
-    received: asyncio.Queue[worker_pb2.ConnectRequest] = asyncio.Queue()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        received.put_nowait(worker_pb2.ConnectRequest.FromString(await reader.readexactly(size)))
-        writer.close()
-
-    endpoint = SocketEndpoint(str(tmp_path / "s"), "opensesame")
-    opening = asyncio.create_task(endpoint.open(MAX_BYTES))
-    await asyncio.sleep(0.1)
-    assert not opening.done()
-    async with await asyncio.start_unix_server(accept, tmp_path / "s"), asyncio.timeout(PATIENCE_S):
-        await opening
-        assert await received.get() == worker_pb2.ConnectRequest(secret="opensesame")
-        await endpoint.close()
+async def test_a_worker_that_is_not_needed_is_told_so() -> None:
+    """Whoever has started it, so that it ends by itself. One that has never had a stream is told nothing."""
+    endpoint, opens = Endpoint(), asyncio.Event()
+    endpoint.go_on.set()
+    link = WorkerLink(endpoint, Config(), lambda _: None)
+    await until_idle()
+    await link.close(give_back=True)
+    assert endpoint.gave_back
+    unopened = Endpoint()
+    vars(unopened)["open"] = lambda _: opens.wait()
+    link = WorkerLink(unopened, Config(), lambda _: None)
+    await until_idle()
+    async with asyncio.timeout(0.5):
+        await link.close(give_back=True)
+    assert not unopened.gave_back

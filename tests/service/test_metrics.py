@@ -24,8 +24,7 @@ from service.dispatcher import Dispatcher
 from service.errors import QueueFull
 from service.extensions.gateways.member import Member
 from service.extensions.gateways.one_host import Place
-from service.extensions.metrics.figures import TIMES_S, Appends, Calls, Distribution
-from service.extensions.metrics.totals import Totals
+from service.extensions.metrics.figures import TIMES_S, Appends, Calls, Distribution, Totals
 from service.gateway import open_gateway
 from service.shard import Shard, open_own_journal, open_shard
 from tests.service.metrics_server import MetricsServer, serving

@@ -53,8 +53,8 @@ async def test_waiting_for_workers_of_others_takes_no_memory(monkeypatch: pytest
         return executor_pb2.GetStatusResponse(workers=[executor_pb2.WorkerStatus(state=ready)])
 
     answers, context = AnswerBudget(100), Context()
-    peers = cast(Any, SimpleNamespace(secret="s", call=call))
-    forwarding = Forwarding(Config(), Shard(0, 2), Addresses({1: "other"}, {}), peers, answers)
+    peers = cast(Any, SimpleNamespace(call=call, addresses=Addresses({1: "other"}, {})))
+    forwarding = Forwarding(Config(), Shard(0, 2), peers, answers)
     here = cast(Any, SimpleNamespace(num_ready=1))
     assert await OperatorCallsOfAll(forwarding, here).warm_up(2, context) == 2 and looks == 100
     assert not answers.used_bytes and not context.callbacks

@@ -68,7 +68,11 @@ def test_a_command_runs_without_them(command: tuple[str, ...], tmp_path: Path) -
 
 @pytest.mark.parametrize("redirections", ["<&-", "<&- >&- 2>&-"])
 def test_a_worker_by_hand_says_what_it_lacks(redirections: str) -> None:
-    command = [sys.executable, "-m", "workers", "--socket", "/nowhere", "--config", "{}"]
+    command = [
+        sys.executable,
+        "-m",
+        "workers",
+    ]
     assert subprocess.run(closed(redirections, *command), env=environment(ROOT)).returncode == 2
 
 

@@ -22,9 +22,9 @@ from service.dispatcher import Dispatcher
 from service.journal.values import StoredValues
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
-from service.pool.endpoints import Stream
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
+from service.pool.link import Stream
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.pool.supervisor import Supervisor
 from service.setting_rules import MAX_WORKERS
@@ -87,7 +87,6 @@ async def closes_its_stream(_requests: Requests) -> AsyncIterator[worker_pb2.Con
 class FakeEndpoint:
     """The stream to a worker in this process."""
 
-    is_leased = False
     host_address = ""
 
     def __init__(self, behave: Behaviour) -> None:
@@ -421,12 +420,9 @@ async def test_workers_of_other_hosts_are_taken_without_end(bench_of: MakeBench)
         assert await bench.events(1) == [("ready", 10)]
 
 
-async def test_wrong_model_on_one_host_does_not_end_the_pool(
-    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_wrong_model_on_one_host_does_not_end_the_pool(bench_of: MakeBench) -> None:
     """Workers of other hosts have directories of their own. The right one is served."""
-    monkeypatch.setattr(FakeEndpoint, "is_leased", True)
-    bench = bench_of(serves_another_model, works)
+    bench = bench_of(serves_another_model, works, pool_listen="here:50060", pool="here")
     bench.versions.expected_fingerprint = "one"
     async with running(bench):
         assert await bench.events(1) == [("ready", 2)]

@@ -13,8 +13,8 @@ from quire.v1 import executor_pb2, worker_pb2
 
 from service.caches.effects import Claim
 from service.pool import incarnation
-from service.pool.registry import Epochs, Registry
 from service.pool.rolling_restart import RollingRestart
+from service.pool.worker_directory import Epochs, WorkerDirectory
 from tests.service.test_supervisor import (
     Behaviour,
     Bench,
@@ -206,12 +206,12 @@ async def test_a_worker_starts_though_all_shared_threads_are_busy(tmp_path: Path
     loop, may_end = asyncio.get_running_loop(), threading.Event()
     busy = [loop.run_in_executor(None, may_end.wait) for _ in range(64)]
     try:
-        registry = Registry(tmp_path)
-        registry.open()
+        directory = WorkerDirectory(tmp_path)
+        directory.open()
         async with asyncio.timeout(60):
-            assert await Epochs(registry).next() == 1
-            assert registry.last_epoch() == 1
-        registry.close()
+            assert await Epochs(directory).next() == 1
+            assert directory.last_epoch() == 1
+        directory.close()
     finally:
         may_end.set()
         await asyncio.gather(*busy)

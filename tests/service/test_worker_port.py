@@ -8,12 +8,16 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire.v1 import worker_pb2
 
+from service.config import Config
+from service.handshakes import HandshakeLimits
 from service.pool import pool_files, worker_port
-from service.pool.worker_port import DialledWorker, WorkerPort
+from service.pool.remote import RemoteLauncher
+from service.pool.worker_port import DialledWorker, NamedWorker, WorkerPort
 from workers.common.message_stream import MessageStream
 from workers.common.pool_tls import tls_context
 from workers.common.protocol import GATEWAY_NAME, PROTOCOL
@@ -50,25 +54,43 @@ class Worker:
 
 
 class Site:
-    """A port, and workers with certificates of the pool."""
+    """A port with TLS or a Unix socket, and workers, with certificates of the pool."""
 
-    def __init__(self, pool: Path) -> None:
+    def __init__(self, pool: Path, kind: str) -> None:
         self.pool = pool
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.place: tuple[str, int] = free.getsockname()
-        self.port: WorkerPort = pool_files.worker_port(f"127.0.0.1:{self.place[1]}", pool)
+        self.place: Any
+        if kind == "tls":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.place = free.getsockname()
+            self.port: WorkerPort = pool_files.worker_port(f"127.0.0.1:{self.place[1]}", pool)
+        else:
+            self.place = str(pool / "s")
+            self.port = WorkerPort(f"unix:{self.place}", None, b"key")
         self.port.join(OURS)
         self.workers: list[Worker] = []
 
     async def dial(self, role: str = "worker") -> Worker:
         stream = MessageStream(worker_pb2.ConnectRequest, 1 << 16)
-        tls = tls_context(self.pool, role, is_server=False)
+        transport: asyncio.BaseTransport
+        loop = asyncio.get_running_loop()
         async with asyncio.timeout(PATIENCE_S):
-            transport, _ = await asyncio.get_running_loop().create_connection(
-                lambda: stream, *self.place, ssl=tls, server_hostname=GATEWAY_NAME
-            )
+            if isinstance(self.place, str):
+                transport, _ = await loop.create_unix_connection(lambda: stream, self.place)
+            else:
+                tls = tls_context(self.pool, role, is_server=False)
+                transport, _ = await loop.create_connection(
+                    lambda: stream, *self.place, ssl=tls, server_hostname=GATEWAY_NAME
+                )
         self.workers.append(Worker(stream, transport))
         return self.workers[-1]
+
+    def connect(self) -> socket.socket:
+        """A connection that says nothing. Blocks."""
+        if not isinstance(self.place, str):
+            return socket.create_connection(self.place)
+        made = socket.socket(socket.AF_UNIX)
+        made.connect(self.place)
+        return made
 
     async def waits(self, **hello: object) -> Worker:
         """A worker that waits for a lease."""
@@ -91,10 +113,15 @@ class Site:
         return found
 
 
+@pytest.fixture(params=["tls", "unix"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
+async def site(tmp_path: Path, kind: str) -> AsyncIterator[Site]:
     pool_files.write_certificates(tmp_path, 1)
-    made = Site(tmp_path)
+    made = Site(tmp_path, kind)
     yield made
     for worker in made.workers:
         worker.stream.close()
@@ -148,6 +175,7 @@ async def test_who_is_sent_away_and_told_why(site: Site, hello: dict[str, object
     assert not worker.stream.has_ended, "who has the lease is left alone"
 
 
+@pytest.mark.parametrize("kind", ["tls"])
 async def test_a_gateway_of_the_pool_is_no_worker(site: Site) -> None:
     posing = await site.dial("gateway")
     with contextlib.suppress(ConnectionError):
@@ -155,6 +183,7 @@ async def test_a_gateway_of_the_pool_is_no_worker(site: Site) -> None:
     assert await posing.next() is None and not site.port._waiting
 
 
+@pytest.mark.parametrize("kind", ["tls"])
 async def test_a_certificate_of_another_pool_is_none(
     site: Site, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -180,22 +209,21 @@ async def test_what_is_no_hello_is_sent_away(site: Site, said: bytes) -> None:
 
 
 async def test_who_says_nothing_is_sent_away(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_port, "_HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(worker_port, "_UNKNOWN", HandshakeLimits(64, 32, 0.2))
     silent = await site.dial()
     assert await silent.next() is None
     # Not even TLS.
-    with socket.create_connection(site.place) as mute:
+    with await asyncio.to_thread(site.connect) as mute:
         assert await asyncio.to_thread(mute.recv, 1) == b""
 
 
 async def test_half_open_connections_keep_no_worker_out(site: Site) -> None:
     with contextlib.ExitStack() as stack:
-        connect = socket.create_connection
-        mute = [stack.enter_context(await asyncio.to_thread(connect, site.place)) for _ in range(200)]
+        mute = [stack.enter_context(await asyncio.to_thread(site.connect)) for _ in range(200)]
         worker = await site.waits()
         await site.leased(worker, 1)
         assert await asyncio.to_thread(mute[0].recv, 1) == b"", "the oldest are closed"
-        assert len(site.port._unknown) <= worker_port._MAX_UNKNOWN
+        assert len(site.port._unknown) <= worker_port._UNKNOWN.most
 
 
 async def test_workers_without_need_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,3 +279,37 @@ async def test_shards_share_the_port(site: Site) -> None:
     await asyncio.sleep(0.05)
     with pytest.raises(ConnectionRefusedError):
         await site.dial()
+
+
+async def test_a_named_worker_is_leased_when_it_dials(site: Site) -> None:
+    """However often its stream breaks before it has taken its lease."""
+    named = NamedWorker(site.port, "worker-0-7", worker_pb2.Lease(gateway_id=OURS, epoch=9))
+    opening = asyncio.create_task(named.open(1 << 20))
+    await site.waits()
+    hasty = await site.dial()
+    await hasty.says(name="worker-0-7")
+    assert await hasty.next() is not None and not opening.done()
+    hasty.stream.close()
+    worker = await site.dial()
+    await worker.says(name="worker-0-7")
+    lease = await worker.lease()
+    assert (lease.gateway_id, lease.epoch, named.epoch) == (OURS, 9, 9) and lease.secret
+    stream = await opening
+    assert stream.max_bytes == 1 << 20
+    await named.close()
+    assert await worker.next() is None
+
+
+async def test_what_is_true_of_this_machine_is_not_said_to_others(site: Site) -> None:
+    """How many share its cores, and what was proved on its processor."""
+    launcher = RemoteLauncher(None, Config(), lambda: None, site.port)
+    config = worker_pb2.WorkerConfig(model="m", workers=4, model_was_proved=True, threads=3)
+    worker = await site.waits()
+    await launcher.adopt([config])
+    vars(launcher)["_finds_own_until_s"] = 0.0
+    starting = asyncio.create_task(launcher.start(config))
+    lease = await worker.lease()
+    assert (lease.config.model, lease.config.threads) == ("m", 3)
+    assert (lease.config.workers, lease.config.model_was_proved) == (1, False)
+    await starting
+    launcher.close()

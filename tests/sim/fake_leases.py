@@ -53,6 +53,9 @@ class LeasedProcesses(Processes):
         await asyncio.Event().wait()
         return 0
 
+    def kill(self) -> None:
+        """Does nothing: no signal reaches it."""
+
     def given_back(self) -> None:
         # One that hangs, or is cut off, does not hear of it, and keeps what it has.
         if not (self.hangs or self.is_cut):

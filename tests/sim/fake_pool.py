@@ -17,8 +17,8 @@ from quire.v1 import types_pb2, worker_pb2
 
 from service.caches.effects import Claim
 from service.config import Config
-from service.pool.endpoints import Endpoint, SocketEndpoint
-from service.pool.registry import Epochs
+from service.pool.link import Stream
+from service.pool.worker_directory import Epochs
 from tests.sim.model_worker import ModelWorker, Pool, one_by_one
 from tests.sim.toy_model import VOCAB
 from tests.sim.watched import WatchedDispatcher
@@ -33,6 +33,21 @@ MODEL = types_pb2.ModelDescription(fingerprint="one", vocab_size=VOCAB)
 OnResponse: TypeAlias = Callable[[worker_pb2.ConnectResponse], None]
 
 
+class NeverOpened:
+    """An endpoint, by which its `FakeLink` is known."""
+
+    host_address = ""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def open(self, max_bytes: int) -> Stream:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
 class Processes:
     """One incarnation, from its start to its end."""
 
@@ -40,7 +55,7 @@ class Processes:
 
     def __init__(self, address: str, worker: ModelWorker, pool: FakeLauncher) -> None:
         self.epoch = worker.epoch
-        self.endpoint = SocketEndpoint(address, "")
+        self.endpoint = NeverOpened(address)
         self.pid = 1000 + worker.epoch
         self.is_outdated = False
         self.worker = worker
@@ -239,7 +254,7 @@ class FakeLauncher:
         self._epochs = Epochs(None)
         self.rng = rng
         self._seen = seen
-        self._by_endpoint: dict[Endpoint, Processes] = {}
+        self._by_endpoint: dict[NeverOpened, Processes] = {}
         # By worker: how often in a row it has failed, and when that was.
         self._failures: Counter[str] = Counter()
         self._ended_s: dict[str, float] = {}
@@ -284,7 +299,7 @@ class FakeLauncher:
         """Workers that compute without a gateway. See `fake_leases`."""
         return []
 
-    def link(self, endpoint: Endpoint, _config: Config, on_response: OnResponse) -> FakeLink:
+    def link(self, endpoint: NeverOpened, _config: Config, on_response: OnResponse) -> FakeLink:
         """As WorkerLink is made."""
         return FakeLink(self._by_endpoint[endpoint], on_response)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from service.caches.effects import Claim
-from service.pool.registry import Epochs
+from service.pool.worker_directory import Epochs
 from tests.sim.fake_leases import LeasedProcesses
 from tests.sim.model_worker import ModelWorker
 from tests.sim.planted import begins_at

@@ -70,7 +70,7 @@ def _serve() -> int:
 
 
 def _work() -> int:
-    from workers import process as program
+    from workers import pool_member as program
     from workers.executors.engine import Engine
     from workers.server import WorkerServer
     from workers.step_loop import StepLoop

@@ -98,9 +98,8 @@ class Server(MarkedGateway):
         """`address`: by default a free port. `namespace`: of the gateway's network."""
         self.directory = directory
         self.address = address or _free_address()
-        self._model = str(model)
         every = [
-            *("--model", self._model, "--listen", self.address, "--workers", str(workers)),
+            *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
             *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
             *("--data-dir", str(directory / "data"), *flags),
         ]
@@ -120,9 +119,8 @@ class Server(MarkedGateway):
         return list(self._workers)
 
     def _is_worker(self, command: Sequence[str]) -> bool:
-        return list(command[2:4]) == ["tests.soak.marked", "worker"] and any(
-            self._model in argument for argument in command
-        )
+        data = str(self.directory / "data")
+        return list(command[2:4]) == ["tests.soak.marked", "worker"] and any(data in word for word in command)
 
     def rank_pids(self) -> list[int]:
         """The processes of the workers' other ranks, which run or are stopped."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from quire.v1 import worker_pb2
@@ -17,7 +19,7 @@ from workers.common.protocol import EXIT_CONFIG
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.orphan_timer import OrphanTimer
 from workers.pool_member import PoolMember
-from workers.process import EXIT_FAILED
+from workers.process import EXIT_FAILED, Parent
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer
 
@@ -25,17 +27,18 @@ from workers.server import WorkerServer
 # worker's log can say why.
 REFUSAL = bytes.fromhex("2a") + bytes([9]) + b"different"
 PATIENCE_S = 30
+LENGTH = struct.Struct("<I")
 
 
 class Bench:
     """A member in this process, whose worker has not loaded its model, and the ports of two gateways."""
 
-    def __init__(self, pool: Path, ports: list[WorkerPort], addresses: list[str]) -> None:
+    def __init__(self, pool: Path, kind: str, ports: list[WorkerPort], addresses: list[str]) -> None:
         self.pool, self.ports, self.addresses = pool, ports, addresses
         self.configs: list[worker_pb2.WorkerConfig] = []
         self.alarms: list[float] = []
         self.member = PoolMember(worker_pb2.WorkerConfig(threads=3))
-        self.tls = tls_context(pool, "worker", is_server=False)
+        self.tls = tls_context(pool, "worker", is_server=False) if kind == "tls" else None
         self.dialling = asyncio.create_task(self.member.dial(addresses, self.tls))
 
     def make(self, config: worker_pb2.WorkerConfig, _: object) -> WorkerServer:
@@ -61,17 +64,24 @@ class Bench:
             return await self.ports[gateway].lease(worker, lease)
 
 
+@pytest.fixture(params=["tls", "unix"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> AsyncIterator[Bench]:
     pool_files.write_certificates(tmp_path, 1)
     ports, addresses = [], []
     for number in range(2):
-        port = pool_files.worker_port("127.0.0.1:0", tmp_path)
+        path = f"unix:{tmp_path}/{number}"
+        over_tls = kind == "tls"
+        port = pool_files.worker_port("127.0.0.1:0", tmp_path) if over_tls else WorkerPort(path, None, b"key")
         port.join(f"g{number}")
         assert port._listener is not None
         ports.append(port)
-        addresses.append(f"127.0.0.1:{port._listener.getsockname()[1]}")
-    made = Bench(tmp_path, ports, addresses)
+        addresses.append(f"127.0.0.1:{port._listener.getsockname()[1]}" if over_tls else path)
+    made = Bench(tmp_path, kind, ports, addresses)
     monkeypatch.setattr(pool_member, "make_worker", made.make)
     monkeypatch.setattr(pool_member, "configure_logging", lambda _: None)
     monkeypatch.setattr(pool_member, "OrphanTimer", lambda _: None)
@@ -95,10 +105,10 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_the_lease_decides_the_configuration(bench: Bench) -> None:
-    """But for what this host decides. What another host has proved says nothing of this one."""
-    assert await bench.lease(1, threads=1, workers=4, model_was_proved=True)
+    """But for what this host decides."""
+    assert await bench.lease(1, threads=1, workers=4)
     (used,) = bench.configs
-    assert (used.threads, used.workers, used.model_was_proved) == (3, 1, False)
+    assert (used.threads, used.workers) == (3, 4)
 
 
 async def test_it_goes_back_to_its_gateway_and_shows_its_lease(bench: Bench) -> None:
@@ -121,6 +131,7 @@ async def test_its_grace_begins_when_its_stream_ends_and_ends_with_a_lease(bench
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("kind", ["tls"])
 async def test_what_is_no_name_of_a_host_keeps_no_gateway_out(bench: Bench) -> None:
     member = PoolMember(worker_pb2.WorkerConfig(), name="other")
     dialling = asyncio.create_task(member.dial(["no..host:1", bench.addresses[0]], bench.tls))
@@ -139,8 +150,9 @@ async def test_a_bug_of_dialling_ends_the_process(bench: Bench, monkeypatch: pyt
 
     monkeypatch.setattr(PoolMember, "dial", dial)
     monkeypatch.setattr("sys.argv", ["", "--pool", str(bench.pool), "--gateway", "127.0.0.1:1"])
+    parent = cast(Parent, None)
     async with asyncio.timeout(PATIENCE_S):
-        assert await pool_member._serve(pool_member._parse_arguments()) == EXIT_FAILED
+        assert await pool_member._serve(pool_member._parse_arguments(), parent) == EXIT_FAILED
 
 
 async def test_it_dials_the_next_gateway_when_one_does_not_want_it(bench: Bench) -> None:
@@ -159,6 +171,7 @@ async def test_it_waits_at_each_gateway_for_a_while(bench: Bench, monkeypatch: p
     assert await bench.lease(1, gateway=1)
 
 
+@pytest.mark.parametrize("kind", ["tls"])
 async def test_a_name_may_be_that_of_several_gateways(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of the pods behind a headless Service."""
     bench.dialling.cancel()
@@ -190,9 +203,7 @@ async def test_the_log_says_once_why_there_is_no_lease(bench: Bench, monkeypatch
     assert said == ["another gateway has this worker"] * 2, "of each gateway"
 
 
-@pytest.mark.parametrize(
-    ("epoch", "gateway_id"), [(5, "g0"), (4, "g0"), (6, "g1")], ids=["same", "earlier", "another's"]
-)
+@pytest.mark.parametrize(("epoch", "gateway_id"), [(4, "g0"), (6, "g1")], ids=["earlier", "another's"])
 async def test_a_lease_that_is_not_its_gateways_next_one_is_not_taken(
     bench: Bench, epoch: int, gateway_id: str
 ) -> None:
@@ -200,6 +211,14 @@ async def test_a_lease_that_is_not_its_gateways_next_one_is_not_taken(
     bench.ports[0].end("g0", 5)
     assert not await bench.lease(epoch, gateway_id=gateway_id)
     assert await bench.lease(7), "it goes on"
+
+
+async def test_a_lease_is_taken_again_if_the_answer_was_lost(bench: Bench) -> None:
+    """The gateway has not used that stream."""
+    assert await bench.lease(5)
+    bench.ports[0].end("g0", 5)
+    assert await bench.lease(5)
+    assert len(bench.configs) == 1
 
 
 async def test_another_configuration_ends_it(bench: Bench) -> None:
@@ -223,6 +242,27 @@ async def test_a_bad_configuration_does_not_end_what_starts_it(
     async with asyncio.timeout(PATIENCE_S):
         assert await bench.member.done not in (0, EXIT_CONFIG)
     bench.member._worker = None
+
+
+@pytest.mark.parametrize(
+    "said", [LENGTH.pack(2), LENGTH.pack(2) + b"\x0a", LENGTH.pack(1 << 30), LENGTH.pack(3) + b"\xff\xff\xff"]
+)
+async def test_what_is_no_message_ends_the_stream(bench: Bench, said: bytes) -> None:
+    """Also one that does not arrive as a whole. The worker dials again."""
+    async with asyncio.timeout(PATIENCE_S):
+        worker = await bench.ports[0].take(lambda _: True)
+    given = worker_pb2.Lease(gateway_id="g0", epoch=5)
+    given.config.MergeFrom(
+        worker_pb2.WorkerConfig(model="adder", orphan_grace_s=60, max_request_bytes=1 << 16)
+    )
+    assert await bench.ports[0].lease(worker, given)
+    transport = worker.stream._transport
+    assert transport is not None
+    transport.write(said)
+    transport.close()
+    hello = await bench.take()
+    assert (hello.gateway_id, hello.epoch) == ("g0", 5)
+    assert await bench.lease(6, max_request_bytes=1 << 16)
 
 
 def test_versions_can_tell_each_other_that_they_differ() -> None:

@@ -3,63 +3,91 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
 from benchmarks.checkout import ROOT, environment
+from service.pool.worker_directory import lock_holder
+from service.pool.worker_port import NamedWorker, WorkerPort
 from tests.forks import WORKERS, Forked, ForkedWorker, fork_server
 from workers import pool_member
 from workers import process as entry_point
-from workers.common.protocol import SECRET_VARIABLE
+from workers.process import EXIT_FAILED
 
 # Far more than it takes.
 PATIENCE_S = 60
 
 
-def start(socket: str, grace_s: float) -> ForkedWorker:
+def start(place: Path, name: str, lock: str = "") -> ForkedWorker:
+    """A worker that its gateway has just started, which listens in this directory. `lock`: not its own."""
+    path = place / f"{lock or name}.lock"
+    if not path.exists():
+        path.touch()
+    command = [sys.executable, "-m", "workers", "--gateway", f"unix:{place}/gateway.sock"]
+    command += ["--name", name, "--lock", str(path)]
+    return ForkedWorker(
+        fork_server(*WORKERS), command, env=environment(ROOT), cwd=str(ROOT), is_session=False
+    )
+
+
+async def lease(port: WorkerPort, name: str, grace_s: float) -> None:
     config = worker_pb2.WorkerConfig(
         model="paged-attention", kv_pages=8, device="cpu", threads=1, log_level="info", orphan_grace_s=grace_s
     )
     config.max_batch_tokens = config.max_batch_items = 16
-    command = [sys.executable, "-m", "workers", "--socket", socket]
-    command += ["--config", json_format.MessageToJson(config, indent=None)]
-    settings = environment(ROOT) | {SECRET_VARIABLE: "opensesame"}
-    return ForkedWorker(fork_server(*WORKERS), command, env=settings, cwd=str(ROOT), is_session=False)
+    async with asyncio.timeout(PATIENCE_S):
+        await NamedWorker(port, name, worker_pb2.Lease(gateway_id="g", epoch=1, config=config)).open(1 << 20)
 
 
-def test_it_ends_by_itself() -> None:
-    """If nobody connects, with a gateway or without; at once, if that died before it was written down."""
-    with tempfile.TemporaryDirectory() as place:
-        lonely, orphan, unwritten = (
-            start(f"{place}/{name}", grace_s) for name, grace_s in (("a", 0.5), ("b", 0.5), ("c", 600))
-        )
-        for worker in (lonely, orphan):
-            worker.stdin.write(b"\n")
-        for worker in (orphan, unwritten):
-            worker.stdin.close()
-        assert lonely.wait(PATIENCE_S) == -signal.SIGALRM
-        lonely.stdin.close()
-        assert orphan.wait(PATIENCE_S) == -signal.SIGALRM
-        assert unwritten.wait(PATIENCE_S) == -signal.SIGKILL
+async def test_it_ends_by_itself(tmp_path: Path) -> None:
+    """Without a lease, or without a grace, with its gateway. Else when it has had none for so long."""
+    port = WorkerPort(f"unix:{tmp_path}/gateway.sock", None, b"key")
+    port.join("g")
+    unleased, ending, orphan = (start(tmp_path, f"worker-{number}-1") for number in range(3))
+    for worker in (unleased, ending, orphan):
+        while (
+            lock_holder(tmp_path / f"worker-{[unleased, ending, orphan].index(worker)}-1.lock") != worker.pid
+        ):
+            await asyncio.sleep(0.01)
+    await lease(port, "worker-1-1", 0)
+    await lease(port, "worker-2-1", 1.0)
+    # It is stopped, and has not seen its gateway's end.
+    unleased.send_signal(signal.SIGSTOP)
+    for worker in (unleased, ending, orphan):
+        worker.stdin.close()
+    assert await asyncio.to_thread(ending.wait, PATIENCE_S) == -signal.SIGKILL
+    assert orphan.poll() is None, "its gateway is there"
+    port.end("g", 1)
+    port.leave("g")
+    assert await asyncio.to_thread(orphan.wait, PATIENCE_S) == -signal.SIGALRM
+    unleased.send_signal(signal.SIGCONT)
+    assert await asyncio.to_thread(unleased.wait, PATIENCE_S) == -signal.SIGKILL
+    assert not lock_holder(tmp_path / "worker-2-1.lock")
+    await asyncio.sleep(0.05)  # sockets are closed then
 
 
-def test_it_needs_a_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
-    monkeypatch.setattr(sys, "argv", ["workers", "--socket", "/nowhere", "--config", "{}"])
-    with pytest.raises(SystemExit):
-        entry_point._parse_arguments()
-    assert SECRET_VARIABLE in capsys.readouterr().err
+def test_it_needs_its_lock(tmp_path: Path) -> None:
+    """Without it the next gateway would not find its process. The file is made before it is started."""
+    worker = start(tmp_path, "worker-0-1")
+    while not lock_holder(tmp_path / "worker-0-1.lock"):
+        time.sleep(0.01)
+    (tmp_path / "worker-1-1.lock").mkdir()
+    for lock in ("worker-0-1", "worker-1-1"):
+        refused = start(tmp_path, "worker-1-1", lock)
+        assert refused.wait(PATIENCE_S) == EXIT_FAILED
+        refused.stdin.close()
+    worker.stdin.close()
+    assert worker.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def log_lines(file: int, *arguments: str) -> None:
@@ -110,16 +138,12 @@ def test_colours_are_for_terminals(tmp_path: Path) -> None:
     assert written.count(b"\n") == 1, "what a field has is in one line"
 
 
-@pytest.mark.parametrize("module", [entry_point, pool_member])
-def test_its_threads_take_turns_as_often_as_those_of_the_gateway(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_threads_take_turns_as_often_as_those_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Python's five milliseconds, a command waited for that long while a step computed in Python."""
-    arguments = argparse.Namespace(log_format="json", log_level="info")
-    given = ("", worker_pb2.WorkerConfig(), "") if module is entry_point else arguments
-    monkeypatch.setattr(module, "_parse_arguments", lambda: given)
-    for name in ("configure_logging", "end_with_parent", "_serve"):
-        monkeypatch.setattr(module, name, lambda *_: None)
+    arguments = argparse.Namespace(log_format="json", log_level="info", pool=None)
+    monkeypatch.setattr(pool_member, "_parse_arguments", lambda: arguments)
+    for name in ("configure_logging", "Parent", "_serve"):
+        monkeypatch.setattr(pool_member, name, lambda *_: None)
     for name in ("signal", "pthread_sigmask"):
         monkeypatch.setattr(signal, name, lambda *_: None)
     loop = SimpleNamespace(run_until_complete=lambda _: int(sys.getswitchinterval() * 1e6))
@@ -127,25 +151,13 @@ def test_its_threads_take_turns_as_often_as_those_of_the_gateway(
     before_s = sys.getswitchinterval()
     try:
         sys.setswitchinterval(0.005)
-        assert module.main() == 500
+        assert pool_member.main() == 500
     finally:
         sys.setswitchinterval(before_s)
 
 
-def test_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees no others, and the rest of its configuration is as without them."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
-    config = worker_pb2.WorkerConfig(device="cpu")
-    entry_point.see_own_devices(config)
-    assert (config.device, os.environ["CUDA_VISIBLE_DEVICES"]) == ("cpu", "all")
-    config = worker_pb2.WorkerConfig(device="auto:GPU-1,GPU-2")
-    entry_point.see_own_devices(config)
-    assert (config.device, os.environ["CUDA_VISIBLE_DEVICES"]) == ("auto", "GPU-1,GPU-2")
-
-
-@pytest.mark.parametrize("module", ["process", "pool_member"])
-def test_torch_is_not_loaded_before_the_devices_are_chosen(module: str) -> None:
-    code = f"import workers.{module}, sys; sys.exit('torch' in sys.modules)"
+def test_torch_is_not_loaded_before_the_lease() -> None:
+    code = "import workers.pool_member, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -6,6 +6,7 @@ Needs of a machine only what a worker itself does, and transformers to compare w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import struct
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from google.protobuf import json_format
 from quire.v1 import worker_pb2
 
 from benchmarks.checkout import ROOT, environment
@@ -23,7 +23,6 @@ from tests.gpu.oracle import Oracle
 from tests.model_factory import TinyModel, make_model
 from tests.workers.gateway_end import LAST_ROW
 from workers.common.message_stream import MessageStream
-from workers.common.protocol import SECRET_VARIABLE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A width of heads that there are CUDA kernels for.
@@ -32,7 +31,6 @@ PROMPTS = ([1, 2, 3], [5, 9, 2, 77, 31, 4, 4, 8])
 TOKENS = 8
 # Far more than anything takes; on a GPU kernels are compiled meanwhile.
 PATIENCE_S = 120
-SECRET = "opensesame"
 
 
 def config(model: Path, **more: Any) -> worker_pb2.WorkerConfig:
@@ -58,21 +56,19 @@ def config(model: Path, **more: Any) -> worker_pb2.WorkerConfig:
 
 
 class Stream:
-    """The gateway's end of a worker's socket."""
+    """The gateway's end of a worker's stream."""
 
     def __init__(self) -> None:
         self._stream = MessageStream(worker_pb2.ConnectResponse, 1 << 24)
         self.events: list[worker_pb2.WorkerEvent] = []
 
-    async def open(self, socket: str, worker: subprocess.Popen[bytes]) -> None:
-        while True:
-            try:
-                await asyncio.get_running_loop().create_unix_connection(lambda: self._stream, socket)
-                break
-            except OSError:
-                assert worker.poll() is None, "it has ended"
-                await asyncio.sleep(0.05)
-        await self._stream.write(worker_pb2.ConnectRequest(secret=SECRET))
+    async def lease(self, path: str, model: Path) -> None:
+        """Waits until the worker has dialled, and has taken its lease."""
+        async with await asyncio.get_running_loop().create_unix_server(lambda: self._stream, path):
+            assert (await anext(self._stream)).HasField("hello")
+        lease = worker_pb2.Lease(gateway_id="g", epoch=1, config=config(model))
+        await self._stream.write(worker_pb2.ConnectRequest(lease=lease))
+        await anext(self._stream)
 
     def close(self) -> None:
         self._stream.close()
@@ -120,39 +116,33 @@ async def greedy(stream: Stream) -> list[list[int]]:
     return texts
 
 
-async def serve(socket: str, worker: subprocess.Popen[bytes]) -> list[list[int]]:
+async def serve(directory: Path, log: Path, path: str) -> list[list[int]]:
     stream = Stream()
+    command = [sys.executable, "-m", "workers", "--gateway", f"unix:{path}", "--log-format", "json"]
+    with log.open("wb") as file:
+        worker = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=environment(ROOT), stdin=subprocess.PIPE, stderr=file
+        )
     try:
         async with asyncio.timeout(PATIENCE_S):
-            await stream.open(socket, worker)
+            await stream.lease(path, directory)
             await stream.next("ready")
-            return await greedy(stream)
+            found = await greedy(stream)
+            stream.close()
+            # As it does without a grace period when its stream has ended.
+            assert await worker.wait() == 0
+            return found
     finally:
         stream.close()
-        await asyncio.sleep(0)  # the transport closes its socket then
+        with contextlib.suppress(ProcessLookupError):
+            worker.kill()
+        await worker.wait()
 
 
 def test_it_serves_a_model(tmp_path: Path) -> None:
     directory = make_model(tmp_path / "model", MODEL)
-    socket, log = str(tmp_path / "s"), tmp_path / "log"
-    message = json_format.MessageToJson(config(directory), indent=None)
-    command = [sys.executable, "-m", "workers", "--socket", socket, "--config", message]
-    with (
-        log.open("wb") as file,
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(ROOT) | {SECRET_VARIABLE: SECRET},
-            stdin=subprocess.PIPE,
-            stderr=file,
-        ) as worker,
-    ):
-        try:
-            found = asyncio.run(serve(socket, worker))
-            # As it does without a grace period when its stream has ended.
-            assert worker.wait(PATIENCE_S) == 0
-        finally:
-            worker.kill()
+    log = tmp_path / "log"
+    found = asyncio.run(serve(directory, log, str(tmp_path / "s")))
     oracle = Oracle(directory, torch.device(DEVICE))
     assert found == [oracle.greedy(prompt, TOKENS) for prompt in PROMPTS], log.read_text()
     said = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
@@ -164,7 +154,9 @@ def test_little_is_needed_for_it() -> None:
     """No plugin of pytest and nothing else that images for GPUs lack is needed for the test above."""
     # Not httpx2, which transformers itself uses where it is newer.
     absent = ("structlog", "llguidance", "hypothesis", "pytest_asyncio")
-    code = f"import sys; sys.modules.update(dict.fromkeys({absent!r})); import {__name__}, workers.process"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent!r})); import {__name__}, workers.pool_member"
+    )
     modules = "workers.server, workers.step_loop, workers.follower, workers.executors.llm"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}, {modules}"], cwd=ROOT, env=os.environ | environment(ROOT)

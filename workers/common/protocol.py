@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections.abc import Iterable
 
 from quire.v1 import types_pb2, worker_pb2
@@ -16,11 +15,6 @@ PROTOCOL = hashlib.blake2b(
 TARGET_MESSAGE_BYTES = 4 << 20
 # Added to the size limits of clients' messages, so that a client never meets the limit of the stream.
 HOP_SLACK_BYTES = 16 << 20
-# The environment variable with the secret of a worker on the gateway's machine. All users can read command
-# lines.
-SECRET_VARIABLE = "QUIRE_WORKER_SECRET"  # noqa: S105 - a name
-# Ends such a worker. SIGTERM may reach the whole process group, while the gateway drains.
-END_SIGNAL = signal.SIGUSR1
 # The option of a channel between gateways. They reach each other without the proxy that the environment may
 # name, which is for others.
 DIRECT = ("grpc.enable_http_proxy", 0)

@@ -30,7 +30,7 @@ from service.errors import (
     bad_page_token,
 )
 from service.extension import ServedShard
-from service.extensions.gateways.peers import Addresses, Metadata, Peers, is_forwarded
+from service.extensions.gateways.peers import Metadata, Peers, is_forwarded
 from service.extensions.gateways.session_calls import SessionCallsOfOthers
 from service.logging import current_request_id
 from service.shard import Shard, shard_of
@@ -61,13 +61,10 @@ _SUMS = ("caches", "operations_in_flight", "journal_bytes")
 class Forwarding:
     """Answers for all shards: see `OtherShards`."""
 
-    def __init__(
-        self, config: Config, home: Shard, addresses: Addresses, peers: Peers, answers: AnswerBudget
-    ) -> None:
+    def __init__(self, config: Config, home: Shard, peers: Peers, answers: AnswerBudget) -> None:
         """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
         self.home = home
         self._config = config
-        self._addresses = addresses
         self._peers = peers
         self._answers = answers
         self.is_draining, self.in_flight = False, 0
@@ -93,7 +90,7 @@ class Forwarding:
             raise SeveralShards
         (shard,) = named
         answer = await self._ask(shard, method, request, context)
-        if name := self._addresses.public.get(shard):
+        if name := self._peers.addresses.public.get(shard):
             context.set_trailing_metadata(((GATEWAY_METADATA, name),))
         return answer
 
@@ -129,7 +126,7 @@ class Forwarding:
         """The answer of the gateway that has a shard."""
         if self.is_draining:
             raise Draining
-        address = self._addresses.peers.get(shard)
+        address = self._peers.addresses.peers.get(shard)
         if address is None:
             raise GatewayUnavailable
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
@@ -143,7 +140,7 @@ class Forwarding:
         """A shard of each of the other gateways, in order."""
         own = {self.home.index, *self.cores}
         peers = sorted(
-            (shard, address) for shard, address in self._addresses.peers.items() if shard not in own
+            (shard, address) for shard, address in self._peers.addresses.peers.items() if shard not in own
         )
         return [*{address: shard for shard, address in reversed(peers)}.values()][::-1]
 

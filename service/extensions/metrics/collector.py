@@ -18,8 +18,7 @@ from quire.v1 import executor_pb2, runner_pb2
 
 from service.caches.requests import AppendKind
 from service.extension import GatewayParts
-from service.extensions.metrics.figures import Distribution, Figures
-from service.extensions.metrics.totals import Totals
+from service.extensions.metrics.figures import Distribution, Figures, Totals
 
 # Names of adapters in one label.
 _MOST_NAMES = 64

@@ -78,7 +78,8 @@ class BodyReader:
         share_bytes = share_of(self._max_bytes, tenant)
         total_bytes, tenant_bytes = self.held_bytes + more_bytes, self._tenant_bytes[tenant] + more_bytes
         for held_bytes, limit in ((total_bytes, self._max_bytes), (tenant_bytes, share_bytes)):
-            if limit < held_bytes != size_bytes:
+            is_alone = held_bytes == size_bytes
+            if held_bytes > limit and not is_alone:
                 return ArrivingFull(limit)
         self.held_bytes, self._tenant_bytes[tenant] = total_bytes, tenant_bytes
         body.size_bytes = size_bytes

@@ -21,6 +21,7 @@ from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
 from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.responses import CompletionResponse, to_json
@@ -66,6 +67,14 @@ class CompletionHandler:
         completion_request = self.parse(value, self._resolve)
         body.clear()
         del value
+        try:
+            await self._answer(completion_request, scope, send)
+        except InvalidArgument as error:
+            field = param_of(error.field, completion_request.table)
+            raise InvalidArgument(error.reason, field, error.message) from None
+
+    async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
+        """Runs the request as an execution, and sends its response. Raises QuireError."""
         request = runner_pb2.ExecuteRequest(
             runtime=completion_request.model.runtime,
             items=completion_request.items,

@@ -25,7 +25,7 @@ from service.extensions.ray.settings import RaySettings
 from service.logging import get_logger
 from service.pool import pool_files
 from service.pool.remote import LeasedWorker, RemoteLauncher
-from service.pool.worker_port import DialledWorker
+from service.pool.worker_port import NamedWorker
 from service.settings import ConfigError
 from workers.common import child_process
 
@@ -69,7 +69,7 @@ class RayLauncher(RemoteLauncher):
         return {}
 
     async def start(self, config: worker_pb2.WorkerConfig) -> LeasedWorker:
-        """Leases a worker that an earlier gateway has left, or places one. Waits for resources."""
+        """Takes a worker that an earlier gateway has left, or places one. Waits for resources."""
         await self._connected.wait()
         name = self._left.pop() if self._left else secrets.token_hex(_NAME_BYTES)
         worker = self._placements[name] = PlacedWorker(lambda: self.remove(name))
@@ -77,29 +77,13 @@ class RayLauncher(RemoteLauncher):
         try:
             placed = await worker.placed
             _log.info("ray: worker placed", worker_id=config.worker_id, **placed)
-            worker.epoch, worker.endpoint = await self._lease_named(name, worker, config)
+            lease = await self.new_lease(config)
         except BaseException:
             self.remove(name)
             raise
+        worker.epoch = lease.epoch
+        worker.endpoint = NamedWorker(self._port, name, lease, placed["address"])
         return worker
-
-    async def _lease_named(
-        self, name: str, worker: PlacedWorker, config: worker_pb2.WorkerConfig
-    ) -> tuple[int, DialledWorker]:
-        """Leases the worker of an actor when it dials. Raises OSError if it ends before."""
-        while True:
-            dialling = asyncio.create_task(self._port.take(lambda hello: hello.name == name))
-            ending = asyncio.create_task(worker.wait())
-            try:
-                await asyncio.wait({dialling, ending}, return_when=asyncio.FIRST_COMPLETED)
-                if not dialling.done():
-                    raise OSError(0, f"it ended with status {ending.result()}", f"actor {name}")
-                epoch = await self._lease(dialling.result(), config)
-            finally:
-                dialling.cancel()
-                ending.cancel()
-            if epoch is not None:
-                return epoch, dialling.result()
 
     async def room(self, known: int) -> int:
         """What else runs on the nodes is not considered."""
@@ -208,7 +192,7 @@ def _read_runtime_env(file: str) -> Any:
 class PlacedWorker(LeasedWorker):
     """An actor and its worker: where that runs, for how long, and how it has ended.
 
-    It has an epoch and an endpoint once it is leased.
+    It has an epoch and an endpoint once it is placed.
     """
 
     def __init__(self, remove: Callable[[], None]) -> None:

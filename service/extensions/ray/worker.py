@@ -1,7 +1,7 @@
 """On a Ray node: the actor that runs one worker, and what keeps that worker when the actor is lost.
 
 The worker is no child of Ray's processes, which would kill it: `python -m service.extensions.ray.worker`
-leaves their session, and is the parent of `python -m workers.pool_member`. It ends with the worker, or is
+leaves their session, and is the parent of `python -m workers`. It ends with the worker, or is
 killed. Without Ray the worker runs on, until its gateway gives it back, or for its `orphan_grace_s` without
 one.
 """
@@ -125,7 +125,7 @@ def keep(pool: str, flags: Sequence[str]) -> None:
     print(os.getpid(), flush=True)
     alive, said = os.pipe()
     worker = subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, "-P", "-m", "workers.pool_member", "--pool", pool, "--alive-fd", str(said), *flags],
+        [sys.executable, "-P", "-m", "workers.__main__", "--pool", pool, "--alive-fd", str(said), *flags],
         # It ends when this closes: with this process.
         stdin=subprocess.PIPE,
         stdout=sys.stderr,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-_WORKERS = (["workers.__main__"], ["workers.pool_member"], ["tests.soak.marked", "worker"])
+_WORKERS = (["workers.__main__"], ["tests.soak.marked", "worker"])
 
 if "PLANTED_KV" in os.environ and any(sys.orig_argv[2 : 2 + len(each)] == each for each in _WORKERS):
     from tests.planted_kv import PLANTS

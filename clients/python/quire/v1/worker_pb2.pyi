@@ -128,18 +128,16 @@ class WorkerConfig(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("commands", "lease", "give_back", "secret", "refusal")
+    __slots__ = ("commands", "lease", "give_back", "refusal")
     COMMANDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     GIVE_BACK_FIELD_NUMBER: _ClassVar[int]
-    SECRET_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     commands: _containers.RepeatedCompositeFieldContainer[WorkerCommand]
     lease: Lease
     give_back: bool
-    secret: str
     refusal: str
-    def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., give_back: _Optional[bool] = ..., secret: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
+    def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., give_back: _Optional[bool] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
     __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter", "replace_weights", "export_kv", "import_kv", "decodes")

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from google.protobuf import duration_pb2
@@ -15,7 +15,6 @@ from quire.v1 import runner_pb2
 
 from service.caches.requests import Priority
 from service.caches.tenants import Quota, Tenant
-from service.extensions.providers.config import BudgetPolicy
 from service.extensions.providers.prices import Prices
 from service.extensions.providers.spending import Spending
 from service.journal.values import StoredValues
@@ -71,14 +70,11 @@ class Stuck(Collected):
         await super().wait_for_room()
 
 
-# The virtual wall clock begins at 1e9.
-DATE = "Retry-After: Sun, 09 Sep 2001 01:46:52 GMT\r\n"
 # Faults that are retried: the reply, and the failure after the last retry.
 PASSING: dict[str, tuple[Reply, str]] = {
     "429": (status(429), "RATE_LIMITED"),
     "429 with Retry-After": (status(429, headers="Retry-After: 7\r\n"), "RATE_LIMITED"),
     "500": (status(500, "<html>"), "SERVER_ERROR"),
-    "503 with a date": (status(503, headers=DATE), "SERVER_ERROR"),
     "429 with nonsense": (status(429, headers="Retry-After: soon\r\n"), "RATE_LIMITED"),
     "503 with a code": (status(503, error("context_length_exceeded")), "SERVER_ERROR"),
     "408": (status(408), "TIMEOUT"),
@@ -127,7 +123,7 @@ LASTING: dict[str, tuple[Reply, str]] = {
 
 def settings_for(name: str) -> dict[str, float]:
     """Short only if the provider hangs: other replies may be late on a busy machine."""
-    return {"max_line_bytes": 4000, "first_byte_timeout_s": 0.05 if "stall" in name else 30.0}
+    return {"max_event_bytes": 4000, "read_timeout_s": 0.05 if "stall" in name else 30.0}
 
 
 @pytest.mark.parametrize("name", PASSING | LASTING)
@@ -155,7 +151,7 @@ async def test_a_fault_has_its_reason_and_is_retried_if_that_can_help(
         return
     assert (reason(once.last()), once.text()) == ("", "good")
     # The delays double. What the provider asks for is their lower bound.
-    assert first[:1] == [{"429 with Retry-After": 7.0, "503 with a date": 12.0}.get(name, 1.0)]
+    assert first[:1] == [7.0 if "with Retry-After" in name else 1.0]
     assert virtual.slept == ([7.0] * 3 if "with Retry-After" in name else [1.0, 2.0, 4.0])
     assert len(provider.asked) == 4 or "stall" in name
 
@@ -176,7 +172,7 @@ async def test_nothing_is_put_out_twice(provider: FakeProvider, reply: Reply, ex
     provider.script += [reply, GOOD]
 
     idle_s = 0.05 if expected == "TIMEOUT" else 10.0
-    made = config(provider, idle_timeout_s=idle_s, max_line_bytes=4000)
+    made = config(provider, read_timeout_s=idle_s, max_event_bytes=4000)
     async with remote(made, VirtualTime()) as runtime:
         out = await run(runtime, item())
 
@@ -202,14 +198,15 @@ async def test_a_stream_that_ends_after_the_finish_reason_is_complete(provider: 
     [
         ({"answer_timeout_s": 0.05}, {}, "TIMEOUT"),
         ({}, {"timeout": timedelta(seconds=0.05)}, "DEADLINE_PASSED"),
-        ({"max_answer_bytes": 20}, {}, "SERVER_ERROR"),
+        ({"max_answer_bytes": 200}, {}, "SERVER_ERROR"),
     ],
     ids=["time", "deadline", "size"],
 )
 async def test_an_endless_response_is_limited(
     provider: FakeProvider, settings: dict[str, Any], fields: dict[str, Any], expected: str
 ) -> None:
-    provider.script.append(raw(HEAD, *([b": still here\n\n"] * 1000), pause_s=0.005))
+    pieces = [b": still here\n\n", event(delta())] * 500
+    provider.script.append(raw(HEAD, *pieces, pause_s=0.005))
     out = await answered(provider, item(**fields), max_retries=0, **settings)
     assert reason(out.last()) == expected
     await asyncio.wait_for(provider.left.wait(), 5)
@@ -218,7 +215,7 @@ async def test_an_endless_response_is_limited(
 async def test_an_endless_error_body_is_limited(provider: FakeProvider) -> None:
     provider.script.append(raw(b"HTTP/1.1 403 X\r\n\r\n", *([b"x"] * 10_000), pause_s=0.005))
 
-    async with remote(config(provider, idle_timeout_s=0.1)) as runtime:
+    async with remote(config(provider, read_timeout_s=0.1)) as runtime:
         out = await asyncio.wait_for(run(runtime, item()), 10)
 
     # The status was enough.
@@ -447,21 +444,15 @@ async def test_a_cost_limit_needs_a_price(provider: FakeProvider) -> None:
     assert reason(out.last()) == "BUDGET_EXCEEDED"
 
 
-@pytest.mark.parametrize("policy", get_args(BudgetPolicy))
-async def test_the_hourly_budget(
-    provider: FakeProvider, policy: BudgetPolicy, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_hourly_budget(provider: FakeProvider) -> None:
     provider.script.append(GOOD)
-    virtual = VirtualTime()
-    made = config(provider, prices=DEAR, budget_usd_per_hour=13, budget_policy=policy)
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
 
-    async with remote(made, virtual) as runtime:
+    async with remote(made, VirtualTime()) as runtime:
         # Each is expected to cost 10 dollars, and costs 5: the budget allows a second one, but not a third.
         outs = [await run(runtime, item(max_tokens=8 if i else 10)) for i in range(3)]
 
-    reasons = [reason(out.last()) for out in outs]
-    assert reasons == ["", "", "BUDGET_EXCEEDED" if policy == "reject" else ""]
-    assert (virtual.now_s - 1000 > 3500) == (policy == "throttle")
+    assert [reason(out.last()) for out in outs] == ["", "", "BUDGET_EXCEEDED"]
 
 
 async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider) -> None:

@@ -1,0 +1,404 @@
+"""What a gateway leaves of its workers to the next one, which checks all that it reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.v1 import worker_pb2
+
+from service.pool import local
+from service.pool.local import LocalLauncher, settings_of
+from service.pool.process import LocalProcess, find_process
+from service.pool.worker_directory import WorkerDirectory, lock_holder
+from workers.common.addresses import short_path
+from workers.common.code import worker_code
+
+CONFIG = worker_pb2.WorkerConfig(
+    worker_id="worker-0", model="paged-attention", kv_pages=8, orphan_grace_s=60, log_level="info"
+)
+# Of a process that has a lock, as a worker.
+HOLD = """
+import fcntl, os, sys
+for path in sys.argv[2:]:
+    fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def data_dir() -> Iterator[Path]:
+    """A directory with a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def temporary(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = data_dir / "tmp"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
+@pytest.fixture
+def directory(data_dir: Path) -> Iterator[WorkerDirectory]:
+    opened = WorkerDirectory(data_dir)
+    opened.open()
+    yield opened
+    opened.close()
+
+
+class Stranger:
+    """A process with the command line and the lock of a worker."""
+
+    def __init__(self, path: Path, *, shown: Path | None = None) -> None:
+        """`shown`: what its command line has in place of the path. It has the lock nevertheless."""
+        given = [path] if shown is None else [shown, path]
+        hold = HOLD if shown is None else HOLD.replace("sys.argv[2:]", "sys.argv[3:]")
+        # The path is not an argument of the second one, but a part of one.
+        arguments = [str(given[0])] + [f"/proc/self/root{path}" for _ in given[1:]]
+        command = [sys.executable, "-S", "-c", hold, "--lock", *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+
+    def end(self) -> int:
+        with self.process as process:
+            process.kill()
+        return process.returncode
+
+
+def test_files_are_read_back_and_private(directory: WorkerDirectory, data_dir: Path) -> None:
+    file = directory.add("worker-0-3", "ab", "cd")
+    assert directory.workers() == [file]
+    assert (file.worker_id, file.epoch, file.settings, file.code) == ("worker-0", 3, "ab", "cd")
+    (path,) = (data_dir / "workers").glob("*.lock")
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    directory.remove(file)
+    directory.remove(file)
+    assert directory.workers() == []
+
+
+def test_epochs_and_the_id_are_durable(directory: WorkerDirectory, data_dir: Path) -> None:
+    assert directory.last_epoch() == 0
+    directory.write_epoch(41)
+    assert directory.last_epoch() == 41
+    assert len(directory.gateway_id()) == 32 and directory.gateway_id() == directory.gateway_id("another")
+    for content in ("", "-1", "4e3", "9" * 30, "9" * 5000, "\N{SNOWMAN}"):
+        (data_dir / "workers" / "epoch").write_text(content)
+        assert directory.last_epoch() == 0
+
+
+def test_only_one_gateway_locks_the_directory(directory: WorkerDirectory, data_dir: Path) -> None:
+    other = WorkerDirectory(data_dir)
+    with pytest.raises(BlockingIOError, match="another gateway has it"):
+        other.open()
+    directory.close()
+    other.open()
+    other.close()
+
+
+def test_invalid_files_are_removed(directory: WorkerDirectory, data_dir: Path) -> None:
+    """Whatever they contain, and whatever their names are."""
+    place = data_dir / "workers"
+    hostile: list[tuple[str, bytes]] = [
+        ("worker-0-3.lock", content)
+        for content in (b"", b"\xff\xfe", b"a", b"a\n", b"a\nb", b"a\nb\nc\n", b"a\nb\n" * 1000)
+    ]
+    names = (
+        "worker-0",
+        "-3",
+        "worker-0-x",
+        "worker-0--3",
+        "worker-0-0",
+        f"worker-0-{9**20}",
+        "w" * 99 + "-1",
+    )
+    hostile += [(f"{name}.lock", b"ab\ncd\n") for name in names]
+    for name, content in hostile:
+        path = place / name
+        path.write_bytes(content)
+        path.chmod(0o600)
+        if name == "worker-0--3.lock":
+            # An id may end so.
+            assert [file.worker_id for file in directory.workers()] == ["worker-0-"]
+            path.unlink()
+            continue
+        assert directory.workers() == [], (name, content[:80])
+        assert not path.exists(), (name, content[:80])
+
+
+def test_files_that_are_not_private_are_removed_and_not_followed(
+    directory: WorkerDirectory, data_dir: Path
+) -> None:
+    place = data_dir / "workers"
+    path = directory.add("worker-0-3", "ab", "cd").path
+    path.rename(data_dir / "elsewhere")
+    path.symlink_to(data_dir / "elsewhere")
+    os.mkfifo(place / "worker-1-1.lock")
+    (place / "worker-2-1.lock").mkdir()
+    (place / "worker-3-1.lock.tmp").touch()
+    assert directory.workers() == []
+    assert list(place.iterdir()) == [] and (data_dir / "elsewhere").exists()
+    directory.add("worker-0-3", "ab", "cd")
+    path.chmod(0o640)
+    assert directory.workers() == [] and not path.exists()
+
+
+@pytest.mark.parametrize("place", ["", "a %41", os.fsdecode(b"\xff")])
+async def test_process_is_identified_by_its_lock_and_its_command(data_dir: Path, place: str) -> None:
+    directory = WorkerDirectory(data_dir / place)
+    directory.open()
+    file, other, free = (directory.add(f"worker-0-{epoch}", "ab", "cd") for epoch in (3, 4, 5))
+    worker, another = Stranger(file.path), Stranger(other.path, shown=file.path)
+    assert lock_holder(other.path) == another.process.pid
+    assert find_process(other) is None, "the kernel may be wrong, as of a lock on another host"
+    assert find_process(free) is None
+    found = find_process(file)
+    assert found is not None and found[0] == worker.process.pid
+    assert lock_holder(file.path) == worker.process.pid, "to look does not unlock it"
+    os.close(found[1])
+    worker.process.send_signal(signal.SIGSTOP)
+    assert await adopt(directory, 60, like(kv_pages=9)) == {}
+    assert worker.end() == -signal.SIGKILL, "though it was stopped"
+    assert another.process.poll() is None
+    another.end()
+
+
+async def adopted(
+    data_dir: Path, grace_s: float, *configs: worker_pb2.WorkerConfig
+) -> Mapping[str, LocalProcess]:
+    """The workers that a new gateway adopts, and detaches at once. It has stopped all others."""
+    launcher = LocalLauncher(data_dir, grace_s)
+    processes = await launcher.adopt(configs)
+    await asyncio.gather(*launcher._stopping)
+    launcher.close()
+    for found in processes.values():
+        found.detach()
+    return processes
+
+
+async def adopt(
+    directory: WorkerDirectory, grace_s: float, *configs: worker_pb2.WorkerConfig
+) -> dict[str, int]:
+    """Epochs of the adopted workers. The directory is closed."""
+    directory.close()
+    processes = await adopted(directory.path.parent, grace_s, *configs)
+    return {worker_id: found.epoch for worker_id, found in processes.items()}
+
+
+def like(**values: Any) -> worker_pb2.WorkerConfig:
+    config = worker_pb2.WorkerConfig(**values)
+    merged = worker_pb2.WorkerConfig()
+    merged.CopyFrom(CONFIG)
+    merged.MergeFrom(config)
+    return merged
+
+
+def left(directory: WorkerDirectory, epoch: int, settings: str = "", code: str = "") -> Stranger:
+    """A worker that a gateway has started, which has ended."""
+    directory.open()
+    return Stranger(directory.add(f"worker-0-{epoch}", settings or settings_of(CONFIG, ()), code).path)
+
+
+async def test_workers_with_another_config_are_stopped(
+    directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = left(directory, 3)
+    # Each gateway gives it the next one.
+    assert await adopt(directory, 60, CONFIG) == {"worker-0": 4}
+    other_logging = like(log_level="debug", log_format="json", model_was_proved=True)
+    assert await adopt(directory, 60, other_logging) == {"worker-0": 5}
+    assert worker.process.poll() is None
+    for grace_s, config, settings in (
+        (60, like(dtype="float32"), ""),
+        (60, like(kv_pages=9), ""),
+        (60, like(worker_id="worker-1"), ""),
+        (0, like(), ""),
+        (60, CONFIG, "of another version"),
+    ):
+        config.orphan_grace_s = grace_s
+        worker.end()
+        worker = left(directory, 6, settings)
+        assert await adopt(directory, grace_s, config) == {}
+        assert worker.process.wait(30) == -signal.SIGKILL
+        assert {path.name for path in directory.path.iterdir()} == {"epoch", "gateway-id"}
+    worker.end()
+    before = settings_of(CONFIG, ())
+    monkeypatch.setattr(local, "PROTOCOL", "of another version")
+    assert settings_of(CONFIG, ()) != before
+
+
+async def test_of_two_workers_for_one_slot_the_later_is_kept(directory: WorkerDirectory) -> None:
+    """Its gateway may not have seen the end of the earlier one."""
+    earlier, later = left(directory, 3), left(directory, 4)
+    assert await adopt(directory, 60, CONFIG) == {"worker-0": 5}
+    assert earlier.process.wait(30) == -signal.SIGKILL and later.process.poll() is None
+    earlier.end()
+    later.end()
+
+
+async def test_workers_of_other_code_are_adopted_as_outdated(directory: WorkerDirectory) -> None:
+    """Also those of which it is not known."""
+    for epoch, code in enumerate((worker_code(), "that of another version", ""), 1):
+        worker = left(directory, epoch, code=code)
+        directory.close()
+        found = (await adopted(directory.path.parent, 60, CONFIG))["worker-0"]
+        assert found.is_outdated is (epoch > 1)
+        worker.end()
+
+
+def test_digest_of_the_code_changes_with_any_source(tmp_path: Path) -> None:
+    kernel = tmp_path / "kernels" / "cpu" / "products.cpp"
+    kernel.parent.mkdir(parents=True)
+    digests = {worker_code(tmp_path)}
+    for content in ("one", "two"):
+        kernel.write_text(content)
+        digests.add(worker_code(tmp_path))
+    kernel.rename(kernel.with_name("sums.cpp"))
+    digests.add(worker_code(tmp_path))
+    (kernel.parent / "library.so").touch()
+    digests.add(worker_code(tmp_path))
+    assert len(digests) == 4
+
+
+async def test_without_a_directory_workers_end_with_their_gateway(
+    data_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their socket is in a temporary one then."""
+    (data_dir / "a-file").touch()
+    monkeypatch.setattr("service.pool.worker_directory._LOCK_TIMEOUT_S", 0.1)
+    locked: list[int] = []
+    first = LocalLauncher(data_dir, 60, lambda: locked.append(1))
+    assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
+    for place in (data_dir, data_dir / "a-file"):
+        other = LocalLauncher(place, 60, lambda: locked.append(2))
+        assert await other.adopt([CONFIG]) == {} and other._grace_s == 0
+        socket = other._directory.socket
+        assert socket.is_socket() and temporary in socket.parents
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        other.close()
+        assert list(temporary.iterdir()) == []  # noqa: ASYNC240 - of a test
+    assert first._directory.socket.is_socket()
+    first.close()
+    assert locked == [1]
+    monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
+    third = LocalLauncher(data_dir, 60)
+    assert await third.adopt([CONFIG]) == {} and third._grace_s == 0
+    third.close()
+
+
+async def test_without_a_data_directory_nothing_stays(temporary: Path) -> None:
+    launcher = LocalLauncher(None, 0)
+    assert await launcher.adopt([CONFIG]) == {}
+    socket = launcher._directory.socket
+    assert temporary in socket.parents and socket.parent.stat().st_mode & 0o777 == 0o700
+    launcher.close()
+    assert os.listdir(temporary) == []  # noqa: PTH208 - pathlib's is not for async functions
+
+
+async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) -> None:
+    living, dead, third = (LocalLauncher(None, 0) for _ in range(3))
+    (temporary / "quire-workers-notes").symlink_to(temporary / "else")
+    (temporary / "else").mkdir()
+    for launcher in (living, dead):
+        await launcher.adopt([CONFIG])
+    dead._directory.close()
+    await third.adopt([CONFIG])
+    left = sorted(os.listdir(temporary))  # noqa: PTH208 - pathlib's is not for async functions
+    homes = [launcher._directory.path.parent.name for launcher in (living, third)]
+    assert left == sorted(["else", "quire-workers-notes", *homes])
+    living.close()
+    third.close()
+
+
+async def dials(socket: Path) -> None:
+    """Raises OSError."""
+    with short_path(str(socket)) as path:
+        _, writer = await asyncio.open_unix_connection(path)
+    writer.close()
+
+
+async def test_the_socket_of_an_earlier_gateway_is_replaced(data_dir: Path) -> None:
+    """However long its path is."""
+    place = data_dir / ("x" * 90) / ("y" * 90)
+    for _ in range(2):
+        launcher = LocalLauncher(place, 60)
+        await launcher.adopt([CONFIG])
+        await dials(launcher._directory.socket)
+        # It is killed.
+        launcher._port.leave(launcher._gateway_id)
+        launcher._directory.close()
+        await asyncio.sleep(0.05)
+        assert launcher._directory.socket.is_socket()
+
+
+async def test_what_was_removed_is_made_again(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a cleaner of old files. The id stays, by which a worker knows its gateway."""
+    monkeypatch.setattr("service.pool.local._command", lambda *_: [sys.executable, "-S", "-c", ""])
+    launcher = LocalLauncher(data_dir, 0)
+    await launcher.adopt([CONFIG])
+    place = launcher._directory.path
+    before = launcher._directory.gateway_id()
+    shutil.rmtree(place)
+    worker = await launcher.start(like())
+    await dials(launcher._directory.socket)
+    assert place.stat().st_mode & 0o777 == 0o700 and launcher._directory.gateway_id() == before
+    assert await worker.stop(grace_s=60) == 0
+    launcher.close()
+
+
+async def test_a_worker_that_cannot_be_started_leaves_nothing(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.pool.local._command", lambda *_: ["/nowhere"])
+    launcher = LocalLauncher(data_dir, 0)
+    await launcher.adopt([CONFIG])
+    with pytest.raises(OSError, match="No such file"):
+        await launcher.start(like())
+    launcher.close()
+    assert {path.name for path in launcher._directory.path.iterdir()} == {"epoch", "gateway-id"}
+
+
+@pytest.mark.parametrize("can_watch", [True, False])
+async def test_child_is_watched_and_stopped(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, can_watch: bool
+) -> None:
+    """Also without pidfds."""
+    monkeypatch.setattr("service.pool.local.can_watch", lambda: can_watch)
+    command = [sys.executable, "-S", "-c", "import sys; sys.exit(len(sys.stdin.read()) + 7)"]
+    monkeypatch.setattr("service.pool.local._command", lambda *_: command)
+    directory = WorkerDirectory(data_dir)
+    directory.open()
+    directory.write_epoch(41)
+    directory.close()
+    launcher = LocalLauncher(data_dir, 0)
+    await launcher.adopt([CONFIG])
+    exits, hangs, detached = [await launcher.start(like()) for _ in range(3)]
+    assert [process.epoch for process in (exits, hangs, detached)] == [42, 43, 44]
+    assert directory.last_epoch() == 44
+    stdin = exits._child.stdin  # type: ignore[union-attr]
+    assert stdin is not None
+    stdin.close()
+    assert await exits.wait() == 7 == await exits.stop(grace_s=0)
+    os.kill(hangs.pid, signal.SIGSTOP)
+    assert await hangs.stop(grace_s=0) == -signal.SIGKILL
+    exits.kill()
+    detached.detach()
+    detached.kill()
+    child = detached._child
+    assert child is not None and child.poll() is None, "it is detached"
+    with child:
+        child.kill()
+    launcher.close()
