@@ -128,7 +128,9 @@ SERVICE_ROOMS = {
         "service.pool.wire",
         "service.printable", "service.running_clock", "service.turns",
     ),
-    "service.text": ("service.errors", "service.logging", "service.printable", "service.turns"),
+    "service.text": (
+        "service.completion", "service.errors", "service.logging", "service.printable", "service.turns",
+    ),
     "service.runtimes": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
         "service.config", "service.dispatcher", "service.auth", "service.durable_file", "service.errors",
