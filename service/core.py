@@ -131,9 +131,9 @@ class Core:
     def count_with(self, first: Core) -> None:
         """Counts where the first core of this process does, so that figures stay when this one ends.
 
-        Answers that are not read yet have one limit.
+        What calls hold has one limit, whichever core answers them.
         """
-        self.state.answers = first.state.answers
+        self.state.budgets = first.state.budgets
         self.versions.starts = first.versions.starts
         self.caches.parts.context.counts = first.caches.parts.context.counts
         self.versions.subscribe(first.versions.changed)

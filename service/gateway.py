@@ -118,7 +118,7 @@ class Gateway:
         others = next((one.runtimes for one in extensions if one.runtimes is not None), None)
         local = self._local_runtime()
         self.router = Router([local]) if others is None else others.open_router(local, self.core.values)
-        self.executions = Executions(self.router, self.state)
+        self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
         self.runner = RunnerApi(
             self.executions,
             self.router,

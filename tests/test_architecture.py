@@ -91,6 +91,7 @@ SERVICE_ROOMS = {
     "service.uploads": ("service.errors",),
     "service.fair_queue": ("service.caches.requests",),
     "service.turns": ("service.caches.requests", "service.fair_queue"),
+    "service.budgets": ("service.caches.tenants", "service.config", "service.errors", "service.turns"),
     "service.auth": (
         "service.caches.tenants", "service.config", "service.errors", "service.handshakes", "service.logging",
     ),
@@ -121,8 +122,8 @@ SERVICE_ROOMS = {
         "service.uploads", "service.model_names",
     ),
     "service.api": (
-        "service.adapters", "service.caches.effects", "service.caches.requests", "service.caches.tenants",
-        "service.config",
+        "service.adapters", "service.budgets", "service.caches.effects", "service.caches.requests",
+        "service.caches.tenants", "service.config",
         "service.dispatcher", "service.errors", "service.auth", "service.logging", "service.memory",
         "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
         "service.pool.wire",
@@ -132,7 +133,8 @@ SERVICE_ROOMS = {
         "service.completion", "service.errors", "service.logging", "service.printable", "service.turns",
     ),
     "service.runtimes": (
-        "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
+        "service.api", "service.budgets", "service.caches.keyed_answers", "service.caches.requests",
+        "service.caches.tenants", "service.completion",
         "service.config", "service.dispatcher", "service.auth", "service.durable_file", "service.errors",
         "service.logging", "service.outbound", "service.pool", "service.printable", "service.text",
         "service.token_bucket", "service.uploads",
@@ -148,8 +150,9 @@ SERVICE_ROOMS = {
     ),
     # It also has the process of a gateway among several, which is that of the only one but for its extension.
     "service.extensions.gateways": (
-        "service.api", "service.auth.authenticator", "service.cli.one_gateway", "service.config",
-        "service.config_sources", "service.data_directory", "service.durable_file", "service.errors",
+        "service.api", "service.auth.authenticator", "service.budgets", "service.cli.one_gateway",
+        "service.config", "service.config_sources", "service.data_directory", "service.durable_file",
+        "service.errors",
         "service.extension", "service.journal", "service.listening", "service.logging",
         "service.model_names", "service.pool.gpus", "service.pool.pool_files", "service.caches.records",
         "service.shard",
@@ -160,7 +163,7 @@ SERVICE_ROOMS = {
         "service.listening", "service.logging", "service.pool.model_versions", "service.runtimes",
     ),
     "service.extensions.openai": (
-        "service.api", "service.caches.tenants", "service.config", "service.auth", "service.errors",
+        "service.api", "service.budgets", "service.config", "service.auth", "service.errors",
         "service.extension", "service.http", "service.listening", "service.logging",
         "service.printable", "service.runtimes", "service.text", "service.turns",
     ),

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.api import validation
-from service.api.budget import COPIES, SMALL_BYTES
 from service.api.masks import bytes_in_worker, out_of_vocab
 from service.api.request_limits import RequestLimits
 from service.api.validation import ROW_ANSWER_BYTES
 from service.api.verify_rows import check_tree, check_verify_rows
+from service.budgets import COPIES, SMALL_BYTES
 from service.caches.effects import DecodeDone
 from service.caches.requests import DECODE, Append, Appended, AppendKind, Fork, Handle, Priority, Request
 from service.errors import InvalidArgument, QuireError

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
 from service.adapters.registry import Adapters
-from service.api.budget import AnswerBudget
 from service.api.call_log import CallLog
 from service.api.experts import Experts
 from service.api.request_limits import RequestLimits, no_adapter
@@ -23,6 +22,7 @@ from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
 from service.auth.authenticator import current_tenant_name
 from service.auth.connections import ConnectionCount
+from service.budgets import Budgets
 from service.config import Config
 from service.errors import NoWorker, QueueFull
 from service.memory import ProcessMemory
@@ -58,8 +58,9 @@ class ServerState:
         # None until a worker has loaded the model.
         self.current_limits: RequestLimits | None = None
         self._started_s = time.monotonic()
-        self.answers = AnswerBudget(config.max_unread_bytes)
-        self.receiver = RequestReceiver(config)
+        # Of the whole gateway, also if it has several cores.
+        self.budgets = Budgets.of_server(config)
+        self.receiver = RequestReceiver(config, self.budgets)
         # Held while a large message is parsed.
         self.parsing = Turns(_MAX_PARSED_AT_ONCE)
         self.connections = ConnectionCount(config)

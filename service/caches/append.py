@@ -42,6 +42,7 @@ class Appends(BaseKind[Append]):
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
+            self._parts.index.keyed.require_free(append.request_id, tenant)
             self._parts.admission.require_caches(1)
         tenant.require(caches=1, tokens=len(append.token_ids))
         if not self._parts.workers.were_ready:

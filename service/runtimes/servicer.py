@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -61,7 +62,7 @@ class RunnerApi:
                     sent.CopyFrom(execution.started)
                     response.started.CopyFrom(sent)
                 # A reader that does not take it in time is detached.
-                stall_s = self.state.config.session_stall_s
+                stall_s = self.state.config.message_timeout_s
                 await write_in_time(context.write(response), stall_s, lambda: execution.detach(reader))
                 if not (chunks := await execution.read(reader)):
                     break
@@ -90,14 +91,10 @@ class RunnerApi:
     ) -> runner_pb2.EstimateCostResponse:
         self.executions.check_items(request.items)
         wanted = [self.router.named(request.runtime)] if request.runtime else self.router.runtimes
-        tenant = current_tenant()
+        tenant, now_s = current_tenant(), time.monotonic()
         # It prepares the items, which costs as much as to run the shortest ones.
-        preparation = None if tenant is None else tenant.prepare(len(request.items), time.monotonic())
-        try:
+        with nullcontext() if tenant is None else tenant.admit_unseen(now_s, len(request.items)):
             return await self._estimate(request.items, wanted)
-        finally:
-            if preparation is not None:
-                preparation.end()
 
     async def _estimate(
         self, items: Sequence[runner_pb2.ExecuteItem], wanted: Sequence[Runtime]

@@ -212,7 +212,7 @@ async def test_answers_of_all_callers_share_a_budget() -> None:
     harness.peer.reads.clear()
     first = harness.start(forwards(4, f32))
     await turns()
-    assert len(harness.sent) == 4 and harness.state.answers.used_bytes == 4 * 1024
+    assert len(harness.sent) == 4 and harness.state.budgets.answers.used == 4 * 1024
     second_peer = Peer()
     harness.peer, first_peer = second_peer, harness.peer
     refused = harness.start(forwards(1, f32))
@@ -221,18 +221,18 @@ async def test_answers_of_all_callers_share_a_budget() -> None:
     assert len(harness.sent) == 4
     harness.answer()
     await turns()
-    assert 0 < harness.state.answers.used_bytes < 1024, "computed, and not read yet, at its true size"
+    assert 0 < harness.state.budgets.answers.used < 1024, "computed, and not read yet, at its true size"
     first_peer.reads.set()
     await first
-    assert harness.state.answers.used_bytes == 0
+    assert harness.state.budgets.answers.used == 0
 
 
 async def test_a_session_that_ends_gives_back_what_it_held() -> None:
     harness = Harness(Config())
     session = harness.start(forwards(20))
     await turns()
-    assert harness.state.answers.used_bytes > 0
+    assert harness.state.budgets.answers.used > 0
     session.cancel()
     with pytest.raises(asyncio.CancelledError):
         await session
-    assert harness.state.answers.used_bytes == 0 and harness.dispatcher.caches.operations_in_flight == 0
+    assert harness.state.budgets.answers.used == 0 and harness.dispatcher.caches.operations_in_flight == 0

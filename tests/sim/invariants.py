@@ -9,6 +9,7 @@ from service.caches.attempts import Attempts
 from service.caches.cache_index import CacheIndex
 from service.caches.effects import Attempt
 from service.caches.entries import CacheEntry, Operation, WorkerView
+from service.caches.keyed_answers import Kind
 from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
 from service.caches.worker_load import WorkerLoad
@@ -51,10 +52,16 @@ def _check_index(index: CacheIndex) -> None:
         assert entry.visible and entry.state.cache_id == cache_id and not entry.ephemeral
         assert by_number[entry.number] is entry
     assert len(by_number) == len(index.by_id) == sum(map(len, index._by_order.values()))
-    for (tenant, request_id), made in index._forks.items():
-        for child, entry in made.items():
+    for (tenant, request_id), answer in index.keyed._answers.items():
+        assert answer.made or answer.is_making, "what has made nothing is forgotten"
+        for child, entry in answer.made.items() if answer.kind is not Kind.EXECUTION else ():
+            assert entry.tenant is tenant
+            if answer.kind is Kind.CREATION:
+                assert (entry.state.request_id, child) == (request_id, 0)
+                assert by_number.get(entry.number) is (entry if entry.visible else None)
+                continue
             fork = entry.state.fork
-            assert by_number.get(entry.number) is entry and entry.tenant is tenant
+            assert by_number.get(entry.number) is entry
             assert fork is not None and (fork.request_id, fork.index) == (request_id, child)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.api.budget import AnswerBudget
 from service.api.session import Session, write_in_time
+from service.budgets import Budget
 from service.errors import SlowConsumer
 from service.pool.incarnation import Incarnation
 from service.pool.liveness import Liveness
@@ -106,7 +106,7 @@ def stalled_readers_calls_are_not_undone(patch: pytest.MonkeyPatch) -> None:
 
 
 def stalled_readers_are_not_cut_off(patch: pytest.MonkeyPatch) -> None:
-    _configured(patch, session_stall_s=1e9)
+    _configured(patch, message_timeout_s=1e9)
 
 
 @begins_at(21)
@@ -135,9 +135,9 @@ def sessions_are_read_without_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
-    adjust = AnswerBudget.adjust
+    adjust = Budget.adjust
 
-    def keeps(budget: AnswerBudget, size_bytes: int, **options: bool) -> None:
-        adjust(budget, max(size_bytes, 0), **options)
+    def keeps(budget: Budget, amount: int, **options: bool) -> None:
+        adjust(budget, max(amount, 0), **options)
 
-    patch.setattr(AnswerBudget, "adjust", keeps)
+    patch.setattr(Budget, "adjust", keeps)

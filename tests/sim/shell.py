@@ -70,7 +70,7 @@ class ShellSimulation:
             pool_listen="localhost:1" if leases else "",
             workers=rng.choice((1, 1, 2)),
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            session_stall_s=STALL_S,
+            message_timeout_s=STALL_S,
             worker_start_timeout_s=START_TIMEOUT_S,
             max_session_calls=rng.choice((1, 4, 16)),
             max_response_bytes=rng.choice((2048, 8192, 1 << 20)),
@@ -157,7 +157,7 @@ class ShellSimulation:
             peer.check_bounds()
         self._check_undone()
         held = sum(peer.session._held_bytes for peer in self.peers)
-        assert self.state.answers.used_bytes == held, "the answers' budget holds what sessions hold"
+        assert self.state.budgets.answers.used == held, "the answers' budget holds what sessions hold"
 
     def _check_undone(self) -> None:
         """Nothing is under way of a session that has ended or was given up, but releases."""
@@ -313,7 +313,7 @@ class ShellSimulation:
                 peer.half_close()
         await self._come_to_rest()
         assert all(peer.task.done() for peer in self.peers) and all(task.done() for task in self._unary)
-        assert self.state.answers.used_bytes == 0
+        assert self.state.budgets.answers.used == 0
         self.dispatcher.start([Release(cache_id) for cache_id in self.oracle.caches], lambda *_: None, 0)
         await self._come_to_rest()
         check_end(self.dispatcher, self._workers)

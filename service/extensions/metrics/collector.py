@@ -135,7 +135,7 @@ class QuireCollector(Collector):
         yield _gauge("quire_arriving_requests", "Requests that have not arrived.", state.receiver.arriving)
         journal_bytes = sum(one.ledger.size_bytes for one in caches)
         yield _gauge("quire_journal_bytes", "The journal's contents.", journal_bytes)
-        yield _gauge("quire_unread_bytes", "Answers computed or not yet read.", state.answers.used_bytes)
+        yield _gauge("quire_unread_bytes", "Answers computed or not yet read.", state.budgets.answers.used)
         yield _gauge("quire_event_loop_longest_stall_seconds", "The longest since the start.", stall_s)
         kinds = {kind.name.lower(): figures.appends.answered[kind] for kind in AppendKind}
         yield _counter("quire_appends", "Answered appends.", kinds, "kind")
