@@ -199,23 +199,9 @@ class Dispatcher:
 
     # Weights.
 
-    def weights_switched(self, weights: int, *, drain: bool) -> None:
-        """See `CacheMachine.weights_switched`."""
-        self.caches.weights_switched(weights, self._clock_s(), drain=drain)
-        self._carry_out()
-
     def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
         """See `CacheMachine.weights_replaced`."""
         self.caches.weights_replaced(weights, workers, self._clock_s(), recompute=recompute)
-        self._carry_out()
-
-    def weights_drained(self, weights: int) -> None:
-        """See `Weights.drained`."""
-        self.caches.weights.drained(weights)
-
-    def weights_ended(self, weights: int) -> None:
-        """See `CacheMachine.weights_ended`."""
-        self.caches.weights_ended(weights, self._clock_s())
         self._carry_out()
 
     # Workers.

@@ -216,12 +216,6 @@ class CacheMachine(OperationQueues):
 
     # Weights.
 
-    def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
-        """New caches get other weights. `drain`: existing caches can still be used."""
-        self._context.now_s = now_s
-        self.weights.switch(weights, drain=drain)
-        self._attempts.workers_changed()
-
     def weights_replaced(
         self, weights: int, workers: Sequence[WorkerView], now_s: float, *, recompute: bool
     ) -> None:
@@ -233,19 +227,16 @@ class CacheMachine(OperationQueues):
         self._context.now_s, before = now_s, self.weights.serving
         known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
         self._lose([worker for worker in known if worker is not None], crashed=None)
+        self.weights.replace(weights, continued_from=self.weights.continued_from if recompute else weights)
         if recompute:
-            self.weights.replace(weights, continued_from=self.weights.continued_from)
             continue_caches(self.index, self.operations.values(), self.weights)
         else:
-            self.weights.switch(weights, drain=False)
-            self.weights_ended(before, now_s)
+            self._end_weights(before)
         for worker in workers:
             self.worker_ready(worker, now_s)
 
-    def weights_ended(self, weights: int, now_s: float) -> None:
-        """Fails the operations that still need these weights, and removes their workers."""
-        self._context.now_s = now_s
-        self.weights.drained(weights)
+    def _end_weights(self, weights: int) -> None:
+        """Fails the operations that need these weights."""
         self._restores.forget(weights)
         its = operations_with(self.operations.values(), weights)
         self._finish(
@@ -255,16 +246,8 @@ class CacheMachine(OperationQueues):
                 if operation.state is not COMMITTING and operation.kind.needs_weights
             ]
         )
-        for worker in [worker for worker in self._workers if worker.weights == weights]:
-            self._workers.remove(worker)
-            self._kv.lose(worker)
         # Releases may have waited for them.
         self._advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
-
-    def uses_of(self, weights: int) -> int:
-        """How many operations of callers need these weights."""
-        its = operations_with(self.operations.values(), weights)
-        return sum(operation.kind.needs_weights and not operation.is_internal for operation in its)
 
     def adapters_in_use(self) -> Counter[int]:
         """The adapters of caches, and of operations that create one; each with its number of caches."""

@@ -20,7 +20,7 @@ from service.dispatcher import Dispatcher, OnOutcomes
 from service.errors import CacheNotFound, QuireError
 from service.journal import encoding
 from service.journal.base import OnCommitted
-from service.journal.encoding import Frame, ModelTag, decode, read_frames
+from service.journal.encoding import Frame, decode, read_frames
 from tests.forwards import SentForward, Told
 from tests.sim import disk
 from tests.sim.disk import DiskJournal
@@ -168,7 +168,7 @@ def torn_frames_accepted(patch: pytest.MonkeyPatch) -> None:
                 _, number, wall_ns = encoding._HEAD.unpack(torn[:head])
                 yield Frame(number, wall_ns, torn[encoding.FRAME_BYTES :], end)
 
-    def as_far_as_it_goes(payload: bytes) -> Iterator[Record | ModelTag]:
+    def as_far_as_it_goes(payload: bytes) -> Iterator[Record]:
         with contextlib.suppress(encoding.UnknownRecord):
             yield from decode(payload)
 

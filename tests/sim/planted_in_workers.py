@@ -206,21 +206,7 @@ class ComputedByAnybody(PlantedMachine):
 class CachesOfTheWeightsBeforeUsedOn(PlantedMachine):
     def watch(self, *args: Any) -> None:
         super().watch(*args)
-        self.weights.drained = lambda weights: None  # type: ignore[method-assign]
-
-    def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
-        super().weights_switched(weights, now_s, drain=True)
-
-
-class CheckedForAnyWeights(PlantedMachine):
-    """What was checked for other weights is computed with those there are."""
-
-    first_seed = 340  # See `AllAreQuarantined`.
-
-    def on_request(self, request: Request, asked: Asked) -> Request:
-        if isinstance(request, Append) and request.cache_id:
-            return dataclasses.replace(request, weights=None)
-        return request
+        self.weights.can_use = lambda weights: True  # type: ignore[method-assign]
 
 
 class _LedgerOfForksWithout(Ledger):
@@ -246,7 +232,7 @@ class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
         super().watch(*args)
         self.ended: set[int] = set()
 
-    def weights_ended(self, weights: int, now_s: float) -> None:
+    def _end_weights(self, weights: int) -> None:
         self.ended.add(weights)
 
     def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:

@@ -21,7 +21,7 @@ import torch
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
-from service.caches.answers import CommandFailed
+from service.caches.answers import CommandFailed, DecodeDone
 from service.caches.requests import Append, AppendKind
 from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
@@ -341,7 +341,7 @@ def one_by_one(event: worker_pb2.WorkerEvent) -> list[worker_pb2.WorkerEvent]:
         return [event]
     found = gateway_wire.to_events(worker_pb2.ConnectResponse(events=[event]))
     done: list[tuple[int, Any]] = [
-        (op_id, gateway_wire.decode_answer(one) if isinstance(one, effects.DecodeDone) else one)
+        (op_id, gateway_wire.decode_answer(one) if isinstance(one, DecodeDone) else one)
         for op_id, one in found
     ]
     return [worker_pb2.WorkerEvent(op_id=op_id, forward=one) for op_id, one in done]

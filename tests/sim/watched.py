@@ -156,27 +156,10 @@ class WatchedDispatcher(Dispatcher):
         with self._turn("deliver", *(op_id for op_id, _ in events)):
             super().worker_answered(worker_id, epoch, events, pages_available)
 
-    def weights_switched(self, weights: int, *, drain: bool) -> None:
-        if drain:
-            self.oracle.draining_weights.add(self.oracle.weights)
-        self.oracle.continue_with(weights, weights)
-        with self._turn("weights switched", weights, drain):
-            super().weights_switched(weights, drain=drain)
-
     def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
         self.oracle.continue_with(weights, self.oracle.continued if recompute else weights)
         with self._turn("weights replaced", weights, recompute):
             super().weights_replaced(weights, workers, recompute=recompute)
-
-    def weights_drained(self, weights: int) -> None:
-        self.oracle.draining_weights.discard(weights)
-        with self._turn("weights drained", weights):
-            super().weights_drained(weights)
-
-    def weights_ended(self, weights: int) -> None:
-        self.oracle.draining_weights.discard(weights)
-        with self._turn("weights ended", weights):
-            super().weights_ended(weights)
 
     def start_draining(self) -> None:
         super().start_draining()
