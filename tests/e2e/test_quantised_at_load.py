@@ -52,7 +52,8 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
             step = gateway.stub.Decode(request, timeout=30)
             handle = step.kv_cache
             chosen.append(step.output.token_id)
-        assert "native code agrees with the transformers library" in gateway.log()
+        # Or "agreed", in an earlier start.
+        assert "native code agree" in gateway.log()
     assert chosen == expected
 
 
