@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
-from service.api.budget import AnswerBudget
 from service.api.status import from_status
 from service.auth.authenticator import HOP
+from service.budgets import Budgets
 from service.config import Config
 from service.errors import QuireError, SeveralShards
 from service.extensions.gateways import forwarding
@@ -79,7 +79,7 @@ class Gateway:
         self.cluster, self.home, self.known = cluster, shard.index, known
         peers = {index: str(owner) for index, owner in enumerate(known) if owner is not None}
         self.addresses = Addresses(peers, {index: f"public:{index}" for index in range(len(known))})
-        parts = self, AnswerBudget(1 << 30)
+        parts = self, Budgets.of_server(CONFIG)
         self.forwarding = Forwarding(CONFIG, shard, *parts)  # type: ignore[arg-type]
 
     async def call(

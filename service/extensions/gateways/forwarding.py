@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.budget import SMALL_BYTES, AnswerBudget, in_memory
 from service.api.calls import CALLS, ids_in
 from service.api.other_shards import RunHere
 from service.api.status import renumber, to_status
 from service.auth.authenticator import current_tenant
+from service.budgets import Budgets, in_memory
 from service.config import Config
 from service.errors import (
     AnswersFull,
@@ -61,12 +61,12 @@ _SUMS = ("caches", "operations_in_flight", "journal_bytes")
 class Forwarding:
     """Answers for all shards: see `OtherShards`."""
 
-    def __init__(self, config: Config, home: Shard, peers: Peers, answers: AnswerBudget) -> None:
-        """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
+    def __init__(self, config: Config, home: Shard, peers: Peers, budgets: Budgets) -> None:
+        """`home`: the shard whose calls need none of this. `budgets`: count what others answered."""
         self.home = home
         self._config = config
         self._peers = peers
-        self._answers = answers
+        self._budgets = budgets
         self.is_draining, self.in_flight = False, 0
         # Further shards that this process has, and that answer now.
         self.cores: dict[int, ServedShard] = {}
@@ -110,14 +110,13 @@ class Forwarding:
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
         """As `forward`, of an answer for the caller: it counts until the call has ended."""
-        answers = self._answers.of(current_tenant())
+        answers = self._budgets.of(current_tenant()).answers
         if answers.is_exceeded:
-            raise AnswersFull(answers.max_bytes)
+            raise AnswersFull(answers.most)
         answer = await self.forward(shard, method, request, response, context)
         size_bytes = in_memory(answer.ByteSize())
-        is_large = size_bytes > SMALL_BYTES
-        answers.adjust(size_bytes, is_large=is_large)
-        context.add_done_callback(lambda _: answers.adjust(-size_bytes, is_large=is_large))
+        answers.adjust(size_bytes, is_large=size_bytes > answers.small)
+        context.add_done_callback(lambda _: answers.give_back(size_bytes))
         return answer
 
     async def forward(

@@ -62,7 +62,7 @@ class Member(Extension):
 
     def connect(self, home: ServedShard, state: ServerState) -> Member:
         """Gateways know each other from here on."""
-        self.shards = Forwarding(self._config, home.shard, self._peers, state.answers)
+        self.shards = Forwarding(self._config, home.shard, self._peers, state.budgets)
         self.operator_calls = OperatorCallsOfAll(self.shards, home.operator_calls)
         return self
 

@@ -15,10 +15,10 @@ from quire.v1 import runner_pb2
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from service.api.budget import SMALL_BYTES
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
+from service.budgets import SMALL_BYTES
 from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.item_fields import param_of
@@ -105,7 +105,7 @@ class CompletionHandler:
     ) -> None:
         """Sends the response in one piece. Its chunks count as unread until it is sent."""
         held_bytes = large_bytes = 0
-        answers = self.state.answers.of(current_tenant())
+        answers = self.state.budgets.of(current_tenant()).answers
         time_slice = TimeSlice()
         try:
             while chunks := await execution.read(reader):

@@ -84,7 +84,7 @@ class ProviderCall:
         tenant, left_s = self.batch.tenant, self._time_left_s()
         until = asyncio.timeout(None if math.isinf(left_s) else left_s)
         try:
-            with contextlib.nullcontext() if tenant is None else tenant.remote_call(self._clock.now_s()):
+            with contextlib.nullcontext() if tenant is None else tenant.admit_unseen(self._clock.now_s()):
                 async with until:
                     await self._send_with_retries()
         except QuireError as caught:

@@ -555,8 +555,8 @@ export interface GetCapabilitiesResponse {
 }
 
 /**
- * Requests beyond these limits are refused. Fields are named like the settings of `quire serve`. Each comment names
- * the reason of the refusal.
+ * Requests beyond these limits are refused. Fields are named like the settings of `quire serve`, or follow from one, or
+ * are fixed. Each comment names the reason of the refusal.
  */
 export interface GatewayLimits {
   /** Bytes of a request, and of a response: OUTPUT_TOO_LARGE. */
