@@ -68,8 +68,8 @@ WITHOUT_TORCH = (
 TOP_LEVEL = {
     ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "ARCHITECTURE.md", "CHANGELOG.md",
     "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "benchmarks", "clients",
-    "constraints.txt", "deploy", "docs", "kernels", "mkdocs.yml", "protos", "pyproject.toml", "requirements.lock",
-    "service", "tests", "workers",
+    "constraints.txt", "deploy", "docs", "kernels", "mkdocs.yml", "protos", "pyproject.toml",
+    "requirements.lock", "service", "tests", "workers",
 }  # fmt: skip
 
 # What each room of the gateway may import of the others. Nobody imports the command line. A list of what is
