@@ -11,9 +11,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from workers.adapters.slots import LoraAdapterMetrics
+from workers.common import worker_pb2
 from workers.common.unknown_fields import unknown_field
 from workers.decodes import (
     ARRIVED_NS,

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from quire.v1 import executor_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
 from service.api.masks import bytes_in_worker, out_of_vocab
@@ -24,6 +24,7 @@ from service.caches.answers import DecodeDone
 from service.caches.requests import DECODE, Append, Appended, AppendKind, Fork, Handle, Priority, Request
 from service.errors import InvalidArgument, QuireError
 from service.pool.wire import decode_answer
+from workers.common import worker_pb2
 
 _OnCache: TypeAlias = (
     executor_pb2.PrefillRequest

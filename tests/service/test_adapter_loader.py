@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from quire.v1 import admin_pb2, types_pb2, worker_pb2
+from quire.v1 import admin_pb2, types_pb2
 from structlog.testing import capture_logs
 
 from service import uploads
@@ -31,6 +31,7 @@ from service.uploads import RESERVE_BYTES
 from tests.service.served import state_of
 from tests.sim.harness import FailingJournal
 from workers.adapters.adapter import identity as worker_identity
+from workers.common import worker_pb2
 from workers.common.adapter_files import FILES, content_digest
 
 MAX_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from quire.v1 import runner_pb2, worker_pb2
+from quire.v1 import runner_pb2
 
 from service.caches.entries import WorkerView
 from service.config import Config
@@ -17,6 +17,7 @@ from service.pool.rolling_restart import RollingRestart
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.service.test_supervisor import Bench, FakeLauncher, Requests, ready, running
+from workers.common import worker_pb2
 
 
 class Readers:

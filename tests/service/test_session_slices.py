@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.api import session as session_module
 from service.api.session import Session, SessionContext
@@ -27,6 +27,7 @@ from service.journal.base import Journal
 from tests.error_details import status_reason
 from tests.forwards import SentForward, forwards_in
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 
 class Peer:

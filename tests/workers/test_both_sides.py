@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 from quire.v1.sampling_settings import SETTINGS
 
 from workers.adapters.slots import LoraAdapterMetrics
+from workers.common import worker_pb2
 from workers.executors.info import Capabilities, StepCounts
 from workers.kv.table import PoolUsage
 from workers.kv_messages import KvPages

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.caches import answers, effects
 from service.caches.requests import Append, AppendKind, Priority
 from service.pool import wire as gateway_wire
 from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
+from workers.common import worker_pb2
 from workers.decodes import ARRIVED_NS, DEADLINE, Decodes, DecodesDone
 from workers.operations import Command, Forward, RowOutput
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from google.protobuf import duration_pb2
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service.caches.keyed_answers import KeyedAnswers
 from service.caches.tenants import Quota, Tenant
@@ -25,6 +25,7 @@ from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
 from tests.service.runtimes.test_router import FakeRuntime
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 KEPT = duration_pb2.Duration(seconds=60)

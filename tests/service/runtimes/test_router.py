@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from google.rpc import error_details_pb2
-from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
 from service.api.status import to_status
@@ -38,6 +38,7 @@ from service.runtimes.router import Router, Routing
 from service.runtimes.servicer import RunnerApi
 from tests.error_details import status_reason
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 
 @dataclass
