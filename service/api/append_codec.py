@@ -126,7 +126,7 @@ def verify(
         scored=len(request.token_ids) - 1 if request.score else 0,
         verify_rows=request.rows,
         parents=request.parents,
-        accept=request.accept,
+        accept=None if request.accept == types_pb2.VERIFY_ACCEPT_ALL else request.accept,
     )
     token_ids = _packed(request.token_ids)
     return _append(request, limits, timeout_s, options, kind=AppendKind.VERIFY, token_ids=token_ids)
@@ -317,7 +317,7 @@ def write_score(_request: Append, result: Appended, into: executor_pb2.ForwardRe
     _write_scores(done, into)
     into.reused_tokens = done.reused_tokens
     into.timing.CopyFrom(done.timing)
-    into.weights, into.adapter_version = result.weights, result.adapter
+    into.weights_version, into.adapter_version = result.weights, result.adapter
 
 
 def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
@@ -328,7 +328,7 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
     into.worker_id = handle.worker_id
     # To set a field to its default takes time, too.
     if handle.weights:
-        into.weights = handle.weights
+        into.weights_version = handle.weights
     if handle.adapter:
         into.adapter_version = handle.adapter
     if handle.expires_at_s < math.inf:

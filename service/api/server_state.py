@@ -198,9 +198,9 @@ class ServerState:
         )
 
     @property
-    def uptime_ms(self) -> int:
+    def uptime_s(self) -> float:
         """Time since the gateway started."""
-        return int((time.monotonic() - self._started_s) * 1000)
+        return time.monotonic() - self._started_s
 
     @property
     def state(self) -> executor_pb2.ServerState:

@@ -55,7 +55,10 @@ def test_an_unknown_setting_of_an_append_is_refused_by_its_path(
 def test_an_unknown_setting_of_a_row_is_refused_by_its_path() -> None:
     mask = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[1]))
     request = executor_pb2.ForwardVerifyRequest(
-        cache_id="c", token_ids=[1, 2], rows=[types_pb2.VerifyRow(), types_pb2.VerifyRow(mask=mask)]
+        cache_id="c",
+        token_ids=[1, 2],
+        rows=[types_pb2.VerifyRow(), types_pb2.VerifyRow(mask=mask)],
+        accept=types_pb2.VERIFY_ACCEPT_ALL,
     )
     append_codec.verify(request, LIMITS, None)
     with pytest.raises(InvalidArgument) as refused:

@@ -71,7 +71,7 @@ def test_what_a_worker_does_without_a_setting_is_what_its_neutral_value_does() -
     [
         (Kind, worker_pb2.OperationKind),
         (Priority, types_pb2.Priority),
-        (LogitsFormat, types_pb2.LogitsFormat),
+        (LogitsFormat, types_pb2.DataType),
         (FailureReason, worker_pb2.WorkerErrorReason),
     ],
 )

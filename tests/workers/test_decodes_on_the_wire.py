@@ -28,7 +28,7 @@ OUTPUTS = (
     Output(sampling=Draw(temperature=0.5, seed=7)),
     Output(sampling=Draw(temperature=0.5, repetition_penalty=1.5)),
     Output(mask=types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[1, 2]))),
-    Output(logits=types_pb2.LOGITS_FORMAT_F32),
+    Output(logits=types_pb2.DATA_TYPE_F32),
     Output(logprob_token_ids=range(300)),
 )
 
