@@ -36,7 +36,7 @@ def greedy(model: Path, format_name: str) -> list[int]:
 @pytest.mark.parametrize("format_name", ["q8_0", "q4_0"])
 def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path: Path) -> None:
     """It has proved itself before: with the self-check, which is not skipped."""
-    model = make_model(tmp_path, TinyModel(tied=format_name == "q4_0", dtype=types_pb2.DATA_TYPE_BF16))
+    model = make_model(tmp_path, TinyModel(tied=format_name == "q4_0", dtype="bfloat16"))
     expected = greedy(model, format_name)
     flags = ["--quantization", format_name, "--device", "cpu", "--kv-pages", "64"]
     with GatewayProcess(model=str(model), flags=flags, self_check=True) as gateway:
