@@ -9,7 +9,15 @@ import {
   fromBinary,
   toBinary,
 } from "@bufbuild/protobuf";
-import { type CallOptions as GrpcCallOptions, type ChannelCredentials, Client, Metadata, status } from "@grpc/grpc-js";
+import {
+  type CallOptions as GrpcCallOptions,
+  type ChannelCredentials,
+  Client,
+  type ClientUnaryCall,
+  connectivityState,
+  type Metadata,
+  status,
+} from "@grpc/grpc-js";
 
 import type { Priority } from "./enums.js";
 import { cancelled, Cancelled, errorFromCall, errorFromStatus, QuireError, Unavailable } from "./errors.js";
@@ -24,6 +32,9 @@ const BACKOFF_MULTIPLIER = 3;
 const MAX_ATTEMPTS = 4;
 // With several gateways: until another one has taken over.
 const MAX_ATTEMPTS_OF_SEVERAL = 16;
+// One of several gateways that does not even accept a connection in this time is away. grpc-js has no limit of its own.
+const CONNECT_TIMEOUT_MS = 5000;
+const READY_TURN_MS = 1000;
 // If the server asks for a longer delay, the call fails at once.
 const MAX_SERVER_DELAY_MS = 60_000;
 
@@ -74,21 +85,21 @@ export class Connection {
   }
 
   /**
-   * Makes a unary call, again if that is safe and its gateway is away. `first`: where the first attempt goes. Throws QuireError;
+   * Makes a unary call, again if that is safe and its gateway is away. `only`: the target that can answer. Throws QuireError;
    * Error for a request that cannot be encoded.
    */
   async unary<I extends DescMessage, O extends DescMessage>(
     method: Method<I, O>,
     request: Response<I>,
     options: CallOptions,
-    first?: string,
+    only?: string,
   ): Promise<Response<O>> {
     const bytes = bufferOf(toBinary(method.input, request));
     const deadline = this.#deadlineOf(options);
-    const most = this.targets.length > 1 ? MAX_ATTEMPTS_OF_SEVERAL : MAX_ATTEMPTS;
+    const most = this.targets.length > 1 && only === undefined ? MAX_ATTEMPTS_OF_SEVERAL : MAX_ATTEMPTS;
     const maxAttempts = this.#settings.retries && mayRepeat(method, request) ? most : 1;
     for (let attempt = 1, longestMs = INITIAL_BACKOFF_MS; ; attempt++) {
-      const target = (attempt === 1 && first) || this.#gateways.target(request);
+      const target = only ?? this.#gateways.target(request);
       let response: Response<O> | undefined;
       let failed: QuireError | undefined;
       try {
@@ -163,6 +174,7 @@ export class Connection {
       },
     );
     // The server may answer before it has read everything.
+    promise.catch(() => undefined);
     call.on("error", () => undefined);
     call.on("drain", () => wake());
     cancelOn(options.signal, call);
@@ -173,7 +185,6 @@ export class Connection {
         if (isFull && !isOver) await new Promise<void>((go) => (wake = go));
       }
     } catch (error) {
-      promise.catch(() => undefined);
       call.cancel();
       throw error;
     }
@@ -200,19 +211,17 @@ export class Connection {
 
   /** Waits until the server, or one of several, is reachable. Throws QuireError after the timeout. */
   async ready(timeoutMs: number): Promise<void> {
-    const waits = [...this.#channels.values()].map(
-      ({ client, proxy }) =>
-        new Promise<void>((resolve, reject) => {
-          client.waitForReady(Date.now() + timeoutMs, (error) => {
-            const through = proxy && ` (through the proxy ${proxy})`;
-            if (error) reject(new Unavailable(status.UNAVAILABLE, error.message + through, { cause: error }));
-            else resolve();
-          });
-        }),
-    );
-    await Promise.any(waits).catch((error: AggregateError) => {
-      throw error.errors[0];
-    });
+    const until = Date.now() + timeoutMs;
+    for (;;) {
+      // In turns, because grpc-js cannot end the wait for one of several when another one is ready.
+      const limit = Math.min(until, Date.now() + READY_TURN_MS);
+      const waits = [...this.#channels.values()].map((channel) => readyBy(channel, limit));
+      try {
+        return await Promise.any(waits);
+      } catch (error) {
+        if (Date.now() >= until) throw (error as AggregateError).errors[0];
+      }
+    }
   }
 
   close(): void {
@@ -229,6 +238,7 @@ export class Connection {
     return new Promise((resolve, reject) => {
       if (signal?.aborted) return reject(cancelled());
       const abort = () => call.cancel();
+      const timer = this.targets.length > 1 ? setTimeout(() => leaveIfUnconnected(client, call), CONNECT_TIMEOUT_MS) : undefined;
       const answer: Answer = { response: undefined, trailing: undefined };
       const call = client.makeUnaryRequest<Buffer, unknown>(
         pathOf(method),
@@ -238,6 +248,7 @@ export class Connection {
         this.#settings.metadata,
         grpcOptions(deadline),
         (error, response) => {
+          clearTimeout(timer);
           signal?.removeEventListener("abort", abort);
           if (error) return reject(errorFromCall(error, proxy));
           answer.response = response;
@@ -273,6 +284,16 @@ function channelTo(target: string, settings: ConnectionSettings, isOneOfSeveral:
   return { target, client, proxy: proxyOf(target) };
 }
 
+function readyBy({ client, proxy }: Channel, deadline: number): Promise<void> {
+  return new Promise((resolve, reject) => {
+    client.waitForReady(deadline, (error) => {
+      const through = proxy && ` (through the proxy ${proxy})`;
+      if (error) reject(new Unavailable(status.UNAVAILABLE, error.message + through, { cause: error }));
+      else resolve();
+    });
+  });
+}
+
 /** Converts bytes to the type of grpc-js without a copy. */
 export function bufferOf(bytes: Uint8Array): Buffer {
   return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
@@ -297,6 +318,11 @@ function cancelOn(signal: AbortSignal | undefined, call: { cancel(): void; on(ev
   signal?.addEventListener("abort", abort);
   call.on("close", () => signal?.removeEventListener("abort", abort));
   if (signal?.aborted) abort();
+}
+
+function leaveIfUnconnected(client: Client, { call }: ClientUnaryCall): void {
+  const isConnected = client.getChannel().getConnectivityState(false) === connectivityState.READY;
+  if (!isConnected) call?.cancelWithStatus(status.UNAVAILABLE, `no connection within ${CONNECT_TIMEOUT_MS} ms`);
 }
 
 function settled<T>() {
