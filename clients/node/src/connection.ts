@@ -180,7 +180,7 @@ export class Connection {
     cancelOn(options.signal, call);
     try {
       for await (const request of requests) {
-        if (isOver) break;
+        if (isOver || options.signal?.aborted) break;
         const isFull = !call.write(bufferOf(toBinary(method.input, create(method.input, request))));
         if (isFull && !isOver) await new Promise<void>((go) => (wake = go));
       }
@@ -188,7 +188,8 @@ export class Connection {
       call.cancel();
       throw error;
     }
-    call.end();
+    // grpc-js sends what is written to a call that was cancelled before it had a connection.
+    if (!options.signal?.aborted) call.end();
     return await promise;
   }
 

@@ -70,6 +70,7 @@ test("what is wrong with an adapter is said", async () => {
   await assert.rejects(client.loadAdapter("a", { files: huge }), QuireError);
   const signal = AbortSignal.abort();
   await assert.rejects(client.loadAdapter("a", { files: adapterFiles(0), signal }), { name: "Cancelled" });
+  assert.deepEqual(await client.listAdapters(), []);
 });
 
 test("weights are sent and replace those that are served, and it is told how far that is", async () => {
