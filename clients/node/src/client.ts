@@ -114,10 +114,9 @@ export class QuireClient extends Caller implements AsyncDisposable {
     method: Method<I, O>,
     request: Request<I>,
     options: CallOptions = {},
-    target?: string,
   ): Promise<Response<O>> {
     const message = messageOf(method.input, request, options.priority ?? this.#options.priority);
-    return await this.#connection.unary(method, message, options, target);
+    return await this.#connection.unary(method, message, options);
   }
 
   /** Opens a stream for many concurrent calls. Each costs less, and calls that are sent together are batched. */
@@ -163,8 +162,10 @@ export class QuireClient extends Caller implements AsyncDisposable {
 
   /** Ends a kept execution (`keepMs`), also of another client. Returns whether there was one. */
   async cancelExecution(requestId: string, options: CallOptions = {}): Promise<boolean> {
+    const method = RUNNER.cancelExecution;
+    const request = create(method.input, { requestId });
     // Only the gateway that runs it knows it.
-    const calls = this.#connection.targets.map((target) => this.call(RUNNER.cancelExecution, { requestId }, options, target));
+    const calls = this.#connection.targets.map((target) => this.#connection.unary(method, request, options, target));
     const results = await Promise.allSettled(calls);
     if (results.some((result) => result.status === "fulfilled" && result.value.cancelled)) return true;
     for (const result of results) if (result.status === "rejected") throw result.reason;
