@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -10,10 +11,12 @@ _Result = TypeVar("_Result")
 
 
 async def complete(step: Coroutine[Any, Any, _Result]) -> _Result:
-    """Runs a short step to completion. A cancellation during the step takes effect afterwards."""
+    """Runs a short step to completion. Cancellations during the step take effect afterwards."""
     task = asyncio.ensure_future(step)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait({task})
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
         raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -49,6 +50,8 @@ from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 
 # The group of their entry points.
 EXTENSIONS = "quire.extensions"
+
+UNQUANTISED = "none"
 
 _DEFAULT_LEASE_S = 1800.0
 _Own = TypeVar("_Own", bound="ExtensionSettings")
@@ -86,11 +89,26 @@ class ExtensionSettings:
         return iter(())
 
 
+class ExtensionUnusable(ValueError):
+    """An installed extension that fails, or does not fit another one. The message is for the operator."""
+
+
+def failed_extension(name: str, error: Exception) -> ExtensionUnusable:
+    """What to say of an extension that has raised an error: for its author also where."""
+    points = importlib.metadata.entry_points(group=EXTENSIONS, name=name)
+    packages = " and ".join(point.dist.name for point in points if point.dist is not None)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return ExtensionUnusable(
+        f"the extension {name}, of the package {packages}, failed: {type(error).__name__}: {error}{place}"
+    )
+
+
 @functools.cache
 def installed_extensions() -> Mapping[str, type[ExtensionSettings] | str]:
     """The settings of extensions by their names; or which module an extension lacks.
 
-    It was removed from the installation then, maybe on purpose.
+    It was removed from the installation then, maybe on purpose. Raises ExtensionUnusable.
     """
     found: dict[str, type[ExtensionSettings] | str] = {}
     for point in sorted(importlib.metadata.entry_points(group=EXTENSIONS), key=lambda point: point.name):
@@ -98,6 +116,8 @@ def installed_extensions() -> Mapping[str, type[ExtensionSettings] | str]:
             found[point.name] = point.load()
         except ModuleNotFoundError as error:
             found[point.name] = error.name or ""
+        except Exception as error:
+            raise failed_extension(point.name, error) from error
     return found
 
 
@@ -122,6 +142,12 @@ class Config:
         AUTO,
         "data type of weights and KV cache; auto is the model's, but float32 for float16 on a CPU",
         DTYPES,
+    )
+    quantization: str = setting(
+        UNQUANTISED,
+        "quantise the weights while they are loaded, to a format of GGUF: q8_0 takes 8.5 bits for each, q4_0"
+        " 4.5; none leaves them as they are; for models without experts, on the CPU",
+        (UNQUANTISED, "q8_0", "q4_0"),
     )
     model_backend: str = setting(
         AUTO,
@@ -238,21 +264,14 @@ class Config:
     max_batch_items: int = setting(256, "maximum items in one step of a worker", Range(1, 65_536))
     max_queued_operations: int = setting(
         4096,
-        "maximum operations that wait or run; further calls are refused",
+        "maximum operations that wait or run, and executions that run or are being read; further calls are"
+        " refused; as many finished executions may be stored besides",
         Range(1, 1 << 24),
         group="limits",
-    )
-    max_wait_s: float = setting(
-        300.0,
-        "maximum time in the queue; calls that would wait longer, or have, are refused",
-        Range(0.01, DAY_S),
     )
     max_lease_s: float = setting(float(DAY_S), "longest lease of a cache", Range(1, YEAR_S))
     max_request_bytes: int = setting(16 * MIB, "maximum size of a request", MESSAGE_BYTES)
     max_response_bytes: int = setting(64 * MIB, "maximum size of a response", MESSAGE_BYTES)
-    max_session_calls: int = setting(
-        1024, "maximum unanswered calls of one Session; the server then stops reading from it", COUNT
-    )
     max_caches: int = setting(65_536, "maximum caches in total", Range(1, 1 << 24))
     max_journal_bytes: int = setting(
         256 * MIB,
@@ -262,29 +281,21 @@ class Config:
     max_unread_bytes: int = setting(
         512 * MIB,
         "maximum memory for all answers that are being computed or not yet read; one of more than 4 KiB"
-        " counts three times, as often as it is in memory, and a tenant can use half",
-        MEMORY_BYTES,
-    )
-    max_arriving_bytes: int = setting(
-        256 * MIB,
-        "maximum size of all requests that are slow to arrive, where each counts as max_request_bytes; over"
-        " HTTP also of the bodies of all unanswered requests, half of it per tenant",
+        " counts three times, as often as it is in memory, and a tenant can use half; half as much is for"
+        " requests that are slow to arrive, each of which counts as max_request_bytes, and for HTTP bodies",
         MEMORY_BYTES,
     )
     message_timeout_s: float = setting(
-        30.0, "timeout for a request to arrive, and for the handshake of a new connection", TIMEOUT_S
-    )
-    max_sessions: int = setting(1024, "maximum open Sessions and other request streams", COUNT)
-    max_executions: int = setting(
-        4096,
-        "maximum executions that run or are being read; as many finished ones may be stored besides",
-        COUNT,
+        30.0,
+        "timeout for a request to arrive, for the handshake of a new connection, and for a client to read"
+        " what a Session, Execute or HTTP answers",
+        TIMEOUT_S,
     )
     max_connections: int = setting(
-        4096, "maximum gRPC connections, and as many over HTTP; further ones are closed", COUNT
-    )
-    session_stall_s: float = setting(
-        30.0, "end a Session whose client reads no answer for this time", TIMEOUT_S
+        4096,
+        "maximum gRPC connections, and as many over HTTP; further ones are closed; a quarter as many Sessions"
+        " and other request streams may be open, and requests over HTTP",
+        COUNT,
     )
     drain_grace_s: float = setting(
         30.0, "how long a stopping server waits for calls in flight", GRACE_S, group="stopping"
@@ -350,6 +361,10 @@ class Config:
 
     # Limits that follow from the implementation, and which tests change.
 
+    # How long a call without a deadline may be queued. A caller who waits for less says so by its deadline.
+    max_wait_s: float = 300.0
+    # Unanswered calls of one Session, beyond which the server reads no more from it.
+    max_session_calls: int = 1024
     # Calls in one message of a Session.
     max_calls_per_message: int = 4096
     # Of a batch.
@@ -401,6 +416,21 @@ class Config:
         return min(_DEFAULT_LEASE_S, self.max_lease_s)
 
     @property
+    def max_arriving_bytes(self) -> int:
+        """Of requests that are slow to arrive, and of HTTP bodies: less comes in than goes out."""
+        return self.max_unread_bytes // 2
+
+    @property
+    def max_sessions(self) -> int:
+        """Open request streams, each of which may have a part of a message; and requests over HTTP."""
+        return max(1, self.max_connections // 4)
+
+    @property
+    def max_executions(self) -> int:
+        """Executions that run or are read: each has operations, or has had."""
+        return self.max_queued_operations
+
+    @property
     def worker_slots(self) -> int:
         """How many workers are used, at first."""
         return self.workers or 1
@@ -423,14 +453,17 @@ class Config:
 
 @functools.cache
 def all_settings() -> Mapping[str, Setting]:
-    """Every setting of this installation, by its name. Raises ValueError if two have the same."""
+    """Every setting of this installation, by its name.
+
+    Raises ExtensionUnusable: an extension fails, or two settings have the same name.
+    """
     extensions = installed_extensions().values()
     owners: list[type[Any]] = [Config, *(owner for owner in extensions if not isinstance(owner, str))]
     found: dict[str, Setting] = {}
     for one in (one for owner in owners for one in declared(owner)):
         if one.name in found:
             # One of them would be without effect.
-            raise ValueError(
+            raise ExtensionUnusable(
                 f"{one.owner} declares {one.name}, which is a setting of {found[one.name].owner}"
             )
         found[one.name] = one

@@ -233,12 +233,22 @@ class QueueFull(QuireError, code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
         super().__init__(message, retry_after_s=retry_after_s, limit=limit)
 
 
-class TooManyExecutions(QuireError, code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
+class BudgetFull(QuireError, code="RESOURCE_EXHAUSTED"):
+    """As much of something is held as the server, or the tenant, may have: see `budgets`."""
+
+    # What is held, with places for the limit and for whose it is.
+    message = "{limit}{of_tenant} are held"
+    unit = ""
+
+    def __init__(self, limit: int, *, of_tenant: bool = False) -> None:
+        text = self.message.format(limit=limit, of_tenant=" of the tenant" if of_tenant else "")
+        super().__init__(text, **{f"limit{self.unit}": limit})
+
+
+class TooManyExecutions(BudgetFull, reason="QUEUE_FULL", retry_after_s=1.0):
     """As many executions run as the server, or the tenant, may have."""
 
-    def __init__(self, limit: int, retry_after_s: float, *, of_tenant: bool = False) -> None:
-        message = f"{limit} executions{' of the tenant' if of_tenant else ''} are already running"
-        super().__init__(message, retry_after_s=retry_after_s, limit=limit)
+    message = "{limit} executions{of_tenant} are already running"
 
 
 class Overloaded(QuireError, code="RESOURCE_EXHAUSTED", reason="OVERLOADED"):
@@ -268,27 +278,24 @@ class JournalFull(QuireError, code="RESOURCE_EXHAUSTED", reason="JOURNAL_FULL", 
         super().__init__(message, limit_bytes=limit_bytes)
 
 
-class AnswersFull(QuireError, code="RESOURCE_EXHAUSTED", reason="ANSWERS_FULL", retry_after_s=0.1):
+class AnswersFull(BudgetFull, reason="ANSWERS_FULL", retry_after_s=0.1):
     """Answers that are computed or not yet read leave no memory for this one."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        message = f"answers that are computed or not yet read take {limit_bytes} bytes, the limit"
-        super().__init__(message, limit_bytes=limit_bytes)
+    message = "answers{of_tenant} that are computed or not yet read take {limit} bytes, the limit"
+    unit = "_bytes"
 
 
-class ArrivingFull(QuireError, code="RESOURCE_EXHAUSTED", reason="ARRIVING_FULL", retry_after_s=1.0):
+class ArrivingFull(BudgetFull, reason="ARRIVING_FULL", retry_after_s=1.0):
     """Too many requests are slow to arrive, so the newest are refused; or HTTP bodies take too much."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        message = f"requests that are slow to arrive and HTTP bodies take {limit_bytes} bytes, the limit"
-        super().__init__(message, limit_bytes=limit_bytes)
+    message = "requests{of_tenant} that are slow to arrive and HTTP bodies take {limit} bytes, the limit"
+    unit = "_bytes"
 
 
-class SessionLimit(QuireError, code="RESOURCE_EXHAUSTED", reason="SESSION_LIMIT", retry_after_s=1.0):
+class SessionLimit(BudgetFull, reason="SESSION_LIMIT", retry_after_s=1.0):
     """As many Sessions are open as the server, or the tenant, may have."""
 
-    def __init__(self, limit: int, *, of_tenant: bool = False) -> None:
-        super().__init__(f"{limit} Sessions{' of the tenant' if of_tenant else ''} are open", limit=limit)
+    message = "{limit} Sessions{of_tenant} are open"
 
 
 class SlowConsumer(QuireError, code="RESOURCE_EXHAUSTED", reason="SLOW_CONSUMER"):

@@ -27,8 +27,9 @@ from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.auth.authenticator import Authenticator
 from service.caches.machine import CacheMachine
-from service.config import Config, installed_extensions
+from service.config import Config, ExtensionUnusable, failed_extension, installed_extensions
 from service.dispatcher import Dispatcher, ObserveAppends
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
@@ -36,6 +37,7 @@ from service.pool.supervisor import Supervisor
 from service.runtimes.base import Runtime
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
+from service.settings import ConfigError
 from service.shard import OpenJournal, OpenShard, Shard
 from service.text.text_model import TextModel
 
@@ -54,13 +56,17 @@ OpenHome = Callable[[OpenJournal], Awaitable[OpenShard]]
 Serve = Callable[[], int]
 
 
+# What a gateway takes from one extension.
+_ONLY_ONE = ("launcher", "runtimes", "journal", "open_home")
+
+
 class RuntimeSource(Protocol):
     """What runs whole texts beside this server's workers."""
 
-    def open_router(self, local: Runtime, data_dir: Path | None) -> Router:
+    def open_router(self, local: Runtime, values: StoredValues) -> Router:
         """The router of all runtimes, the given one first. Called once.
 
-        `data_dir`: None: nothing survives.
+        `values`: where it can keep a value under a name that begins with its own, for the next gateway.
         """
 
     async def read_again(self, renewed: str) -> int:
@@ -71,9 +77,13 @@ class RuntimeSource(Protocol):
 
 
 class ServedShard(Protocol):
-    """A shard that this gateway has: a core."""
+    """A shard that this gateway has: a core.
+
+    values: What an extension wants the next gateway to find, under names that begin with the extension's.
+    """
 
     shard: Shard
+    values: StoredValues
     caches: CacheMachine
     versions: ModelVersions
     pool: Supervisor
@@ -146,7 +156,7 @@ class GatewayParts:
 
     def slots(self) -> list[WorkerSlot]:
         """The workers of all shards."""
-        return [slot for shard in self.shards() for slot in shard.versions.all_slots]
+        return [slot for shard in self.shards() for slot in shard.versions.slots]
 
 
 class Extension:
@@ -167,6 +177,8 @@ class Extension:
         port_for: What the port is for, in the log.
     """
 
+    # Of its entry point.
+    name = ""
     calls: Observing | None = None
     appends: ObserveAppends | None = None
     commits: Callable[[float], None] | None = None
@@ -211,29 +223,40 @@ class Extension:
 
 
 def find_server(config: Config) -> Serve | None:
-    """What serves in place of a gateway in this process. Raises ConfigError."""
-    for settings in installed_extensions().values():
+    """What serves in place of a gateway in this process. Raises ConfigError or ExtensionUnusable."""
+    for name, settings in installed_extensions().items():
         if not isinstance(settings, str) and settings.served_by:
-            serve: Serve | None = _function(settings.served_by)(config)
+            serve: Serve | None = _opened(name, settings.served_by, config)
             if serve is not None:
                 return serve
     return None
 
 
 def open_extensions(config: Config) -> list[Extension]:
-    """Those that the settings ask for, by name. Raises ConfigError."""
-    found = []
+    """Those that the settings ask for, by name. Raises ConfigError or ExtensionUnusable."""
+    found: list[Extension] = []
     for name, settings in installed_extensions().items():
         if isinstance(settings, str):
             _log.warning("an extension is missing", extension=name, module=settings)
             continue
-        extension: Extension | None = _function(settings.opened_by)(config)
+        extension: Extension | None = _opened(name, settings.opened_by, config)
         if extension is not None:
+            extension.name = name
             found.append(extension)
+    for part in _ONLY_ONE:
+        names = [one.name for one in found if getattr(one, part) is not None]
+        if len(names) > 1:
+            # Some of them would be without effect.
+            raise ExtensionUnusable(f"only one extension can have the {part}, and {' and '.join(names)} do")
     return found
 
 
-def _function(place: str) -> Callable[[Config], Any]:
-    module, _, name = place.partition(":")
-    function: Callable[[Config], Any] = getattr(importlib.import_module(module), name)
-    return function
+def _opened(name: str, place: str, config: Config) -> Any:
+    """Calls a "module:function". Raises ConfigError or ExtensionUnusable."""
+    module, _, function = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise failed_extension(name, error) from error

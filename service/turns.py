@@ -9,14 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable
-from concurrent.futures import Executor
-from typing import TypeVar
+from collections.abc import AsyncIterator, Hashable
 
 from service.caches.requests import Priority
 from service.fair_queue import FairQueue
-
-_Result = TypeVar("_Result")
 
 
 def share_of(most: int, tenant: Hashable, others: int = 0) -> int:
@@ -40,31 +36,14 @@ class Turns:
     @contextlib.asynccontextmanager
     async def turn(self, tenant: Hashable) -> AsyncIterator[None]:
         """Waits for a turn, which lasts as long as the context."""
-        await self._begin(tenant)
+        await self.begin(tenant)
         try:
             yield
         finally:
-            self._end(tenant)
+            self.end(tenant)
 
-    async def in_thread(self, tenant: Hashable, threads: Executor, work: Callable[[], _Result]) -> _Result:
-        """Waits for a turn and runs `work` in a thread. The turn lasts as long, also if the caller leaves."""
-        await self._begin(tenant)
-        loop = asyncio.get_running_loop()
-
-        def end(_: object) -> None:
-            # The loop may be closed by now.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._end, tenant)
-
-        try:
-            running = threads.submit(work)
-        except BaseException:
-            self._end(tenant)
-            raise
-        running.add_done_callback(end)
-        return await asyncio.wrap_future(running)
-
-    async def _begin(self, tenant: Hashable) -> None:
+    async def begin(self, tenant: Hashable) -> None:
+        """Waits for a turn, which `end` ends: it may last longer than its caller waits."""
         ticket = self._queue.add(tenant, Priority.NORMAL)
         self._give()
         try:
@@ -73,10 +52,11 @@ class Turns:
             if ticket.is_waiting:
                 self._queue.remove(ticket)
             else:
-                self._end(tenant)
+                self.end(tenant)
             raise
 
-    def _end(self, tenant: Hashable) -> None:
+    def end(self, tenant: Hashable) -> None:
+        """Ends a turn."""
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]

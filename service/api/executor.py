@@ -18,12 +18,12 @@ from quire.v1 import executor_pb2 as pb
 from service.adapters.registry import Adapters
 from service.api import validation
 from service.api.append_codec import held_bytes, write_handle
-from service.api.budget import in_memory
 from service.api.calls import CALLS, Call
 from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.auth.authenticator import current_tenant
+from service.budgets import in_memory
 from service.caches.requests import Request
 from service.dispatcher import Dispatcher
 from service.errors import NoWorker, QuireError, bad_page_token
@@ -78,10 +78,10 @@ class ExecutorApi:
             requests = [one for one in checked if not isinstance(one, QuireError)]
         else:
             checked = requests = (call.check(request, limits, timeout_s),)
-        tenant, answers = current_tenant(), self._state.answers
+        tenant, budgets = current_tenant(), self._state.budgets
         if tenant is not None:
-            answers = answers.of(tenant)
-        answers.take_until_done(held_bytes(checked), context)
+            budgets = budgets.of(tenant)
+        budgets.answers.take_until_done(held_bytes(checked), context)
         outcomes = await self._dispatcher.run(requests, tenant)
         response = call.response()
         if call.is_batch:
@@ -137,7 +137,7 @@ class ExecutorApi:
         self._dispatcher.require_lease()
         after = _page_start(request.page_token)
         size = min(request.page_size or validation.DEFAULT_PAGE_SIZE, validation.MAX_PAGE_SIZE)
-        answers = self._state.answers.of(current_tenant())
+        answers = self._state.budgets.of(current_tenant()).answers
         answers.take_until_done(in_memory(size * validation.HANDLE_BYTES), context)
         response = pb.ListCachesResponse()
         last = 0
@@ -160,7 +160,7 @@ class ExecutorApi:
         # An upper estimate: special tokens are always sent, and twice with a template.
         template_bytes = ready.chat_template.ByteSize() * (2 if wants_template else 1)
         size_bytes = in_memory(len(tokenizer_json) + template_bytes)
-        self._state.answers.of(current_tenant()).take_until_done(size_bytes, context)
+        self._state.budgets.of(current_tenant()).answers.take_until_done(size_bytes, context)
         return pb.GetModelInfoResponse(
             model=ready.model,
             tokenizer_json=tokenizer_json,
@@ -212,7 +212,7 @@ class ExecutorApi:
             tasks=len(asyncio.all_tasks()),
             longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
             journal_bytes=caches.ledger.size_bytes,
-            unread_bytes=self._state.answers.used_bytes,
+            unread_bytes=self._state.budgets.answers.used,
             arriving_requests=self._state.receiver.arriving,
             sessions=self._state.receiver.streams,
             connections=self._state.connections.count,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from itertools import takewhile
 from typing import Any
 
@@ -21,12 +20,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from service.auth.authenticator import current_tenant
-from service.caches.tenants import Tenant
+from service.budgets import Budgets
 from service.config import Config
 from service.errors import ArrivingFull, MessageTimeout, QuireError, SessionLimit, malformed_request
 from service.logging import get_logger
 from service.running_clock import RunningClock
-from service.turns import share_of
 
 _log = get_logger(__name__)
 _END = grpc.aio.EOF
@@ -78,14 +76,13 @@ class SlowRequests:
 class RequestReceiver:
     """Owner of the calls whose requests are being read."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, budgets: Budgets) -> None:
         self._slow_requests = SlowRequests(
             config.max_arriving_bytes, config.max_request_bytes, config.message_timeout_s
         )
         # For `asyncio.current_task`: looking up the running loop would cost 0.2 us per call.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._max_streams = config.max_sessions
-        self._streams: Counter[Tenant | None] = Counter()
+        self._budgets = budgets
         # Why tasks were cancelled, until each has handled it.
         self._cancelled: dict[asyncio.Task[Any], QuireError] = {}
 
@@ -97,7 +94,7 @@ class RequestReceiver:
     @property
     def streams(self) -> int:
         """The number of open request streams."""
-        return self._streams.total()
+        return self._budgets.streams.used
 
     async def request(self, _messages: object, context: _Context) -> Any:
         """The message of a call, or the error that it is refused with."""
@@ -126,22 +123,11 @@ class RequestReceiver:
 
     async def stream(self, messages: Any, context: _Context) -> Any:
         """The stream of messages of a call, or the error that it is refused with."""
-        tenant = current_tenant()
-        # Where callers have tenants, none has more than half of what others leave.
-        if self.streams >= self._max_streams:
-            return SessionLimit(self._max_streams)
-        own = self._streams[tenant]
-        share = share_of(self._max_streams, tenant, self.streams - own)
-        if own >= share:
-            return SessionLimit(share, of_tenant=True)
-        self._streams[tenant] += 1
-        context.add_done_callback(lambda _: self._on_done(tenant))  # type: ignore[arg-type]
+        try:
+            self._budgets.of(current_tenant()).streams.take_until_done(1, context)
+        except SessionLimit as error:
+            return error.without_traceback()
         return messages
-
-    def _on_done(self, tenant: Tenant | None) -> None:
-        self._streams[tenant] -= 1
-        if not self._streams[tenant]:
-            del self._streams[tenant]
 
     async def run(self) -> None:
         """Cancels requests that take too long, until cancelled itself."""

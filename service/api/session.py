@@ -24,7 +24,6 @@ from quire.v1 import executor_pb2
 
 from service.api import validation
 from service.api.append_codec import held_bytes
-from service.api.budget import COPIES, SMALL_BYTES, in_memory
 from service.api.calls import CALLS, Call, Outcome, start_weight
 from service.api.other_shards import SessionCalls
 from service.api.parsing import parsed
@@ -32,6 +31,7 @@ from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
+from service.budgets import COPIES, SMALL_BYTES, in_memory
 from service.caches.requests import Request
 from service.config import Config
 from service.dispatcher import Dispatcher, Found
@@ -121,7 +121,7 @@ class Session:
         # The scheduler treats the whole Session as one caller, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
         self._tenant = current_tenant()
-        self._answers = state.answers.of(self._tenant)
+        self._answers = state.budgets.of(self._tenant).answers
         # Stored here because answers are built in the context of the task that delivers the last outcome.
         self._request_id = current_request_id()
         # With the ids of this call, for log lines.
@@ -408,7 +408,7 @@ class Session:
 
         # All that is written is serialized by its own method.
         writing = self._context.write(message)  # type: ignore[arg-type]
-        await write_in_time(writing, self._config.session_stall_s, give_up)
+        await write_in_time(writing, self._config.message_timeout_s, give_up)
         self._adjust_held_bytes(-written_bytes, is_large=is_large)
 
     def _abandon(self) -> None:
@@ -416,7 +416,7 @@ class Session:
         self._reader.cancel()
         self._undo_open_calls()
         self._results.clear()
-        _log.info("a session's client does not read its answers", stall_s=self._config.session_stall_s)
+        _log.info("a session's client does not read its answers", stall_s=self._config.message_timeout_s)
 
     def _next_message(self) -> tuple[executor_pb2.SessionResponse | _Encoded, int, int]:
         """The next message, its size, and the size of its large results."""

@@ -6,12 +6,14 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 
+from service.caches.answers import ForwardDone
 from service.caches.attempts import failure_of
 from service.caches.cache_index import CacheIndex
-from service.caches.effects import ForwardDone, TruncateSequence
-from service.caches.entries import CacheEntry, Change, Operation, touch
+from service.caches.effects import TruncateSequence
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
+from service.caches.placement import touch
 from service.caches.records import CacheCreated, TokensAppended
 from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
@@ -42,6 +44,7 @@ class Appends(BaseKind[Append]):
 
     def _create(self, append: Append, tenant: Tenant) -> CacheEntry:
         if not append.is_scoring:
+            self._parts.index.keyed.require_free(append.request_id, tenant)
             self._parts.admission.require_caches(1)
         tenant.require(caches=1, tokens=len(append.token_ids))
         if not self._parts.workers.were_ready:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
 from service.caches.entries import CacheEntry
+from service.caches.keyed_answers import KeyedAnswers, Kind
 from service.caches.leases import LeaseEnds
 from service.caches.requests import Fork, Handle, Handles, Remembered
 from service.caches.tenants import Tenant
@@ -19,17 +20,13 @@ class CacheIndex:
         # Those that callers know.
         self.by_id: dict[str, CacheEntry] = {}
         self._by_number: dict[int, CacheEntry] = {}
-        self._by_request_id: dict[tuple[Tenant, str], CacheEntry] = {}
-        # Children of forks with a request id, by index.
-        self._forks: dict[tuple[Tenant, str], dict[int, CacheEntry]] = {}
-        # Request ids of forks that are committing.
-        self._forking: set[tuple[Tenant, str]] = set()
+        self.keyed = KeyedAnswers()
+        # The tenant of callers without a name.
+        self.anonymous = self.keyed.anonymous
         # By tenant and order, the oldest first. `_orders`, for binary search, also has some released ones.
         self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
         self._orders: dict[Tenant, list[int]] = {}
         self.leases = LeaseEnds()
-        # The tenant of callers without a name.
-        self.anonymous = Tenant()
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -48,16 +45,18 @@ class CacheIndex:
 
     def created_by(self, request_id: str, tenant: Tenant) -> CacheEntry | None:
         """The cache of a creation, which may still be running."""
-        return self._by_request_id.get((tenant, request_id)) if request_id else None
+        answer = self.keyed.find(request_id, tenant, Kind.CREATION)
+        return None if answer is None else answer.made[0]
 
     def forked_by(self, request: Fork, tenant: Tenant) -> Handles | None:
         """The children if this fork is repeated, otherwise None.
 
         Raises InvalidArgument if the request id belongs to another fork, CacheNotFound if one was released.
         """
-        made = self._forks.get((tenant, request.request_id)) if request.request_id else None
-        if not made:
+        answer = self.keyed.find(request.request_id, tenant, Kind.FORK)
+        if answer is None or not answer.made:
             return None
+        made = answer.made
         if not self._is_of(request, made, tenant):
             raise reused_request_id()
         if len(made) < request.count:
@@ -79,22 +78,10 @@ class CacheIndex:
 
     def children(self, request_id: str, tenant: Tenant) -> list[CacheEntry | None]:
         """The children of a fork, in order. None in the place of released ones."""
-        made = self._forks.get((tenant, request_id), {}) if request_id else {}
+        answer = self.keyed.find(request_id, tenant, Kind.FORK)
+        made = {} if answer is None else answer.made
         keys = [entry.state.fork for entry in made.values()]
-        return [made.get(index) for index in range(keys[0].count)] if keys and keys[0] is not None else []
-
-    def begin_fork(self, request: Fork, tenant: Tenant) -> None:
-        """A fork is committed. Raises InvalidArgument if one with the same request id is committing."""
-        key = (tenant, request.request_id)
-        # It is another fork: forks of the same parents run one after the other.
-        if key in self._forking:
-            raise reused_request_id()
-        if request.request_id:
-            self._forking.add(key)
-
-    def end_fork(self, request: Fork, tenant: Tenant) -> None:
-        """A fork was committed, or could not be written."""
-        self._forking.discard((tenant, request.request_id))
+        return [made.get(index) for index in range(keys[0].count)] if keys else []
 
     def handles(self, after: int = 0, tenant: Tenant | None = None) -> Iterator[tuple[int, Handle]]:
         """The caches of a tenant with their order, oldest first: those with an order above `after`."""
@@ -118,20 +105,15 @@ class CacheIndex:
         """`made_by`, with copies of their tokens."""
         return [None if entry is None else _remembered(entry) for entry in self.made_by(request_id, tenant)]
 
-    def creation_of(self, request_id: str, tenant: Tenant | None = None) -> tuple[int, int] | None:
-        """The weights and the adapter of the cache that a request with this id makes or has made."""
+    def adapter_of_creation(self, request_id: str, tenant: Tenant | None = None) -> int | None:
+        """The adapter of the cache that a request with this id makes or has made. None: none did."""
         entry = self.created_by(request_id, tenant or self.anonymous)
-        return None if entry is None else (entry.state.weights, entry.state.adapter)
-
-    def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
-        """The weights of a cache. None: there is no such cache."""
-        entry = self.find(cache_id, tenant or self.anonymous)
-        return None if entry is None else entry.state.weights
+        return None if entry is None else entry.state.adapter
 
     def begin(self, entry: CacheEntry) -> None:
         """A cache is being created: repetitions of the request find it from now on."""
         if entry.state.request_id:
-            self._by_request_id[entry.tenant, entry.state.request_id] = entry
+            self.keyed.add(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
 
     def add(self, entry: CacheEntry, order: int) -> None:
         """A cache was created: callers can use its id. `order` is the highest so far."""
@@ -144,7 +126,7 @@ class CacheIndex:
         self._orders.setdefault(entry.tenant, []).append(order)
         fork = entry.state.fork
         if fork is not None:
-            self._forks.setdefault((entry.tenant, fork.request_id), {})[fork.index] = entry
+            self.keyed.add(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
 
     def remove(self, entry: CacheEntry) -> None:
         """A cache was released, or its creation failed."""
@@ -158,15 +140,10 @@ class CacheIndex:
                 del self._by_order[entry.tenant], self._orders[entry.tenant]
             elif len(self._orders[entry.tenant]) > 2 * len(entries):
                 self._orders[entry.tenant] = list(entries)
-        key = (entry.tenant, entry.state.request_id)
-        if self._by_request_id.get(key) is entry:
-            del self._by_request_id[key]
+        self.keyed.remove(entry.state.request_id, entry.tenant, Kind.CREATION, entry)
         fork = entry.state.fork
         if fork is not None:
-            made = self._forks[entry.tenant, fork.request_id]
-            del made[fork.index]
-            if not made:
-                del self._forks[entry.tenant, fork.request_id]
+            self.keyed.remove(fork.request_id, entry.tenant, Kind.FORK, entry, index=fork.index)
 
 
 def _remembered(entry: CacheEntry) -> Remembered:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from service.caches.effects import ForkSequence
 from service.caches.entries import CacheEntry, Change, Operation
+from service.caches.keyed_answers import Kind
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES
 from service.caches.records import CacheForked, CacheReleased, Child, Record
@@ -57,7 +58,8 @@ class Forks(BaseKind[Fork]):
             tokens += source.count * entry.length
         self._parts.admission.require_caches(count)
         self._parts.admission.reserve(operation, tokens, count)
-        self._parts.index.begin_fork(request, tenant)
+        # One that is being made is another fork: forks of the same parents run one after the other.
+        self._parts.index.keyed.begin(request.request_id, tenant, Kind.FORK)
         records: list[Record] = list(self._forked(request, entries))
         records += (CacheReleased(entry.number) for entry in self._released(request, tenant))
         return records
@@ -87,13 +89,13 @@ class Forks(BaseKind[Fork]):
     def _children_of(self, operation: Operation) -> Handles:
         request = operation.request
         assert isinstance(request, Fork)
-        self._parts.index.end_fork(request, operation.entry.tenant)
+        self._parts.index.keyed.end(request.request_id, operation.entry.tenant, Kind.FORK)
         self._parts.admission.end_reservation(operation)
         children = [child for record in self._made_by(operation) for child in self._born_of(record)]
         return Handles(tuple(child.handle for child in children))
 
     def write_failed(self, operation: Operation, request: Fork) -> None:
-        self._parts.index.end_fork(request, operation.entry.tenant)
+        self._parts.index.keyed.end(request.request_id, operation.entry.tenant, Kind.FORK)
 
     def cache_released(self, operation: Operation, request: Fork, entry: CacheEntry) -> Result | QuireError:
         try:

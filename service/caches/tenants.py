@@ -1,17 +1,16 @@
 """Tenants and their quotas. Pure: no clock, no I/O.
 
-The state machine counts what a tenant holds and enforces its quota. It does not see calls to providers, which
-`remote_call` counts, nor the preparation of requests, which `prepare` counts. The authenticator finds the
-tenant of a call.
+The state machine counts what a tenant holds and enforces its quota. What it does not see, calls to providers
+and the preparation of requests, is counted by `Unseen`. The authenticator finds the tenant of a call.
+
+Not here: the limits of the server, of which a tenant has a share (`budgets.py`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from service.errors import QuotaExceeded
 from service.token_bucket import TokenBucket
@@ -46,7 +45,7 @@ def adapter_digest(salt: bytes) -> str:
     return "" if found is None else found[1].decode()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Tenant:
     """One tenant. There is one object for each, compared by `is`."""
 
@@ -97,23 +96,13 @@ class Tenant:
         if self.quota.max_per_s is not None:
             self._spend(self.quota.max_per_s, now_s, 1)
 
-    def prepare(self, requests: int, now_s: float) -> Preparation:
-        """Admits the preparation of requests, before its work is done. Its end calls `end`.
+    def admit_unseen(self, now_s: float, requests: int = 1) -> Unseen:
+        """Admits requests of which the state machine does not see the work, before it is done. See `Unseen`.
 
         More than a second's worth are admitted at once, if none were before. Raises as `admit`.
         """
         self.admit(now_s, requests)
-        return Preparation(self, requests)
-
-    @contextmanager
-    def remote_call(self, now_s: float) -> Iterator[None]:
-        """Around a call of a provider, with its wait: it is one more request. Raises as `admit`."""
-        self.admit(now_s)
-        self.unseen += 1
-        try:
-            yield
-        finally:
-            self.unseen -= 1
+        return Unseen(self, requests)
 
     def require(self, *, caches: int = 0, tokens: int = 0) -> None:
         """Raises QuotaExceeded if it would hold too much. Only a release helps: there is no retry delay."""
@@ -140,10 +129,11 @@ class Tenant:
         self._rate.take(requests, now_s)
 
 
-class Preparation:
-    """Requests that are being prepared: one in flight, and each counts in the rate until it is made itself.
+class Unseen:
+    """What the state machine does not see: a call to a provider with its wait, or requests that are prepared.
 
-    So one whose preparation fails has counted, too.
+    Until the context ends, or `end`, it is one request in flight. Each of `requests` counts in the rate until
+    it is made itself, so one whose preparation fails has counted, too.
     """
 
     def __init__(self, tenant: Tenant, requests: int) -> None:
@@ -160,6 +150,12 @@ class Preparation:
         self._tenant.give_back(requests, now_s)
 
     def end(self) -> None:
-        """Nothing is prepared any more. Idempotent."""
+        """The work is done. Idempotent."""
         self._tenant.unseen -= not self._is_over
         self._is_over = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()

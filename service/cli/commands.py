@@ -9,7 +9,9 @@ import argparse
 import math
 from typing import TYPE_CHECKING, TypeAlias
 
+from service.config import ExtensionUnusable
 from service.config_sources import add_flags
+from service.printable import escaped
 from service.setting_rules import MAX_PORT, are_addresses
 
 if TYPE_CHECKING:
@@ -31,7 +33,10 @@ def add_serve(commands: Commands) -> None:
     serve.set_defaults(run="service.cli.serve:run")
     check = "say what is given and why a start would fail, with exit status 2, and start nothing"
     serve.add_argument("--check", action="store_true", help=check)
-    add_flags(serve)
+    try:
+        add_flags(serve)
+    except ExtensionUnusable as error:
+        serve.exit(2, f"quire: {escaped(str(error))}\n")
 
 
 def add_journal(commands: Commands) -> None:

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 from quire.v1 import runner_pb2
 
-from service.api.budget import AnswerBudget
 from service.api.status import to_status
+from service.budgets import Budget
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, QuireError, ResumedElsewhere
 from service.logging import get_logger
@@ -52,14 +52,14 @@ class Execution:
         samples: Sequence[SampleKey],
         keep_s: float,
         on_state: Callable[[Execution], None],
-        unread: AnswerBudget,
+        unread: Budget,
         read: ReplayBudget,
         tenant: Tenant | None = None,
     ) -> None:
         """`samples`: all that must end. `on_state` is called after each change of `state`.
 
         The budgets are shared by several executions: one counts unread chunks, those that are being sent
-        included, one those kept after reading.
+        included, and is the tenant's share; one counts those kept after reading.
         """
         # The runtime is final when the first chunk is there.
         self.started = runner_pb2.ExecutionStarted(request_id=request_id)
@@ -68,8 +68,8 @@ class Execution:
         self.state = State.RUNNING
         # Unfinished samples, and the end position of each one's last chunk.
         self._unfinished = dict.fromkeys(samples, 0)
-        self._buffer = ReplayBuffer(unread.of(tenant), read, keeps=keep_s > 0, tenant=tenant)
-        self._unread_budget = unread.of(tenant)
+        self._buffer = ReplayBuffer(unread, read, keeps=keep_s > 0, tenant=tenant)
+        self._unread_budget = unread
         # Whether a sample ended without an error. Otherwise there is nothing to resume for.
         self._is_worth_keeping = False
         self._changed = asyncio.Event()

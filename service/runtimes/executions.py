@@ -9,27 +9,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from quire.v1 import runner_pb2
 
 from service.api import validation
 from service.api.append_codec import PRIORITIES
-from service.api.budget import AnswerBudget
 from service.api.server_state import ServerState
+from service.caches.keyed_answers import KeyedAnswers, Kind
 from service.caches.tenants import Tenant
-from service.errors import Draining, ExecutionLost, InvalidArgument, TooManyExecutions, reused_request_id
+from service.errors import Draining, ExecutionLost, InvalidArgument, reused_request_id
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution, State
 from service.runtimes.items import check_cost, check_ids, num_samples
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router
-from service.turns import share_of
 
 _POLICIES = frozenset(runner_pb2.RoutingPolicy.values())
-# The retry delay for a client that is refused because there are too many.
-_RETRY_S = 1.0
-_Key: TypeAlias = tuple[Tenant | None, str]
 
 
 class Executions:
@@ -38,17 +33,16 @@ class Executions:
     `max_executions` may be running, and as many be finished unread.
     """
 
-    def __init__(self, router: Router, state: ServerState) -> None:
+    def __init__(self, router: Router, state: ServerState, keyed: KeyedAnswers) -> None:
         self._router = router
         self._state = state
         # All that are not closed, by state, with their tenants. Those that entered it first come first.
         self._open: dict[State, dict[Execution, Tenant | None]]
         self._open = {State.RUNNING: {}, State.FINISHED_UNREAD: {}}
-        # For all kept executions: their unread chunks, and chunks kept after reading.
-        half_bytes = state.config.max_unread_bytes // 2
-        self._unread, self._read = AnswerBudget(half_bytes), ReplayBudget(half_bytes)
-        # Executions that can be resumed, with the digest of their request.
-        self._kept: dict[_Key, tuple[bytes, Execution]] = {}
+        # For chunks of all kept executions that stay after they were read.
+        self._read = ReplayBudget(state.config.max_unread_bytes // 2)
+        # Also of those that can be resumed.
+        self._keyed = keyed
         self._draining = False
 
     def open(
@@ -77,11 +71,10 @@ class Executions:
         if not request_id:
             raise InvalidArgument("BAD_REQUEST_ID", "request_id", "it is needed")
         validation.check_request_id(request_id)
-        _, execution = self._kept.get((tenant, request_id), (None, None))
-        if execution is None:
-            return False
-        execution.cancel()
-        return True
+        kept = self._keyed.find(request_id, tenant, Kind.EXECUTION)
+        if kept is not None:
+            kept.made[0].cancel()
+        return kept is not None
 
     def check_items(self, items: Sequence[runner_pb2.ExecuteItem]) -> None:
         """Raises InvalidArgument: two items have one id, or there are too many samples."""
@@ -105,19 +98,6 @@ class Executions:
         """Ends all executions. The next server can resume kept ones."""
         for execution in [execution for group in self._open.values() for execution in group]:
             execution.end()
-
-    def _check_number(self, tenant: Tenant | None) -> None:
-        """Raises TooManyExecutions if a tenant may not start another one, nor read one that has finished.
-
-        Where callers have tokens, no tenant gets more than half of what others leave.
-        """
-        most, running = self._state.config.max_executions, self._open[State.RUNNING]
-        if len(running) >= most:
-            raise TooManyExecutions(most, _RETRY_S)
-        own = list(running.values()).count(tenant)
-        share = share_of(most, tenant, len(running) - own)
-        if tenant is not None and own >= share:
-            raise TooManyExecutions(share, _RETRY_S, of_tenant=True)
 
     def _cancel_an_unread_one(self, ended: Tenant | None) -> None:
         """If too many are finished unread: the oldest one of the tenant with the most.
@@ -146,17 +126,17 @@ class Executions:
 
     def _find(self, request: runner_pb2.ExecuteRequest, tenant: Tenant | None) -> Execution | None:
         """The kept execution with this request id. Raises InvalidArgument if its request was another."""
-        found = self._kept.get((tenant, request.request_id)) if request.request_id else None
-        if found is None:
+        kept = self._keyed.find(request.request_id, tenant, Kind.EXECUTION)
+        if kept is None:
             return None
-        digest, execution = found
         if tenant is not None:
             tenant.admit_reader(time.monotonic())
-        if digest != _digest(request):
+        if kept.digest != _digest(request):
             raise reused_request_id()
+        execution: Execution = kept.made[0]
         if execution.state is State.FINISHED_UNREAD:
             # It is about to be read, and then takes a place like one that runs.
-            self._check_number(tenant)
+            self._state.budgets.of(tenant).executions.require()
         execution.started.resumed = True
         return execution
 
@@ -165,28 +145,29 @@ class Executions:
     ) -> Execution:
         if self._draining:
             raise Draining
-        self._check_number(tenant)
+        budgets = self._state.budgets.of(tenant)
+        budgets.executions.require()
         keep_s = 0.0
         if request.HasField("keep"):
             keep_s = min(validation.lease_seconds(request.keep), self._state.config.max_lease_s)
+            self._keyed.require_free(request.request_id, tenant)
         request_id = request.request_id or secrets.token_hex(16)
-        key = tenant, request_id
         resumed = self._resumed_items(request, keep_s)
         now_s = time.monotonic()
-        preparation = None if tenant is None else tenant.prepare(len(request.items), now_s)
+        preparation = None if tenant is None else tenant.admit_unseen(now_s, len(request.items))
         samples = [(item.item_id, sample) for item in request.items for sample in range(num_samples(item))]
         execution = Execution(
             request_id,
             samples,
             keep_s,
-            lambda changed: self._on_state(key, changed),
-            self._unread if keep_s else self._state.answers,
+            lambda changed: self._on_state(tenant, changed),
+            budgets.chunks if keep_s else budgets.answers,
             self._read,
             tenant,
         )
-        self._on_state(key, execution)
+        self._on_state(tenant, execution)
         if keep_s:
-            self._kept[key] = _digest(request), execution
+            self._keyed.add(request_id, tenant, Kind.EXECUTION, execution, digest=_digest(request))
         batch = Batch(
             key=request_id,
             tenant=tenant,
@@ -223,18 +204,21 @@ class Executions:
         is_same_again = not resumed or self._state.first_ready.executor.batch_invariant
         return frozenset() if is_only_local and is_same_again else resumed
 
-    def _on_state(self, key: _Key, execution: Execution) -> None:
-        tenant, _ = key
-        for group in self._open.values():
-            group.pop(execution, None)
+    def _on_state(self, tenant: Tenant | None, execution: Execution) -> None:
+        executions = self._state.budgets.of(tenant).executions
+        for state, group in self._open.items():
+            if execution in group:
+                del group[execution]
+                if state is State.RUNNING:
+                    executions.give_back()
         if execution.state is not State.CLOSED:
             self._open[execution.state][execution] = tenant
+            if execution.state is State.RUNNING:
+                executions.take()
             if execution.state is State.FINISHED_UNREAD:
                 self._cancel_an_unread_one(tenant)
             return
-        kept = self._kept.get(key)
-        if kept is not None and kept[1] is execution:
-            del self._kept[key]
+        self._keyed.remove(execution.started.request_id, tenant, Kind.EXECUTION, execution)
 
 
 def _check_progress(request: runner_pb2.ExecuteRequest) -> None:

@@ -51,6 +51,7 @@ from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
 from service.text.constraints import Matcher
+from service.text.task_process import TaskFailed, TaskProcess
 
 _log = get_logger(__name__)
 # Samples that take a step before other tasks run. Takes one or two milliseconds.
@@ -364,12 +365,12 @@ class LocalRun:
             error = DeadlinePassed(has_begun=sample.has_begun)
         self._chunks.append(sample.fail(to_status(error.without_traceback(), self._request_id)))
 
-    # Masks are computed in a thread: other samples do not wait for them.
+    # Masks are computed in a process: other samples do not wait for them.
 
     async def _compute_masks(self, batch: Sequence[tuple[Matcher, _Future]]) -> None:
         while batch:
-            # All items of a batch are for one model and one tenant, so all matchers have the same threads.
-            masks = await batch[0][0].in_thread(functools.partial(_masks, batch))
+            # All items of a batch are for one model and one tenant, so all matchers have the same process.
+            masks = await batch[0][0].in_turn(functools.partial(_masks, batch))
             if not masks:
                 # The run has ended meanwhile.
                 return
@@ -383,8 +384,8 @@ def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:
     return array("I", token_ids[:shorter]) == array("I", prompt[:shorter])
 
 
-def _masks(batch: Sequence[tuple[Matcher, _Future]]) -> list[bytes | QuireError]:
-    """The allowed next tokens of the first samples, at least one, unless the run has ended. Runs in a thread.
+async def _masks(batch: Sequence[tuple[Matcher, _Future]], process: TaskProcess) -> list[bytes | QuireError]:
+    """The allowed next tokens of the first samples, at least one, unless the run has ended.
 
     Of so many as are computed within a turn: others wait for theirs.
     """
@@ -394,11 +395,14 @@ def _masks(batch: Sequence[tuple[Matcher, _Future]]) -> list[bytes | QuireError]
         if future.cancelled() or (masks and time.monotonic() >= until_s):
             break
         try:
-            masks.append(matcher.allowed())
+            masks.append(await matcher.allowed(process))
         except QuireError as error:
             masks.append(error.without_traceback())
-        except BaseException:
-            # A bug of ours or of the library. In a thread every exception must become an answer.
+        except TaskFailed:
+            # Another process should try; what is computed is not computed again.
+            raise
+        except Exception:
+            # A bug of ours. Every exception must become an answer.
             _log.exception("a mask could not be made")
             masks.append(InternalError())
     return masks

@@ -108,12 +108,12 @@ class ItemPreparer:
             )
         prompt = await self._prompt(item, limits)
         stop_ids = await self._stop_ids(item)
-        end_ids = self._end_ids(item) | stop_ids.keys()
+        end_ids = self._end_ids(item).union(stop_ids)
         new_matcher = await self._matcher(item, end_ids)
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
-            first_mask = await matcher.in_thread(matcher.allowed)
+            first_mask = await matcher.in_turn(matcher.allowed)
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.
             raise WeightsChanged(can_be_repeated=True)

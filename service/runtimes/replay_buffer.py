@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from quire.v1 import runner_pb2
 
-from service.api.budget import COPIES, AnswerBudget
+from service.budgets import COPIES, Budget
 from service.caches.tenants import Tenant
 from service.errors import ExecutionLost
 from service.runtimes.base import SampleKey
@@ -60,7 +60,7 @@ class ReplayBuffer:
     """Owner of an execution's chunks. The budgets are shared by several buffers."""
 
     def __init__(
-        self, unread: AnswerBudget, read: ReplayBudget, *, keeps: bool, tenant: Tenant | None = None
+        self, unread: Budget, read: ReplayBudget, *, keeps: bool, tenant: Tenant | None = None
     ) -> None:
         """`keeps`: chunks stay after they were read, for a reader that resumes.
 

@@ -13,17 +13,11 @@ from typing import Any
 from quire.v1 import types_pb2
 
 from service.printable import escaped
-from service.text.task_process import ProcessLimits, TaskFailed, TaskPool, TaskProcess
+from service.text import tasks
+from service.text.task_pool import TaskPool
+from service.text.task_process import TaskFailed, TaskProcess
 
 DEFAULT = "default"
-MAX_PROCESSES = 2
-MAX_TASKS = 1000
-IDLE_S = 60.0
-MAX_CPU_S = 5.0
-MAX_OUTPUT_CHARACTERS = 16 << 20
-MAX_MEMORY_BYTES = 1 << 30
-# In UTF-8.
-_MAX_CHARACTER_BYTES = 4
 _MAX_REASON_CHARACTERS = 300
 _SUBJECT = "the model's chat template"
 
@@ -40,7 +34,7 @@ class ChatTemplates:
     """Owns the processes. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._pool = TaskPool(_new_process, MAX_PROCESSES, MAX_TASKS)
+        self._pool = TaskPool(tasks.RENDER)
 
     async def render(
         self,
@@ -72,7 +66,7 @@ class ChatTemplates:
         task = {
             "source": template.sources[name],
             "variables": variables,
-            "max_characters": MAX_OUTPUT_CHARACTERS,
+            "max_characters": tasks.MAX_PROMPT_CHARACTERS,
         }
         data = json.dumps(task).encode()
         try:
@@ -85,20 +79,14 @@ class ChatTemplates:
         self._pool.close()
 
 
-def _new_process() -> TaskProcess:
-    max_result_bytes = _MAX_CHARACTER_BYTES * MAX_OUTPUT_CHARACTERS + 4096
-    limits = ProcessLimits(MAX_CPU_S, MAX_MEMORY_BYTES, max_result_bytes, idle_s=IDLE_S)
-    return TaskProcess("service.text.template_process", limits)
-
-
-def _render(process: TaskProcess, task: bytes) -> str:
-    """The text that the process writes. Blocks. Raises TemplateError, TemplateRaised or TaskFailed."""
-    kind, _, data = process.run(task).partition(b"\n")
+async def _render(process: TaskProcess, task: bytes) -> str:
+    """The text that the process writes. Raises TemplateError, TemplateRaised or TaskFailed."""
+    kind, _, data = (await process.run(task)).partition(b"\n")
     text = data.decode(errors="replace")
     if kind == b"text":
         return text
     reason = f"{_SUBJECT} failed: {escaped(text)[:_MAX_REASON_CHARACTERS]}"
     if kind == b"last error":
-        process.close()
+        process.kill()
         raise TemplateError(reason)
     raise TemplateRaised(reason)

@@ -5,8 +5,7 @@ new grammars, and another computes masks of those that passed, so a slow check d
 run. After a crash a new process gets what the old one knew: a sample is defined by its grammar and its
 tokens. A grammar that ends the process is refused.
 
-This side blocks, so it is called in threads, of which each process has its own. A check that has begun runs
-to its end, even if its caller leaves, and its result is kept for all callers.
+A check that has begun runs to its end, even if its caller leaves, and its result is kept for all callers.
 """
 
 from __future__ import annotations
@@ -15,25 +14,18 @@ import functools
 import hashlib
 import itertools
 import json
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from service.errors import Draining, InvalidArgument, QuireError
+from service.errors import InvalidArgument, QuireError
 from service.printable import escaped
-from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
-from service.turns import Turns
+from service.text import tasks
+from service.text.task_pool import TaskPool
+from service.text.task_process import TaskFailed, TaskProcess
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_RESULTS = 256
-# Of a compilation or a mask: both usually take some milliseconds.
-MAX_CPU_S = 2.0
-# A vocabulary of 150,000 tokens takes some 150 MiB of it.
-MAX_MEMORY_BYTES = 1 << 30
-IDLE_S = 300.0
-_MAX_RESULT_BYTES = 16 << 20
 _MAX_REASON_CHARACTERS = 300
 _sample_numbers = itertools.count()
 _Result = TypeVar("_Result")
@@ -52,7 +44,7 @@ class Grammar:
 
 
 class Constraints:
-    """The constraints of one tokenizer. Used from one event loop; its matchers in any thread."""
+    """The constraints of one tokenizer. Used from one event loop, as are its matchers."""
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int]) -> None:
         """`tokens`: the bytes of each; empty: no text. Special ones have the names that grammars use."""
@@ -61,11 +53,9 @@ class Constraints:
         texts = [token.decode("latin-1") for token in tokens]
         vocabulary = {"method": "set_vocabulary", "special_ids": special_ids, "tokens": texts}
         setup_task = json.dumps(vocabulary).encode()
-        self._checks, self.masks = GrammarProcess(setup_task), GrammarProcess(setup_task)
-        # Each process runs one task at a time.
-        self._check_threads, self._check_turns = ThreadPoolExecutor(1, "check"), Turns(1)
-        self._mask_threads, self._mask_turns = ThreadPoolExecutor(1, "mask"), Turns(1)
-        # By digest why a grammar is refused, or nothing; the oldest first. Only the check's thread writes.
+        self._checks = TaskPool(tasks.COMPILE, setup_task)
+        self.masks = TaskPool(tasks.MASK, setup_task)
+        # By digest why a grammar is refused, or nothing; the oldest first.
         self._results: dict[bytes, str] = {}
 
     async def matcher_factory(
@@ -83,41 +73,23 @@ class Constraints:
         grammar, digest = Grammar(kind, text), hashlib.sha256(f"{kind}\n{text}".encode()).digest()
         reason = self._results.get(digest)
         if reason is None:
-            if self._checks.is_closed:
-                raise Draining
             check = functools.partial(self._check, grammar, digest)
-            reason = await self._in_thread(self._check_turns, self._check_threads, tenant, check)
+            reason = await self._checks.run(check, tenant)
         if reason:
             raise _bad_constraint(kind, reason)
         return lambda: Matcher(self, grammar, end_ids, vocab_size, tenant)
-
-    async def mask_in_thread(self, tenant: str, work: Callable[[], _Result]) -> _Result:
-        """Runs `work`, which computes masks, in a thread. Tenants take turns. Raises Draining once closed."""
-        return await self._in_thread(self._mask_turns, self._mask_threads, tenant, work)
-
-    async def _in_thread(
-        self, turns: Turns, threads: Executor, tenant: str, work: Callable[[], _Result]
-    ) -> _Result:
-        try:
-            return await turns.in_thread(tenant, threads, work)
-        except RuntimeError:
-            if self._checks.is_closed:
-                raise Draining from None
-            raise
 
     def close(self) -> None:
         """Ends the processes. Running and waiting checks and masks fail with Draining. Idempotent."""
         self._checks.close()
         self.masks.close()
-        self._check_threads.shutdown(wait=False)
-        self._mask_threads.shutdown(wait=False)
 
-    def _check(self, grammar: Grammar, digest: bytes) -> str:
-        """Why a grammar is refused; empty: it is not. Raises Draining."""
+    async def _check(self, grammar: Grammar, digest: bytes, process: TaskProcess) -> str:
+        """Why a grammar is refused; empty: it is not. Raises TaskFailed if the process should try again."""
         reason = self._results.get(digest)
         if reason is None:
             try:
-                self._checks.run({"method": "compile", **asdict(grammar)})
+                await _run(process, {"method": "compile", **asdict(grammar)})
                 reason = ""
             except ConstraintFailed as error:
                 reason = _sanitized(error)
@@ -152,9 +124,12 @@ class Matcher:
         # Whether no further token may follow. Known after `allowed`; False after `take` until then.
         self.is_complete = False
 
-    async def in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """Runs `work`, which calls `allowed` of matchers of this kind, when it is the tenant's turn."""
-        return await self._constraints.mask_in_thread(self._tenant, work)
+    async def in_turn(self, work: Callable[[TaskProcess], Coroutine[Any, Any, _Result]]) -> _Result:
+        """Calls `work`, which awaits `allowed` of matchers of this kind, when it is the tenant's turn.
+
+        Perhaps again with another process. Raises what `work` raises; Draining if the server is stopping.
+        """
+        return await self._constraints.masks.run(work, self._tenant)
 
     def take(self, token_id: int) -> None:
         """Appends the chosen token. Does not block. Raises ValueError if the last mask does not allow it."""
@@ -164,32 +139,28 @@ class Matcher:
         self._mask, self.is_complete = None, False
         self._token_ids.append(token_id)
 
-    def allowed(self) -> bytes:
-        """Which tokens may follow, as TokenMask.packed. Blocks; may be called in any thread.
+    async def allowed(self, process: TaskProcess) -> bytes:
+        """Which tokens may follow, as TokenMask.packed. `process`: of `in_turn`.
 
         No bit is set if no token may follow and there is no end token. Raises InvalidArgument if the
-        constraint cannot be applied any further; Draining if the server is stopping.
+        constraint cannot be applied any further; TaskFailed if another process should try.
         """
         if self._mask is None:
             try:
-                self._mask = self._compute_mask()
+                self._mask = await self._compute_mask(process)
             except ConstraintFailed as error:
                 raise _bad_constraint(self._grammar.kind, _sanitized(error)) from None
         return self._mask
 
-    def _compute_mask(self) -> bytes:
-        """Also sets `is_complete`. Raises ConstraintFailed or Draining."""
-        process = self._constraints.masks
-        result, bits = process.run(self._request())
+    async def _compute_mask(self, process: TaskProcess) -> bytes:
+        """Also sets `is_complete`. Raises ConstraintFailed, or TaskFailed if another process should try."""
+        result, bits = await _run(process, self._request())
         if "is_missing" in result:
             self._num_known = 0
-            result, bits = process.run(self._request())
+            result, bits = await _run(process, self._request())
         self._num_known = len(self._token_ids)
-        # As masks: bit n is token n. Without the token that the library appends for the end of a text. Not
-        # kept: for each of many samples they are as large as its mask.
-        tokens = (1 << min(self._constraints.num_tokens, self._vocab_size)) - 1
-        ends = sum(1 << end_id for end_id in self._end_ids if end_id < self._vocab_size)
-        allowed = int.from_bytes(bits, "little") & tokens & ~ends
+        others, ends = _token_bits(self._constraints.num_tokens, self._end_ids, self._vocab_size)
+        allowed = int.from_bytes(bits, "little") & others
         self.is_complete = not allowed
         if result["may_end"]:
             allowed |= ends
@@ -207,48 +178,33 @@ class Matcher:
         return {"method": "mask", **grammar, **sample}
 
 
-class GrammarProcess:
-    """Owns the process, which the first task starts. Thread-safe: runs one task at a time."""
+@functools.lru_cache(maxsize=16)
+def _token_bits(num_tokens: int, end_ids: frozenset[int], vocab_size: int) -> tuple[int, int]:
+    """Masks of the tokens that do not end a text, and of those that do; bit n is token n.
 
-    def __init__(self, setup_task: bytes) -> None:
-        self._setup_task = setup_task
-        self._process = self._new_process()
-        self._lock = threading.Lock()
-        self.is_closed = False
+    Without the token that the library appends for the end of a text. Kept, since each is as large as a mask.
+    """
+    tokens = (1 << min(num_tokens, vocab_size)) - 1
+    ends = sum(1 << end_id for end_id in end_ids if end_id < vocab_size)
+    return tokens & ~ends, ends
 
-    def run(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], bytes]:
-        """The result of a task, and the bytes after it. Blocks.
 
-        Retries if something other than this task ended the process. Raises ConstraintFailed, or Draining once
-        this is closed.
-        """
-        output, task = None, json.dumps(request).encode()
-        with self._lock:
-            while output is None:
-                if self.is_closed:
-                    raise Draining
-                try:
-                    output = self._process.run(task)
-                except TaskFailed as error:
-                    self._process = self._new_process()
-                    if error.is_task_fault and not self.is_closed:
-                        raise ConstraintFailed(f"it {error}") from None
-        line, _, mask = output.partition(b"\n")
-        result = json.loads(line)
-        if "error" in result:
-            raise ConstraintFailed(result["error"])
-        return result, mask
+async def _run(process: TaskProcess, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], bytes]:
+    """The result of a task, and the bytes after it.
 
-    def close(self) -> None:
-        """Ends the process; a running task fails. Idempotent."""
-        self.is_closed = True
-        self._process.kill()
-        with self._lock:
-            self._process.close()
-
-    def _new_process(self) -> TaskProcess:
-        limits = ProcessLimits(MAX_CPU_S, MAX_MEMORY_BYTES, _MAX_RESULT_BYTES, idle_s=IDLE_S)
-        return TaskProcess("service.text.grammar_process", limits, self._setup_task)
+    Raises ConstraintFailed, or TaskFailed if something other than this task ended the process.
+    """
+    try:
+        output = await process.run(json.dumps(request).encode())
+    except TaskFailed as error:
+        if error.is_task_fault:
+            raise ConstraintFailed(f"it {error}") from None
+        raise
+    line, _, mask = output.partition(b"\n")
+    result = json.loads(line)
+    if "error" in result:
+        raise ConstraintFailed(result["error"])
+    return result, mask
 
 
 def _bad_constraint(kind: str, reason: str) -> QuireError:

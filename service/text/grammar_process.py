@@ -12,12 +12,12 @@ import json
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from service.text import task_loop
 from service.text.grammar_vocabulary import LIMITS, NO_FORCING, Vocabulary
 from service.text.json_schema import has_rare_escapes, prepared
 from service.text.schema_patterns import SchemaError, check_backslash
@@ -25,6 +25,9 @@ from service.text.schema_values import Schema, Validator
 
 _MAX_GRAMMARS = 64
 _MAX_MATCHERS = 1024
+# Of a schema. The library parses some 120; to see whether it is a schema takes a time that grows with the
+# square of them.
+_MAX_LEVELS = 200
 # Whitespace between the parts of a JSON value. Limited, or a model could write whitespace for ever.
 _JSON_WHITESPACE = r"(\x20|\n[\x20\t]{0,20})?"
 # One space may come first: a prompt may end before the space of its next word.
@@ -161,11 +164,23 @@ def _parsed(text: str) -> Schema:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a JSON Schema is an object")
+    if _is_deep(schema):
+        raise GrammarError("it is nested too deeply")
     dialect = schema.get("$schema")
     if isinstance(dialect, str) and dialect.startswith("https://json-schema.org/draft-0"):
         # The names of older drafts begin with http, which is easily missed.
         schema["$schema"] = dialect.replace("https", "http", 1)
     return schema
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_LEVELS):
+        compounds = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [inner for each in compounds for inner in each if isinstance(inner, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _schema_grammar(schema: Schema) -> str:
@@ -194,7 +209,8 @@ def _without_excerpts(reason: str) -> str:
     return _EXCERPT.split(reason.replace("<non-verbose/>", " "))[0]
 
 
-if __name__ == "__main__":
+def handler() -> Callable[[bytes], bytes]:
+    """See `task_loop`."""
     # The validator takes some ten calls for each level of a value.
     sys.setrecursionlimit(10_000)
-    sys.exit(task_loop.main(GrammarServer().run))
+    return GrammarServer().run

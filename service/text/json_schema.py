@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from service.text.schema_patterns import SchemaError, check_backslash, names_of
-from service.text.schema_references import COMBINED, check_references, grouped, has_value
+from service.text.schema_references import COMBINED, References
 from service.text.schema_values import ANNOTATIONS, NAMED, Schema, is_number
 
 # The formats that the library enforces. The specification lets all others be annotations.
@@ -51,18 +51,19 @@ _SHORT_ESCAPES = frozenset("\b\t\n\f\r")
 
 def prepared(schema: Schema) -> Schema:
     """A whole schema as the library can apply it. `schema` is not changed. Raises SchemaError."""
-    check_references(schema, schema)
-    if not has_value(schema, schema, frozenset(), set()):
+    references = References(schema)
+    references.check()
+    if not references.has_value():
         raise SchemaError("it has no finite value")
-    return _prepared(schema, schema)
+    return _prepared(schema, references)
 
 
-def _prepared(schema: Schema, root: Schema) -> Schema:
+def _prepared(schema: Schema, references: References) -> Schema:
     written = {name: value for name, value in schema.items() if not _says_nothing(name, value)}
     if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
         # The library does not look where references lead.
-        written |= grouped(written.pop("oneOf"), root)
-    _prepare_inner(written, root)
+        written |= references.grouped(written.pop("oneOf"))
+    _prepare_inner(written, references)
     if not isinstance(schema.get("items"), list):
         # Only beside a list it counts, and the library ignores `prefixItems` where there is one.
         written.pop("additionalItems", None)
@@ -83,14 +84,14 @@ def _prepared(schema: Schema, root: Schema) -> Schema:
     return written
 
 
-def _prepare_inner(schema: Schema, root: Schema) -> None:
+def _prepare_inner(schema: Schema, references: References) -> None:
     for name in NAMED:
         if isinstance(schema.get(name), dict):
-            schema[name] = {key: _inner(inner, root) for key, inner in schema[name].items()}
+            schema[name] = {key: _inner(inner, references) for key, inner in schema[name].items()}
     for name in _LISTS:
         if isinstance(schema.get(name), list):
-            schema[name] = [_inner(inner, root) for inner in schema[name]]
-    schema |= {name: _inner(schema[name], root) for name in _ONE if name in schema}
+            schema[name] = [_inner(inner, references) for inner in schema[name]]
+    schema |= {name: _inner(schema[name], references) for name in _ONE if name in schema}
 
 
 def _says_nothing(name: str, value: Any) -> bool:
@@ -98,8 +99,8 @@ def _says_nothing(name: str, value: Any) -> bool:
     return name == "x-guidance" or any(value == neutral for neutral in _NEUTRAL.get(name, ()))
 
 
-def _inner(schema: Any, root: Schema) -> Any:
-    return _prepared(schema, root) if isinstance(schema, dict) else schema
+def _inner(schema: Any, references: References) -> Any:
+    return _prepared(schema, references) if isinstance(schema, dict) else schema
 
 
 def _check_numbers(value: Any) -> None:

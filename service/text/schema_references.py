@@ -20,82 +20,6 @@ _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "
 _PYTHON = {type(None): "null", bool: "boolean", str: "string", list: "array", dict: "object"}
 
 
-def check_references(schema: Any, root: Schema) -> None:
-    """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
-    _check_inside(schema, root, set())
-
-
-def _check_inside(schema: Any, root: Schema, ends: set[int]) -> None:
-    """`ends`: as in `_check_place`."""
-    if isinstance(schema, list):
-        for inner in schema:
-            _check_inside(inner, root, ends)
-    if not isinstance(schema, dict):
-        return
-    _check_place(schema, root, frozenset(), ends)
-    for inner in schema.values():
-        _check_inside(inner, root, ends)
-
-
-def _check_place(schema: Any, root: Schema, path: frozenset[int], ends: set[int]) -> None:
-    """Follows what applies to the same value as a schema does.
-
-    `path`: the schemas on the way. `ends`: those that lead to no loop, which this adds to.
-    """
-    if not isinstance(schema, dict) or id(schema) in ends:
-        return
-    if id(schema) in path:
-        raise SchemaError("a reference leads back to itself")
-    places = [_target(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
-    for name in COMBINED:
-        if isinstance(schema.get(name), list):
-            places += schema[name]
-    for place in places:
-        _check_place(place, root, path | {id(schema)}, ends)
-    ends.add(id(schema))
-
-
-def has_value(schema: Any, root: Schema, path: frozenset[int], known: set[int]) -> bool:
-    """Whether a finite value might be valid: one that requires itself inside of it never ends.
-
-    `path`: the schemas around this one. `known`: those that have a value, which this adds to.
-    """
-    if not isinstance(schema, dict) or id(schema) in known:
-        return schema is not False
-    if id(schema) in path:
-        return False
-    path |= {id(schema)}
-    needed = list(schema.get("allOf", ()))
-    if isinstance(schema.get("$ref"), str):
-        needed.append(_target(schema["$ref"], root))
-    if schema.get("type") == "object":
-        properties = schema.get("properties", {})
-        others = schema.get("additionalProperties") if not schema.get("patternProperties") else True
-        needed += [properties.get(name, others) for name in schema.get("required", ())]
-    if schema.get("type") == "array" and isinstance(items := schema.get("items"), dict):
-        needed += [items] * (schema.get("minItems", 0) > len(schema.get("prefixItems", ())))
-    if not all(has_value(each, root, path, known) for each in needed):
-        return False
-    for name in ("anyOf", "oneOf"):
-        if name in schema and not any(has_value(each, root, path, known) for each in schema[name]):
-            return False
-    known.add(id(schema))
-    return True
-
-
-def _target(reference: str, root: Schema) -> Any:
-    """What a reference in the same schema names; None: it may be a schema elsewhere, or a name for one."""
-    if reference != "#" and not reference.startswith("#/"):
-        return None
-    at: Any = root
-    for part in unquote(reference[1:]).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(at, list):
-            at = dict(zip(map(str, range(len(at))), at, strict=True))
-        at = at.get(name) if isinstance(at, dict) else None
-    return at
-
-
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """What is certain of the values of a schema: their types, and which they are if it lists them.
@@ -120,45 +44,139 @@ class _Facts:
         )
 
 
-def grouped(schemas: list[Any], root: Schema) -> Schema:
-    """What stands for a `oneOf`: only schemas that may have a value in common must be told apart."""
-    facts = [_facts(schema, root) for schema in schemas]
-    values = [each.values for each in facts if each.values is not None]
-    if len(values) == len(schemas) and len(frozenset[str]().union(*values)) == sum(map(len, values)):
-        return {"anyOf": schemas}
-    groups: list[list[int]] = []
-    for index, each in enumerate(facts):
-        near = [group for group in groups if not all(each.are_apart(facts[other]) for other in group)]
-        groups = [group for group in groups if group not in near]
-        groups.append([*itertools.chain(*near), index])
-    if len(groups) == 1:
-        return {"oneOf": schemas}
-    found = [[schemas[index] for index in group] for group in groups]
-    return {"anyOf": [group[0] if len(group) == 1 else {"oneOf": group} for group in found]}
+class References:
+    """What a whole schema refers to. Each part of it is looked at once, however many refer to it."""
 
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        # By identity, which a part has as long as the root has it.
+        self._facts: dict[int, _Facts] = {}
 
-def _facts(schema: Any, root: Schema) -> _Facts:
-    if not isinstance(schema, dict):
-        return _Facts(_TYPES if schema is not False else frozenset(), None, frozenset(), {})
-    given = schema.get("type", list(_TYPES))
-    types = frozenset([given] if isinstance(given, str) else given)
-    if "number" in types:
-        types |= {"integer"}
-    values = _values(schema)
-    names: frozenset[str] = frozenset(schema.get("required", ()))
-    properties = schema.get("properties", {}).items()
-    listed = {name: found for name, inner in properties if (found := _values(inner)) is not None}
-    target = _target(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else True
-    for each in (target, *schema.get("allOf", ())):
-        inner = _facts(each, root)
-        types, names, listed = types & inner.types, names | inner.names, inner.listed | listed
-        values = inner.values if values is None else values
-    for name in ("anyOf", "oneOf"):
-        if name in schema:
-            types &= frozenset[str]().union(*(_facts(each, root).types for each in schema[name]))
-    if values is not None:
-        types &= {name for value in values for name in _types_of(json.loads(value))}
-    return _Facts(types, values, names, listed)
+    def check(self) -> None:
+        """Raises SchemaError for a reference that only leads back to itself: the library begins its value."""
+        self._check_inside(self._root, set())
+
+    def has_value(self) -> bool:
+        """Whether a finite value might be valid: one that requires itself inside of it never ends.
+
+        In rounds: a part has a value if what it needs is known to have one. What was asked for before in the
+        same round, and perhaps stands around it, counts as without a value.
+        """
+        known, num_known = set[int](), -1
+        while len(known) > num_known:
+            num_known = len(known)
+            if self._has_value(self._root, set(), known):
+                return True
+        return False
+
+    def grouped(self, schemas: list[Any]) -> Schema:
+        """What stands for a `oneOf`: only schemas that may have a value in common must be told apart."""
+        facts = [self._facts_of(schema) for schema in schemas]
+        values = [each.values for each in facts if each.values is not None]
+        if len(values) == len(schemas) and len(frozenset[str]().union(*values)) == sum(map(len, values)):
+            return {"anyOf": schemas}
+        groups: list[list[int]] = []
+        for index, each in enumerate(facts):
+            near = [group for group in groups if not all(each.are_apart(facts[other]) for other in group)]
+            groups = [group for group in groups if group not in near]
+            groups.append([*itertools.chain(*near), index])
+        if len(groups) == 1:
+            return {"oneOf": schemas}
+        found = [[schemas[index] for index in group] for group in groups]
+        return {"anyOf": [group[0] if len(group) == 1 else {"oneOf": group} for group in found]}
+
+    def _check_inside(self, schema: Any, ends: set[int]) -> None:
+        """`ends`: as in `_check_place`."""
+        if isinstance(schema, list):
+            for inner in schema:
+                self._check_inside(inner, ends)
+        if not isinstance(schema, dict):
+            return
+        self._check_place(schema, frozenset(), ends)
+        for inner in schema.values():
+            self._check_inside(inner, ends)
+
+    def _check_place(self, schema: Any, path: frozenset[int], ends: set[int]) -> None:
+        """Follows what applies to the same value as a schema does.
+
+        `path`: the schemas on the way. `ends`: those that lead to no loop, which this adds to.
+        """
+        if not isinstance(schema, dict) or id(schema) in ends:
+            return
+        if id(schema) in path:
+            raise SchemaError("a reference leads back to itself")
+        places = [self._target(schema["$ref"])] if isinstance(schema.get("$ref"), str) else []
+        for name in COMBINED:
+            if isinstance(schema.get(name), list):
+                places += schema[name]
+        for place in places:
+            self._check_place(place, path | {id(schema)}, ends)
+        ends.add(id(schema))
+
+    def _has_value(self, schema: Any, asked: set[int], known: set[int]) -> bool:
+        """`asked`: in this round. `known`: those that have a value. This adds to both."""
+        if not isinstance(schema, dict) or id(schema) in known:
+            return schema is not False
+        if id(schema) in asked:
+            return False
+        asked.add(id(schema))
+        needed = list(schema.get("allOf", ()))
+        if isinstance(schema.get("$ref"), str):
+            needed.append(self._target(schema["$ref"]))
+        if schema.get("type") == "object":
+            properties = schema.get("properties", {})
+            others = schema.get("additionalProperties") if not schema.get("patternProperties") else True
+            needed += [properties.get(name, others) for name in schema.get("required", ())]
+        if schema.get("type") == "array" and isinstance(items := schema.get("items"), dict):
+            needed += [items] * (schema.get("minItems", 0) > len(schema.get("prefixItems", ())))
+        if not all(self._has_value(each, asked, known) for each in needed):
+            return False
+        for name in ("anyOf", "oneOf"):
+            if name in schema and not any(self._has_value(each, asked, known) for each in schema[name]):
+                return False
+        known.add(id(schema))
+        return True
+
+    def _facts_of(self, schema: Any) -> _Facts:
+        if not isinstance(schema, dict):
+            return _Facts(_TYPES if schema is not False else frozenset(), None, frozenset(), {})
+        known = self._facts.get(id(schema))
+        if known is None:
+            known = self._facts[id(schema)] = self._new_facts(schema)
+        return known
+
+    def _new_facts(self, schema: Schema) -> _Facts:
+        given = schema.get("type", list(_TYPES))
+        types = frozenset([given] if isinstance(given, str) else given)
+        if "number" in types:
+            types |= {"integer"}
+        values = _values(schema)
+        names: frozenset[str] = frozenset(schema.get("required", ()))
+        properties = schema.get("properties", {}).items()
+        listed = {name: found for name, inner in properties if (found := _values(inner)) is not None}
+        target = self._target(schema["$ref"]) if isinstance(schema.get("$ref"), str) else True
+        for each in (target, *schema.get("allOf", ())):
+            inner = self._facts_of(each)
+            types, names, listed = types & inner.types, names | inner.names, inner.listed | listed
+            values = inner.values if values is None else values
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                types &= frozenset[str]().union(*(self._facts_of(each).types for each in schema[name]))
+        if values is not None:
+            types &= {name for value in values for name in _types_of(json.loads(value))}
+        return _Facts(types, values, names, listed)
+
+    def _target(self, reference: str) -> Any:
+        """What a reference in the schema names; None: it may be a schema elsewhere, or a name for one."""
+        if reference != "#" and not reference.startswith("#/"):
+            return None
+        at: Any = self._root
+        for part in unquote(reference[1:]).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list):
+                at = dict(zip(map(str, range(len(at))), at, strict=True))
+            at = at.get(name) if isinstance(at, dict) else None
+        return at
 
 
 def _values(schema: Any) -> frozenset[str] | None:

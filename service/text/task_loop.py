@@ -1,83 +1,45 @@
-"""The loop in a `TaskProcess`: reads tasks, runs them within limits, writes results.
+"""The program of a sandboxed process: reads tasks, runs them within limits, writes results.
 
-The kernel enforces the limits, so they hold in native code too. See `sandbox` for what it takes away.
+The kernel enforces the limits, so they hold in native code too. See `sandbox` for what it takes away, and
+`tasks` for the kinds of tasks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import resource
 import select
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable
+from typing import BinaryIO
 
 from service.text.sandbox import confine
 
-_LENGTH_BYTES = 4
+LENGTH_BYTES = 4
 MAX_GREETING_BYTES = 1 << 10
-_PART_BYTES = 1 << 16
 
 
-class Connection:
-    """Sends and receives messages over a socket, which it owns."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        # When `send` and `receive` raise TimeoutError, on the monotonic clock. None: never.
-        self.deadline_s: float | None = None
-
-    def send(self, message: bytes) -> None:
-        """Raises OSError."""
-        self._set_timeout()
-        self._socket.sendall(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
-
-    def receive(self, max_bytes: int = sys.maxsize) -> bytes:
-        """The next message. Raises EOFError, OSError; OverflowError if it is larger than `max_bytes`."""
-        length = int.from_bytes(self._read(_LENGTH_BYTES), "big")
-        if length > max_bytes:
-            raise OverflowError
-        return self._read(length)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether a message begins, or the connection ends, within a time; 0: without a limit."""
-        return bool(select.select([self._socket], (), (), timeout_s or None)[0])
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._socket.close()
-
-    def _read(self, num_bytes: int) -> bytes:
-        found = bytearray()
-        while len(found) < num_bytes:
-            self._set_timeout()
-            part = self._socket.recv(min(num_bytes - len(found), _PART_BYTES))
-            if not part:
-                raise EOFError
-            found += part
-        return bytes(found)
-
-    def _set_timeout(self) -> None:
-        if self.deadline_s is not None:
-            left_s = self.deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left_s)
+def framed(message: bytes) -> bytes:
+    """A message as it is sent: after its length."""
+    return len(message).to_bytes(LENGTH_BYTES, "big") + message
 
 
-def main(handle: Callable[[bytes], bytes]) -> int:
+def main() -> int:
     """Runs tasks until the parent closes the connection, or until a task raises an exception.
 
-    The limits are the arguments of the process.
+    The arguments of the process are a module, whose `handler()` returns what runs a task, and the limits.
     """
-    max_cpu_s, max_memory_bytes, idle_s = float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    module, max_cpu_s, max_memory_bytes, idle_s = (
+        sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]),
+    )  # fmt: skip
     # Both are sent to whole process groups; a gateway that drains still needs this process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(_take_socket())
+    handle = importlib.import_module(module).handler()
+    connected = _take_socket()
     _set_limits(max_memory_bytes)
     null = os.open(os.devnull, os.O_WRONLY)
     missing = confine()
@@ -86,20 +48,28 @@ def main(handle: Callable[[bytes], bytes]) -> int:
     os.close(null)
     try:
         # It runs. What the system could not take from it, the parent logs, too.
-        connection.send(missing.encode()[:MAX_GREETING_BYTES])
-        while connection.wait(idle_s):
-            task = connection.receive()
+        connected.sendall(framed(missing.encode()[:MAX_GREETING_BYTES]))
+        reader = connected.makefile("rb")
+        # The parent sends no task before it has the result of the last one: none waits in the reader.
+        while not idle_s or select.select([connected], (), (), idle_s)[0]:
+            task = _read(reader, int.from_bytes(_read(reader, LENGTH_BYTES), "big"))
             # SIGPROF is not handled, so it ends the process, also in native code.
             signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-            result = handle(task)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send(result)
+            connected.sendall(framed(handle(task)))
     except EOFError:
         pass
     except BaseException:
         # At once: when the connection closes, the parent kills what has not ended, and would report that.
         os._exit(1)
     return 0
+
+
+def _read(reader: BinaryIO, num_bytes: int) -> bytes:
+    """Raises EOFError."""
+    found = reader.read(num_bytes)
+    if len(found) < num_bytes:
+        raise EOFError
+    return found
 
 
 def _take_socket() -> socket.socket:
@@ -121,3 +91,7 @@ def _set_limits(max_memory_bytes: int) -> None:
         # Not every system supports each limit.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource_id, (limit, limit))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,62 +1,44 @@
-"""A sandboxed process for untrusted programs: templates, grammars and tokenizers may loop, leak or crash.
+"""A sandboxed process for tasks of one kind, from the gateway's side.
 
 The process gets tasks one by one over a socket. It inherits no other file descriptor and no environment
 variable with a secret, and gives up files, the network and other processes (`sandbox.py`). The kernel ends it
-if a task exceeds the CPU time or the process the memory. `task_loop.py` runs in the process. A `TaskProcess`
-is the parent's side: it blocks, so it is used in threads.
+if a task exceeds the CPU time or the process the memory. `task_loop.py` runs in the process.
 
-What fails before the first task is not the task's fault, but this server's: it is logged.
+The socket is the event loop's, so that a task needs no thread. Only starting a process and waiting for its
+end, which block, are done in threads. What fails before the first task is not the task's fault, but this
+server's: it is logged.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
 
-from service.errors import Draining, HelperFailed
+from service.completion import complete
+from service.errors import HelperFailed
 from service.logging import get_logger
 from service.printable import escaped
-from service.text.task_loop import MAX_GREETING_BYTES, Connection
-from service.turns import Turns
+from service.text.task_loop import LENGTH_BYTES, MAX_GREETING_BYTES, framed
+from service.text.tasks import TaskKind
 from workers.common import child_process
 
 _log = get_logger(__name__)
 
-_Result = TypeVar("_Result")
+_PROGRAM = "service.text.task_loop"
 _KEPT_ENVIRONMENT = ("PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL", "LC_TIME")
 # Until it has imported what it needs. For a process that hangs: a slow disk or a busy machine may need long.
 _START_TIMEOUT_S = 120.0
 # Of what it says when it starts, and what of that is logged.
 _MAX_SAID_BYTES, _MAX_LOGGED_CHARACTERS = 1 << 16, 500
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessLimits:
-    """Limits of a process and of each of its tasks."""
-
-    # CPU time of a task. Not elapsed time: a slow machine does not change what is refused.
-    max_cpu_s: float
-    # Address space of the process, its code included.
-    max_memory_bytes: int
-    max_result_bytes: int
-    # Elapsed time of a task: for a process that hangs without computing.
-    timeout_s: float = 120.0
-    # A process that gets no task for so long ends itself, and is reaped with the next task; 0: never.
-    idle_s: float = 0.0
+# Read from the socket at once. Memory for more is mapped anew for each read.
+_PART_BYTES = 1 << 16
 
 
 class TaskFailed(Exception):
@@ -68,130 +50,194 @@ class TaskFailed(Exception):
         self.is_task_fault = is_task_fault
 
 
+class _Stopped(TaskFailed):
+    """`kill` ended the process, or came before its start."""
+
+
 class TaskProcess:
     """One process, started by its first task and ended with this object. It runs one task at a time.
 
-    `kill` may be called from any thread; the running task then fails.
+    Used from one event loop at a time.
     """
 
-    def __init__(self, module: str, limits: ProcessLimits, setup_task: bytes | None = None) -> None:
-        """`module`: what the process runs. `setup_task`: run before the first task; its result is dropped."""
-        self.limits = limits
+    def __init__(self, kind: TaskKind, setup_task: bytes | None = None) -> None:
+        """`setup_task`: run before the first task; its result is dropped."""
+        self.kind = kind
         # Tasks that succeeded, without the setup task.
         self.num_tasks = 0
-        self._module = module
         self._setup_task = setup_task
         self._popen: subprocess.Popen[bytes] | None = None
-        self._connection: Connection
-        self._lock = threading.Lock()
+        self._socket: socket.socket
         # Whether it was killed, so that every further task fails.
         self.is_closed = False
-        # Whether `kill` ended a task.
-        self._was_killed = False
+        # Whether it was killed because a task took too long.
+        self._is_late = False
 
-    def run(self, task: bytes) -> bytes:
-        """Runs a task and returns its result. Ends the process if that fails.
+    async def run(self, task: bytes) -> bytes:
+        """Runs a task and returns its result. Ends the process if that fails or is cancelled.
 
         Raises TaskFailed; HelperFailed if the process cannot start, or fails before the task.
         """
         try:
-            self._start()
-            self._connection.deadline_s = time.monotonic() + self.limits.timeout_s
+            self._check_open()
+            if self._popen is None:
+                await self._start()
             if self._setup_task is not None:
-                self._set_up(self._setup_task)
+                await self._set_up(self._setup_task)
                 self._setup_task = None
-            result = self._exchange(task)
+            result = await self._exchange(task)
         except BaseException:
-            self.close()
+            await self.end()
             raise
         self.num_tasks += 1
         return result
 
     def kill(self) -> None:
-        """Kills the process and does not wait for its end."""
-        with self._lock:
-            self.is_closed = True
-            if self._popen is not None:
-                self._popen.kill()
+        """Kills the process and does not wait for its end. A running task fails."""
+        self.is_closed = True
+        if self._popen is not None:
+            self._popen.kill()
 
-    def close(self) -> None:
+    async def end(self) -> None:
         """Kills the process and waits for its end. Must not be called during a task. Idempotent."""
         self.kill()
         if self._popen is not None:
-            _reap(self._popen, self._connection)
+            if self._popen.returncode is None:
+                await complete(asyncio.to_thread(self._popen.wait))
+            self._socket.close()
+
+    def close(self) -> None:
+        """As `end`, but blocks for some milliseconds: for when the server stops."""
+        self.kill()
+        if self._popen is not None:
+            self._popen.wait()
+            self._socket.close()
 
     @property
     def pid(self) -> int | None:
         """None: not started yet."""
         return None if self._popen is None else self._popen.pid
 
-    def _start(self) -> None:
-        """Starts the process if it is not. Raises HelperFailed, or TaskFailed if it was killed."""
-        with self._lock:
-            if self.is_closed:
-                raise TaskFailed("was stopped", is_task_fault=False)
-            if self._popen is not None:
-                return
-            reads, writes = os.pipe()
+    async def _start(self) -> None:
+        """Starts the process. Raises HelperFailed, or TaskFailed if it was killed."""
+        reads, writes = os.pipe()
+        with os.fdopen(reads, "rb") as said:
             try:
-                self._popen, self._connection = _spawn(self._module, self.limits, writes)
+                # If it is cancelled, it waits for the start, and `run` ends the process.
+                await complete(asyncio.to_thread(self._spawn, writes))
             except OSError as error:
-                os.close(reads)
                 raise self._not_started(error.strerror or str(error)) from None
             finally:
                 os.close(writes)
-            weakref.finalize(self, _abandon, self._popen, self._connection)
-        with os.fdopen(reads, "rb") as said:
-            self._connection.deadline_s = time.monotonic() + _START_TIMEOUT_S
+            self._check_open()
             try:
-                _log_missing(self._connection.receive(MAX_GREETING_BYTES).decode())
+                async with asyncio.timeout(_START_TIMEOUT_S):
+                    _log_missing((await self._receive(MAX_GREETING_BYTES)).decode())
             except (OSError, EOFError, OverflowError):
-                was_killed = self.is_closed
-                self.close()
-                if was_killed:
-                    raise TaskFailed("was stopped", is_task_fault=False) from None
+                self._check_open()
+                await self.end()
                 os.set_blocking(said.fileno(), False)
                 raise self._not_started(
                     (said.read(_MAX_SAID_BYTES) or b"").decode(errors="replace")
                 ) from None
 
-    def _set_up(self, task: bytes) -> None:
+    def _spawn(self, errors: int) -> None:
+        """Runs in a thread. `errors`: the process's standard error until it runs. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        kind = self.kind
+        arguments = map(str, (kind.module, kind.max_cpu_s, kind.max_memory_bytes, kind.idle_s))
+        with theirs:
+            try:
+                process = subprocess.Popen(  # noqa: S603 - our own program
+                    # -P: modules are not imported from the current directory.
+                    [sys.executable, "-P", "-m", _PROGRAM, *arguments],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    cwd=child_process.DIRECTORY,
+                    env=environment(),
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._socket, self._popen = ours, process
+        weakref.finalize(self, _abandon, process, ours)
+        if self.is_closed:
+            process.kill()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise _Stopped("was stopped", is_task_fault=False)
+
+    async def _set_up(self, task: bytes) -> None:
         """Runs the task before the first one. Raises HelperFailed, or TaskFailed if it was killed."""
         try:
-            self._exchange(task)
+            await self._exchange(task)
+        except _Stopped:
+            raise
         except TaskFailed as error:
-            if self._was_killed:
-                raise
             raise self._not_started(str(error)) from None
 
     def _not_started(self, why: str) -> HelperFailed:
         """Logs it. The last line of what the process has said is the error."""
         status = None if self._popen is None else self._popen.returncode
         last = escaped((why.strip().splitlines() or [""])[-1])[:_MAX_LOGGED_CHARACTERS]
-        _log.error("a helper process did not start", module=self._module, status=status, error=last)
+        _log.error("a helper process did not start", module=self.kind.module, status=status, error=last)
         return HelperFailed()
 
-    def _exchange(self, task: bytes) -> bytes:
+    async def _exchange(self, task: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        # Not `asyncio.timeout`, which takes as long as a short task.
+        deadline = loop.call_later(self.kind.timeout_s, self._end_late)
         try:
-            self._connection.send(task)
-            return self._connection.receive(self.limits.max_result_bytes)
+            await loop.sock_sendall(self._socket, framed(task))
+            return await self._receive(self.kind.max_result_bytes)
         except OverflowError:
             raise TaskFailed("wrote too large a result") from None
-        except TimeoutError:
-            raise TaskFailed("took too long") from None
         except (EOFError, ConnectionError):
-            self._was_killed = self.is_closed
-            self.close()
+            self._check_open()
+            await self.end()
             raise self._failure() from None
+        finally:
+            deadline.cancel()
+
+    def _end_late(self) -> None:
+        """Ends the process, and so the task that takes too long."""
+        assert self._popen is not None
+        self._is_late = True
+        self._popen.kill()
+
+    async def _receive(self, max_bytes: int) -> bytes:
+        """The next message. Raises EOFError, OSError; OverflowError if it is larger than `max_bytes`."""
+        loop = asyncio.get_running_loop()
+        found = bytearray()
+        end = LENGTH_BYTES
+        while len(found) < end:
+            part = await loop.sock_recv(self._socket, _PART_BYTES)
+            if not part:
+                raise EOFError
+            found += part
+            if end == LENGTH_BYTES and len(found) >= LENGTH_BYTES:
+                end += int.from_bytes(found[:LENGTH_BYTES], "big")
+                if end > max_bytes + LENGTH_BYTES:
+                    raise OverflowError
+            if len(found) < end:
+                # What is there already is read without waiting: others run between the parts.
+                await asyncio.sleep(0)
+        if len(found) > end:
+            # A second message, which nobody has asked for.
+            raise OverflowError
+        return bytes(memoryview(found)[LENGTH_BYTES:])
 
     def _failure(self) -> TaskFailed:
         """Why the process, which has ended, gave no result."""
         assert self._popen is not None
-        if self._was_killed:
-            return TaskFailed("was stopped", is_task_fault=False)
+        if self._is_late:
+            return TaskFailed("took too long")
         status = self._popen.returncode
         if status == -signal.SIGPROF:
-            return TaskFailed(f"used more than {self.limits.max_cpu_s:g} s of CPU time")
+            return TaskFailed(f"used more than {self.kind.max_cpu_s:g} s of CPU time")
         if status == -signal.SIGSEGV:
             return TaskFailed("crashed its process: it may be nested too deeply")
         # After other tasks the cause may be what they left in memory, or a kill from outside. 0: it was idle.
@@ -199,86 +245,6 @@ class TaskProcess:
         if status in (-signal.SIGABRT, -signal.SIGKILL):
             return TaskFailed("needs too much memory", is_task_fault=is_task_fault)
         return TaskFailed(f"ended its process with status {status}", is_task_fault=is_task_fault)
-
-
-class TaskPool:
-    """Owns processes of one kind, which are reused: a task costs a millisecond, not a start of Python.
-
-    A process that has ended, or has run `max_tasks` tasks, is replaced. Used from one event loop.
-    """
-
-    def __init__(
-        self,
-        new_process: Callable[[], TaskProcess],
-        max_processes: int = 1,
-        max_tasks: float = math.inf,
-    ) -> None:
-        self._new_process = new_process
-        # Their own: a task takes seconds, for which nothing else may wait.
-        self._threads = ThreadPoolExecutor(max_processes, "task")
-        self._max_tasks = max_tasks
-        self._turns = Turns(max_processes)
-        # The most recently used last.
-        self.idle: list[TaskProcess] = []
-        self._busy: set[TaskProcess] = set()
-        self._is_closed = False
-
-    async def run(self, work: Callable[[TaskProcess], _Result], tenant: str = "") -> _Result:
-        """Calls `work` with a process, in a thread, when it is the tenant's turn.
-
-        Cancelling the call ends the process. Retries if something other than this task ended the process.
-        Raises what `work` raises; Draining once the pool is closed.
-        """
-        while True:
-            async with self._turns.turn(tenant):
-                if self._is_closed:
-                    raise Draining
-                process = self.idle.pop() if self.idle else self._new_process()
-                self._busy.add(process)
-                try:
-                    return await self._run_in_thread(work, process)
-                except TaskFailed as error:
-                    if self._is_closed:
-                        raise Draining from None
-                    if error.is_task_fault:
-                        raise
-                finally:
-                    self._busy.discard(process)
-                    if not (process.is_closed or self._is_closed):
-                        self.idle.append(process)
-
-    def close(self) -> None:
-        """Ends all processes; running tasks fail. Idempotent."""
-        self._is_closed = True
-        for process in self._busy:
-            process.kill()
-        for process in self.idle:
-            process.close()
-        self.idle.clear()
-        self._threads.shutdown(wait=False)
-
-    def _run(self, work: Callable[[TaskProcess], _Result], process: TaskProcess) -> _Result:
-        """Runs in a thread, as does the wait for the end of a process that is not used again."""
-        try:
-            return work(process)
-        finally:
-            if process.is_closed or process.num_tasks >= self._max_tasks:
-                process.close()
-
-    async def _run_in_thread(self, work: Callable[[TaskProcess], _Result], process: TaskProcess) -> _Result:
-        """The result of `work`. Returns only when the thread no longer uses the process."""
-        running = asyncio.get_running_loop().run_in_executor(self._threads, self._run, work, process)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            process.kill()
-            while not running.done():
-                # Cancelled again: still not before the thread has ended.
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([running])
-            # Marks the exception as retrieved.
-            _ = running.cancelled() or running.exception()
-            raise
 
 
 @functools.cache
@@ -297,41 +263,13 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": child_process.import_path(), "PYTHONDONTWRITEBYTECODE": "1", **kept}
 
 
-def _spawn(module: str, limits: ProcessLimits, errors: int) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A new process, and the connection to it. `errors`: its standard error until it runs. Raises OSError."""
-    ours, theirs = socket.socketpair()
-    connection = Connection(ours)
-    arguments = map(str, (limits.max_cpu_s, limits.max_memory_bytes, limits.idle_s))
-    with theirs:
-        try:
-            process = subprocess.Popen(  # noqa: S603 - our own program
-                # -P: modules are not imported from the current directory.
-                [sys.executable, "-P", "-m", module, *arguments],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                cwd=child_process.DIRECTORY,
-                env=environment(),
-            )
-        except BaseException:
-            connection.close()
-            raise
-    return process, connection
-
-
-def _abandon(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _abandon(process: subprocess.Popen[bytes], connected: socket.socket) -> None:
     """Ends a process whose owner is gone. An event loop does not wait for its end."""
     process.kill()
-    connection.close()
+    connected.close()
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         process.wait()
     else:
         threading.Thread(target=process.wait, name="reap", daemon=True).start()
-
-
-def _reap(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    process.kill()
-    process.wait()
-    connection.close()

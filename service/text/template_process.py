@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from types import CodeType
 from typing import Any, NoReturn
@@ -27,8 +26,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-
-from service.text import task_loop
 
 
 def run(task: bytes) -> bytes:
@@ -134,5 +131,6 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)  # noqa: DTZ005 - the local time, without a zone, as in transformers
 
 
-if __name__ == "__main__":
-    sys.exit(task_loop.main(run))
+def handler() -> Callable[[bytes], bytes]:
+    """See `task_loop`."""
+    return run

@@ -7,7 +7,6 @@ processes; only tokens are decoded here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,15 +21,15 @@ from service.errors import (
     Unsupported,
 )
 from service.logging import get_logger
-from service.text.bounded_encoder import BoundedEncoder
+from service.text import tasks
 from service.text.bounded_json import check_chat
 from service.text.chat_template import ChatTemplates
 from service.text.chats import prompt_of
 from service.text.constraints import Constraints, Matcher
-from service.text.loaded_tokenizer import load_tokenizer
-from service.text.task_process import TaskFailed
+from service.text.task_pool import TaskPool
+from service.text.task_process import TaskFailed, TaskProcess
 from service.text.token_bytes import token_bytes
-from service.text.tokenizer_bounds import decodes_in_bounds
+from service.text.tokenizer import decodes_in_bounds, encode_task, encoded, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +45,7 @@ class _Loaded:
 
     ready: worker_pb2.WorkerReady
     tokenizer: Tokenizer | None = None
-    encoder: BoundedEncoder | None = None
+    encoder: TaskPool | None = None
     # The special tokens by their texts.
     special_ids: Mapping[str, int] = field(default_factory=dict)
     # Made at the first use; or why they are not supported.
@@ -87,9 +86,9 @@ class TextModel:
             raise NoTokenizer
         if len(text) > max_tokens * _MAX_CHARACTERS_PER_TOKEN:
             raise SequenceTooLong(-(-len(text) // _MAX_CHARACTERS_PER_TOKEN), max_tokens)
+        task = encode_task(text, add_special_tokens=add_special_tokens)
         try:
-            tenant = self._tenant()
-            return await loaded.encoder.encode(text, add_special_tokens=add_special_tokens, tenant=tenant)
+            return encoded(await loaded.encoder.run(lambda process: process.run(task), self._tenant()))
         except TaskFailed as error:
             message = f"the model's tokenizer cannot encode it: it {error}"
             raise InvalidArgument("BAD_TEXT", field, message) from None
@@ -145,7 +144,7 @@ class TextModel:
                 self._loaded.ready = ready
             else:
                 # Running samples keep the previous tokenizer and its processes.
-                self._loaded = await asyncio.to_thread(_load, ready)
+                self._loaded = await _load(ready)
         return self._loaded
 
 
@@ -163,24 +162,31 @@ def _is_same(loaded: worker_pb2.WorkerReady, ready: worker_pb2.WorkerReady) -> b
     return is_same_size and loaded.tokenizer_json == ready.tokenizer_json
 
 
-def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
+async def _load(ready: worker_pb2.WorkerReady) -> _Loaded:
     if not ready.tokenizer_json:
         return _Loaded(ready)
+    # Loading normalizes added tokens: it is tried in the process first.
+    process = TaskProcess(tasks.ENCODE)
     try:
-        # Loading normalizes added tokens: it is tried in the process first.
-        with contextlib.ExitStack() as stack:
-            encoder = BoundedEncoder(ready.tokenizer_json)
-            stack.callback(encoder.close)
-            tokenizer = load_tokenizer(ready.tokenizer_json)
-            if not decodes_in_bounds(tokenizer):
-                raise ValueError("its decoder may produce long texts from few tokens")
-            stack.pop_all()
-    except (OSError, QuireError):
+        await process.run(ready.tokenizer_json)
+        loaded = await asyncio.to_thread(_load_here, ready)
+    except (OSError, QuireError, asyncio.CancelledError):
         # The system has no process or descriptor left. Not stored: the next call tries again.
+        await process.end()
         raise
     except BaseException as error:  # the library has no type for its errors, and panics are no Exceptions
+        await process.end()
         _log.error("the model's tokenizer.json cannot be used: texts are refused", error=str(error)[:300])
         return _Loaded(ready)
+    loaded.encoder = TaskPool(tasks.ENCODE, ready.tokenizer_json, process)
+    return loaded
+
+
+def _load_here(ready: worker_pb2.WorkerReady) -> _Loaded:
+    """What decodes tokens in this process. Raises ValueError, and what the library raises."""
+    tokenizer = load_tokenizer(ready.tokenizer_json)
+    if not decodes_in_bounds(tokenizer):
+        raise ValueError("its decoder may produce long texts from few tokens")
     added = tokenizer.get_added_tokens_decoder()
     special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-    return _Loaded(ready, tokenizer, encoder, special_ids)
+    return _Loaded(ready, tokenizer, special_ids=special_ids)

@@ -14,7 +14,7 @@ from tests.attacks.bystanders import Bystanders
 from tests.attacks.frame import SHORT_HELD_S, SHORT_PAUSE_S, SHORT_SHARE, Attack, Scene, measure
 from tests.gateway_process import GatewayProcess
 
-UNREAD_MIB, JOURNAL_MIB, MESSAGE_MIB, ARRIVING_MIB = 64, 16, 16, 32
+UNREAD_MIB, JOURNAL_MIB, MESSAGE_MIB = 64, 16, 16
 # The allocator's, the interpreter's, and of what is received before anybody can look at it.
 SLACK_MIB = 128
 LIMITS = {
@@ -22,7 +22,6 @@ LIMITS = {
     "--max-journal-bytes": JOURNAL_MIB << 20,
     "--max-caches": 4096,
     "--kv-pages": 4096,
-    "--max-arriving-bytes": ARRIVING_MIB << 20,
     "--message-timeout-s": 2,
     "--max-connections": 200,
 }

@@ -94,13 +94,13 @@ def test_whole_texts_by_a_command(served: Served) -> None:
 def test_other_weights_by_a_command(model: Path) -> None:
     command = commands("runtimes")[1]
     asked = json.loads(command[command.index("-d") + 1])
-    assert asked["source"] == HUB and float(asked["drain"].removesuffix("s")) >= 1
+    assert asked["source"] == "adder"
     with Served(model) as served:
-        asked |= {"source": str(model), "drain": "0.1s"}
+        asked["source"] = str(model)
         command[command.index("-d") + 1] = json.dumps(asked)
         said = run(str(BIN / "grpcurl"), *map(served.replaced, command[1:]))
     phases = re.findall(r'"phase": "LOAD_WEIGHTS_PHASE_(\w+)"', said)
-    assert list(dict.fromkeys(phases)) == ["LOADING", "CHECKING", "DRAINING", "SERVING"]
+    assert list(dict.fromkeys(phases)) == ["LOADING", "SERVING"]
 
 
 def test_weights_on_a_stream_by_python(model: Path, tmp_path: Path) -> None:

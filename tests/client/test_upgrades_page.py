@@ -31,9 +31,9 @@ def test_a_server_goes_back_to_what_was_saved(here: Path) -> None:
     flags = ["--data-dir", str(here / "data")]
     with GatewayProcess(model="adder", flags=flags) as server, Client(server.address) as client:
         saved = client.prefill([1, 2, 3])
-        (here / "data" / "spending.json").write_text("{}")
+        (here / "data" / "adapter-versions" / "1").mkdir(parents=True)
         assert "1 caches; all is well" in run(here, SAVE)
-        assert (here / "backup" / "spending.json").exists()
+        assert (here / "backup" / "adapter-versions" / "1").exists()
         said = run(here, CHECK)
         assert "no problems" in said and "1 caches; all is well" in said
         continued = saved.decode(4)

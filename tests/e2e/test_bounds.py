@@ -19,12 +19,14 @@ from tests import http2
 from tests.e2e.unharmed import TIMEOUT_S, unharmed
 from tests.gateway_process import GatewayProcess
 
-CONNECTIONS, SESSIONS = 20, 3
+CONNECTIONS = 20
+# A quarter of the connections.
+SESSIONS = 5
 LIMITS = {
     "--max-connections": CONNECTIONS,
-    "--max-sessions": SESSIONS,
     "--message-timeout-s": 1.5,
-    "--max-arriving-bytes": 1 << 20,
+    # Half of it for what is slow to arrive.
+    "--max-unread-bytes": 2 << 20,
 }
 
 

@@ -20,11 +20,12 @@ from tests.gateway_process import GatewayProcess
 
 SESSION = "/quire.v1.ModelExecutorService/Session"
 PROMPT = list(range(20))
+MAX_SESSION_CALLS, FLOOD = 1024, 2500
 
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[GatewayProcess]:
-    flags = ["--kv-pages", "512", "--max-session-calls", "64", "--session-stall-s", "1"]
+    flags = ["--kv-pages", "512", "--message-timeout-s", "1", "--max-response-bytes", str(12 << 20)]
     with GatewayProcess(model="paged-attention", workers=2, flags=flags) as process:
         yield process
 
@@ -232,7 +233,7 @@ def test_a_flood_is_read_no_faster_than_it_is_answered(gateway: GatewayProcess) 
     with Lane(gateway) as lane:
         calls = [
             pb.SessionCall(tag=tag, forward=pb.ForwardRequest(token_ids=[tag % 1000, 3]))
-            for tag in range(400)
+            for tag in range(FLOOD)
         ]
         for call in calls:
             lane.send(call)
@@ -240,8 +241,8 @@ def test_a_flood_is_read_no_faster_than_it_is_answered(gateway: GatewayProcess) 
         tags = []
         for message in lane.call:
             tags += [result.tag for result in message.results]
-            assert gateway_operations(gateway, tags) <= 64 + 8
-        assert sorted(tags) == list(range(400))
+            assert gateway_operations(gateway, tags) <= MAX_SESSION_CALLS + 8
+        assert sorted(tags) == list(range(FLOOD))
 
 
 def gateway_operations(gateway: GatewayProcess, tags: list[int]) -> int:

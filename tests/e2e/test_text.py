@@ -199,7 +199,7 @@ def test_texts_that_the_tokenizer_fails_on_are_refused_and_free_their_slot(
     with (
         GatewayProcess(
             model=str(tmp_path / "model"),
-            flags=["--dtype", "float32", "--kv-pages", "64", "--max-executions", "1"],
+            flags=["--dtype", "float32", "--kv-pages", "64", "--max-queued-operations", "1"],
         ) as gateway,
         Client(gateway.address) as client,
     ):

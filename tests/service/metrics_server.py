@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from service.config import Config
-from service.extensions.gateways.member import Member
 from service.extensions.gateways.one_host import OneHost, Place
 from service.extensions.metrics.exporter import Exporter
 from service.gateway import Gateway, open_gateway
@@ -58,7 +57,7 @@ async def serving(
 ) -> AsyncIterator[MetricsServer]:
     defaults = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "model": "paged-attention"}
     config = Config().with_values(defaults | settings | {"data_dir": str(tmp_path)})
-    given = [] if place is None else [Member(config, OneHost(config, place, commands=-1))]
+    given = [] if place is None else [OneHost(config, place, commands=-1)]
     gateway = await open_gateway(config, given=given)
     (exporter,) = (one for one in gateway.extensions if isinstance(one, Exporter))
     port = exporter.bind()

@@ -62,7 +62,8 @@ def test_caches_of_a_caller_who_goes_while_they_are_written(gateway: Gateway, re
     """Only those that he can ask for again stay."""
     parent = gateway.create(1)
     gateway.disk.is_slow = True
-    tickets = gateway.submit(prefill(5, request_id=request_id), Fork.of(parent, 2, (), request_id))
+    of_fork = request_id and "another of mine"
+    tickets = gateway.submit(prefill(5, request_id=request_id), Fork.of(parent, 2, (), of_fork))
     gateway.work()
     gateway.cancel(*tickets)
     settle(gateway)

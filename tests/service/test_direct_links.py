@@ -10,10 +10,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from quire.v1 import executor_pb2
 
 from service import outbound
 from service.config import Config
-from service.extensions.gateways.peers import Peers
+from service.errors import GatewayUnavailable
+from service.extensions.gateways.peers import Addresses, Peers
 from service.extensions.tracing.spans import Spans
 from tests.collector import Collector
 from tests.http_proxy import HttpProxy, http_proxy
@@ -29,14 +31,11 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpProxy]:
         yield proxy
 
 
-async def fails_to_connect(channel: grpc.aio.Channel) -> None:
-    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-        await channel.wait_for_state_change(state)
-
-
 async def test_from_a_gateway_to_another(proxy: HttpProxy) -> None:
-    peers = Peers(Config(), "secret", grpc.ssl_channel_credentials())
-    await fails_to_connect(peers._channel(NOBODY))
+    peers = Peers(Config(), "secret", Addresses(), grpc.ssl_channel_credentials())
+    asked = executor_pb2.GetStatusRequest(), executor_pb2.GetStatusResponse
+    with pytest.raises(GatewayUnavailable):
+        await peers.call(NOBODY, "GetStatus", *asked, timeout_s=30, metadata=())
     assert not proxy.requests
     await peers.close()
 

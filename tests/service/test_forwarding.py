@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
-from service.api.budget import AnswerBudget
 from service.api.status import from_status
 from service.auth.authenticator import HOP
+from service.budgets import Budgets
 from service.config import Config
 from service.errors import QuireError, SeveralShards
 from service.extensions.gateways import forwarding
@@ -78,8 +78,8 @@ class Gateway:
     def __init__(self, cluster: Cluster, shard: Shard, known: list[int | None]) -> None:
         self.cluster, self.home, self.known = cluster, shard.index, known
         peers = {index: str(owner) for index, owner in enumerate(known) if owner is not None}
-        addresses = Addresses(peers, {index: f"public:{index}" for index in range(len(known))})
-        parts = addresses, self, AnswerBudget(1 << 30)
+        self.addresses = Addresses(peers, {index: f"public:{index}" for index in range(len(known))})
+        parts = self, Budgets.of_server(CONFIG)
         self.forwarding = Forwarding(CONFIG, shard, *parts)  # type: ignore[arg-type]
 
     async def call(

@@ -241,6 +241,39 @@ async def test_the_outcome_of_a_commit_whose_connection_broke_is_found_out(
     assert await recovered(postgres.url) == expected
 
 
+@pytest.mark.parametrize(("changes", "lease_s"), [("", 600.0), ("", 2.0), (", first_seq = 9", 600.0)])
+async def test_a_commit_of_unknown_outcome_ends_when_another_owner_has_come(
+    postgres: PostgresServer, changes: str, lease_s: float
+) -> None:
+    """Before, its callers waited until their deadline: it can never be stored any more.
+
+    Unless that owner has dropped rows, and it may have been among them. The short lease is renewed
+    meanwhile, so that its loss is noticed there, too.
+    """
+    # Connections that wait for the row: of the journal, and of the renewals.
+    waiting = 1 if lease_s == 600 else 2
+    with TcpProxy(postgres.address) as proxy:
+        url = postgres.url_at(proxy.address)
+        async with Owner(url, "a", lease_s=lease_s) as owner, operator(postgres.url) as connection:
+            assert await owner.commit(created(1))
+            async with connection.transaction():
+                await connection.execute(f"UPDATE quire.shards SET owner = 'b', fence = fence + 1{changes}")
+                under_way = asyncio.create_task(owner.commit(appended(1, 0, 7)))
+                await until_waiting(postgres.url, waiting)
+                later = asyncio.create_task(owner.commit(created(2)))
+                proxy.break_connections()
+                await until_waiting(postgres.url, 2 * waiting)
+                assert not under_way.done()
+            with pytest.raises(OwnershipLost, match="another gateway has taken it over"):
+                await owner.running
+            if not changes:
+                assert (await under_way, await later) == (False, False)
+            assert await connection.fetch("SELECT seq FROM quire.log WHERE seq > 1") == []
+            assert under_way.done() == (not changes)
+            for commit in (under_way, later):
+                commit.cancel()
+
+
 async def test_a_commit_that_waits_for_a_standby_is_not_reported_before(postgres: PostgresServer) -> None:
     """It is durable here, but would be lost with this machine: also when the connection breaks."""
     with TcpProxy(postgres.address) as proxy:
@@ -330,6 +363,23 @@ async def test_an_older_copy_of_the_database_ends_the_ownership(
             # Of one that was sent before the end of its connection was known, nothing is ever told.
             assert not (commit.done() and commit.result())
             commit.cancel()
+        with pytest.raises(OwnershipLost, match="An older copy was restored"):
+            await owner.running
+    assert len(await recovered(postgres.url, "a")) == 1
+
+
+async def test_compaction_drops_nothing_of_an_older_copy(postgres: PostgresServer) -> None:
+    """Before, all rows of the copy were taken for those that the compaction had written again."""
+    async with Owner(postgres.url, "a") as owner:
+        assert await owner.commit(created(1)) and await owner.commit(appended(1, 0, 7))
+        postgres.copy()
+        while not await owner.commit(appended(1, 1, 7)):
+            await asyncio.sleep(0.05)
+        owner.journal._set_mark()
+        postgres.restore()
+        while not owner.lease.loss:
+            assert not await owner.journal._drop()
+            await asyncio.sleep(0.05)
         with pytest.raises(OwnershipLost, match="An older copy was restored"):
             await owner.running
     assert len(await recovered(postgres.url, "a")) == 1

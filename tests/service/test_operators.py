@@ -11,7 +11,7 @@ import pytest
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.api.admin import AdminApi
-from service.api.budget import AnswerBudget
+from service.budgets import Budgets
 from service.config import Config
 from service.errors import InvalidArgument
 from service.extensions.gateways import operators
@@ -52,12 +52,12 @@ async def test_waiting_for_workers_of_others_takes_no_memory(monkeypatch: pytest
         await asyncio.sleep(0)
         return executor_pb2.GetStatusResponse(workers=[executor_pb2.WorkerStatus(state=ready)])
 
-    answers, context = AnswerBudget(100), Context()
-    peers = cast(Any, SimpleNamespace(secret="s", call=call))
-    forwarding = Forwarding(Config(), Shard(0, 2), Addresses({1: "other"}, {}), peers, answers)
+    budgets, context = Budgets.of_server(Config()), Context()
+    peers = cast(Any, SimpleNamespace(call=call, addresses=Addresses({1: "other"}, {})))
+    forwarding = Forwarding(Config(), Shard(0, 2), peers, budgets)
     here = cast(Any, SimpleNamespace(num_ready=1))
     assert await OperatorCallsOfAll(forwarding, here).warm_up(2, context) == 2 and looks == 100
-    assert not answers.used_bytes and not context.callbacks
+    assert not budgets.answers.used and not context.callbacks
 
 
 async def test_hosts_have_more_workers_together_than_one_says() -> None:

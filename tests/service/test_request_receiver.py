@@ -20,6 +20,7 @@ from service.api.grpc_services import add_reflection
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import TICK_S, RequestReceiver, SlowRequests
 from service.auth.authenticator import _current_tenant
+from service.budgets import Budgets
 from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import ArrivingFull, MessageTimeout, SessionLimit
@@ -73,6 +74,10 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[RequestReceiver, grpc.
     running.cancel()
 
 
+def receiver_of(config: Config) -> RequestReceiver:
+    return RequestReceiver(config, Budgets.of_server(config))
+
+
 async def failure(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -92,7 +97,7 @@ async def test_a_request_that_does_not_arrive_is_ended_with_a_status() -> None:
 
 
 async def test_of_many_slow_requests_the_newest_are_ended() -> None:
-    async with serving(max_arriving_bytes=2048, max_request_bytes=1024) as (receiver, channel):
+    async with serving(max_unread_bytes=4096, max_request_bytes=1024) as (receiver, channel):
         method: Any = channel.stream_unary(DECODE)
         kept = []
         for count in (1, 2):
@@ -143,7 +148,7 @@ async def test_a_call_without_a_message_is_refused() -> None:
 
 
 async def test_sessions_are_counted_and_bounded() -> None:
-    async with serving(max_sessions=2) as (receiver, channel):
+    async with serving(max_connections=8) as (receiver, channel):
         stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         first, second = (stub.Session(Silence(), timeout=PATIENCE_S) for _ in range(2))
         for session in (first, second):
@@ -231,7 +236,7 @@ def test_a_pause_of_the_gateway_ends_no_call() -> None:
 
 
 async def test_a_tenant_has_half_of_the_sessions_that_others_leave() -> None:
-    receiver, contexts = RequestReceiver(Config(max_sessions=4)), list[SimpleNamespace]()
+    receiver, contexts = receiver_of(Config(max_connections=16)), list[SimpleNamespace]()
 
     async def opened(tenant: Tenant | None) -> Any:
         async def ask() -> Any:

@@ -15,7 +15,7 @@ from quire.v1 import types_pb2, worker_pb2
 from service.api import session as session_module
 from service.api.session import Session, SessionContext
 from service.api.time_slice import SLICE_S, TimeSlice
-from service.caches.effects import Attempt, Send
+from service.caches.effects import Send
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.requests import Request
@@ -25,6 +25,7 @@ from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
 from service.journal.base import Journal
 from tests.error_details import status_reason
+from tests.forwards import SentForward, forwards_in
 from tests.service.served import state_of
 
 
@@ -48,7 +49,7 @@ class Harness:
     """A gateway without sockets, whose one worker answers when told to."""
 
     def __init__(self, config: Config) -> None:
-        self.sent: list[Attempt] = []
+        self.sent: list[SentForward] = []
         self.dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), self._send)
         self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10_000, 10_000, 10_000))
         executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000)
@@ -65,7 +66,7 @@ class Harness:
         return asyncio.create_task(session.run(messages()))
 
     def _send(self, commands: Sequence[Send]) -> None:
-        self.sent.extend(command for _, _, command in commands if isinstance(command, Attempt))
+        self.sent += forwards_in(commands)
 
     def answer(self, caller: int | None = None) -> None:
         """The worker answers all it was sent, or all of one caller."""
@@ -212,7 +213,7 @@ async def test_answers_of_all_callers_share_a_budget() -> None:
     harness.peer.reads.clear()
     first = harness.start(forwards(4, f32))
     await turns()
-    assert len(harness.sent) == 4 and harness.state.answers.used_bytes == 4 * 1024
+    assert len(harness.sent) == 4 and harness.state.budgets.answers.used == 4 * 1024
     second_peer = Peer()
     harness.peer, first_peer = second_peer, harness.peer
     refused = harness.start(forwards(1, f32))
@@ -221,18 +222,18 @@ async def test_answers_of_all_callers_share_a_budget() -> None:
     assert len(harness.sent) == 4
     harness.answer()
     await turns()
-    assert 0 < harness.state.answers.used_bytes < 1024, "computed, and not read yet, at its true size"
+    assert 0 < harness.state.budgets.answers.used < 1024, "computed, and not read yet, at its true size"
     first_peer.reads.set()
     await first
-    assert harness.state.answers.used_bytes == 0
+    assert harness.state.budgets.answers.used == 0
 
 
 async def test_a_session_that_ends_gives_back_what_it_held() -> None:
     harness = Harness(Config())
     session = harness.start(forwards(20))
     await turns()
-    assert harness.state.answers.used_bytes > 0
+    assert harness.state.budgets.answers.used > 0
     session.cancel()
     with pytest.raises(asyncio.CancelledError):
         await session
-    assert harness.state.answers.used_bytes == 0 and harness.dispatcher.caches.operations_in_flight == 0
+    assert harness.state.budgets.answers.used == 0 and harness.dispatcher.caches.operations_in_flight == 0

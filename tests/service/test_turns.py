@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 
 from service.turns import Turns
 
@@ -81,42 +76,3 @@ async def test_who_leaves_gets_no_turn_and_keeps_none() -> None:
     work.tasks[2].cancel()
     await settle()
     assert work.began == [*"ad"]
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_a_turn_in_a_thread_lasts_until_the_work_ends(leaves: bool) -> None:
-    """Else a caller who leaves again and again would occupy more threads than there are turns."""
-    began, may_end, log = threading.Event(), threading.Event(), list[str]()
-
-    def work() -> None:
-        began.set()
-        assert may_end.wait(60)
-        log.append("first")
-
-    with ThreadPoolExecutor(4) as threads:
-        turns = Turns(1)
-        first = asyncio.create_task(turns.in_thread("a", threads, work))
-        second = asyncio.create_task(turns.in_thread("b", threads, lambda: log.append("second")))
-        await asyncio.to_thread(began.wait, 60)
-        if leaves:
-            first.cancel()
-        await settle()
-        assert not log
-        may_end.set()
-        await second
-    assert log == ["first", "second"]
-    assert first.cancelled() == leaves
-
-
-@pytest.mark.parametrize("fail", [RuntimeError, KeyboardInterrupt])
-async def test_a_thread_that_cannot_start_keeps_no_turn(fail: type[BaseException]) -> None:
-    class Broken(ThreadPoolExecutor):
-        def submit(self, function: Callable[..., object], *arguments: object) -> None:  # type: ignore[override]
-            raise fail
-
-    turns = Turns(1)
-    for _ in range(2):
-        with pytest.raises(fail):
-            await turns.in_thread("a", Broken(1), list)
-    async with turns.turn("a"):
-        pass

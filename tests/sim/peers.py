@@ -35,7 +35,7 @@ class Peer:
         self._loop = loop
         self._seen: Counter[str] = Counter() if seen is None else seen
         self._config = state.config
-        self._stall_s = state.config.session_stall_s
+        self._stall_s = state.config.message_timeout_s
         self._messages: asyncio.Queue[executor_pb2.SessionRequest | None] = asyncio.Queue()
         self._reading = asyncio.Event()
         self._reading.set()

@@ -98,7 +98,7 @@ def a_repeated_row_gets_another_number(patch: pytest.MonkeyPatch) -> None:
         journal._next_seq = last + 1
         return await insert(journal, row)
 
-    patch.setattr(PostgresJournal, "_is_stored", again)
+    patch.setattr(PostgresJournal, "_outcome", again)
 
 
 def what_is_repeated_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,4 @@ def what_is_repeated_is_not_looked_for(patch: pytest.MonkeyPatch) -> None:
     async def never(_journal: PostgresJournal, _row: bytes) -> bool:
         return False
 
-    async def refused(_journal: PostgresJournal) -> str:
-        raise DatabaseFailed("", is_certain=True)
-
-    patch.setattr(PostgresJournal, "_is_stored", never)
-    patch.setattr(PostgresJournal, "_why_refused", refused)
+    patch.setattr(PostgresJournal, "_outcome", never)

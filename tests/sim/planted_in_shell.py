@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from service.api.budget import AnswerBudget
 from service.api.session import Session, write_in_time
+from service.budgets import Budget
 from service.errors import SlowConsumer
+from service.pool.incarnation import Incarnation
 from service.pool.liveness import Liveness
-from service.pool.model_versions import ModelVersion
-from service.pool.supervisor import Supervisor
 from tests.sim.fake_pool import FakeLauncher
 from tests.sim.machine import PlantedMachine
 from tests.sim.planted import begins_at, everywhere
@@ -72,26 +71,8 @@ def who_died_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WatchedDispatcher, "worker_lost", lambda *_, **__: None)
 
 
-@begins_at(25)
-def those_taken_back_stay(patch: pytest.MonkeyPatch) -> None:
-    stop = Supervisor.stop
-
-    async def of_those_that_served(pool: Supervisor, version: ModelVersion) -> None:
-        if not version.is_loading:
-            await stop(pool, version)
-
-    patch.setattr(Supervisor, "stop", of_those_that_served)
-
-
-@begins_at(25)
-def a_dead_worker_is_switched_to(patch: pytest.MonkeyPatch) -> None:
-    fail = ModelVersion.fail
-
-    def unsaid(version: ModelVersion, why: str) -> None:
-        fail(version, why)
-        version.failure = None
-
-    patch.setattr(ModelVersion, "fail", unsaid)
+def new_weights_are_not_put_into_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Incarnation, "apply_weights", lambda _: None)
 
 
 # Sessions.
@@ -125,7 +106,7 @@ def stalled_readers_calls_are_not_undone(patch: pytest.MonkeyPatch) -> None:
 
 
 def stalled_readers_are_not_cut_off(patch: pytest.MonkeyPatch) -> None:
-    _configured(patch, session_stall_s=1e9)
+    _configured(patch, message_timeout_s=1e9)
 
 
 @begins_at(21)
@@ -154,9 +135,9 @@ def sessions_are_read_without_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:
-    adjust = AnswerBudget.adjust
+    adjust = Budget.adjust
 
-    def keeps(budget: AnswerBudget, size_bytes: int, **options: bool) -> None:
-        adjust(budget, max(size_bytes, 0), **options)
+    def keeps(budget: Budget, amount: int, **options: bool) -> None:
+        adjust(budget, max(amount, 0), **options)
 
-    patch.setattr(AnswerBudget, "adjust", keeps)
+    patch.setattr(Budget, "adjust", keeps)

@@ -89,7 +89,7 @@ class ModelDatabase:
             postgres.LAST,
             postgres.COUNT,
             postgres.FIRST,
-            postgres.IS_STORED,
+            postgres.OUTCOME,
             postgres.ROWS,
             leases._FENCE,
         ):
@@ -135,9 +135,10 @@ class ModelDatabase:
             return [(self.fence,)]
         if query == postgres.FIRST:
             return [(self.first_seq,)] if values[1] == self.fence else []
-        if query == postgres.IS_STORED:
+        if query == postgres.OUTCOME:
             self.seen["found out"] += 1
-            return [(self.rows[values[1]] == values[2],)] if values[1] in self.rows else []
+            _, fence, seq, row = values
+            return [(self.rows.get(seq) == row, self.fence > fence and self.first_seq <= seq)]
         found: list[Sequence[Any]] = [(seq, self.rows[seq]) for seq in sorted(self.rows) if seq >= values[1]]
         return found[: values[2]]
 

@@ -139,7 +139,9 @@ export function scoredOf(response: ForwardResponse): Scored {
   };
 }
 
-type Result<T> = { result: { case: "response"; value: T } | { case: "error"; value: Status } | { case: undefined; value?: undefined } };
+type Result<T> = {
+  result: { case: "response"; value: T } | { case: "error"; value: Status } | { case: undefined; value?: undefined };
+};
 
 /** The response in a result of a batch, or the error in its place. */
 export function resultOf<T>({ result }: Result<T>): T | QuireError {

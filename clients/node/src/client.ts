@@ -28,7 +28,6 @@ import {
   type CostEstimate,
   type ExecuteItem,
   ExecuteRequestSchema,
-  LoadWeightsMode,
   type LoadWeightsResponse,
   ModelRunnerService,
   PreviousCaches,
@@ -211,26 +210,15 @@ export class QuireClient extends Caller implements AsyncDisposable {
   }
 
   /**
-   * Serves other weights: of a directory of the server's machine, ORG/NAME on the hub, or what `uploadWeights` returned. Returns
-   * the last message, which says what is served now; `onProgress` gets each one. `replace`: in place, between two steps; with
-   * `recompute` caches continue with the new weights, otherwise they end. Without `replace` further workers load them, and
-   * `drainMs` is how long caches of the previous weights can be used. It is never retried.
+   * Replaces the weights by others of the same config: of a directory of the server's machine, ORG/NAME on the hub, or what
+   * `uploadWeights` returned. Returns the last message, which says what is served now; `onProgress` gets each one. `recompute`:
+   * caches continue with the new weights, otherwise they end. It is never retried.
    */
   async loadWeights(
     source: string,
-    settings: CallOptions & {
-      replace?: boolean;
-      recompute?: boolean;
-      drainMs?: number;
-      onProgress?: (update: LoadWeightsResponse) => void;
-    } = {},
+    settings: CallOptions & { recompute?: boolean; onProgress?: (update: LoadWeightsResponse) => void } = {},
   ): Promise<LoadWeightsResponse> {
-    const request = {
-      source,
-      drain: durationOf(settings.drainMs),
-      mode: settings.replace ? LoadWeightsMode.REPLACE : undefined,
-      previousCaches: settings.recompute ? PreviousCaches.RECOMPUTE : undefined,
-    };
+    const request = { source, previousCaches: settings.recompute ? PreviousCaches.RECOMPUTE : undefined };
     const { call, proxy } = this.#connection.serverStream(RUNNER.loadWeights, request, settings);
     const updates: AsyncIterable<LoadWeightsResponse> = call;
     let served: LoadWeightsResponse | undefined;

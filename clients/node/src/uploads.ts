@@ -37,7 +37,8 @@ export async function* adapterRequests(
   maxRequestBytes: number,
 ): AsyncGenerator<AdapterRequest> {
   if (Boolean(settings.source) === (files !== undefined)) throw new RangeError("an adapter has either a source or files");
-  const named = typeof files === "string" ? ADAPTER_FILES.map((name) => [name, join(files, name)] as const) : Object.entries(files ?? {});
+  const isDirectory = typeof files === "string";
+  const named = isDirectory ? ADAPTER_FILES.map((name) => [name, join(files, name)] as const) : Object.entries(files ?? {});
   yield settings;
   for (const [name, content] of named) {
     for await (const data of partsOf(content, maxRequestBytes)) yield { file: { name, data } };

@@ -210,7 +210,8 @@ test("a text is not taken for tokens", async () => {
     () => cache.extend("123"),
     () => cache.verify("123"),
   ];
-  for (const attempt of attempts) await assert.rejects(attempt, { name: "TypeError", message: /tokens are numbers, not a text: a tokenizer/ });
+  const expected = { name: "TypeError", message: /tokens are numbers, not a text: a tokenizer/ };
+  for (const attempt of attempts) await assert.rejects(attempt, expected);
   assert.equal(await cache.refresh(), 3);
   await cache.release();
 });

@@ -81,7 +81,7 @@ test("weights are sent and replace those that are served, and it is told how far
     const source = await client.uploadWeights(files);
     const phases = [];
     const onProgress = ({ phase }) => phases.push(phase);
-    const served = await client.loadWeights(source, { replace: true, recompute: true, onProgress });
+    const served = await client.loadWeights(source, { recompute: true, onProgress });
     assert.ok(served.fingerprint);
     assert.equal(phases.at(-1), served.phase);
   }

@@ -21,10 +21,9 @@ def open_extension(config: Config) -> Extension | None:
         from service.extensions.gateways import database_journal  # noqa: PLC0415 - its driver is an extra
     if not config.has_other_hosts:
         return database_journal.DatabaseJournal()
-    from service.extensions.gateways.member import Member  # noqa: PLC0415 - takes time
-    from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415
+    from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415 - takes time
 
-    return Member(config, SeveralHosts(config))
+    return SeveralHosts(config)
 
 
 def open_server(config: Config) -> Serve | None:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from quire.v1 import executor_pb2
 
 from service.api import validation
-from service.api.budget import SMALL_BYTES, AnswerBudget, in_memory
 from service.api.calls import CALLS, ids_in
 from service.api.other_shards import RunHere
 from service.api.status import renumber, to_status
 from service.auth.authenticator import current_tenant
+from service.budgets import Budgets, in_memory
 from service.config import Config
 from service.errors import (
     AnswersFull,
@@ -30,7 +30,7 @@ from service.errors import (
     bad_page_token,
 )
 from service.extension import ServedShard
-from service.extensions.gateways.peers import Addresses, Metadata, Peers, is_forwarded
+from service.extensions.gateways.peers import Metadata, Peers, is_forwarded
 from service.extensions.gateways.session_calls import SessionCallsOfOthers
 from service.logging import current_request_id
 from service.shard import Shard, shard_of
@@ -61,15 +61,12 @@ _SUMS = ("caches", "operations_in_flight", "journal_bytes")
 class Forwarding:
     """Answers for all shards: see `OtherShards`."""
 
-    def __init__(
-        self, config: Config, home: Shard, addresses: Addresses, peers: Peers, answers: AnswerBudget
-    ) -> None:
-        """`home`: the shard whose calls need none of this. `answers`: counts what others answered."""
+    def __init__(self, config: Config, home: Shard, peers: Peers, budgets: Budgets) -> None:
+        """`home`: the shard whose calls need none of this. `budgets`: count what others answered."""
         self.home = home
         self._config = config
-        self._addresses = addresses
         self._peers = peers
-        self._answers = answers
+        self._budgets = budgets
         self.is_draining, self.in_flight = False, 0
         # Further shards that this process has, and that answer now.
         self.cores: dict[int, ServedShard] = {}
@@ -93,7 +90,7 @@ class Forwarding:
             raise SeveralShards
         (shard,) = named
         answer = await self._ask(shard, method, request, context)
-        if name := self._addresses.public.get(shard):
+        if name := self._peers.addresses.public.get(shard):
             context.set_trailing_metadata(((GATEWAY_METADATA, name),))
         return answer
 
@@ -113,14 +110,13 @@ class Forwarding:
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
         """As `forward`, of an answer for the caller: it counts until the call has ended."""
-        answers = self._answers.of(current_tenant())
+        answers = self._budgets.of(current_tenant()).answers
         if answers.is_exceeded:
-            raise AnswersFull(answers.max_bytes)
+            raise AnswersFull(answers.most)
         answer = await self.forward(shard, method, request, response, context)
         size_bytes = in_memory(answer.ByteSize())
-        is_large = size_bytes > SMALL_BYTES
-        answers.adjust(size_bytes, is_large=is_large)
-        context.add_done_callback(lambda _: answers.adjust(-size_bytes, is_large=is_large))
+        answers.adjust(size_bytes, is_large=size_bytes > answers.small)
+        context.add_done_callback(lambda _: answers.give_back(size_bytes))
         return answer
 
     async def forward(
@@ -129,7 +125,7 @@ class Forwarding:
         """The answer of the gateway that has a shard."""
         if self.is_draining:
             raise Draining
-        address = self._addresses.peers.get(shard)
+        address = self._peers.addresses.peers.get(shard)
         if address is None:
             raise GatewayUnavailable
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
@@ -143,7 +139,7 @@ class Forwarding:
         """A shard of each of the other gateways, in order."""
         own = {self.home.index, *self.cores}
         peers = sorted(
-            (shard, address) for shard, address in self._addresses.peers.items() if shard not in own
+            (shard, address) for shard, address in self._peers.addresses.peers.items() if shard not in own
         )
         return [*{address: shard for shard, address in reversed(peers)}.values()][::-1]
 

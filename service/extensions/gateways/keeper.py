@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from service.config import Config
-from service.extensions.gateways.membership import RunningCore
 from service.extensions.gateways.peers import Addresses
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
@@ -30,6 +29,19 @@ _OWNER_BYTES: Final = 8
 _FAILED_S: Final = 5.0
 # A statement without an answer for so long has failed, and the connection is opened again.
 _ANSWER_S: Final = 3.0
+
+
+class RunningCore(Protocol):
+    """The core of a shard beside the first one."""
+
+    async def run(self) -> None:
+        """Runs until cancelled, then gives the shard back. Raises OwnershipLost, PoolFailed."""
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new calls and waits for running ones. The workers keep their KV for the next owner."""
+
+    def close(self) -> None:
+        """Closes what is left."""
 
 
 # Opens the core of a shard that was just acquired, and lets calls reach it.

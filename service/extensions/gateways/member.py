@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
+import grpc
 from quire.v1 import admin_pb2_grpc, executor_pb2_grpc
 
 from service.api.admin import OperatorCalls, Stop
@@ -15,38 +16,53 @@ from service.api.server_state import ServerState
 from service.config import Config
 from service.extension import Extension, GatewayParts, ServedShard
 from service.extensions.gateways.forwarding import Forwarding
-from service.extensions.gateways.membership import Membership
 from service.extensions.gateways.operators import OperatorCallsOfAll
-from service.extensions.gateways.peers import PeerInterceptor
+from service.extensions.gateways.peers import PeerInterceptor, Peers
 from service.listening import binding
-from service.shard import OpenShard
+from service.shard import OpenJournal, OpenShard
 
 _POLL_INTERVAL_S = 0.02
 
 
 class Member(Extension):
-    """See `Extension`, and `OtherGateways`."""
+    """See `Extension`, and `OtherGateways`. A subclass knows which shards are this gateway's."""
 
     port_for = "other gateways"
+    stop_all: Stop | None = None
     # Set by `connect`.
     shards: Forwarding
     operator_calls: OperatorCalls
 
-    def __init__(self, config: Config, membership: Membership) -> None:
+    def __init__(self, config: Config, listen: str, peers: Peers) -> None:
+        """`listen`: the address for the others."""
         self._config = config
-        self._membership = membership
-        self.open_home = membership.open_home
-        self.has_parent = membership.has_parent
-        self.listen = membership.listen
-        self.secret = membership.peers.secret
-        self.stop_all: Stop | None = membership.stop_all
+        self._peers = peers
+        self.listen = listen
+        self.secret = peers.secret
+        self.open_home = self._open_home
+
+    # What a subclass does.
+
+    async def _open_home(self, open_journal: OpenJournal) -> OpenShard:
+        """Opens the first shard, once this gateway has one. It has it until it ends. See `OpenHome`."""
+        raise NotImplementedError
+
+    def _add_port(self, server: grpc.aio.Server) -> int:
+        """Binds `listen`. Returns the port."""
+        raise NotImplementedError
+
+    async def _keep_shards(self, stop: Stop) -> None:
+        """Keeps further shards, until cancelled. Raises OwnershipLost. `stop`: see `GatewayParts`."""
+        raise NotImplementedError
+
+    async def _give_back(self, home: ServedShard) -> None:
+        """Gives further shards back, once their calls have ended. `home`: the first one."""
+
+    # What all have in common.
 
     def connect(self, home: ServedShard, state: ServerState) -> Member:
         """Gateways know each other from here on."""
-        membership = self._membership
-        self.shards = Forwarding(
-            self._config, home.shard, membership.addresses, membership.peers, state.answers
-        )
+        self.shards = Forwarding(self._config, home.shard, self._peers, state.budgets)
         self.operator_calls = OperatorCallsOfAll(self.shards, home.operator_calls)
         return self
 
@@ -68,13 +84,13 @@ class Member(Extension):
     def bind(self) -> int:
         """Binds the port for the other gateways. Raises CannotListen."""
         with binding(self.listen):
-            return self._membership.add_port(self._server)
+            return self._add_port(self._server)
 
     async def run(self) -> None:
         """Answers the other gateways, and runs further shards. Raises OwnershipLost."""
         await self._server.start()
         try:
-            await self._membership.run(self._open_core, self._parts.stop)
+            await self._keep_shards(self._parts.stop)
         finally:
             await self.stop(0)
 
@@ -85,7 +101,7 @@ class Member(Extension):
         """Gives further shards back, and waits for the answers of other gateways."""
         deadline_s = time.monotonic() + grace_s
         self.shards.is_draining = True
-        await self._membership.drain(self._parts.shards()[0])
+        await self._give_back(self._parts.shards()[0])
         # Polled, because an event for this rare case would cost time with each call.
         while self.shards.in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_INTERVAL_S)
@@ -93,11 +109,11 @@ class Member(Extension):
     async def stop(self, grace_s: float) -> None:
         """Ends the calls of other gateways, and the connections to them."""
         await self._server.stop(grace_s)
-        await self._membership.peers.close()
+        await self._peers.close()
 
 
 class FurtherShard:
-    """A shard beside the first one. Calls reach it from its creation until it has ended."""
+    """See `RunningCore`. Calls reach the shard from its creation until it has ended."""
 
     def __init__(self, core: ServedShard, forwarding: Forwarding) -> None:
         self._core = core

@@ -28,8 +28,7 @@ from service import durable_file
 from service.api.admin import Stop
 from service.config import Config
 from service.data_directory import check_gateways, count_file
-from service.extension import ServedShard
-from service.extensions.gateways.membership import OpenCore
+from service.extensions.gateways.member import Member
 from service.extensions.gateways.peers import Addresses, Peers
 from service.journal.directory import lock
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
@@ -85,32 +84,30 @@ def places(directory: Path | None, gateways: int) -> Iterator[Sequence[Place]]:
         yield [Place(Shard(index, gateways), own, addresses, secret) for index, own in enumerate(directories)]
 
 
-class OneHost:
-    """See `Membership`. Ownership never changes."""
+class OneHost(Member):
+    """See `Member`. The shard of the place is its own for ever, and it has no other."""
 
     has_parent = True
 
     def __init__(self, config: Config, place: Place, commands: int) -> None:
         """`commands`: the file descriptor from which the parent's are read."""
-        self._config = config
+        # They share a port for clients.
+        addresses = Addresses(dict(enumerate(place.addresses)))
+        super().__init__(config, place.addresses[place.shard.index], Peers(config, place.secret, addresses))
         self._place = place
         self._commands = commands
         self._parent = os.getppid()
-        # They share a port for clients.
-        self.addresses = Addresses(dict(enumerate(place.addresses)))
-        self.peers = Peers(config, place.secret)
-        self.listen = place.addresses[place.shard.index]
-        self.stop_all: Stop | None = self._stop_parent
+        self.stop_all = self._stop_parent
 
-    async def open_home(self, open_journal: OpenJournal) -> OpenShard:
+    async def _open_home(self, open_journal: OpenJournal) -> OpenShard:
         """Opens the shard of the place. Blocks."""
         return await open_shard(self._config, open_journal, self._place.directory, self._place.shard)
 
-    def add_port(self, server: grpc.aio.Server) -> int:
+    def _add_port(self, server: grpc.aio.Server) -> int:
         """Only this user reaches the socket."""
         return server.add_insecure_port(self.listen)
 
-    async def run(self, _open_core: OpenCore, stop: Stop) -> None:
+    async def _keep_shards(self, stop: Stop) -> None:
         """Stops when the parent says so."""
         asyncio.get_running_loop().add_reader(self._commands, self._on_command, stop)
         await asyncio.Event().wait()
@@ -126,6 +123,3 @@ class OneHost:
         # After its end another process would be the parent.
         if os.getppid() == self._parent:
             os.kill(self._parent, signal.SIGUSR2 if leave_workers else signal.SIGTERM)
-
-    async def drain(self, _home: ServedShard) -> None:
-        """Does nothing: the shard stays this gateway's."""

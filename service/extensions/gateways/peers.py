@@ -37,14 +37,31 @@ class Addresses:
     public: Mapping[int, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Connection:
+    """A connection to a gateway, and what was called on it so far, by name."""
+
+    channel: grpc.aio.Channel
+    methods: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    in_flight: int = 0
+
+
 class Peers:
     """Owner of a connection to each of the other gateways."""
 
     def __init__(
-        self, config: Config, secret: str, credentials: grpc.ChannelCredentials | None = None
+        self,
+        config: Config,
+        secret: str,
+        addresses: Addresses,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`secret`: by which gateways know each other's calls. Without `credentials` only Unix sockets."""
+        """`addresses`: change with the owners. Without `credentials` only Unix sockets.
+
+        `secret`: by which gateways know each other's calls.
+        """
         self.secret = secret
+        self.addresses = addresses
         self._credentials = credentials
         self._options: list[tuple[str, int | str]] = [
             DIRECT,
@@ -65,8 +82,7 @@ class Peers:
         if credentials is not None:
             # Gateways have one certificate, whatever their addresses are.
             self._options.append(("grpc.ssl_target_name_override", GATEWAY_NAME))
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._methods: dict[tuple[str, str], Callable[..., Any]] = {}
+        self._connections: dict[str, _Connection] = {}
 
     async def call(
         self,
@@ -83,26 +99,36 @@ class Peers:
 
         Raises GatewayUnavailable, or what it answers.
         """
-        key = address, method
-        if key not in self._methods:
-            self._methods[key] = self._channel(address).unary_unary(
+        if address not in self._connections:
+            await self._close_unneeded()
+        peer = self._connections.get(address) or self._connect(address)
+        if method not in peer.methods:
+            peer.methods[method] = peer.channel.unary_unary(
                 f"/quire.v1.{method if '/' in method else f'ModelExecutorService/{method}'}",
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=response.FromString,
             )
+        peer.in_flight += 1
         try:
-            return await self._methods[key](request, timeout=timeout_s, metadata=self.passed_on(metadata))
+            return await peer.methods[method](request, timeout=timeout_s, metadata=self.passed_on(metadata))
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from None
+        finally:
+            peer.in_flight -= 1
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = (
-                grpc.aio.insecure_channel(address, options=self._options)
-                if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, options=self._options)
-            )
-        return self._channels[address]
+    def _connect(self, address: str) -> _Connection:
+        self._connections[address] = made = _Connection(
+            grpc.aio.insecure_channel(address, options=self._options)
+            if self._credentials is None
+            else grpc.aio.secure_channel(address, self._credentials, options=self._options)
+        )
+        return made
+
+    async def _close_unneeded(self) -> None:
+        """Closes connections to gateways that have no shard any more, unless they still answer a call."""
+        for address in self._connections.keys() - set(self.addresses.peers.values()):
+            if not self._connections[address].in_flight:
+                await self._connections.pop(address).channel.close(None)
 
     def passed_on(self, metadata: Metadata) -> Sequence[tuple[str, str | bytes]]:
         """The caller's metadata, with what makes it a forwarded call."""
@@ -111,9 +137,8 @@ class Peers:
 
     async def close(self) -> None:
         """Ends all calls."""
-        self._methods.clear()
-        while self._channels:
-            await self._channels.popitem()[1].close(None)
+        while self._connections:
+            await self._connections.popitem()[1].channel.close(None)
 
 
 class PeerInterceptor(grpc.aio.ServerInterceptor):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from service.cli.one_gateway import run_gateway
 from service.config import Config
-from service.extensions.gateways.member import Member
 from service.extensions.gateways.one_host import OneHost, Place
 from service.shard import Shard
 
@@ -36,8 +35,7 @@ def main() -> int:
     """Returns the exit status."""
     commands = sys.stdin.fileno()
     config, place = read_first_line(commands)
-    member = Member(config, OneHost(config, place, commands))
-    return run_gateway(config, [member], {"gateway": place.shard.index})
+    return run_gateway(config, [OneHost(config, place, commands)], {"gateway": place.shard.index})
 
 
 if __name__ == "__main__":

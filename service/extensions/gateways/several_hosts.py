@@ -10,7 +10,7 @@ from service.api.admin import Stop
 from service.config import Config
 from service.extension import ServedShard
 from service.extensions.gateways.keeper import Keeper
-from service.extensions.gateways.membership import OpenCore, RunningCore
+from service.extensions.gateways.member import FurtherShard, Member
 from service.extensions.gateways.peers import Peers
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
@@ -23,27 +23,23 @@ from service.pool import pool_files
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
 
 
-class SeveralHosts:
-    """See `Membership`. `Keeper` says which shards this gateway has."""
-
-    has_parent = False
-    stop_all: Stop | None = None
+class SeveralHosts(Member):
+    """See `Member`. `Keeper` says which shards this gateway has."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError."""
-        self._config = config
         self._pool = pool = Path(config.pool)
         own = config.of(GatewaysSettings)
-        self.keeper = Keeper(config, f"{own.peer_listen} {own.advertise}".strip())
-        self.addresses = self.keeper.addresses
-        self.listen = own.peer_listen
+        self._keeper = Keeper(config, f"{own.peer_listen} {own.advertise}".strip())
         # Gateways have one certificate.
-        self.peers = Peers(config, pool_files.secret(pool), pool_files.channel_credentials(pool))
+        credentials = pool_files.channel_credentials(pool)
+        peers = Peers(config, pool_files.secret(pool), self._keeper.addresses, credentials)
+        super().__init__(config, own.peer_listen, peers)
 
-    async def open_home(self, _open_journal: OpenJournal) -> OpenShard:
+    async def _open_home(self, _open_journal: OpenJournal) -> OpenShard:
         """Waits for a shard."""
         try:
-            return await self._open(*await self.keeper.join())
+            return await self._open(*await self._keeper.join())
         except (DatabaseFailed, OwnershipLost) as error:
             raise JournalUnusable(f"the database of the journal: {error}") from None
 
@@ -53,30 +49,25 @@ class SeveralHosts:
         async def open_journal(
             config: Config, _directory: Path | None, apply: Apply, apply_run: ApplyRun
         ) -> Journal:
-            database = Database(config.journal)
-            journal = PostgresJournal(database, leases, lease)
-            try:
-                await journal.recover(apply, apply_run)
-            except BaseException:
-                database.terminate()
-                raise
+            journal = PostgresJournal(Database(config.journal), leases, lease)
+            await journal.recover(apply, apply_run)
             return journal
 
         return await open_shard(self._config, open_journal, None, shard, lease)
 
-    def add_port(self, server: grpc.aio.Server) -> int:
+    def _add_port(self, server: grpc.aio.Server) -> int:
         """For those with a certificate of the pool."""
         return server.add_secure_port(self.listen, pool_files.server_credentials(self._pool))
 
-    async def run(self, open_core: OpenCore, _stop: Stop) -> None:
+    async def _keep_shards(self, _stop: Stop) -> None:
         """Runs the cores of further shards."""
 
-        async def open_one(shard: Shard, lease: Lease, leases: Leases) -> RunningCore:
-            return open_core(await self._open(shard, lease, leases))
+        async def open_one(shard: Shard, lease: Lease, leases: Leases) -> FurtherShard:
+            return self._open_core(await self._open(shard, lease, leases))
 
-        await self.keeper.run(open_one)
+        await self._keeper.run(open_one)
 
-    async def drain(self, home: ServedShard) -> None:
+    async def _give_back(self, home: ServedShard) -> None:
         """The workers wait for the next owners of the shards."""
         home.pool.detach_workers()
-        await self.keeper.drain()
+        await self._keeper.drain()

@@ -11,7 +11,7 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -67,6 +67,35 @@ class Distribution:
             return {"count": 0, "mean_s": None, "p50_s": None, "p99_s": None}
         p50_s, p99_s = (bounds_s[bisect_left(sums, part * count)] for part in (0.5, 0.99))
         return {"count": count, "mean_s": self._total_s / count, "p50_s": p50_s, "p99_s": p99_s}
+
+
+class Totals:
+    """Sums of counts that begin at 0 again, such as those of a worker with each of its starts. Pure.
+
+    They never become smaller, and are by a label and a name. A source is what counts from 0, once. When it is
+    gone, its last counts stay in the sum.
+    """
+
+    def __init__(self) -> None:
+        self._gone: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._last: dict[Hashable, tuple[str, Counter[str]]] = {}
+
+    def update(self, sources: Mapping[Hashable, tuple[str, Mapping[str, int]]]) -> None:
+        """Takes the counts of all current sources, with the label that each belongs to."""
+        for source, (label, counts) in sources.items():
+            # An older snapshot of a worker can arrive after a newer one.
+            _, last = self._last.get(source, (label, Counter[str]()))
+            self._last[source] = label, last | Counter(counts)
+        for source in self._last.keys() - sources.keys():
+            label, last = self._last.pop(source)
+            self._gone[label] += last
+
+    def by_label(self) -> dict[str, Counter[str]]:
+        """The sums."""
+        sums = {label: counts.copy() for label, counts in self._gone.items()}
+        for label, counts in self._last.values():
+            sums.setdefault(label, Counter()).update(counts)
+        return sums
 
 
 class Appends:

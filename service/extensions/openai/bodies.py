@@ -8,7 +8,6 @@ before it is parsed. Parsing takes at most some 50 ms.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -17,10 +16,11 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from service.api.request_receiver import RequestReceiver
-from service.auth.authenticator import current_tenant_name
+from service.auth.authenticator import current_tenant, current_tenant_name
+from service.budgets import Budget, Budgets
 from service.errors import ArrivingFull, InvalidArgument, QuireError
 from service.text.bounded_json import count_values, loads
-from service.turns import Turns, share_of
+from service.turns import Turns
 
 _MAX_VALUES = 1 << 20
 # Parsed in about a millisecond.
@@ -30,13 +30,10 @@ _SMALL_BYTES = 1 << 16
 class BodyReader:
     """Receives and parses bodies. Limits the bytes of the bodies of all unanswered requests."""
 
-    def __init__(self, receiver: RequestReceiver, max_body_bytes: int, max_bytes: int) -> None:
-        """`max_bytes`: of all bodies together; a tenant may use half of it."""
+    def __init__(self, receiver: RequestReceiver, max_body_bytes: int, budgets: Budgets) -> None:
         self._receiver = receiver
         self.max_body_bytes = max_body_bytes
-        self._max_bytes = max_bytes
-        self.held_bytes = 0
-        self._tenant_bytes: Counter[str] = Counter()
+        self.budgets = budgets
         # Large bodies are parsed one at a time, so that the event loop runs other tasks between two.
         self._parsing = Turns(1)
 
@@ -54,33 +51,28 @@ class BodyReader:
         coding = request.headers.get("content-encoding", "").strip().lower()
         if coding not in ("", "identity"):
             raise InvalidArgument("BAD_CONTENT_ENCODING", "", "the body must not be compressed")
-        tenant = current_tenant_name()
+        held = self.budgets.of(current_tenant()).bodies
         # The HTTP parser accepts only digits. A chunked body has no length.
         declared_bytes = int(request.headers.get("content-length", "0"))
-        body = Body(request.receive, self, tenant, declared_bytes)
+        body = Body(request.receive, self, held, declared_bytes)
         try:
             refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
             if isinstance(refused, QuireError):
                 raise refused
-            yield await self.parse(body.data, tenant)
+            yield await self.parse(body.data, current_tenant_name())
         finally:
-            self.held_bytes -= body.size_bytes
-            self._tenant_bytes[tenant] -= body.size_bytes
-            if not self._tenant_bytes[tenant]:
-                del self._tenant_bytes[tenant]
+            body.held.give_back(body.size_bytes)
 
     def reserve(self, body: Body, more_bytes: int) -> QuireError | None:
         """Counts more bytes of a body, or returns why they are refused. A single body always fits."""
-        size_bytes, tenant = body.size_bytes + more_bytes, body.tenant
+        size_bytes = body.size_bytes + more_bytes
         if max(size_bytes, body.declared_bytes) > self.max_body_bytes:
             most = f"a request may have at most {self.max_body_bytes} bytes"
             return InvalidArgument("REQUEST_TOO_LARGE", "", most)
-        share_bytes = share_of(self._max_bytes, tenant)
-        total_bytes, tenant_bytes = self.held_bytes + more_bytes, self._tenant_bytes[tenant] + more_bytes
-        for held_bytes, limit in ((total_bytes, self._max_bytes), (tenant_bytes, share_bytes)):
-            if limit < held_bytes != size_bytes:
-                return ArrivingFull(limit)
-        self.held_bytes, self._tenant_bytes[tenant] = total_bytes, tenant_bytes
+        try:
+            body.held.take(more_bytes, own=body.size_bytes)
+        except ArrivingFull as error:
+            return error.without_traceback()
         body.size_bytes = size_bytes
         return None
 
@@ -101,11 +93,11 @@ class BodyReader:
 class Body:
     """A body in the form that the request receiver reads: with the methods it needs of a gRPC context."""
 
-    def __init__(self, receive: Receive, reader: BodyReader, tenant: str, declared_bytes: int = 0) -> None:
-        """`declared_bytes`: what the request's headers announce."""
+    def __init__(self, receive: Receive, reader: BodyReader, held: Budget, declared_bytes: int = 0) -> None:
+        """`declared_bytes`: what the request's headers announce. `held`: the tenant's share of all bodies."""
         self._receive = receive
         self._reader = reader
-        self.tenant = tenant
+        self.held = held
         self.declared_bytes = declared_bytes
         self.data = bytearray()
         # Counted bytes.

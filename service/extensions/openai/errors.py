@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
 from typing import Any
 
 from service.errors import InvalidArgument, QuireError
@@ -46,16 +44,6 @@ _CODES = {
     "BAD_TOKEN": "invalid_api_key",
     "QUOTA": "insufficient_quota",
 }
-Names = Sequence[tuple[re.Pattern[str], str]]
-# Fields of an ExecuteItem, and their names in OpenAI's API.
-_PARAMS: Names = (
-    (re.compile(r"^(?:items\[\d+\]\.|output\.|sampling\.|chat\.(?=messages))+"), ""),
-    (re.compile(r"^constraint\b.*"), "response_format"),
-    (re.compile(r"^(?:tokens|text)\b.*"), "prompt"),
-    (re.compile(r"^chat\.tools_json$"), "tools"),
-    (re.compile(r"^chat\b.*"), "messages"),
-    (re.compile(r"\.arguments_json$"), ".function.arguments"),
-)
 
 
 def http_status(error: QuireError) -> int:
@@ -84,15 +72,8 @@ def body(error: QuireError) -> dict[str, Any]:
     """The error object."""
     status = http_status(error)
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    param = renamed(error.field, _PARAMS) or None if isinstance(error, InvalidArgument) else None
+    param = error.field or None if isinstance(error, InvalidArgument) else None
     if error.reason == "RUNTIME_NOT_FOUND":
         param = "model"
     code = _CODES.get(error.reason, error.reason.lower())
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
-
-
-def renamed(field: str, names: Names) -> str:
-    """A field's name in another API."""
-    for pattern, name in names:
-        field = pattern.sub(name, field)
-    return field

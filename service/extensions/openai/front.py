@@ -36,7 +36,7 @@ def _limits(config: Config) -> HttpLimits:
         max_connections=config.max_connections,
         max_head_bytes=_MAX_HEAD_BYTES,
         idle_s=config.message_timeout_s,
-        unread_s=config.session_stall_s,
+        unread_s=config.message_timeout_s,
     )
 
 
@@ -53,7 +53,7 @@ class OpenAiFront(Extension):
         self._state = parts.state
         config = parts.state.config
         self._models = Models(parts.router, parts.state)
-        self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, config.max_arriving_bytes)
+        self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
         routes = self._routes(parts.executions, parts.text, parts.api.Forward)
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
         for wrap in reversed(parts.http):

@@ -6,7 +6,6 @@ log-probabilities has both forms of vLLM: `token_id`, and `token` as "token_id:N
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,24 +13,25 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
-from starlette.types import Scope, Send
 
 from service.api.validation import MAX_REQUEST_ID_CHARS
-from service.errors import InvalidArgument
-from service.extensions.openai.errors import renamed
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string
 from service.extensions.openai.generation import CompletionHandler
-from service.extensions.openai.models import ResolvedModel
-from service.extensions.openai.requests import (
+from service.extensions.openai.item_fields import (
+    GENERATE,
+    GENERATE_PARAMS,
     MAX_ID,
     MAX_TOP_LOGPROBS,
+    set_fields,
+)
+from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.requests import (
     NEUTRAL,
     CompletionRequest,
     ResolveModel,
+    new_item,
     prompt_tokens,
-    set_common,
     stream_options,
-    token_ids,
     unsupported,
 )
 from service.extensions.openai.responses import CompletionResponse
@@ -55,15 +55,6 @@ _IGNORED_SETTINGS = frozenset(
         "stream_interval",
     }
 )  # fmt: skip
-# Fields of an ExecuteItem, and their names here.
-_PARAMS = (
-    (re.compile(r"^(?:items\[\d+\]\.|output\.)+"), ""),
-    (re.compile(r"^sampling\."), "sampling_params."),
-    (re.compile(r"^tokens\.(?=token_ids)"), ""),
-    (re.compile(r"^constraint\b.*"), "sampling_params.allowed_token_ids"),
-    (re.compile(r"^top_logprobs\b"), "sampling_params.logprobs"),
-    (re.compile(r"^(?=(?:n|max_tokens|stop|stop_token_ids)\b)"), "sampling_params."),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,23 +77,20 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     model = resolve(fields.get("model", string) or NAME)
     if not model.is_local:
         raise unsupported("model", "a provider takes and returns no token ids")
-    item = runner_pb2.ExecuteItem(item_id="0")
+    # vLLM does not use a model's recommended settings here, so they are not used.
+    item = new_item(replace(model, sampling_defaults=types_pb2.SamplingParams()))
     prompt = fields.get("token_ids", array, _MAX_IDS)
     if not prompt:
         raise bad_field("token_ids", "must be a list of at least one token id")
     item.tokens.token_ids.extend(prompt_tokens(prompt, "token_ids", model.max_tokens))
     params = _settings(fields.raw("sampling_params"))
-    _set_sampling(item, params, model)
+    set_fields(item, params, GENERATE_PARAMS)
+    item.tokens_only = not item.stop
+    if params.get("min_tokens", integer, 0, MAX_ID):
+        text = "is not supported: a sample ends at its first end token"
+        raise unsupported("sampling_params.min_tokens", text)
     num_top = params.get("logprobs", integer, 0, MAX_TOP_LOGPROBS)
-    if num_top is not None:
-        # With one alternative vLLM returns only the token itself.
-        item.logprobs, item.top_logprobs = True, num_top if num_top > 1 else 0
-        if is_processed and item.sampling.temperature > 0:
-            if num_top > 1:
-                raise unsupported(
-                    "sampling_params.logprobs", "at most 1 with --openai-logprobs-mode processed_logprobs"
-                )
-            item.logprobs, item.sampled_logprobs = False, True
+    _set_logprobs(item, num_top, is_processed=is_processed)
     is_stream, with_usage = stream_options(fields)
     num_prompt_top = params.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     if is_stream and num_prompt_top is not None:
@@ -121,6 +109,7 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     return GenerateRequest(
         items=[item],
         model=model,
+        table=GENERATE,
         is_chat=False,
         has_logprobs=num_top is not None,
         is_stream=is_stream,
@@ -139,22 +128,18 @@ def _settings(given: object) -> Fields:
     return Fields(given, "sampling_params")
 
 
-def _set_sampling(item: runner_pb2.ExecuteItem, params: Fields, model: ResolvedModel) -> None:
-    """Sets what is sampled. vLLM does not use a model's recommended settings here, so they are not used."""
-    set_common(item, params, replace(model, sampling_defaults=types_pb2.SamplingParams()))
-    item.max_tokens = params.get("max_tokens", integer, 1, MAX_ID) or 0
-    item.ignore_eos = bool(params.get("ignore_eos", boolean))
-    item.tokens_only = not item.stop
-    allowed = params.get("allowed_token_ids", array, _MAX_IDS)
-    if allowed is not None:
-        path = params.path("allowed_token_ids")
-        if not allowed:
-            raise InvalidArgument("BAD_MASK", path, "no token is allowed")
-        item.constraint.mask.allowed.ids.extend(token_ids(allowed, path))
-    if params.get("min_tokens", integer, 0, MAX_ID):
-        raise unsupported(
-            "sampling_params.min_tokens", "is not supported: a sample ends at its first end token"
-        )
+def _set_logprobs(item: runner_pb2.ExecuteItem, num_top: int | None, *, is_processed: bool) -> None:
+    """`num_top`: how many alternatives are wanted, the token itself included. None: no log-probabilities."""
+    if num_top is None:
+        return
+    if not (is_processed and item.sampling.temperature > 0):
+        # With one alternative vLLM returns only the token itself.
+        item.logprobs, item.top_logprobs = True, num_top if num_top > 1 else 0
+    elif num_top > 1:
+        text = "at most 1 with --openai-logprobs-mode processed_logprobs"
+        raise unsupported("sampling_params.logprobs", text)
+    else:
+        item.sampled_logprobs = True
 
 
 def _cache_salt(*places: Fields) -> str:
@@ -260,12 +245,6 @@ class GenerateHandler(CompletionHandler):
     """Handles requests for tokens. An ASGI application."""
 
     forward: Forward
-
-    async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
-        try:
-            await super()._handle(body, scope, send)
-        except InvalidArgument as error:
-            raise InvalidArgument(error.reason, renamed(error.field, _PARAMS), error.message) from None
 
     def _resolve(self, model: str) -> ResolvedModel:
         return self.models.resolve(model, needs_text=False)

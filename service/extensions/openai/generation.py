@@ -15,12 +15,13 @@ from quire.v1 import runner_pb2
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from service.api.budget import SMALL_BYTES
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.auth.authenticator import current_tenant
+from service.budgets import SMALL_BYTES
 from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.responses import CompletionResponse, to_json
@@ -66,6 +67,14 @@ class CompletionHandler:
         completion_request = self.parse(value, self._resolve)
         body.clear()
         del value
+        try:
+            await self._answer(completion_request, scope, send)
+        except InvalidArgument as error:
+            field = param_of(error.field, completion_request.table)
+            raise InvalidArgument(error.reason, field, error.message) from None
+
+    async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
+        """Runs the request as an execution, and sends its response. Raises QuireError."""
         request = runner_pb2.ExecuteRequest(
             runtime=completion_request.model.runtime,
             items=completion_request.items,
@@ -96,7 +105,7 @@ class CompletionHandler:
     ) -> None:
         """Sends the response in one piece. Its chunks count as unread until it is sent."""
         held_bytes = large_bytes = 0
-        answers = self.state.answers.of(current_tenant())
+        answers = self.state.budgets.of(current_tenant()).answers
         time_slice = TimeSlice()
         try:
             while chunks := await execution.read(reader):

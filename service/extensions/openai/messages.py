@@ -26,13 +26,11 @@ _IGNORED_OF_CALL = frozenset({"index"})
 _IGNORED_OF_FUNCTION = frozenset({"parsed_arguments"})
 
 
-def parse_messages(fields: Fields) -> runner_pb2.Chat:
-    """The messages of a request as a Chat. Raises InvalidArgument."""
-    values = fields.get("messages", array, MAX_MESSAGES)
-    if not values:
-        raise bad_field("messages", "must be a list of at least one message")
-    messages = [_message(value, f"messages[{index}]") for index, value in enumerate(values)]
-    return runner_pb2.Chat(messages=messages)
+def parse_messages(values: object, path: str) -> list[runner_pb2.ChatMessage]:
+    """The messages of a request. Raises InvalidArgument."""
+    if not (found := [] if values is None else array(values, path, MAX_MESSAGES)):
+        raise bad_field(path, "must be a list of at least one message")
+    return [_message(value, f"{path}[{index}]") for index, value in enumerate(found)]
 
 
 def _message(value: object, path: str) -> runner_pb2.ChatMessage:

@@ -21,8 +21,7 @@ from service.api.call_log import elapsed_ms
 from service.api.server_state import ServerState
 from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator, current_tenant
-from service.caches.tenants import Tenant
-from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError, SessionLimit
+from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError
 from service.extensions.openai import errors
 from service.extensions.openai.generation import event
 from service.http.connection import connection_of
@@ -30,7 +29,6 @@ from service.listening import is_address
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 from service.setting_rules import is_private
-from service.turns import share_of
 
 _log = get_logger(__name__)
 HEALTH = "/health"
@@ -57,8 +55,7 @@ class Middleware:
         self._authenticator = authenticator
         self._state = state
         self._is_local_only = authenticator is None and is_private(listen)
-        # With the tenant of each, once that is known.
-        self._running: dict[asyncio.Task[None], Tenant | None] = {}
+        self._running: set[asyncio.Task[None]] = set()
         self._has_stopped = False
 
     async def stop(self, grace_s: float) -> None:
@@ -81,9 +78,10 @@ class Middleware:
         name = escaped(f"{request.method} {scope['path']}"[:_MAX_LOGGED_CHARACTERS])
         began_s = time.monotonic()
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        self._running[task] = None
+        self._running.add(task)
+        held = contextlib.ExitStack()
         try:
-            self._admit(request)
+            self._admit(request, held)
             # With this key starlette's router raises HTTPException instead of sending a response.
             scope["app"] = self._app
             await self._app(scope, receive, response.send)
@@ -108,13 +106,14 @@ class Middleware:
             _log.exception("request failed unexpectedly", request=name)
             error = InternalError()
         finally:
-            del self._running[task]
+            held.close()
+            self._running.discard(task)
         self._state.call_log.refused(name, error, elapsed_ms(began_s))
         scope["quire.error"] = error.reason
         await response.fail(error)
 
-    def _admit(self, request: Request) -> None:
-        """Checks host, authentication and the limit of requests. Raises QuireError."""
+    def _admit(self, request: Request, held: contextlib.ExitStack) -> None:
+        """Checks host, authentication and the limit of requests, until `held` ends. Raises QuireError."""
         path = request.scope["path"]
         # Not the path of `request.url`: that is built from the Host header.
         if path == HEALTH:
@@ -132,18 +131,9 @@ class Middleware:
                 )
         if self._has_stopped:
             raise Draining
-        max_requests = self._state.config.max_sessions
-        if len(self._running) > max_requests:
-            raise SessionLimit(max_requests)
-        if self._authenticator is not None:
-            self._admit_tenant(max_requests)
-
-    def _admit_tenant(self, max_requests: int) -> None:
-        tenant = self._running[cast("asyncio.Task[None]", asyncio.current_task())] = current_tenant()
-        own = list(self._running.values()).count(tenant)
-        share = share_of(max_requests, tenant, len(self._running) - own)
-        if own > share:
-            raise SessionLimit(share, of_tenant=True)
+        # Without authentication the context may have the tenant of nobody.
+        tenant = None if self._authenticator is None else current_tenant()
+        held.enter_context(self._state.budgets.of(tenant).http.held())
 
 
 class _Response:

@@ -17,10 +17,7 @@ class Result(enum.Enum):
 
 
 class Breaker:
-    """Opens after `failures` consecutive failures. After `open_s` it sends one probe, which closes it or not.
-
-    The generation grows when it opens. Results of requests that began before are ignored.
-    """
+    """Opens after `failures` failures in a row. After `open_s` it sends one probe, which closes it or not."""
 
     def __init__(self, failures: int, open_s: float) -> None:
         self._threshold = failures
@@ -29,37 +26,31 @@ class Breaker:
         # When the next probe may be sent. None: it is closed.
         self._open_until_s: float | None = None
         self._is_probing = False
-        self._generation = 0
 
-    def begin(self, now_s: float) -> int | None:
-        """The generation of a new request, whose end must be recorded. None: no request may be sent now."""
+    def begin(self, now_s: float) -> bool:
+        """Whether a request may be sent now. Its end must be recorded then."""
         if self._is_probing or self.left_s(now_s) > 0:
-            return None
-        if self._open_until_s is not None:
-            self._is_probing = True
-        return self._generation
+            return False
+        self._is_probing = self._open_until_s is not None
+        return True
 
-    def response_started(self, generation: int) -> None:
-        """The first bytes arrived. A probe closes the breaker now: its response may take long."""
-        if generation == self._generation and self._is_probing:
+    def response_started(self) -> None:
+        """The first event arrived. A probe closes the breaker now: its response may take long."""
+        if self._is_probing:
             self._close()
 
-    def record(self, generation: int, result: Result, now_s: float) -> bool:
+    def record(self, result: Result, now_s: float) -> bool:
         """Records the end of a request, once for each that `begin` allowed. Returns whether this opens it."""
-        if generation != self._generation:
-            return False
         if result is Result.SUCCESS:
             self._close()
-        elif result is Result.NEUTRAL:
-            # If it was a probe, the next request is a probe at once.
-            self._is_probing = False
-        else:
+        # One that began before the breaker opened says nothing new.
+        elif result is Result.FAILURE and not self.left_s(now_s):
             self._failures += 1
-            if self._is_probing or self._failures >= self._threshold:
-                self._close()
-                self._open_until_s = now_s + self._open_s
-                self._generation += 1
+            if self._failures >= self._threshold:
+                self._is_probing, self._open_until_s = False, now_s + self._open_s
                 return True
+        # If it was a probe, the next request is one at once.
+        self._is_probing = False
         return False
 
     def left_s(self, now_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import runner_pb2
@@ -17,19 +17,23 @@ from service.extensions.providers import exchange, failures
 from service.extensions.providers.breaker import Breaker, Result
 from service.extensions.providers.clock import Clock
 from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.connections import Connections
 from service.extensions.providers.dialects.base import Dialect
 from service.extensions.providers.failures import failure
 from service.extensions.providers.limiter import Limiter
 from service.extensions.providers.samples import Samples
-from service.extensions.providers.sessions import HttpSession, SessionPool
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
 
 _log = get_logger(__name__)
 # Reasons for which a retry can help.
 _RETRYABLE = frozenset({"RATE_LIMITED", "NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT"})
-# Reasons that count as failures for the circuit breaker.
-_UNHEALTHY = frozenset({"NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT"})
+_RETRY_MIN_S = 1.0
+_RETRY_MAX_S = 60.0
+# A request is not retried if the provider asks for a longer delay.
+_MAX_RETRY_AFTER_S = 300.0
+# Reasons that count as failures for the circuit breaker. Credentials that are refused fail for every caller.
+_UNHEALTHY = frozenset({"NETWORK_ERROR", "SERVER_ERROR", "TIMEOUT", "UNAUTHORIZED"})
 # The retry delay while another request probes the provider.
 _PROBE_S = 1.0
 
@@ -40,7 +44,7 @@ class Provider:
 
     config: ProviderConfig
     dialect: type[Dialect]
-    sessions: SessionPool
+    connections: Connections
     limiter: Limiter
     breaker: Breaker
     clock: Clock
@@ -71,9 +75,8 @@ class ProviderCall:
     def __post_init__(self) -> None:
         self._clock = self.provider.clock
         self._samples = self._new_samples()
-        # The session of the last attempt, and whether the provider has refused it and there is another now.
-        self._session: HttpSession | None = None
-        self._is_renewed = False
+        # Whether chunks of this attempt wait until the client has read others.
+        self._waits_for_reader = False
 
     async def run(self) -> None:
         """Puts out chunks up to the last of each sample. Raises nothing but CancelledError."""
@@ -81,7 +84,7 @@ class ProviderCall:
         tenant, left_s = self.batch.tenant, self._time_left_s()
         until = asyncio.timeout(None if math.isinf(left_s) else left_s)
         try:
-            with contextlib.nullcontext() if tenant is None else tenant.remote_call(self._clock.now_s()):
+            with contextlib.nullcontext() if tenant is None else tenant.admit_unseen(self._clock.now_s()):
                 async with until:
                     await self._send_with_retries()
         except QuireError as caught:
@@ -93,42 +96,32 @@ class ProviderCall:
             self._samples.end(to_status(error, current_request_id()))
 
     async def _send_with_retries(self) -> None:
-        tries, has_renewed = 0, False
-        while True:
-            error = await self._attempt()
-            if error is None:
-                return
-            # Chunks were already put out. A retry would repeat them.
-            if self._samples.has_put:
+        config, retries = self.provider.config, 0
+        while (error := await self._attempt()) is not None:
+            delay_s = None
+            # A retry would repeat chunks that were put out.
+            if not self._samples.has_put and retries < config.max_retries:
+                delay_s = retry_delay_s(error, retries, self._time_left_s(), self._clock.uniform)
+            if delay_s is None:
                 raise error
-            if self._is_renewed and not has_renewed:
-                has_renewed = True
-            else:
-                await self._back_off(error, tries)
-                tries += 1
+            _log.debug(
+                "a provider request is retried", runtime=config.name, reason=error.reason, delay_s=delay_s
+            )
+            await self._clock.sleep(delay_s)
+            retries += 1
             self._samples = self._new_samples()
-
-    async def _back_off(self, error: ProviderFailure, tries: int) -> None:
-        """Waits before the next retry. Raises the failure if there is none."""
-        config = self.provider.config
-        delay_s = retry_delay_s(error, tries, self._time_left_s(), config, self._clock.uniform)
-        if delay_s is None:
-            raise error
-        _log.debug("a provider request is retried", runtime=config.name, reason=error.reason, delay_s=delay_s)
-        await self._clock.sleep(delay_s)
 
     async def _attempt(self) -> ProviderFailure | None:
         """Sends the request once; returns its failure, if any."""
         # Before `acquire`, so that a slow reader does not keep others from the provider.
         await self.sink.wait_for_room()
         limiter, batch = self.provider.limiter, self.batch
-        self._session, self._is_renewed = None, False
+        self._waits_for_reader = False
         try:
             await limiter.acquire(self.expected, self.deadline_s, batch.tenant, batch.priority)
             try:
                 await limiter.wait_until_saved()
-                with self._guarded() as generation:
-                    await self._send(generation)
+                await self._send_if_healthy()
             finally:
                 limiter.release(self.expected, self._used())
         except ProviderFailure as error:
@@ -137,93 +130,66 @@ class ProviderCall:
             return failure("TIMEOUT", "what the provider had said was not read in time")
         return None
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[int]:
-        """Reports the end of a request to the circuit breaker. Raises ProviderFailure if it is open."""
+    async def _send_if_healthy(self) -> None:
+        """Sends the request, and tells the circuit breaker how it ended. Raises ProviderFailure."""
+        # First: that this server has none says nothing about the provider.
+        secret = await self.provider.connections.secret()
         breaker, now_s = self.provider.breaker, self._clock.now_s()
-        generation = breaker.begin(now_s)
-        if generation is None:
-            left_s = breaker.left_s(now_s) or _PROBE_S
-            is_refused = self.provider.sessions.refused_at_s is not None
-            text = failures.REFUSED if is_refused else "the provider has failed again and again"
-            raise failure("CIRCUIT_OPEN", text, retry_after_s=left_s)
+        if not breaker.begin(now_s):
+            text = "the provider has failed again and again"
+            raise failure("CIRCUIT_OPEN", text, retry_after_s=breaker.left_s(now_s) or _PROBE_S)
         result = Result.NEUTRAL
         try:
-            yield generation
+            await self._send(secret)
             result = Result.SUCCESS
         except ProviderFailure as error:
-            # Credentials that stay refused fail for every caller.
-            is_refused = error.reason == "UNAUTHORIZED" and self._session is not None
-            if error.reason in _UNHEALTHY or (is_refused and not self._is_renewed):
+            if error.reason in _UNHEALTHY:
                 result = Result.FAILURE
             raise
         finally:
-            if breaker.record(generation, result, self._clock.now_s()):
+            if breaker.record(result, self._clock.now_s()):
                 runtime = self.provider.config.name
                 _log.warning("a provider keeps failing: its circuit breaker opens", runtime=runtime)
 
-    async def _send(self, generation: int) -> None:
-        """Sends the request. Reads the credentials again if the provider refuses them."""
+    async def _send(self, secret: str) -> None:
+        provider, config = self.provider, self.provider.config
+        headers = dict(provider.dialect.headers(secret))
+        if traceparent := current_traceparent():
+            headers[TRACEPARENT] = traceparent
+        url = config.base_url.rstrip("/") + provider.dialect.path
+        until = asyncio.timeout(config.answer_timeout_s)
         try:
-            await self._send_once(generation)
-        except ProviderFailure as error:
-            if error.reason == "UNAUTHORIZED" and self._session is not None:
-                now_s = self._clock.now_s()
-                self._is_renewed = await self.provider.sessions.renew(self._session, now_s)
-            raise
-
-    async def _send_once(self, generation: int) -> None:
-        provider = self.provider
-        async with provider.sessions.acquire() as session:
-            self._session = session
-            headers = dict(provider.dialect.headers(session.secret))
-            if traceparent := current_traceparent():
-                headers[TRACEPARENT] = traceparent
-            sending = exchange.post(
-                session.client,
-                provider.config.base_url.rstrip("/") + provider.dialect.path,
-                headers,
-                self.body,
-                provider.config,
-                self._clock,
-            )
-            async with sending as response:
-                provider.sessions.accepted(session)
-                await self._read(response, generation)
-
-    async def _read(self, response: exchange.ResponseStream, generation: int) -> None:
-        config = self.provider.config
-        parser, reader = exchange.EventParser(config.max_line_bytes), self.provider.dialect(config.name)
-        by_s = asyncio.get_running_loop().time() + config.answer_timeout_s
-        while data := await response.read():
-            self.provider.breaker.response_started(generation)
-            for event in parser.push(data):
-                for update in reader.read(event):
-                    self._samples.take(update)
-            if self._samples.are_stopped:
-                self._samples.end()
-                return
-            if reader.is_done:
-                break
-            await self._wait_for_room(by_s)
-            if asyncio.get_running_loop().time() > by_s:
-                raise failure("TIMEOUT", "the provider's answer takes too long")
-        if not reader.is_done and not self._samples.are_finished:
-            raise failure("NETWORK_ERROR", "the provider's answer broke off")
-        self._samples.end()
-        if reader.is_done:
-            await response.end()
-
-    async def _wait_for_room(self, by_s: float) -> None:
-        """Waits until the client has read. Meanwhile TCP flow control stops the provider.
-
-        Raises _ReaderStalled after `by_s`, the end of the response's time on the loop's clock.
-        """
-        try:
-            async with asyncio.timeout_at(by_s):
-                await self.sink.wait_for_room()
+            async with until, provider.connections.use() as client:
+                stream = exchange.events(client, url, headers, self.body, config)
+                async with contextlib.aclosing(stream):
+                    if await self._read(stream):
+                        await exchange.drain(stream)
         except TimeoutError:
-            raise _ReaderStalled from None
+            if not until.expired():
+                raise
+            stalled = self._waits_for_reader
+        else:
+            return
+        raise _ReaderStalled if stalled else failure("TIMEOUT", "the provider's answer takes too long")
+
+    async def _read(self, stream: AsyncGenerator[str, None]) -> bool:
+        """Puts out what the events hold. Returns whether the dialect's last one has come."""
+        reader = self.provider.dialect(self.provider.config.name)
+        async for event in stream:
+            self.provider.breaker.response_started()
+            for update in reader.read(event):
+                self._samples.take(update)
+            if self._samples.are_stopped or reader.is_done:
+                break
+            # Meanwhile TCP flow control stops the provider.
+            self._waits_for_reader = True
+            await self.sink.wait_for_room()
+            self._waits_for_reader = False
+        else:
+            if not self._samples.are_finished:
+                raise failure("NETWORK_ERROR", "the provider's answer broke off")
+        self._samples.end()
+        return reader.is_done
 
     def _new_samples(self) -> Samples:
         return Samples(self.item, self.indexes, self.provider.config.price, self.sink)
@@ -244,24 +210,18 @@ class ProviderCall:
 
 
 def retry_delay_s(
-    error: ProviderFailure,
-    retries: int,
-    left_s: float,
-    config: ProviderConfig,
-    uniform: Callable[[float, float], float],
+    error: ProviderFailure, retries: int, left_s: float, uniform: Callable[[float, float], float]
 ) -> float | None:
     """The delay before the next retry, after `retries` of them. None: no retry.
 
-    Exponential backoff from retry_min_s to retry_max_s with full jitter, so that requests that failed
-    together are not retried together. The provider's Retry-After is a lower bound. `left_s`: until the
-    deadline.
+    Exponential backoff with full jitter, so that requests that failed together are not retried together. The
+    provider's Retry-After is a lower bound. `left_s`: until the deadline.
     """
-    if error.reason not in _RETRYABLE or retries >= config.max_retries:
+    if error.reason not in _RETRYABLE:
         return None
-    ceiling = min(config.retry_max_s, config.retry_min_s * 2.0**retries)
-    delay = uniform(0.0, ceiling)
+    delay_s = uniform(0.0, min(_RETRY_MAX_S, _RETRY_MIN_S * 2.0**retries))
     if error.retry_after_s is not None:
-        if error.retry_after_s > config.max_retry_after_s:
+        if error.retry_after_s > _MAX_RETRY_AFTER_S:
             return None
-        delay = max(delay, error.retry_after_s)
-    return delay if delay < left_s else None
+        delay_s = max(delay_s, error.retry_after_s)
+    return delay_s if delay_s < left_s else None

@@ -14,10 +14,7 @@ from service.outbound import is_this_machine
 DialectName = Literal["openai-chat", "openai-completions", "anthropic-messages"]
 # Names of the server's own workers.
 _TAKEN_NAMES = ("", "local")
-_MAY_BE_0 = ("max_retries", "retry_min_s", "max_retry_after_s")
-# What happens to a request beyond the hourly budget: it is refused; or sent with a warning in the log; or
-# queued until the budget allows it.
-BudgetPolicy = Literal["reject", "warn", "throttle"]
+_MAY_BE_0 = ("max_retries",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +50,17 @@ class ProviderConfig:
     # The length of the queue for those limits.
     max_waiting: int = 4096
     budget_usd_per_hour: float | None = None
-    budget_policy: BudgetPolicy = "reject"
 
     max_retries: int = 3
-    retry_min_s: float = 1.0
-    retry_max_s: float = 60.0
-    # A request is not retried if the provider's Retry-After is longer.
-    max_retry_after_s: float = 300.0
     breaker_failures: int = 10
     breaker_open_s: float = 30.0
 
     connect_timeout_s: float = 10.0
-    # From the start of the request to the first byte of the response body.
-    first_byte_timeout_s: float = 30.0
-    # Between two pieces of the body.
-    idle_timeout_s: float = 10.0
+    # To the head of the response, and between two pieces of its body.
+    read_timeout_s: float = 30.0
     # For the whole response.
     answer_timeout_s: float = 900.0
-    max_line_bytes: int = 1 << 20
+    max_event_bytes: int = 1 << 20
     max_answer_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:

@@ -18,13 +18,12 @@ _log = get_logger(__name__)
 # Providers may send delays that a Duration cannot hold.
 _LONGEST_WAIT_S = 86_400.0
 
-REFUSED = "the provider did not accept this server's credentials"
 _TEXTS = {
     "RATE_LIMITED": "the provider takes no more requests for now",
     "CONTENT_FILTERED": "the provider does not answer such contents",
     "CONTEXT_LENGTH_EXCEEDED": "prompt and answer would be longer than the provider's model allows",
     "BAD_REQUEST": "the provider did not accept the request",
-    "UNAUTHORIZED": REFUSED,
+    "UNAUTHORIZED": "the provider did not accept this server's credentials",
     "FORBIDDEN": "the provider does not let this server's account do it, or has no such address or model",
     "NETWORK_ERROR": "the connection to the provider failed",
     "SERVER_ERROR": "the provider failed",
@@ -96,6 +95,11 @@ def _through(url: str) -> str:
 def malformed() -> ProviderFailure:
     """The response does not follow the dialect."""
     return failure("SERVER_ERROR", "the provider's answer cannot be understood")
+
+
+def too_large(limit_bytes: int) -> ProviderFailure:
+    """The response is longer than allowed."""
+    return failure("SERVER_ERROR", f"the provider's answer has more than {limit_bytes} bytes")
 
 
 def internal(bug: Exception) -> InternalError:

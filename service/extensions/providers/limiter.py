@@ -15,10 +15,8 @@ from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.failures import failure
 from service.extensions.providers.spending import Spending
 from service.fair_queue import FairQueue, Ticket
-from service.logging import get_logger
 from service.token_bucket import TokenBucket
 
-_log = get_logger(__name__)
 _MINUTE_S = 60.0
 # An estimate of the duration of one response.
 _ANSWER_S = 5.0
@@ -36,7 +34,6 @@ class Limiter:
         budget_usd = config.budget_usd_per_hour
         self._budget = None if budget_usd is None else spending.budget(config.name, budget_usd)
         self._spending = spending
-        self._is_overspent = False
         self._queue = FairQueue()
 
     @property
@@ -64,7 +61,7 @@ class Limiter:
     ) -> None:
         """Waits until a request may be sent that is expected to use so much. Its end calls `release`.
 
-        Raises ProviderFailure: the queue is full, or the wait would exceed the deadline or the budget.
+        Raises ProviderFailure: the queue is full, the wait would exceed the deadline, or the cost the budget.
         """
         tokens, cost_usd = self._amounts(expected)
         ticket = self._enqueue(tenant, priority)
@@ -141,29 +138,14 @@ class Limiter:
     def _wait_s(self, tokens: int, cost_usd: float, deadline_s: float) -> float:
         """When to check again, unless another request ends earlier. 0: the request may be sent."""
         now_s = self._clock.now_s()
-        budget_s = self._budget_wait_s(cost_usd, now_s)
+        if self._budget is not None and (budget_s := self._budget.wait_s(cost_usd, now_s)):
+            raise _no_budget(budget_s)
         bucket_s = self._bucket_wait_s(tokens, now_s)
-        # Running requests may return tokens or budget when they end, so only an idle provider is certain.
-        if not self.running and now_s + max(bucket_s, budget_s) > deadline_s:
-            if budget_s > bucket_s:
-                raise _no_budget(budget_s)
+        # Running requests may return tokens when they end, so only an idle provider is certain.
+        if not self.running and now_s + bucket_s > deadline_s:
             text = "this server may not ask the provider again before the deadline"
             raise failure("RATE_LIMITED", text, retry_after_s=bucket_s)
-        return math.inf if self._is_busy else max(bucket_s, budget_s)
-
-    def _budget_wait_s(self, cost_usd: float, now_s: float) -> float:
-        if self._budget is None or (wait_s := self._budget.wait_s(cost_usd, now_s)) == 0:
-            self._is_overspent = False
-            return 0.0
-        policy = self._config.budget_policy
-        if policy == "warn":
-            if not self._is_overspent:
-                _log.warning("a provider's hourly budget is exceeded", runtime=self._config.name)
-            self._is_overspent = True
-            return 0.0
-        if policy == "reject" or cost_usd > self._budget.limit_usd:
-            raise _no_budget(wait_s)
-        return wait_s
+        return math.inf if self._is_busy else bucket_s
 
     async def _pause(self, wait_s: float, wake: asyncio.Event) -> None:
         if math.isinf(wait_s):

@@ -16,11 +16,11 @@ from service.extensions.providers.breaker import Breaker
 from service.extensions.providers.call import Provider, ProviderCall
 from service.extensions.providers.clock import Clock
 from service.extensions.providers.config import DialectName, ProviderConfig
+from service.extensions.providers.connections import Connections
 from service.extensions.providers.dialects.anthropic import Messages
 from service.extensions.providers.dialects.base import Dialect, refuse
 from service.extensions.providers.dialects.openai import ChatCompletions, Completions
 from service.extensions.providers.limiter import Limiter
-from service.extensions.providers.sessions import SessionPool
 from service.extensions.providers.spending import Spending
 from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
@@ -52,8 +52,8 @@ class RemoteRuntime:
         self._provider = Provider(
             config=config,
             dialect=DIALECTS[config.dialect],
-            sessions=SessionPool(config),
-            limiter=Limiter(config, clock, spending or Spending()),
+            connections=Connections(config),
+            limiter=Limiter(config, clock, spending or Spending(clock=clock)),
             breaker=Breaker(config.breaker_failures, config.breaker_open_s),
             clock=clock,
         )
@@ -66,6 +66,8 @@ class RemoteRuntime:
     def describe(self) -> runner_pb2.Runtime:
         provider, price = self._provider, self.config.price
         now_s = provider.clock.now_s()
+        left_s = provider.breaker.left_s(now_s)
+        trouble = f"it has failed again and again, and is left alone for {left_s:.0f} s" if left_s else ""
         return runner_pb2.Runtime(
             name=self.config.name,
             runtime_kind=provider.dialect.kind,
@@ -75,19 +77,9 @@ class RemoteRuntime:
             rate_limits=provider.limiter.message(),
             breaker=provider.breaker.state(now_s),
             prices=None if price is None else price.message(),
-            trouble=provider.sessions.trouble or self._trouble(now_s),
+            trouble=provider.connections.trouble or trouble,
             executions=self._executions,
         )
-
-    def _trouble(self, now_s: float) -> str:
-        """Why the last requests have failed. Empty: they have not, or it is time for another one."""
-        left_s, refused_at_s = self._provider.breaker.left_s(now_s), self._provider.sessions.refused_at_s
-        if refused_at_s is not None:
-            # As with the breaker: other runtimes come first until it is tried again.
-            return (
-                failures.REFUSED if max(left_s, refused_at_s + self.config.breaker_open_s - now_s) > 0 else ""
-            )
-        return f"it has failed again and again, and is left alone for {left_s:.0f} s" if left_s else ""
 
     @property
     def wait_s(self) -> float:
@@ -130,23 +122,22 @@ class RemoteRuntime:
     async def load_weights(
         self,
         request: runner_pb2.LoadWeightsRequest,  # noqa: ARG002
-        drain_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
         """The provider has loaded its model already."""
         phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
         yield runner_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:  # noqa: ARG002
-        """See `Runtime`. Replaces connections and credentials, whatever the cause.
+        """See `Runtime`. Replaces connections, whatever the cause.
 
         Raises ProviderFailure: there are no credentials, and nothing has changed.
         """
-        await self._provider.sessions.rebuild()
+        await self._provider.connections.rebuild()
         return 1
 
     async def close(self) -> None:
         """Closes its connections; those of running calls when the calls end."""
-        await self._provider.sessions.close()
+        await self._provider.connections.close()
 
     async def _calls(self, item: runner_pb2.ExecuteItem, batch: Batch, sink: ChunkSink) -> list[ProviderCall]:
         """The calls for an item. If it cannot run, puts its last chunks instead."""

@@ -17,7 +17,9 @@ from benchmarks.gateway_process import GatewayProcess
 from tests import undisturbed
 from tests.quire_command import run
 
-OWN = sorted(path.name for path in (ROOT / "service" / "extensions").iterdir() if path.is_dir())
+OWN = sorted(
+    path.name for path in (ROOT / "service" / "extensions").iterdir() if (path / "extension.py").exists()
+)
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -76,25 +78,33 @@ def test_what_only_a_removed_extension_can_do_is_refused(tmp_path: Path, flags: 
     assert said in done.stderr
 
 
+def install(place: Path, module: str, code: str, name: str, points: dict[str, str]) -> None:
+    """What an installation of a package with one module writes."""
+    (place / f"{module}.py").write_text(code)
+    info = place / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[quire.extensions]", *lines]))
+
+
+def use(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the servers that a test starts."""
+    path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
 def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installs the packages of the manual for the gateways that a test starts."""
+    """Installs the packages of the manual."""
     page = (ROOT / "docs" / "extensions.md").read_text()
     blocks = re.findall(r"```(python|toml)\n(.*?)```", page, re.DOTALL)
     assert [kind for kind, _ in blocks] == ["python", "toml"] * 2
     for (_, code), (_, project) in zip(blocks[::2], blocks[1::2], strict=True):
         told = tomllib.loads(project)
         (module,) = told["tool"]["setuptools"]["py-modules"]
-        (place / f"{module}.py").write_text(code)
-        # What an installation of it writes.
-        info = place / f"{module}-1.0.dist-info"
-        info.mkdir()
-        name = told["project"]["name"]
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         points = told["project"]["entry-points"]["quire.extensions"]
-        lines = [f"{name} = {value}" for name, value in points.items()]
-        (info / "entry_points.txt").write_text("\n".join(["[quire.extensions]", *lines]))
-    path = os.pathsep.join(filter(None, [str(place), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("PYTHONPATH", path)
+        install(place, module, code, told["project"]["name"], points)
+    use(place, monkeypatch)
 
 
 def test_the_extension_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +143,52 @@ def test_a_journal_of_no_extension_is_refused() -> None:
     _, said = serving.communicate(timeout=60)
     assert serving.returncode == 2
     assert "journal = 'redis://host/0'" in said and "no extension that is installed" in said
+
+
+OPENED = """
+from typing import ClassVar
+from service.config import ExtensionSettings
+from service.extension import Extension
+
+class Settings(ExtensionSettings):
+    opened_by: ClassVar[str] = "theirs:open_extension"
+
+class Theirs(Extension):
+    journal = launcher = print
+
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+@pytest.mark.parametrize(
+    ("code", "points", "said"),
+    [
+        (
+            "import os\nos.nothing\n",
+            ["first"],
+            "the extension first, of the package quire-theirs, failed: AttributeError: .*theirs.py:2",
+        ),
+        (
+            OPENED + "def open_extension(config): return 1 / 0\n",
+            ["first"],
+            "the extension first, of the package quire-theirs, failed: ZeroDivisionError: .*theirs.py:",
+        ),
+        (
+            OPENED + "def open_extension(config): return Theirs()\n",
+            ["first", "second"],
+            "only one extension can have the launcher, and first and second do",
+        ),
+    ],
+    ids=["import", "start", "two"],
+)
+def test_an_extension_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, points: list[str], said: str, flags: list[str]
+) -> None:
+    """Before, that was a traceback; or of two journals the first one by name was used."""
+    install(tmp_path, "theirs", code, "quire-theirs", dict.fromkeys(points, "theirs:Settings"))
+    use(tmp_path, monkeypatch)
+    command = quire_command(ROOT, "serve", "--listen", "127.0.0.1:0", "--model", "paged-attention", *flags)
+    done = subprocess.run(command, env=environment(ROOT), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert re.match(f"quire: {said}", line)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 from quire.v1 import runner_pb2
 
-from service.api.budget import COPIES, AnswerBudget
+from service.budgets import COPIES, Budget
 from service.caches.tenants import Tenant
-from service.errors import Draining, ExecutionLost, NoWorker, ResumedElsewhere
+from service.errors import AnswersFull, Draining, ExecutionLost, NoWorker, ResumedElsewhere
 from service.runtimes.execution import Execution, Run, State
 from service.runtimes.replay_buffer import ReplayBudget
 from tests.error_details import status_reason
@@ -29,7 +29,7 @@ class Played:
     """An execution. The test acts as its runtime."""
 
     def __init__(self, keep_s: float = 0.0, kept_bytes: int = 1 << 40, run: Run | None = None) -> None:
-        self.budget = AnswerBudget(1 << 40)
+        self.budget = Budget(1 << 40, AnswersFull)
         self.was_cancelled = False
         self.is_done = asyncio.Event()
         self.kept = ReplayBudget(kept_bytes)
@@ -104,14 +104,14 @@ async def test_unread_bytes_count_in_the_answer_budget() -> None:
     execution = played.execution
     reader = execution.attach({})
     execution.put([chunk(0, LARGE), chunk(1, LARGE), chunk(2, LARGE), chunk(3, LARGE)])
-    assert played.budget.used_bytes > 4 * len(LARGE)
+    assert played.budget.used > 4 * len(LARGE)
     first = await execution.read(reader)
     copies = 4 - len(first) + COPIES * len(first)
-    assert copies * len(LARGE) < played.budget.used_bytes <= copies * (len(LARGE) + 1000), "it is being sent"
+    assert copies * len(LARGE) < played.budget.used <= copies * (len(LARGE) + 1000), "it is being sent"
     execution.detach(reader)
-    assert played.budget.used_bytes == 0
+    assert played.budget.used == 0
     await execution.read(reader)
-    assert played.budget.used_bytes == 0, "chunks read after the end were given back already"
+    assert played.budget.used == 0, "chunks read after the end were given back already"
 
 
 async def test_what_is_being_sent_counts_until_the_reader_asks_for_more_or_leaves() -> None:
@@ -121,18 +121,18 @@ async def test_what_is_being_sent_counts_until_the_reader_asks_for_more_or_leave
     reader = execution.attach({})
     execution.put([chunk(0, LARGE)])
     await execution.read(reader)
-    assert COPIES * len(LARGE) < played.budget.used_bytes < COPIES * (len(LARGE) + 1000)
+    assert COPIES * len(LARGE) < played.budget.used < COPIES * (len(LARGE) + 1000)
     execution.put([chunk(1)])
     await execution.read(reader)
-    assert played.budget.used_bytes < 1000
+    assert played.budget.used < 1000
     execution.put([chunk(2, LARGE)])
     await execution.read(reader)
     execution.detach(reader)
-    assert played.budget.used_bytes == 0
+    assert played.budget.used == 0
     reader = execution.attach({})
     await execution.read(reader)
     execution.attach({})
-    assert played.budget.used_bytes < 3 * len(LARGE), "all are unread again, and none is being sent"
+    assert played.budget.used < 3 * len(LARGE), "all are unread again, and none is being sent"
 
 
 async def test_messages_are_small_while_too_much_is_unread() -> None:
@@ -152,10 +152,11 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
 
 
 async def test_a_tenants_unread_chunks_pause_its_own_executions() -> None:
-    budget, kept = AnswerBudget(10 * len(LARGE)), ReplayBudget(1 << 40)
+    budget, kept = Budget(10 * len(LARGE), AnswersFull), ReplayBudget(1 << 40)
+    shares = {tenant: budget.share(tenant) for tenant in (ALICE, BOB)}
 
     def execution(tenant: Tenant) -> Execution:
-        return Execution("id", [("a", 0)], 60, lambda _: None, budget, kept, tenant)
+        return Execution("id", [("a", 0)], 60, lambda _: None, shares[tenant], kept, tenant)
 
     alice, bob = execution(ALICE), execution(BOB)
     alice.put([chunk(position, LARGE) for position in range(6)])
@@ -165,7 +166,7 @@ async def test_a_tenants_unread_chunks_pause_its_own_executions() -> None:
     assert budget.is_exceeded and not bob.is_full, "who has less than an equal part goes on"
     alice.end()
     bob.end()
-    assert not budget.used_bytes and not budget.of(ALICE).used_bytes
+    assert not budget.used and not shares[ALICE].used
 
 
 async def test_tenants_share_the_replay_budget_equally() -> None:
@@ -173,7 +174,7 @@ async def test_tenants_share_the_replay_budget_equally() -> None:
     kept = ReplayBudget(2_000_000)
 
     def execution(tenant: Tenant) -> Execution:
-        return Execution("id", [("a", 0)], 60, lambda _: None, AnswerBudget(1 << 40), kept, tenant)
+        return Execution("id", [("a", 0)], 60, lambda _: None, Budget(1 << 40, AnswersFull), kept, tenant)
 
     small = execution(BOB)
     await read_all(small, 4)
@@ -196,7 +197,7 @@ async def test_it_continues_when_others_free_the_budget_without_a_reader() -> No
     played.budget.adjust(-(1 << 40))
     await asyncio.wait_for(waiting, 30)
     execution.end()
-    assert played.budget.used_bytes == 0
+    assert played.budget.used == 0
 
 
 async def test_resuming_near_the_end_of_a_long_text_does_not_block_the_event_loop() -> None:
@@ -292,12 +293,12 @@ async def test_chunks_kept_after_reading_are_limited() -> None:
     execution = played.execution
     await read_all(execution, 400)
     assert 100 * len(LARGE) < played.kept.used_bytes < 200 * len(LARGE)
-    assert not played.budget.used_bytes, "chunks that were read count no longer as unread"
+    assert not played.budget.used, "chunks that were read count no longer as unread"
     with pytest.raises(ExecutionLost):
         execution.attach({("a", 0): 50})
     assert positions(await execution.read(execution.attach({("a", 0): 399}))) == [399]
     execution.end()
-    assert not played.kept.used_bytes and not played.budget.used_bytes
+    assert not played.kept.used_bytes and not played.budget.used
 
 
 async def test_unread_chunks_are_limited_and_the_last_read_ones_kept_meanwhile() -> None:

@@ -12,6 +12,7 @@ import pytest
 from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 
+from service.caches.keyed_answers import KeyedAnswers
 from service.caches.tenants import Quota, Tenant
 from service.config import Config
 from service.errors import ExecutionLost, NoWorker, QuotaExceeded, TooManyExecutions
@@ -41,14 +42,22 @@ class Slow(FakeRuntime):
         await super().execute(batch, sink)
 
 
-def executions(
-    *runtimes: FakeRuntime, has_worker: bool = True, batch_invariant: bool = True, **settings: Any
+def executions(*runtimes: FakeRuntime, **settings: Any) -> Executions:
+    return executions_with(KeyedAnswers(), *runtimes, **settings)
+
+
+def executions_with(
+    keyed: KeyedAnswers,
+    *runtimes: FakeRuntime,
+    has_worker: bool = True,
+    batch_invariant: bool = True,
+    **settings: Any,
 ) -> Executions:
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000, batch_invariant=batch_invariant)
     ready = worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None
     state = state_of(Config(**settings), ready)
-    return Executions(Router(cast(Any, runtimes)), state)
+    return Executions(Router(cast(Any, runtimes)), state, keyed)
 
 
 def request(request_id: str = "", *, at: int = 0, **fields: Any) -> runner_pb2.ExecuteRequest:
@@ -88,7 +97,7 @@ async def ended(execution: Execution) -> None:
 
 
 async def test_running_executions_are_limited() -> None:
-    served = executions(Slow(), max_executions=2)
+    served = executions(Slow(), max_queued_operations=2)
     first = served.open(request(), None, None)
     served.open(request(), None, None)
     with pytest.raises(TooManyExecutions) as raised:
@@ -100,7 +109,7 @@ async def test_running_executions_are_limited() -> None:
 
 
 async def test_a_tenant_gets_half_of_the_slots() -> None:
-    served = executions(Slow(), max_executions=4)
+    served = executions(Slow(), max_queued_operations=4)
     for _ in range(2):
         served.open(request(), ALICE, None)
     with pytest.raises(TooManyExecutions, match="of the tenant"):
@@ -109,7 +118,7 @@ async def test_a_tenant_gets_half_of_the_slots() -> None:
 
 
 async def test_two_tenants_leave_slots_for_others() -> None:
-    served = executions(Slow(), max_executions=8)
+    served = executions(Slow(), max_queued_operations=8)
     for tenant, share in ((ALICE, 4), (BOB, 2), (Tenant("carol"), 1), (Tenant("dave"), 1)):
         for _ in range(share):
             served.open(request(), tenant, None)
@@ -118,7 +127,7 @@ async def test_two_tenants_leave_slots_for_others() -> None:
 
 
 async def test_finished_unread_executions_take_no_slots_and_the_oldest_are_dropped() -> None:
-    served = executions(FakeRuntime("local"), max_executions=2)
+    served = executions(FakeRuntime("local"), max_queued_operations=2)
     kept = {name: served.open(request(name), None, None) for name in "abcd"[:2]}
     for execution in kept.values():
         await ended(execution)
@@ -129,7 +138,7 @@ async def test_finished_unread_executions_take_no_slots_and_the_oldest_are_dropp
 
 
 async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -> None:
-    served = executions(FakeRuntime("local"), max_executions=3)
+    served = executions(FakeRuntime("local"), max_queued_operations=3)
     await ended(served.open(request("b"), BOB, None))
     for number in range(5):
         await ended(served.open(request(f"a{number}"), ALICE, None))
@@ -142,7 +151,7 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
 async def test_one_that_ends_without_a_result_displaces_no_kept_one(how: str, owner: Tenant | None) -> None:
     """It never counts as finished unread, not even for a moment."""
     runtime = Slow()
-    served = executions(runtime, max_executions=1)
+    served = executions(runtime, max_queued_operations=1)
     first = None if owner is None else ALICE
     runtime.may_end.set()
     await ended(served.open(request("kept"), first, None))
@@ -166,18 +175,18 @@ async def test_one_that_ends_without_a_result_displaces_no_kept_one(how: str, ow
 
 
 async def test_of_tenants_that_keep_equally_many_the_one_whose_execution_ends_loses_one() -> None:
-    served = executions(FakeRuntime("local"), max_executions=2)
+    served = executions(FakeRuntime("local"), max_queued_operations=2)
     for tenant, name in ((ALICE, "a"), (BOB, "b"), (BOB, "c")):
         await ended(served.open(request(name), tenant, None))
     assert served.cancel("a", ALICE) and not served.cancel("b", BOB) and served.cancel("c", BOB)
-    alone = executions(FakeRuntime("local"), max_executions=1)
+    alone = executions(FakeRuntime("local"), max_queued_operations=1)
     await ended(alone.open(request("a"), ALICE, None))
     await ended(alone.open(request("b"), BOB, None))
     assert alone.cancel("a", ALICE) and not alone.cancel("b", BOB)
 
 
 async def test_a_client_that_resumes_gets_the_finished_execution() -> None:
-    served = executions(FakeRuntime("local"), max_executions=1)
+    served = executions(FakeRuntime("local"), max_queued_operations=1)
     await ended(served.open(request("a"), None, None))
     await ended(served.open(request("a"), None, None))
     served.open(request("b"), None, None)
@@ -421,7 +430,7 @@ async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:
 
 async def test_readers_of_finished_executions_count() -> None:
     """A tenant that reads nothing of what it has resumed takes no place of others, now or again."""
-    served = executions(FakeRuntime("local"), max_executions=4)
+    served = executions(FakeRuntime("local"), max_queued_operations=4)
     for number in range(4):
         await ended(served.open(request(f"a{number}"), ALICE, None))
     for _ in range(3):
@@ -446,7 +455,7 @@ async def test_readers_of_finished_executions_count() -> None:
 
 
 async def test_without_tenants_readers_count_too() -> None:
-    served = executions(FakeRuntime("local"), max_executions=2)
+    served = executions(FakeRuntime("local"), max_queued_operations=2)
     for name in "ab":
         await ended(served.open(request(name), None, None))
     served._router.runtimes = [Slow()]

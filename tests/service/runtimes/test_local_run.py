@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -376,69 +374,53 @@ class SlowMatcher:
 
     is_complete = False
 
-    def __init__(self, threads: Executor) -> None:
-        self.threads = threads
+    def __init__(self) -> None:
         self.num_calls = self.num_turns = 0
-        self.may_continue = threading.Event()
+        self.may_continue = asyncio.Event()
+        # Works that have begun; each goes on if its caller leaves.
+        self.works: list[asyncio.Future[Any]] = []
 
-    async def in_thread(self, work: Callable[[], Any]) -> Any:
+    async def in_turn(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         self.num_turns += 1
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+        self.works.append(asyncio.ensure_future(work(None)))
+        return await asyncio.shield(self.works[-1])
 
     def take(self, token_id: int) -> None:
         """Allows every token."""
 
-    def allowed(self) -> bytes:
+    async def allowed(self, _process: object) -> bytes:
         self.num_calls += 1
-        assert self.may_continue.wait(60)
+        await self.may_continue.wait()
         return bytes(1)
-
-
-class HeldExecutor(Executor):
-    """Runs a call when the test says so."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], None]] = []
-
-    def submit(self, function: Any, *arguments: Any) -> Any:  # type: ignore[override]
-        future: Future[Any] = Future()
-        self.calls.append(lambda: future.set_result(function(*arguments)))
-        return future
 
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_masks_that_are_ready_while_a_run_is_cancelled_are_no_failure(turns: int) -> None:
-    threads = HeldExecutor()
-    matcher = SlowMatcher(threads)
-    matcher.may_continue.set()
+    matcher = SlowMatcher()
     item = replace(prepared("x", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
     run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
     running = asyncio.create_task(run.run([item]))
-    while not threads.calls:
+    while not matcher.num_calls:
         await asyncio.sleep(0)
     running.cancel()
     for _ in range(turns):
         await asyncio.sleep(0)
-    with contextlib.suppress(InvalidStateError):
-        threads.calls[0]()
-    await asyncio.wait({running})
+    matcher.may_continue.set()
+    await asyncio.wait({running, *matcher.works})
     assert running.cancelled()
 
 
 async def test_an_execution_that_has_ended_computes_no_more_masks() -> None:
-    with ThreadPoolExecutor(1) as threads:
-        matcher = SlowMatcher(threads)
-        item = replace(prepared("slow", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
-        run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
-        running = asyncio.create_task(run.run([item]))
-        while not matcher.num_calls:
-            await asyncio.sleep(0.001)
-        async with asyncio.timeout(60):
-            await asyncio.to_thread(int)
-        running.cancel()
-        await asyncio.wait({running})
-        matcher.may_continue.set()
-        await asyncio.get_running_loop().run_in_executor(threads, int)
+    matcher = SlowMatcher()
+    item = replace(prepared("slow", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
+    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
+    running = asyncio.create_task(run.run([item]))
+    while not matcher.num_calls:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    matcher.may_continue.set()
+    await asyncio.wait(matcher.works)
     assert matcher.num_calls == 1
 
 
@@ -448,12 +430,11 @@ async def test_masks_that_take_long_are_computed_in_several_turns(
 ) -> None:
     """So others' masks are computed between those of one batch with many samples."""
     monkeypatch.setattr(local_run, "_MASKS_TURN_S", turn_s)
-    with ThreadPoolExecutor(1) as threads:
-        matcher = SlowMatcher(threads)
-        matcher.may_continue.set()
-        item = replace(prepared("x", [1], 2, 8), new_matcher=lambda: cast(Matcher, matcher))
-        reader = Reader(random.Random(1))
-        run = LocalRun(cast(Dispatcher, FakeDispatcher([0] * 9)), Batch("key", None, []), reader)
-        await run.run([item])
+    matcher = SlowMatcher()
+    matcher.may_continue.set()
+    item = replace(prepared("x", [1], 2, 8), new_matcher=lambda: cast(Matcher, matcher))
+    reader = Reader(random.Random(1))
+    run = LocalRun(cast(Dispatcher, FakeDispatcher([0] * 9)), Batch("key", None, []), reader)
+    await run.run([item])
     assert matcher.num_calls == 8 and matcher.num_turns == turns // 2
     assert all(len(reader.tokens("x", sample)) == 2 for sample in range(8))

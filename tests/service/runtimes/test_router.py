@@ -12,11 +12,13 @@ import pytest
 from google.rpc import error_details_pb2
 from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
-from service.api.budget import AnswerBudget
 from service.api.request_limits import RequestLimits
 from service.api.status import to_status
+from service.budgets import Budget
+from service.caches.keyed_answers import KeyedAnswers
 from service.config import Config
 from service.errors import (
+    AnswersFull,
     InvalidArgument,
     NoWorker,
     ProviderFailure,
@@ -78,10 +80,10 @@ class FakeRuntime:
         return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
 
     async def load_weights(
-        self, request: runner_pb2.LoadWeightsRequest, drain_s: float
+        self, request: runner_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
-        for what in (request, drain_s):
-            raise NotImplementedError(what)
+        if request.source != "never":
+            raise NotImplementedError
         yield runner_pb2.LoadWeightsResponse()
 
     async def close(self) -> None:
@@ -105,7 +107,9 @@ async def executed(
     """The chunks that a reader gets."""
     request = runner_pb2.ExecuteRequest(items=wanted, runtime=runtime, max_cost_usd=max_cost_usd)
     samples = [(item.item_id, sample) for item in wanted for sample in range(max(1, item.n))]
-    execution = Execution("id", samples, 0.0, lambda _: None, AnswerBudget(1 << 40), ReplayBudget(1 << 40))
+    execution = Execution(
+        "id", samples, 0.0, lambda _: None, Budget(1 << 40, AnswersFull), ReplayBudget(1 << 40)
+    )
     batch = Batch("id", None, wanted, deadline_s=deadline_s)
     execution.start(lambda execution: router.execute(request, batch, execution))
     reader = execution.attach({})
@@ -277,7 +281,7 @@ async def test_a_batch_runs_only_where_its_cost_limit_holds(
 async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
     """The response of EstimateCost."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
-    api = RunnerApi(Executions(router, state), router, state, *cast(Any, (None, None)))
+    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, *cast(Any, (None, None)))
     request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 
@@ -314,7 +318,7 @@ def test_where_workers_compute_is_told_before_one_is_ready(
     settings: dict[str, Any], has_gpus: bool, kind: str
 ) -> None:
     state = state_of(Config(**settings), worker_pb2.WorkerReady())
-    state.slots[0].version.first_ready = None
+    state._versions.first_ready = None
     found = [Gpu("0", "GPU-a")] if has_gpus else []
     nothing = cast(Any, None)
     local = LocalRuntime(nothing, state, nothing, nothing, nothing, nothing, found)
@@ -322,7 +326,7 @@ def test_where_workers_compute_is_told_before_one_is_ready(
     assert runner_pb2.TransportKind.Name(described.transport_kind) == f"TRANSPORT_KIND_{kind}"
     # What a worker says counts.
     ready = worker_pb2.WorkerReady(executor=types_pb2.ExecutorCapabilities(device="cpu"))
-    state.slots[0].version.first_ready = ready
+    state._versions.first_ready = ready
     assert local.describe().transport_kind == runner_pb2.TRANSPORT_KIND_LOCAL_CPU
 
 

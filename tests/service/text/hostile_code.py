@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from service.text import task_loop
+from collections.abc import Callable
 
 
 def handle(task: bytes) -> bytes:
@@ -16,5 +14,5 @@ def handle(task: bytes) -> bytes:
     return str(scope.get("result", "done")).encode()
 
 
-if __name__ == "__main__":
-    sys.exit(task_loop.main(handle))
+def handler() -> Callable[[bytes], bytes]:
+    return handle

@@ -6,11 +6,9 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-
-from service.text import task_loop
 
 
 def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehaviour
@@ -35,6 +33,7 @@ def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehav
             for _ in range(int(rest)):
                 time.sleep(0.1)
                 os.write(int(found.name), b"x")
+            time.sleep(1000)
         case b"allocate":
             return str(len(bytes(int(rest)))).encode()
         case b"crash":
@@ -55,5 +54,5 @@ def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehav
     return b"done"
 
 
-if __name__ == "__main__":
-    sys.exit(task_loop.main(handle))
+def handler() -> Callable[[bytes], bytes]:
+    return handle

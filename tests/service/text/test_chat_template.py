@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from quire.v1 import types_pb2
 from transformers import PreTrainedTokenizerFast
 
-from service.text import chat_template
+from service.text import tasks
 from service.text.chat_template import TemplateError
+from service.text.tasks import RENDER
 from service.text.template_process import render
 from tests.chat_templates import TEMPLATES, byte_tokenizer, render_chat
 
@@ -144,7 +146,7 @@ def test_the_process_imports_nothing_from_its_current_directory(
     ],
 )
 def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
+    monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_cpu_s=0.3))
     with pytest.raises(TemplateError, match=r"used more than 0\.3 s of CPU time"):
         render_chat(template(source), USER)
 
@@ -163,15 +165,15 @@ def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: s
 def test_a_template_that_exceeds_a_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
-    monkeypatch.setattr(chat_template, "MAX_MEMORY_BYTES", 1 << 28)
-    monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
+    monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_memory_bytes=1 << 28))
+    monkeypatch.setattr(tasks, "MAX_PROMPT_CHARACTERS", 1_000_000)
     with pytest.raises(TemplateError, match=message) as caught:
         render_chat(template(source), USER)
     assert len(str(caught.value)) < 400
 
 
 def test_a_text_at_the_limit_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_OUTPUT_CHARACTERS", 1_000_000)
+    monkeypatch.setattr(tasks, "MAX_PROMPT_CHARACTERS", 1_000_000)
     assert render_chat(template("{{ '\u20ac' * 1000000 }}"), USER) == "\u20ac" * 1_000_000
 
 

@@ -9,9 +9,9 @@ import math
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 
 from service.errors import Draining, InvalidArgument
 from service.text import constraints as module
+from service.text import tasks
 from service.text.constraints import Constraints, Grammar, Matcher
 from service.text.detokenizer import Detokenizer
+from service.text.task_process import TaskProcess
 from service.text.token_bytes import token_bytes
 from tests.service.text.kinds import END, KINDS, kind
 
@@ -66,6 +68,11 @@ def shared() -> Iterator[Constraints]:
         yield constraints
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, **bounds: Any) -> None:
+    for name in ("COMPILE", "MASK"):
+        monkeypatch.setattr(tasks, name, replace(getattr(tasks, name), **bounds))
+
+
 def matcher(
     constraints: Constraints, kind: str, text: str, ends: frozenset[int], vocab_size: int = 400
 ) -> Matcher:
@@ -77,14 +84,18 @@ async def factory(constraints: Constraints, kind: str, text: str) -> Callable[[]
     return await constraints.matcher_factory(kind, text, ENDS, 258)
 
 
-def allowed(matcher: Matcher) -> set[int]:
-    mask = matcher.allowed()
+async def compute(matcher: Matcher) -> bytes:
+    return await matcher.in_turn(matcher.allowed)
+
+
+async def allowed(matcher: Matcher) -> set[int]:
+    mask = await compute(matcher)
     return {8 * index + bit for index, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1}
 
 
-def take_text(matcher: Matcher, text: str) -> None:
+async def take_text(matcher: Matcher, text: str) -> None:
     for byte in text.encode():
-        assert byte in allowed(matcher)
+        assert byte in await allowed(matcher)
         matcher.take(byte)
 
 
@@ -130,7 +141,7 @@ def can_continue(expression: str, text: bytes) -> bool:
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data(), expression=EXPRESSIONS)
 @settings(max_examples=15)
-def test_masks_match_the_expression(
+async def test_masks_match_the_expression(
     of_kind: Callable[[str], Constraints], name: str, data: st.DataObject, expression: str
 ) -> None:
     constraints, end = of_kind(name), end_of(name)
@@ -143,9 +154,9 @@ def test_masks_match_the_expression(
         may_follow = {n for n, token in usable.items() if can_continue(expression, text + token)}
         if not may_follow and not may_end:
             with pytest.raises(InvalidArgument, match="none of the model's tokens can follow"):
-                constrained.allowed()
+                await compute(constrained)
             return
-        assert allowed(constrained) == may_follow | ({end} if may_end else set())
+        assert await allowed(constrained) == may_follow | ({end} if may_end else set())
         assert constrained.is_complete == (not may_follow)
         if not may_follow:
             return
@@ -163,12 +174,12 @@ def is_match(expression: str, text: bytes) -> bool:
 
 
 @pytest.mark.parametrize("vocab_size", [258, 1000, 97])
-def test_masks_are_as_long_as_the_models_vocabulary(shared: Constraints, vocab_size: int) -> None:
+async def test_masks_are_as_long_as_the_models_vocabulary(shared: Constraints, vocab_size: int) -> None:
     constrained = matcher(shared, "regex", "(.|\n)*", frozenset([256, 99_999]), vocab_size)
-    assert len(constrained.allowed()) == math.ceil(vocab_size / 8)
+    assert len(await compute(constrained)) == math.ceil(vocab_size / 8)
     # The first byte of any character may follow, but no id above the tokens.
     follow = {*range(0x80), *range(0xC2, 0xF5), 256}
-    assert allowed(constrained) == {token_id for token_id in follow if token_id < vocab_size}
+    assert await allowed(constrained) == {token_id for token_id in follow if token_id < vocab_size}
 
 
 # JSON.
@@ -186,7 +197,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "byte_level_across_words"])
-def test_sampled_json_matches_its_schema(of_kind: Callable[[str], Constraints], name: str) -> None:
+async def test_sampled_json_matches_its_schema(of_kind: Callable[[str], Constraints], name: str) -> None:
     constraints, tokenizer, end = of_kind(name), kind(name), end_of(name)
     context = tokenizer.encode("a").ids
     for seed in range(12):
@@ -194,7 +205,7 @@ def test_sampled_json_matches_its_schema(of_kind: Callable[[str], Constraints], 
         constrained = matcher(constraints, "json_schema", json.dumps(SCHEMA), frozenset([end]))
         ids: list[int] = []
         while True:
-            may_follow = allowed(constrained)
+            may_follow = await allowed(constrained)
             if constrained.is_complete or (end in may_follow and rng.random() < 0.3):
                 break
             ids.append(rng.choice(sorted(may_follow - {end})))
@@ -207,19 +218,19 @@ def test_sampled_json_matches_its_schema(of_kind: Callable[[str], Constraints], 
         assert len(value.get("c", [])) <= 3 and all(len(text) <= 3 for text in value.get("c", []))
 
 
-def test_whitespace_in_json_is_limited(shared: Constraints) -> None:
+async def test_whitespace_in_json_is_limited(shared: Constraints) -> None:
     spaces = {ord(" "), ord("\n"), ord("\t"), ord("\r")}
     constrained = matcher(shared, "json_schema", "{}", ENDS)
-    take_text(constrained, ' {"a"')
+    await take_text(constrained, ' {"a"')
     for _ in range(100):
-        may_follow = allowed(constrained) & spaces
+        may_follow = await allowed(constrained) & spaces
         if not may_follow:
             break
         constrained.take(max(may_follow))
     else:
         pytest.fail("whitespace is not limited")
-    take_text(constrained, ":1}")
-    assert allowed(constrained) == ENDS and constrained.is_complete
+    await take_text(constrained, ":1}")
+    assert await allowed(constrained) == ENDS and constrained.is_complete
 
 
 # The interface.
@@ -232,49 +243,49 @@ async def test_end_tokens_are_allowed_where_the_text_may_end(shared: Constraints
     # A token that ends the sample is not part of its text, even if it has a text.
     new = await shared.matcher_factory("regex", "a+b?", frozenset([256, ord("b"), 5]), 258)
     constrained = new()
-    assert allowed(constrained) == {ord("a")}
-    take_text(constrained, "a")
-    assert allowed(constrained) == {ord("a"), ord("b"), 256, 5}
+    assert await allowed(constrained) == {ord("a")}
+    await take_text(constrained, "a")
+    assert await allowed(constrained) == {ord("a"), ord("b"), 256, 5}
     assert not constrained.is_complete
 
 
 async def test_a_sample_without_an_end_token_completes(shared: Constraints) -> None:
     constrained = (await shared.matcher_factory("regex", "ab", frozenset(), 258))()
-    take_text(constrained, "ab")
-    assert allowed(constrained) == set()
+    await take_text(constrained, "ab")
+    assert await allowed(constrained) == set()
     assert constrained.is_complete
     empty = (await shared.matcher_factory("regex", "", frozenset(), 258))()
     with pytest.raises(InvalidArgument, match="allows only the empty text"):
-        empty.allowed()
+        await compute(empty)
 
 
 async def test_a_token_that_the_mask_forbids_is_an_error(shared: Constraints) -> None:
     constrained = (await factory(shared, "regex", "ab"))()
-    constrained.allowed()
+    await compute(constrained)
     with pytest.raises(ValueError, match="does not allow token 98"):
         constrained.take(ord("b"))
-    take_text(constrained, "ab")
+    await take_text(constrained, "ab")
     # Without a mask the token is checked later.
     constrained = (await factory(shared, "regex", "ab"))()
     constrained.take(ord("b"))
     with pytest.raises(InvalidArgument, match="cannot be applied"):
-        constrained.allowed()
+        await compute(constrained)
 
 
 async def test_grammars_may_name_special_tokens(shared: Constraints) -> None:
     constrained = (await factory(shared, "lark", 'start: "a" <call> "b"'))()
-    take_text(constrained, "a")
-    assert allowed(constrained) == {257}
+    await take_text(constrained, "a")
+    assert await allowed(constrained) == {257}
     constrained.take(257)
-    take_text(constrained, "b")
-    assert allowed(constrained) == ENDS
+    await take_text(constrained, "b")
+    assert await allowed(constrained) == ENDS
 
 
 @pytest.mark.parametrize("value", ["true", "{}", '{"x-guidance": {"whitespace_pattern": "z"}}'])
 async def test_a_schema_may_allow_anything(shared: Constraints, value: str) -> None:
     constrained = (await factory(shared, "json_schema", value))()
-    take_text(constrained, '{"a": [1, null]}')
-    assert constrained.is_complete is False and allowed(constrained) == ENDS and constrained.is_complete
+    await take_text(constrained, '{"a": [1, null]}')
+    assert constrained.is_complete is False and await allowed(constrained) == ENDS and constrained.is_complete
 
 
 @pytest.mark.parametrize(
@@ -320,7 +331,7 @@ async def test_an_error_of_a_grammar_is_one_printable_line(
     assert (caught.value.reason, caught.value.field) == ("BAD_CONSTRAINT", f"constraint.{kind}")
     assert caught.value.message.isprintable() and len(caught.value.message) < 350
     # Other grammars are not affected.
-    take_text((await factory(shared, "regex", "ab"))(), "ab")
+    await take_text((await factory(shared, "regex", "ab"))(), "ab")
 
 
 HUGE = "regex", "a?" * 20_000 + "a" * 20_000
@@ -329,13 +340,13 @@ SLOW = "json_schema", json.dumps({"allOf": ALL_OF})
 
 
 async def test_a_slow_grammar_is_refused_and_delays_no_other_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_CPU_S", 0.3)
+    limit(monkeypatch, max_cpu_s=0.3)
     with opened() as constraints:
         new = await factory(constraints, "regex", "[ab]*")
         hostile = asyncio.create_task(factory(constraints, *SLOW))
         constrained = new()
         for _ in range(5):
-            assert len(await asyncio.to_thread(allowed, constrained)) == 3
+            assert len(await allowed(constrained)) == 3
             constrained.take(ord("a"))
             await asyncio.sleep(0)
         with pytest.raises(InvalidArgument, match=r"used more than 0\.3 s of CPU time"):
@@ -345,16 +356,19 @@ async def test_a_slow_grammar_is_refused_and_delays_no_other_sample(monkeypatch:
 class Checks:
     """Checks of grammars, each of which waits until `may_run` is set."""
 
-    def __init__(self, constraints: Constraints, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[str] = []
-        self.may_run = threading.Event()
-        self._run = constraints._checks.run
-        monkeypatch.setattr(constraints._checks, "run", self._wait)
+        self.may_run = asyncio.Event()
+        run = TaskProcess.run
 
-    def _wait(self, request: dict[str, str]) -> object:
-        self.begun.append(request["text"])
-        assert self.may_run.wait(60)
-        return self._run(request)
+        async def wait(process: TaskProcess, task: bytes) -> bytes:
+            request = json.loads(task)
+            if request["method"] == "compile":
+                self.begun.append(request["text"])
+                await self.may_run.wait()
+            return await run(process, task)
+
+        monkeypatch.setattr(TaskProcess, "run", wait)
 
     async def until_begun(self, count: int) -> None:
         while len(self.begun) < count:
@@ -366,12 +380,12 @@ async def test_a_checked_grammar_does_not_wait_for_a_check(
 ) -> None:
     async def ask_again() -> None:
         new = await factory(constraints, "regex", "[ab]*")
-        assert allowed(new()) == {ord("a"), ord("b"), 256}
+        assert await allowed(new()) == {ord("a"), ord("b"), 256}
         with pytest.raises(InvalidArgument):
             await factory(constraints, "regex", "(a")
 
     await ask_again()
-    checks = Checks(constraints, monkeypatch)
+    checks = Checks(monkeypatch)
     slow = asyncio.create_task(factory(constraints, "regex", "slow"))
     await checks.until_begun(1)
     async with asyncio.timeout(60):
@@ -385,7 +399,7 @@ async def test_a_check_that_has_begun_runs_to_its_end(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And does not block the default executor."""
-    checks = Checks(constraints, monkeypatch)
+    checks = Checks(monkeypatch)
     leaving = [asyncio.create_task(factory(constraints, "regex", str(n))) for n in range(40)]
     await checks.until_begun(1)
     for one in leaving:
@@ -395,7 +409,7 @@ async def test_a_check_that_has_begun_runs_to_its_end(
     # Another caller with the same grammar gets the result of the running check.
     stays = asyncio.create_task(factory(constraints, "regex", "0"))
     checks.may_run.set()
-    assert allowed((await stays)()) == {ord("0")}
+    assert await allowed((await stays)()) == {ord("0")}
     await factory(constraints, "regex", "last")
     assert checks.begun == ["0", "last"], "checks that had not begun are cancelled"
 
@@ -409,40 +423,39 @@ async def test_closing_fails_checks_and_masks_with_draining() -> None:
         with pytest.raises(Draining):
             await check
     with pytest.raises(Draining):
-        constrained.allowed()
+        await compute(constrained)
 
 
 async def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_CPU_S", 20)
-    monkeypatch.setattr(module, "MAX_MEMORY_BYTES", 120 << 20)
+    limit(monkeypatch, max_cpu_s=20, max_memory_bytes=120 << 20)
     with opened() as constraints:
         with pytest.raises(InvalidArgument, match="too much memory"):
             await factory(constraints, *HUGE)
-        take_text((await factory(constraints, "regex", "ab"))(), "ab")
+        await take_text((await factory(constraints, "regex", "ab"))(), "ab")
 
 
 async def test_a_grammar_that_grows_later_fails_only_its_sample(constraints: Constraints) -> None:
     good = (await factory(constraints, "regex", "[xy]*"))()
     hostile = (await factory(constraints, "regex", "x" + "y?" * 1500 + "y" * 1500))()
-    take_text(good, "x")
-    take_text(hostile, "x")
+    await take_text(good, "x")
+    await take_text(hostile, "x")
     with pytest.raises(InvalidArgument, match="too many expressions") as caught:
-        take_text(hostile, "y" * 100)
+        await take_text(hostile, "y" * 100)
     assert caught.value.reason == "BAD_CONSTRAINT"
-    take_text(good, "yyx")
+    await take_text(good, "yyx")
 
 
 async def test_samples_survive_a_crash_of_the_process(constraints: Constraints) -> None:
     new = await factory(constraints, "regex", "[0-9]{4}x")
     samples = [new() for _ in range(3)]
     for count, sample in enumerate(samples):
-        take_text(sample, "1234"[:count])
-    pid = constraints.masks._process.pid
+        await take_text(sample, "1234"[:count])
+    pid = constraints.masks.idle[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     for count, sample in enumerate(samples):
-        take_text(sample, "1234x"[count:])
-        assert allowed(sample) == ENDS
+        await take_text(sample, "1234x"[count:])
+        assert await allowed(sample) == ENDS
 
 
 async def test_more_samples_and_grammars_than_are_kept(
@@ -455,38 +468,38 @@ async def test_more_samples_and_grammars_than_are_kept(
         new = await factory(constraints, "regex", f"{number:04}x")
         samples += [(f"{number:04}x", new()) for _ in range(16)]
     for text, sample in samples:
-        take_text(sample, text[:2])
+        await take_text(sample, text[:2])
     for text, sample in samples[::50]:
-        take_text(sample, text[2:])
-        assert allowed(sample) == ENDS
+        await take_text(sample, text[2:])
+        assert await allowed(sample) == ENDS
     assert len(constraints._results) == 3
 
 
 async def test_idle_processes_end_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.05)
+    limit(monkeypatch, idle_s=0.05)
     with opened() as constraints:
         constrained = (await factory(constraints, "regex", "ab"))()
-        take_text(constrained, "a")
-        for process in (constraints._checks, constraints.masks):
-            while psutil.Process(process._process.pid).status() != psutil.STATUS_ZOMBIE:
+        await take_text(constrained, "a")
+        for pool in (constraints._checks, constraints.masks):
+            while psutil.Process(pool.idle[0].pid).status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)
-        take_text(constrained, "b")
+        await take_text(constrained, "b")
         await factory(constraints, "regex", "cd")
 
 
-async def test_masks_of_many_samples_are_computed_in_threads(shared: Constraints) -> None:
+async def test_masks_of_many_samples_are_computed_in_turns(shared: Constraints) -> None:
     new = await factory(shared, "regex", "[0-9]*")
 
-    def walk(seed: int) -> str:
+    async def walk(seed: int) -> str:
         rng, sample, text = random.Random(seed), new(), ""
         for _ in range(20):
-            token_id = rng.choice(sorted(allowed(sample) - ENDS))
+            token_id = rng.choice(sorted(await allowed(sample) - ENDS))
             sample.take(token_id)
             text += chr(token_id)
         return text
 
-    texts = await asyncio.gather(*(asyncio.to_thread(walk, seed) for seed in range(8)))
-    assert texts == [walk(seed) for seed in range(8)]
+    texts = await asyncio.gather(*(walk(seed) for seed in range(8)))
+    assert texts == [await walk(seed) for seed in range(8)]
     assert all(text.isdigit() for text in texts)
 
 
@@ -494,25 +507,16 @@ async def test_tenants_take_turns_however_many_grammars_one_sends(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each may take two seconds, and one process checks them all."""
-    checked: list[str] = []
-    began, may_end = threading.Event(), threading.Event()
-
-    def check(request: dict[str, str]) -> tuple[dict[str, str], bytes]:
-        began.set()
-        assert may_end.wait(60)
-        checked.append(request["text"])
-        return {}, b""
-
-    monkeypatch.setattr(constraints._checks, "run", check)
+    checks = Checks(monkeypatch)
     asked = [(f"a{number}", "slow") for number in range(4)] + [("b0", "other"), ("b1", "other")]
     waiting = [
         asyncio.create_task(constraints.matcher_factory("regex", text, ENDS, 258, tenant))
         for text, tenant in asked
     ]
-    await asyncio.to_thread(began.wait, 60)
-    may_end.set()
+    await checks.until_begun(1)
+    checks.may_run.set()
     await asyncio.gather(*waiting)
-    assert checked == ["a0", "b0", "a1", "b1", "a2", "a3"]
+    assert checks.begun == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
 async def test_tenants_take_turns_at_masks(constraints: Constraints) -> None:
@@ -521,17 +525,17 @@ async def test_tenants_take_turns_at_masks(constraints: Constraints) -> None:
         for tenant in ("slow", "slow", "slow", "other")
     ]
     computed: list[int] = []
-    began, may_end = threading.Event(), threading.Event()
+    may_end = asyncio.Event()
 
-    def work(number: int) -> None:
-        began.set()
-        assert may_end.wait(60)
+    async def work(number: int, _process: TaskProcess) -> None:
+        await may_end.wait()
         computed.append(number)
 
     waiting = [
-        asyncio.create_task(one.in_thread(functools.partial(work, number))) for number, one in enumerate(made)
+        asyncio.create_task(one.in_turn(functools.partial(work, number))) for number, one in enumerate(made)
     ]
-    await asyncio.to_thread(began.wait, 60)
+    for _ in range(10):
+        await asyncio.sleep(0)
     may_end.set()
     await asyncio.gather(*waiting)
     assert computed == [0, 3, 1, 2]

@@ -14,8 +14,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from service.text.grammar_process import GrammarServer
+from service.text.json_schema import prepared
 from service.text.schema_patterns import SchemaError
-from service.text.schema_references import check_references
+from service.text.schema_references import References
 
 END = 256
 # Bytes that end strings, objects and lists, and what the names here have.
@@ -337,7 +338,40 @@ def test_a_schema_behind_many_references_is_checked_once() -> None:
         str(number): {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(64)
     }
     schema = {"$ref": "#/$defs/0", "$defs": schemas | {"64": {"type": "string"}}}
-    check_references(schema, schema)
+    References(schema).check()
     schemas["64"] = {"$ref": "#/$defs/63"}
     with pytest.raises(SchemaError, match="back to itself"):
-        check_references({"$defs": schemas}, {"$defs": schemas})
+        References({"$defs": schemas}).check()
+
+
+def behind(keyword: str, last: Any) -> dict[str, Any]:
+    """A schema that there are 2^40 ways to, all of them through few others."""
+    return {f"d{n}": {keyword: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} if n < 40 else last for n in range(41)}
+
+
+def test_what_is_certain_of_a_schema_behind_many_references_is_found_once() -> None:
+    last = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    other = {"type": "object", "properties": {"a": {"const": 2}}, "required": ["a"]}
+    schema = {"oneOf": [{"$ref": "#/$defs/d0"}, other], "$defs": behind("allOf", last)}
+    assert prepared(schema)["anyOf"][0] == {"$ref": "#/$defs/d0"}
+
+
+def test_whether_a_schema_behind_many_references_has_a_value_is_found_once() -> None:
+    # The value of the loop's parts is the text, which is not the first that is looked at.
+    loop = {"type": "object", "properties": {"a": {"$ref": "#/$defs/loop"}}, "required": ["a"]}
+    defs = behind("anyOf", {"$ref": "#/$defs/loop"}) | {"loop": loop}
+    with pytest.raises(SchemaError, match="no finite value"):
+        prepared({"$ref": "#/$defs/d0", "$defs": defs})
+    assert prepared({"anyOf": [{"$ref": "#/$defs/d0"}, {"type": "string"}], "$defs": defs})
+    defs["loop"] = {"anyOf": [loop, {"$ref": "#/$defs/text"}]}
+    assert prepared({"$ref": "#/$defs/d0", "$defs": defs | {"text": {"type": "string"}}})
+
+
+def test_a_value_that_is_found_after_it_was_asked_for_counts() -> None:
+    """Inside of the first alternative the first schema has no value yet; with the second it has."""
+    defs = {
+        "first": {"anyOf": [{"allOf": [{"$ref": "#/$defs/second"}]}, {"type": "string"}]},
+        "second": {"type": "object", "properties": {"a": {"$ref": "#/$defs/first"}}, "required": ["a"]},
+    }
+    both = {"type": "object", "properties": {"a": {"$ref": "#/$defs/first"}, "b": {"$ref": "#/$defs/second"}}}
+    assert prepared({**both, "required": ["a", "b"], "$defs": defs})

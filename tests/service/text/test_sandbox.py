@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
@@ -18,14 +19,11 @@ import structlog
 
 from benchmarks.checkout import ROOT, environment
 from service.text import sandbox, task_process
-from service.text.task_process import ProcessLimits, TaskProcess
+from service.text.task_process import TaskProcess
+from service.text.tasks import COMPILE, ENCODE, MASK, RENDER, TaskKind
 
-LIMITS = ProcessLimits(max_cpu_s=10, max_memory_bytes=1 << 30, max_result_bytes=1 << 20)
-MODULES = (
-    "tests.service.text.hostile_code",
-    "service.text.template_process",
-    "service.text.tokenizer_process",
-    "service.text.grammar_process",
+HOSTILE = TaskKind(
+    "tests.service.text.hostile_code", max_cpu_s=10, max_memory_bytes=1 << 30, max_result_bytes=1 << 20
 )
 DENIED = {f"PermissionError {errno.EPERM}", f"PermissionError {errno.EACCES}"}
 
@@ -40,8 +38,8 @@ needs_landlock = pytest.mark.skipif(not has_landlock(), reason="the kernel has n
 
 @pytest.fixture
 def run() -> Iterator[Callable[[str], str]]:
-    process = TaskProcess("tests.service.text.hostile_code", LIMITS)
-    yield lambda code: process.run(code.encode()).decode()
+    process = TaskProcess(HOSTILE)
+    yield lambda code: asyncio.run(process.run(code.encode())).decode()
     process.close()
 
 
@@ -163,15 +161,15 @@ def test_it_imports_what_is_installed_anywhere(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "late-1.dist-info").mkdir()
     (tmp_path / "late.py").write_text("answer = 'imported'")
     monkeypatch.syspath_prepend(tmp_path)
-    process = TaskProcess("tests.service.text.hostile_code", LIMITS)
-    assert process.run(b"import late; result = late.answer") == b"imported"
+    process = TaskProcess(HOSTILE)
+    assert asyncio.run(process.run(b"import late; result = late.answer")) == b"imported"
     process.close()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_each_helper_is_confined(module: str) -> None:
-    process = TaskProcess(module, LIMITS)
-    process._start()
+@pytest.mark.parametrize("kind", [HOSTILE, RENDER, ENCODE, COMPILE, MASK], ids=lambda kind: kind.module)
+def test_each_helper_is_confined(kind: TaskKind) -> None:
+    process = TaskProcess(kind)
+    asyncio.run(process._start())
     status = Path(f"/proc/{process.pid}/status").read_text()
     process.close()
     assert "NoNewPrivs:\t1" in status and "Seccomp:\t2" in status

@@ -8,17 +8,21 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import psutil
 import pytest
 from quire.v1 import types_pb2
 
 from service.errors import Draining
-from service.text import chat_template, template_process
+from service.text import tasks, template_process
 from service.text.chat_template import ChatTemplates, TemplateError
-from service.text.task_process import ProcessLimits, TaskPool, TaskProcess
+from service.text.task_pool import TaskPool
+from service.text.task_process import TaskProcess
+from service.text.tasks import MASK, RENDER
 
 PLAIN = "{{ messages[0].content }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -100,9 +104,10 @@ def test_prompts_do_not_affect_each_other(source: str) -> None:
 
 @pytest.mark.parametrize("source", [ENDLESS, "{{ 'a' * 10 ** 12 }}"])
 async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
-    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch, source: str
+    monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.5)
+    monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_cpu_s=0.5))
+    templates = ChatTemplates()
     hostile = asyncio.create_task(write(templates, source))
     # Others get their prompts meanwhile.
     assert await write(templates, PLAIN, "a") == "a"
@@ -111,6 +116,7 @@ async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
     assert await write(templates, PLAIN, "b") == "b"
     # Only the process of the good template is left.
     assert len(children()) == 1
+    templates.close()
 
 
 async def test_more_callers_than_processes_take_turns(templates: ChatTemplates) -> None:
@@ -119,13 +125,12 @@ async def test_more_callers_than_processes_take_turns(templates: ChatTemplates) 
     pairs = list(zip(itertools.cycle(sources), contents, strict=False))
     texts = await asyncio.gather(*(write(templates, source, content) for source, content in pairs))
     assert texts == [source.replace(PLAIN, content) for source, content in pairs]
-    assert len(children()) <= chat_template.MAX_PROCESSES
+    assert len(children()) <= RENDER.max_processes
 
 
-async def test_cancelling_ends_the_process_at_once(
-    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CPU_S", 1000)
+async def test_cancelling_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_cpu_s=1000))
+    templates = ChatTemplates()
     hostile = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(3)]
     while len(children()) < 2:
         await asyncio.sleep(0.01)
@@ -135,29 +140,62 @@ async def test_cancelling_ends_the_process_at_once(
         await asyncio.gather(*hostile, return_exceptions=True)
     assert await write(templates, PLAIN, "a") == "a"
     assert len(children()) == 1
+    templates.close()
 
 
-async def test_cancelling_twice_does_not_free_a_process_that_a_thread_still_uses() -> None:
-    ended = threading.Event()
+async def test_work_that_outlives_its_caller_keeps_its_turn_and_its_process() -> None:
+    began, may_end, log = asyncio.Event(), asyncio.Event(), list[str]()
 
-    def work(_process: TaskProcess) -> None:
-        begun.set()
-        assert may_end.wait(60)
-        ended.set()
+    async def work(_process: TaskProcess) -> None:
+        log.append("began")
+        began.set()
+        await may_end.wait()
+        log.append("ended")
 
-    begun, may_end = threading.Event(), threading.Event()
-    pool = TaskPool(lambda: TaskProcess("unused", ProcessLimits(1, 1, 1)))
+    async def next_one(_process: TaskProcess) -> None:
+        log.append("next")
+
+    pool = TaskPool(MASK)
     running = asyncio.create_task(pool.run(work))
-    await asyncio.to_thread(begun.wait, 60)
+    await began.wait()
     for _ in range(3):
         running.cancel()
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    assert not running.done()
-    may_end.set()
+    waiting = asyncio.create_task(pool.run(next_one))
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert ended.is_set()
+    assert log == ["began"]
+    may_end.set()
+    await waiting
+    assert log == ["began", "ended", "next"]
+
+
+async def test_cancelling_twice_keeps_the_turn_until_the_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = threading.Event()
+    wait = subprocess.Popen.wait
+
+    def slow(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        assert may_end.wait(60)
+        return wait(process, timeout)
+
+    templates = ChatTemplates()
+    monkeypatch.setattr(subprocess.Popen, "wait", slow)
+    running = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(RENDER.max_processes)]
+    while len(children()) < RENDER.max_processes:
+        await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(write(templates, PLAIN, "a"))
+    for _ in range(3):
+        for one in running:
+            one.cancel()
+        await asyncio.sleep(0.01)
+    assert not waiting.done() and not any(one.done() for one in running)
+    may_end.set()
+    assert await waiting == "a"
+    await asyncio.wait(running)
+    assert all(one.cancelled() for one in running)
+    templates.close()
 
 
 async def test_a_tenant_with_slow_templates_keeps_no_other_waiting(
@@ -167,7 +205,7 @@ async def test_a_tenant_with_slow_templates_keeps_no_other_waiting(
     template = types_pb2.ChatTemplate(sources={"default": ENDLESS})
     slow = [
         asyncio.create_task(templates.render(template, [], tenant="slow"))
-        for _ in range(chat_template.MAX_PROCESSES + 1)
+        for _ in range(RENDER.max_processes + 1)
     ]
     while not children():
         await asyncio.sleep(0.01)
@@ -191,8 +229,7 @@ async def test_a_dead_process_is_replaced(templates: ChatTemplates) -> None:
 async def test_a_process_is_replaced_after_max_tasks_and_ended_when_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chat_template, "MAX_TASKS", 2)
-    monkeypatch.setattr(chat_template, "IDLE_S", 0.05)
+    monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_tasks=2, idle_s=0.05))
     templates = ChatTemplates()
     await write(templates, PLAIN)
     assert len(pids(templates)) == 1
@@ -215,15 +252,16 @@ async def test_a_missing_thread_leaks_no_permit(
     loop = asyncio.get_running_loop()
     with monkeypatch.context() as patched:
         patched.setattr(loop, "run_in_executor", no_thread)
-        for _ in range(chat_template.MAX_PROCESSES + 1):
+        # It needs one to start a process.
+        for _ in range(RENDER.max_processes + 1):
             with pytest.raises(RuntimeError):
                 await write(templates, PLAIN)
     assert await write(templates, PLAIN, "a") == "a"
 
 
 async def test_closing_fails_running_and_waiting_tasks(templates: ChatTemplates) -> None:
-    hostile = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(chat_template.MAX_PROCESSES + 1)]
-    while len(children()) < chat_template.MAX_PROCESSES:
+    hostile = [asyncio.create_task(write(templates, ENDLESS)) for _ in range(RENDER.max_processes + 1)]
+    while len(children()) < RENDER.max_processes:
         await asyncio.sleep(0.01)
     templates.close()
     for task in (*hostile, asyncio.create_task(write(templates, PLAIN))):

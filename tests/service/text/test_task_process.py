@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -15,17 +16,27 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from service.text.task_process import ProcessLimits, TaskFailed, TaskProcess
+from service.text.task_process import TaskFailed, TaskProcess
+from service.text.tasks import TaskKind
 
-MODULE = "tests.service.text.hostile_process"
-LIMITS = ProcessLimits(max_cpu_s=0.3, max_memory_bytes=256 << 20, max_result_bytes=1 << 20, timeout_s=20)
+HOSTILE = TaskKind(
+    "tests.service.text.hostile_process",
+    max_cpu_s=0.3,
+    max_memory_bytes=256 << 20,
+    max_result_bytes=1 << 20,
+    timeout_s=20,
+)
 
 
 @pytest.fixture
 def process() -> Iterator[TaskProcess]:
-    process = TaskProcess(MODULE, LIMITS)
+    process = TaskProcess(HOSTILE)
     yield process
     process.close()
+
+
+def run(process: TaskProcess, task: bytes) -> bytes:
+    return asyncio.run(process.run(task))
 
 
 def is_gone(pid: int | None) -> bool:
@@ -34,16 +45,43 @@ def is_gone(pid: int | None) -> bool:
 
 def test_it_runs_successive_tasks(process: TaskProcess) -> None:
     large = os.urandom(1 << 20)[: (1 << 20) - 10]
-    assert process.run(b"echo a") == b"a"
+    assert run(process, b"echo a") == b"a"
     pid = process.pid
-    assert process.run(b"echo " + large) == large
-    assert process.run(b"echo ") == b""
+    assert run(process, b"echo " + large) == large
+    assert run(process, b"echo ") == b""
     assert (process.pid, process.num_tasks) == (pid, 3)
 
 
 def test_standard_output_is_not_read_as_a_result(process: TaskProcess) -> None:
-    assert process.run(b"print") == b"done"
-    assert process.run(b"echo a") == b"a"
+    assert run(process, b"print") == b"done"
+    assert run(process, b"echo a") == b"a"
+
+
+async def test_a_large_result_does_not_keep_the_event_loop(process: TaskProcess) -> None:
+    """Also where each part of it is there before it is read."""
+    loop = asyncio.get_running_loop()
+    result = b"x" * 1_000_000
+    await process.run(b"echo a")
+    left = len(result).to_bytes(4, "big") + result
+    turns = 0
+
+    async def sock_recv(_socket: socket.socket, size: int) -> bytes:
+        nonlocal left
+        part, left = left[:size], left[size:]
+        return part
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "sock_recv", sock_recv)
+        assert await process.run(b"echo a") == result
+    counting.cancel()
+    assert turns > 10
 
 
 @pytest.mark.parametrize(
@@ -55,64 +93,64 @@ def test_standard_output_is_not_read_as_a_result(process: TaskProcess) -> None:
     ],
 )
 def test_a_misbehaving_task_ends_the_process(process: TaskProcess, task: bytes, message: str) -> None:
-    process.run(b"echo a")
+    run(process, b"echo a")
     with pytest.raises(TaskFailed, match=message) as caught:
-        process.run(task)
+        run(process, task)
     assert caught.value.is_task_fault
     assert is_gone(process.pid)
     with pytest.raises(TaskFailed):
-        process.run(b"echo a")
+        run(process, b"echo a")
 
 
 def test_cpu_time_is_limited_per_task(process: TaskProcess) -> None:
     # Half a second in total.
     for _ in range(25):
-        process.run(b"echo " + bytes(1_000_000))
-    assert process.run(b"echo a") == b"a"
+        run(process, b"echo " + bytes(1_000_000))
+    assert run(process, b"echo a") == b"a"
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_lack_of_memory_may_be_due_to_earlier_tasks(process: TaskProcess, num_before: int) -> None:
     for _ in range(num_before):
-        process.run(b"echo a")
+        run(process, b"echo a")
     with pytest.raises(TaskFailed, match="needs too much memory") as caught:
-        process.run(b"abort")
+        run(process, b"abort")
     assert caught.value.is_task_fault == (num_before == 0)
 
 
 def test_memory_is_limited(process: TaskProcess) -> None:
-    assert process.run(b"allocate 1000000") == b"1000000"
+    assert run(process, b"allocate 1000000") == b"1000000"
     # An uncaught MemoryError.
     with pytest.raises(TaskFailed, match="status 1"):
-        process.run(b"allocate 300000000")
+        run(process, b"allocate 300000000")
 
 
 def test_it_cannot_write_files(process: TaskProcess, tmp_path: pytest.TempPathFactory) -> None:
     with pytest.raises(TaskFailed):
-        process.run(f"file {tmp_path}/x".encode())
+        run(process, f"file {tmp_path}/x".encode())
 
 
 @pytest.mark.parametrize("task", [b"sleep", b"drip 30"])
 def test_a_hanging_task_times_out(task: bytes) -> None:
-    process = TaskProcess(MODULE, replace(LIMITS, timeout_s=0.5))
+    process = TaskProcess(replace(HOSTILE, timeout_s=0.5))
     with pytest.raises(TaskFailed, match="took too long"):
-        process.run(task)
+        run(process, task)
     assert is_gone(process.pid)
 
 
 def test_it_is_not_idle_during_a_task() -> None:
-    process = TaskProcess(MODULE, replace(LIMITS, idle_s=0.5))
-    assert process.run(b"drip 8") == b"x" * 8
+    process = TaskProcess(replace(HOSTILE, idle_s=0.5))
+    assert run(process, b"drip 8") == b"x" * 8
     process.close()
 
 
 def test_that_it_was_idle_before_its_first_task_is_not_the_fault_of_that() -> None:
-    process = TaskProcess(MODULE, replace(LIMITS, idle_s=0.01))
-    process._start()
+    process = TaskProcess(replace(HOSTILE, idle_s=0.01))
+    asyncio.run(process._start())
     assert process._popen is not None
     assert process._popen.wait(timeout=30) == 0
     with pytest.raises(TaskFailed) as failed:
-        process.run(b"echo a")
+        run(process, b"echo a")
     assert not failed.value.is_task_fault
 
 
@@ -123,25 +161,25 @@ def test_it_inherits_no_descriptors_and_no_secrets(
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.set_inheritable(True)
-        links = process.run(b"descriptors").decode().split("\n")
+        links = run(process, b"descriptors").decode().split("\n")
     assert sorted(link.partition(":")[0] for link in links) == ["/dev/null"] * 3 + ["socket"]
-    assert b"planted" not in process.run(b"environment")
+    assert b"planted" not in run(process, b"environment")
 
 
 def test_it_ignores_signals_to_the_process_group(process: TaskProcess) -> None:
-    process.run(b"echo a")
+    run(process, b"echo a")
     assert process.pid is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, number)
-    assert process.run(b"echo a") == b"a"
+    assert run(process, b"echo a") == b"a"
 
 
 def test_killing_it_fails_the_running_task(process: TaskProcess) -> None:
-    process.run(b"echo a")
+    run(process, b"echo a")
     killer = threading.Timer(0.05, process.kill)
     killer.start()
     with pytest.raises(TaskFailed):
-        process.run(b"sleep")
+        run(process, b"sleep")
     killer.join()
     assert is_gone(process.pid)
 
@@ -149,13 +187,13 @@ def test_killing_it_fails_the_running_task(process: TaskProcess) -> None:
 def test_one_that_was_killed_before_its_start_never_starts(process: TaskProcess) -> None:
     process.kill()
     with pytest.raises(TaskFailed, match="was stopped"):
-        process.run(b"echo a")
+        run(process, b"echo a")
     assert process.pid is None
 
 
 def test_it_ends_with_its_owner() -> None:
-    process = TaskProcess(MODULE, LIMITS)
-    process.run(b"echo a")
+    process = TaskProcess(HOSTILE)
+    run(process, b"echo a")
     pid = process.pid
     del process
     assert is_gone(pid)
@@ -163,10 +201,10 @@ def test_it_ends_with_its_owner() -> None:
 
 def test_it_ends_with_its_parent_process() -> None:
     program = (
-        "import sys, time\n"
-        "from service.text.task_process import *\n"
-        f"process = TaskProcess({MODULE!r}, ProcessLimits(1, 1 << 30, 100))\n"
-        "process.run(b'echo a')\n"
+        "import asyncio, time\n"
+        "from tests.service.text.test_task_process import *\n"
+        "process = TaskProcess(HOSTILE)\n"
+        "run(process, b'echo a')\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(100)\n"
     )

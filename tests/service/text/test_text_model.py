@@ -7,14 +7,17 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
+from dataclasses import replace
 
+import psutil
 import pytest
 from quire.v1 import runner_pb2, types_pb2, worker_pb2
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from service.errors import Draining, InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
-from service.text import bounded_encoder
+from service.text import tasks
+from service.text.task_process import TaskProcess
+from service.text.tasks import ENCODE
 from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
 from tests.service.text.kinds import byte_level, ctc, kind
@@ -164,8 +167,7 @@ SLOW_TEXT = ("a" * 20 + "b") * 10_000
 async def test_encoding_that_exceeds_a_limit_is_ended(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch, split: str, text: str, cpu_s: float, message: str
 ) -> None:
-    monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 29)
-    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", cpu_s)
+    monkeypatch.setattr(tasks, "ENCODE", replace(ENCODE, max_memory_bytes=1 << 29, max_cpu_s=cpu_s))
     served.serve(hostile(split))
     assert message in (await refused(served, text)).message
     # The next text works.
@@ -175,7 +177,7 @@ async def test_encoding_that_exceeds_a_limit_is_ended(
 async def test_a_tokenizer_that_needs_too_much_memory_to_load_is_not_used(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_encoder, "MAX_MEMORY_BYTES", 1 << 28)
+    monkeypatch.setattr(tasks, "ENCODE", replace(ENCODE, max_memory_bytes=1 << 28))
     tokenizer = byte_level()
     tokenizer.add_tokens(["aaa"])
     settings = json.loads(tokenizer.to_str())
@@ -186,13 +188,13 @@ async def test_a_tokenizer_that_needs_too_much_memory_to_load_is_not_used(
         await served.encode("b")
 
 
-def test_encoding_uses_one_thread_of_the_process() -> None:
+async def test_encoding_uses_one_thread_of_the_process() -> None:
     # A thread for each core of a large machine would use up the address space that a long text needs.
-    process = bounded_encoder.new_process()
+    process = TaskProcess(ENCODE)
     try:
-        process.run(byte_level().to_str().encode())
-        process.run(b"-" + b"a long text " * 1000)
-        assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
+        await process.run(byte_level().to_str().encode())
+        await process.run(b"-" + b"a long text " * 1000)
+        assert psutil.Process(process.pid).num_threads() == 1
     finally:
         process.close()
 
@@ -216,8 +218,7 @@ async def test_a_cancelled_or_closed_encoding_ends(served: ServedModel) -> None:
 async def test_tenants_take_turns_however_many_texts_one_sends(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_encoder, "MAX_CPU_S", 0.25)
-    monkeypatch.setattr(bounded_encoder, "MAX_PROCESSES", 1)
+    monkeypatch.setattr(tasks, "ENCODE", replace(ENCODE, max_cpu_s=0.25, max_processes=1))
     served.serve(hostile("(a+)+c"))
     await served.encode("b")
     ended = []
@@ -261,7 +262,8 @@ async def test_a_tokenizer_that_cannot_be_constrained_is_unsupported(served: Ser
 async def test_constraints_belong_to_the_served_model(served: ServedModel) -> None:
     for size in (400, 500):
         new = await served.text.constraint(*REGEX, frozenset([399]), size)
-        mask = new().allowed()
+        matcher = new()
+        mask = await matcher.in_turn(matcher.allowed)
         assert len(mask) == -(-size // 8)
         texts = [byte_level().decode([n]) for n in range(332) if mask[n >> 3] >> (n & 7) & 1]
         assert texts and all(text.isdigit() or text == "\ufffd" for text in texts)

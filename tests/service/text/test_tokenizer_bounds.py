@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, decoders
 
-from service.text.tokenizer_bounds import decodes_in_bounds
+from service.text.tokenizer import decodes_in_bounds
 from tests.service.text.kinds import byte_fallback, byte_level, ctc, metaspace
 
 SHIPPED = Path(__file__).parents[3] / "workers" / "models" / "adder" / "tokenizer.json"

@@ -7,7 +7,8 @@ older copy of the database was restored, or a standby that was behind has taken 
 counted now and then.
 
 If the connection breaks during a statement, it may still be running. It is then repeated, until it is known
-that the row is stored: the row has a number, so it can be stored once only, whichever attempt comes first.
+that the row is stored: the row has a number, so it can be stored once only, whichever attempt comes first. Or
+until another owner has come, before whom no attempt was successful: then no later one can be.
 
 The database keeps what it has committed: a damaged row was damaged afterwards, and is never dropped.
 """
@@ -39,14 +40,22 @@ APPEND: Final = """
             AND greatest(first_seq - 1, (SELECT max(seq) FROM quire.log WHERE shard = $1)) = $3 - 1 FOR SHARE)
     INSERT INTO quire.log SELECT $1::int, $3::bigint, $4::bytea FROM mine RETURNING seq
 """
-IS_STORED: Final = "SELECT data = $3 FROM quire.log WHERE shard = $1 AND seq = $2"
+# Whether a row is stored; and if not, whether it never will be. Whoever has a later fence has waited for all
+# attempts with this one, and rows before the first one that is needed may be dropped already.
+OUTCOME: Final = """
+    SELECT (SELECT data = $4 FROM quire.log WHERE shard = $1 AND seq = $3), fence > $2 AND first_seq <= $3
+    FROM quire.shards WHERE shard = $1
+"""
 FIRST: Final = "SELECT first_seq FROM quire.shards WHERE shard = $1 AND fence = $2"
 ROWS: Final = "SELECT seq, data FROM quire.log WHERE shard = $1 AND seq >= $2 ORDER BY seq LIMIT $3"
 LAST: Final = "SELECT coalesce(max(seq), 0) FROM quire.log WHERE shard = $1"
 # How many of the rows there are that have to be.
 COUNT: Final = "SELECT count(*) FROM quire.log WHERE shard = $1 AND seq >= $2 AND seq < $3"
+# Not if rows were lost: those that are there are all that there is.
 SET_FIRST: Final = """
-    UPDATE quire.shards SET first_seq = greatest(first_seq, $3) WHERE shard = $1 AND fence = $2 RETURNING 1
+    UPDATE quire.shards SET first_seq = greatest(first_seq, $3) WHERE shard = $1 AND fence = $2
+        AND greatest(first_seq - 1, (SELECT max(seq) FROM quire.log WHERE shard = $1)) >= $4
+    RETURNING 1
 """
 # Drops some rows that are not needed, whoever is the owner.
 DROP: Final = """
@@ -95,8 +104,16 @@ class PostgresJournal(StoredJournal):
     async def recover(self, apply: Apply, apply_run: ApplyRun) -> None:
         """As `FileJournal`; other tasks run meanwhile. Has to be called before any commit.
 
-        Raises JournalUnusable or DatabaseFailed.
+        Raises JournalUnusable or DatabaseFailed: it is closed then.
         """
+        try:
+            await self._recover(apply, apply_run)
+        except BaseException:
+            # Also if this is cancelled.
+            self.close()
+            raise
+
+    async def _recover(self, apply: Apply, apply_run: ApplyRun) -> None:
         shard = self._lease.shard
         first = await self._table.fetch(FIRST, shard, self._lease.fence)
         if not first:
@@ -123,7 +140,7 @@ class PostgresJournal(StoredJournal):
                 " rows before it, remove those of quire.log with this shard and this seq or a greater one;"
                 " or, to start without caches, all rows of the shard."
             ) from None
-        self.model_fingerprint, self._size_bytes = recovery.model, recovery.size_bytes
+        self._size_bytes = recovery.size_bytes
 
     def _frame(self, seq: int, at: int, row: bytes) -> Frame:
         """Raises Unrecoverable."""
@@ -140,7 +157,7 @@ class PostgresJournal(StoredJournal):
     # Commits.
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        """See `Journal.commit`. After the ownership was lost, commits whose outcome is unknown never end."""
+        """See `Journal.commit`. What is unknown when the ownership is lost ends with the core."""
         if self._lease.loss:
             on_committed(False)
         else:
@@ -181,11 +198,14 @@ class PostgresJournal(StoredJournal):
         pause_s = 0.0
         while True:
             try:
-                if await self._insert(row) or (pause_s and await self._is_stored(row)):
+                is_stored: bool | None = await self._insert(row)
+                if not is_stored and pause_s:
+                    is_stored = await self._outcome(row)
+                if is_stored:
                     self._next_seq += 1
                     return True
                 loss = await self._why_refused()
-                if pause_s:
+                if is_stored is None:
                     raise OwnershipLost(loss)
                 self._lease.lose(loss)
                 return False
@@ -206,10 +226,14 @@ class PostgresJournal(StoredJournal):
         except Conflict:
             return False
 
-    async def _is_stored(self, row: bytes) -> bool:
-        """Whether an earlier attempt has stored it. Raises DatabaseFailed."""
-        found = await self._table.fetch(IS_STORED, self._lease.shard, self._next_seq, row)
-        return bool(found and found[0][0])
+    async def _outcome(self, row: bytes) -> bool | None:
+        """Whether an earlier attempt has stored it. None: it is not known. Raises DatabaseFailed."""
+        lease = self._lease
+        found = await self._table.fetch(OUTCOME, lease.shard, lease.fence, self._next_seq, row)
+        is_there, is_final = found[0] if found else (None, False)
+        if is_there:
+            return True
+        return False if is_final else None
 
     async def _why_refused(self) -> str:
         """Why a row was not stored. Raises nothing."""
@@ -247,8 +271,9 @@ class PostgresJournal(StoredJournal):
     async def _drop(self) -> bool:
         shard, lease = self._lease.shard, self._lease
         try:
-            if not await self._table.fetch(SET_FIRST, shard, lease.fence, self._mark_seq):
-                lease.lose(await why_lost(self._table, lease) or "its row is gone")
+            last_seq = self._next_seq - 1
+            if not await self._table.fetch(SET_FIRST, shard, lease.fence, self._mark_seq, last_seq):
+                lease.lose(await self._why_refused())
                 return False
             self._first_seq = self._mark_seq
             while await self._table.fetch(DROP, shard):
@@ -283,9 +308,10 @@ class PostgresJournal(StoredJournal):
             self.close()
 
     async def _give_back(self) -> None:
+        # Also after a loss: callers wait for the outcome of what was sent before.
+        while self._writing is not None and not self._writing.done():
+            await asyncio.wait({self._writing})
         if not self._lease.loss:
-            while self._writing is not None and not self._writing.done():
-                await asyncio.wait({self._writing})
             await self._leases.give_back(self._lease)
 
     def close(self) -> None:

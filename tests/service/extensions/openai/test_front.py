@@ -26,6 +26,9 @@ from service.api.server_state import ServerState
 from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
+from service.budgets import Budgets
+from service.caches.keyed_answers import KeyedAnswers
+from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
 from service.extension import GatewayParts
@@ -116,7 +119,7 @@ async def serving(
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
-            executions=Executions(router, state),
+            executions=Executions(router, state, KeyedAnswers()),
             router=router,
             adapters=Adapters(1),
             shards=list,
@@ -321,14 +324,14 @@ async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> N
         sink.put([chunk(position=200, finish_reason=runner_pb2.FINISH_REASON_LENGTH)])
 
     runtime = FakeRuntime(generate)
-    async with serving(runtime, session_stall_s=0.5) as served:
+    async with serving(runtime, message_timeout_s=0.5) as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 10)
         writer.write(raw_request(stream=is_stream))
         await reader.readexactly(12)
         # The response is not read, so the connection is reset in the middle of it.
         await until(lambda: not served.front.server.connections)
         await until(lambda: not runtime.running)
-        await until(lambda: served.state.answers.used_bytes == 0)
+        await until(lambda: served.state.budgets.answers.used == 0)
         writer.close()
 
 
@@ -340,7 +343,7 @@ async def test_limits_on_requests_and_connections() -> None:
         await generate_yes(batch, sink)
 
     runtime = FakeRuntime(generate)
-    async with serving(runtime, max_sessions=1, max_connections=3) as served, served.client() as client:
+    async with serving(runtime, max_connections=3) as served, served.client() as client:
         first = asyncio.create_task(client.chat.completions.create(model="m", messages=QUESTION))
         await until(lambda: runtime.running == 1)
         with pytest.raises(openai.RateLimitError) as caught:
@@ -363,7 +366,7 @@ async def test_a_response_too_large_for_one_piece() -> None:
     async with serving(FakeRuntime(generate), max_response_bytes=1024) as served, served.client() as client:
         with pytest.raises(openai.BadRequestError, match="use a stream"):
             await client.chat.completions.create(model="m", messages=QUESTION)
-        assert served.state.answers.used_bytes == 0
+        assert served.state.budgets.answers.used == 0
         stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
         assert sum([len(part.choices[0].delta.content or "") async for part in stream]) == 1503
 
@@ -431,11 +434,11 @@ async def test_the_memory_of_a_response_in_one_piece_counts_until_it_is_read() -
         await request.is_sending.wait()
         held_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        counted_bytes = served.state.answers.used_bytes
+        counted_bytes = served.state.budgets.answers.used
         request.may_send.set()
         await request.task
         assert counted_bytes > 3000 * 100 and held_bytes < 2 * counted_bytes + (1 << 19)
-        assert served.state.answers.used_bytes == 0
+        assert served.state.budgets.answers.used == 0
         (choice,) = json.loads(request.response)["choices"]
         assert (
             choice["message"]["content"] == " w\u00e9" * 3000 and len(choice["logprobs"]["content"]) == 3000
@@ -536,7 +539,7 @@ async def turns_of(work: Coroutine[Any, Any, Any]) -> int:
 
 async def test_a_body_of_too_many_values_is_not_parsed() -> None:
     async def parse(data: bytes) -> Any:
-        return await BodyReader(RequestReceiver(Config()), 1 << 24, 1 << 24).parse(bytearray(data))
+        return await reader_of(1 << 24, 1 << 24).parse(bytearray(data))
 
     text = {"prompt": 'a,[{,"' * 400_000 + "\\"}
     assert await parse(json.dumps(text).encode()) == text, "commas and brackets in strings are no values"
@@ -548,6 +551,12 @@ async def test_a_body_of_too_many_values_is_not_parsed() -> None:
     assert caught.value.reason == "REQUEST_TOO_LARGE"
 
 
+def reader_of(max_body_bytes: int, max_bytes: int) -> BodyReader:
+    config = Config(max_unread_bytes=2 * max_bytes)
+    budgets = Budgets.of_server(config)
+    return BodyReader(RequestReceiver(config, budgets), max_body_bytes, budgets)
+
+
 async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
     may_continue = asyncio.Event()
 
@@ -556,8 +565,8 @@ async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
         await generate_yes(batch, sink)
 
     runtime = FakeRuntime(generate)
-    async with serving(runtime, max_arriving_bytes=40_000, max_request_bytes=20_000) as served:
-        bodies = served.front.bodies
+    async with serving(runtime, max_unread_bytes=80_000, max_request_bytes=20_000) as served:
+        bodies = served.state.budgets.bodies
         connections = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(4)]
         try:
             for index, (_, writer) in enumerate(connections):
@@ -566,11 +575,11 @@ async def test_the_bytes_of_all_bodies_are_limited_until_the_response() -> None:
             reader, _ = connections[3]
             answer = await asyncio.wait_for(reader.readuntil(b"}}"), TIMEOUT_S)
             assert answer.startswith(b"HTTP/1.1 429") and b"arriving_full" in answer
-            assert b"retry-after" in answer and 36_000 < bodies.held_bytes <= 40_000
+            assert b"retry-after" in answer and 36_000 < bodies.used <= 40_000
             may_continue.set()
             for reader, _ in connections[:3]:
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            await until(lambda: bodies.held_bytes == 0)
+            await until(lambda: bodies.used == 0)
         finally:
             for _, writer in connections:
                 writer.close()
@@ -595,23 +604,26 @@ async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
 
 
 def test_a_tenant_may_use_half_of_the_bytes_for_bodies() -> None:
-    bodies = BodyReader(RequestReceiver(Config()), 1000, 2000)
+    bodies = reader_of(1000, 2000)
 
-    def is_refused(tenant: str, size_bytes: int) -> bool:
-        return bodies.reserve(Body(disconnected, bodies, tenant), size_bytes) is not None
+    alice, bob = Tenant("alice"), Tenant("bob")
 
-    sizes = (("a", 600), ("a", 401), ("a", 400), ("b", 1000), ("b", 1))
+    def is_refused(tenant: Tenant, size_bytes: int) -> bool:
+        body = Body(disconnected, bodies, bodies.budgets.of(tenant).bodies)
+        return bodies.reserve(body, size_bytes) is not None
+
+    sizes = ((alice, 600), (alice, 401), (alice, 400), (bob, 1000), (bob, 1))
     assert [is_refused(*one) for one in sizes] == [False, True, False, False, True]
-    assert bodies.held_bytes == 2000
-    too_large = bodies.reserve(Body(disconnected, bodies, ""), 1001)
+    assert bodies.budgets.bodies.used == 2000
+    too_large = bodies.reserve(Body(disconnected, bodies, bodies.budgets.bodies), 1001)
     assert too_large is not None and too_large.reason == "REQUEST_TOO_LARGE"
 
 
 async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None:
-    bodies, held_bytes = BodyReader(RequestReceiver(Config()), 1000, 2000), []
+    bodies, held_bytes = reader_of(1000, 2000), []
 
     async def receive() -> Message:
-        held_bytes.append(bodies.held_bytes)
+        held_bytes.append(bodies.budgets.bodies.used)
         return {"type": "http.request", "body": b" " * 100, "more_body": len(held_bytes) < 3}
 
     headers = [(b"content-type", b"application/json"), (b"content-length", b"1001")]
@@ -623,7 +635,7 @@ async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None
 
 async def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that other tasks run between two of them."""
-    bodies = BodyReader(RequestReceiver(Config()), 1 << 20, 1 << 24)
+    bodies = reader_of(1 << 20, 1 << 24)
     running, most = 0, 0
 
     async def watched(_data: bytearray, _limit: int) -> int:

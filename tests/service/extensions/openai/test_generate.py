@@ -264,12 +264,12 @@ async def test_a_scored_prompt_counts_until_its_response_is_sent() -> None:
     held: list[int] = []
 
     async def run(_batch: Batch, sink: ChunkSink) -> None:
-        held.append(served.state.answers.used_bytes)
+        held.append(served.state.budgets.answers.used)
         sink.put([tokens_of(5, finish_reason=STOP)])
 
     async def forward(asked: executor_pb2.ForwardRequest, context: Any) -> executor_pb2.ForwardResponse:
         assert list(asked.token_ids) == [1, 2, 3] and asked.output.top_logprobs == 1
-        served.state.answers.take_until_done(5000, context)
+        served.state.budgets.answers.take_until_done(5000, context)
         response = executor_pb2.ForwardResponse(token_logprobs=[-1.5, -2.5])
         for top in (2, 7, 7):
             response.outputs.add().top.CopyFrom(types_pb2.TopLogprobs(token_ids=[top], logprobs=[-1.5]))
@@ -277,7 +277,7 @@ async def test_a_scored_prompt_counts_until_its_response_is_sent() -> None:
 
     async with serving(FakeRuntime(run, "local"), forward=forward) as served, served.client() as client:
         answer = await post(client, {"prompt_logprobs": 1})
-        assert held == [5000] and not served.state.answers.used_bytes
+        assert held == [5000] and not served.state.budgets.answers.used
 
     def entry(logprob: float, rank: int | None) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": None}

@@ -58,6 +58,14 @@ async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider
     assert math.isclose(usage.cost_usd, (4 * 2 + 3 * 1 + 5 * 10) / 1e6)
 
 
+async def test_the_codec_of_a_response_is_not_the_providers_choice(provider: FakeProvider) -> None:
+    """One that decompresses could make a small response a large one."""
+    head = EVENT_STREAM.replace("utf-8", "zlib_codec").encode()
+    provider.script.append(raw(head + event(delta("\u20ac", finish="stop")) + event("[DONE]")))
+    out = await answered(provider, item())
+    assert (out.text(), out.last().finish_reason) == ("\u20ac", STOP)
+
+
 async def test_without_a_price_no_cost_is_reported(provider: FakeProvider) -> None:
     provider.script.append(said("x"))
 
@@ -318,7 +326,7 @@ async def test_describing_a_runtime(provider: FakeProvider) -> None:
         await run(runtime, item(max_tokens=100))
         after = runtime.describe()
         request = runner_pb2.LoadWeightsRequest(source="else")
-        loads = [answer async for answer in runtime.load_weights(request, 0.0)]
+        loads = [answer async for answer in runtime.load_weights(request)]
 
     assert (before.name, before.provider, before.model_id) == ("there", "somebody", "m")
     assert before.runtime_kind == runner_pb2.RUNTIME_KIND_OPENAI_CHAT

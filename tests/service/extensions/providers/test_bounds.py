@@ -1,4 +1,4 @@
-"""Invariants of budgets, the circuit breaker, retries and the parser of server-sent events."""
+"""Invariants of budgets, the circuit breaker and retries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from quire.v1 import runner_pb2
 
-from service.errors import ProviderFailure
 from service.extensions.providers.breaker import Breaker, Result
 from service.extensions.providers.call import retry_delay_s
-from service.extensions.providers.config import ProviderConfig
-from service.extensions.providers.exchange import EventParser, retry_after_s
+from service.extensions.providers.exchange import retry_after_s
 from service.extensions.providers.failures import failure
 from service.extensions.providers.spending import HourlyBudget
 
@@ -50,49 +48,46 @@ def test_a_budget_is_free_again_after_an_hour() -> None:
     assert budget.wait_s(0.5, 30.0 + wait_s) == 0
 
 
-STEPS = st.tuples(
-    st.sampled_from([0.0, 1.0, 31.0]), st.integers(0, 5), st.sampled_from(Result), st.booleans()
-)
-FAIL, BEGIN = (0.0, 0, Result.FAILURE, False), (0.0, 0, Result.NEUTRAL, True)
+STEPS = st.tuples(st.sampled_from([0.0, 1.0, 31.0]), st.sampled_from(Result), st.booleans())
+FAIL, BEGIN = (0.0, Result.FAILURE, False), (0.0, Result.NEUTRAL, True)
 
 
 @given(steps=st.lists(STEPS, max_size=60))
-# A probe that says nothing, and a request from before the breaker opened.
-@example(steps=[BEGIN] * 4 + [FAIL] * 3 + [(31.0, 0, Result.NEUTRAL, True), (0.0, 1, Result.NEUTRAL, False)])
-@example(steps=[BEGIN] * 4 + [FAIL] * 3 + [(1.0, 0, Result.SUCCESS, False)])
-def test_breaker_invariants(steps: list[tuple[float, int, Result, bool]]) -> None:
-    breaker, now_s = Breaker(3, 30.0), 0.0
-    under_way: list[int] = []
-    # Generations of requests that were running when the breaker opened.
-    stale: set[int] = set()
-    for pause_s, which, result, begins in steps:
+# A probe that says nothing, and requests from before the breaker opened.
+@example(steps=[BEGIN] * 4 + [FAIL] * 3 + [(31.0, Result.NEUTRAL, True), (0.0, Result.NEUTRAL, False)])
+@example(steps=[BEGIN] * 4 + [FAIL] * 3 + [(1.0, Result.FAILURE, False)])
+@example(steps=[BEGIN] * 4 + [FAIL] * 3 + [(1.0, Result.SUCCESS, False)])
+def test_breaker_invariants(steps: list[tuple[float, Result, bool]]) -> None:
+    breaker, now_s, under_way, failures = Breaker(3, 30.0), 0.0, 0, 0
+    for pause_s, result, begins in steps:
         now_s += pause_s
-        before = breaker.state(now_s), breaker.left_s(now_s)
+        state, left_s = breaker.state(now_s), breaker.left_s(now_s)
         if begins:
-            own = breaker.begin(now_s)
-            assert own is None or before[0] != runner_pb2.BREAKER_STATE_OPEN
-            if own is not None:
-                under_way.append(own)
+            is_allowed = breaker.begin(now_s)
+            under_way += is_allowed
+            assert not is_allowed or state != runner_pb2.BREAKER_STATE_OPEN
             # During a probe no other request is sent.
-            if before[0] == runner_pb2.BREAKER_STATE_HALF_OPEN:
-                assert breaker.begin(now_s) is None
+            if state == runner_pb2.BREAKER_STATE_HALF_OPEN:
+                assert not breaker.begin(now_s)
         elif under_way:
-            own = under_way.pop(which % len(under_way))
-            opens = breaker.record(own, result, now_s)
-            after = breaker.state(now_s), breaker.left_s(now_s)
-            assert own not in stale or before == after, "it says nothing about the provider of now"
-            assert opens == (after[0] == runner_pb2.BREAKER_STATE_OPEN and before != after)
-            if opens:
-                assert result is Result.FAILURE
-                stale.update(under_way)
+            under_way -= 1
+            opens = breaker.record(result, now_s)
+            failures = 0 if result is Result.SUCCESS else failures + (result is Result.FAILURE)
+            after = breaker.state(now_s)
+            if result is Result.SUCCESS:
+                assert after == runner_pb2.BREAKER_STATE_CLOSED
+            elif state == runner_pb2.BREAKER_STATE_OPEN:
+                assert after == state and breaker.left_s(now_s) == left_s, "later failures prolong nothing"
+            else:
+                assert (
+                    opens
+                    == (after == runner_pb2.BREAKER_STATE_OPEN)
+                    == (result is Result.FAILURE and failures >= 3)
+                )
     # It always recovers once running requests have ended and time has passed.
-    for own in under_way:
-        breaker.record(own, Result.NEUTRAL, now_s)
-    now_s += 31
-    assert breaker.begin(now_s) is not None
-
-
-CONFIG = ProviderConfig(name="x", dialect="openai-chat", base_url="https://a.example", model="m")
+    for _ in range(under_way):
+        breaker.record(Result.NEUTRAL, now_s)
+    assert breaker.begin(now_s + 31)
 
 
 @given(
@@ -106,10 +101,10 @@ def test_retries_are_limited(
     retries: int, after_s: float | None, left_s: float, part: float, reason: str
 ) -> None:
     refused = failure(reason, retry_after_s=after_s)
-    delay = retry_delay_s(refused, retries, left_s, CONFIG, lambda low, high: low + part * (high - low))
+    delay = retry_delay_s(refused, retries, left_s, lambda low, high: low + part * (high - low))
     if delay is None:
         return
-    assert retries < 3 and reason != "BAD_REQUEST"
+    assert reason != "BAD_REQUEST"
     assert delay < left_s and delay >= (after_s or 0.0)
     assert delay <= max(min(60.0, 2.0**retries), after_s or 0.0)
 
@@ -119,56 +114,14 @@ def test_retries_are_limited(
     [
         ("7", 7.0),
         ("1.5", 1.5),
-        ("Thu, 01 Jan 1970 00:01:40 GMT", 90.0),
-        ("Thu, 01 Jan 1970 00:00:00 -0000", 0.0),
+        ("Thu, 01 Jan 1970 00:01:40 GMT", None),
         (None, None),
         ("", None),
         ("soon", None),
         ("-3", None),
         ("nan", None),
         ("1e999", None),
-        ("Thu, 99 Jan 1970 00:01:40 GMT", None),
     ],
 )
 def test_retry_after(header: str | None, seconds: float | None) -> None:
-    assert retry_after_s(header, 10.0) == seconds
-
-
-LINES = st.lists(
-    st.sampled_from(["data: a", "data:b", "event: e", ": c", "", "", "data", "id: 3", "data: \u20ac"])
-)
-
-
-@example(lines=["data: a", ""], ending="\r", cuts=[1] * 99)
-@example(lines=["data: a", "data:b", ""], ending="\r\n", cuts=[1] * 99)
-@given(lines=LINES, ending=st.sampled_from(["\n", "\r\n", "\r"]), cuts=st.lists(st.integers(1, 9)))
-def test_events_do_not_depend_on_how_the_bytes_are_split(
-    lines: list[str], ending: str, cuts: list[int]
-) -> None:
-    # Ends with a comment: a CR at the very end could be the first half of CR LF.
-    text = ("\ufeff" + "".join(line + ending for line in lines) + ":").encode()
-    whole = EventParser(1 << 20).push(text)
-    parser, found, at = EventParser(1 << 20), [], 0
-    for cut in [*cuts, len(text)]:
-        if text[at : at + cut]:
-            found += parser.push(text[at : at + cut])
-        at += cut
-    assert found == whole
-
-
-def test_events_follow_the_standard() -> None:
-    parser = EventParser(1 << 20)
-    events = b"\xef\xbb\xbfdata: a\ndata:  b\n\nevent: y\n\ndata: c\r\n\r\n:\rdata:\xff\r\r"
-    assert parser.push(events + b"\n") == ["a\n b", "c", "\ufffd"]
-
-
-@pytest.mark.parametrize("piece", [b"x", b"data: xxx\n", b"data: x\r"])
-def test_buffered_bytes_are_limited(piece: bytes) -> None:
-    parser = EventParser(100)
-
-    def push() -> None:
-        for _ in range(200):
-            parser.push(piece)
-
-    with pytest.raises(ProviderFailure, match="100 bytes"):
-        push()
+    assert retry_after_s(header) == seconds

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from quire.v1 import runner_pb2
 from structlog.testing import capture_logs
@@ -64,30 +63,16 @@ def write(key: Path, text: str | None) -> None:
         key.write_text(text)
 
 
-async def test_refused_credentials_are_read_again_once_for_all_calls(
-    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clients: list[httpx2.AsyncClient] = []
-    client = httpx2.AsyncClient
-
-    def counted(**options: Any) -> httpx2.AsyncClient:
-        clients.append(client(**options))
-        return clients[-1]
-
-    monkeypatch.setattr(httpx2, "AsyncClient", counted)
-    both_are_there = asyncio.Barrier(2)
-
-    async def refuse(writer: asyncio.StreamWriter) -> bool:
-        await both_are_there.wait()
+async def test_credentials_are_read_for_each_request(provider: FakeProvider, key: Path) -> None:
+    provider.script.append(GOOD)
+    async with remote(config(provider, api_key_file=str(key))) as runtime:
+        await run(runtime, item())
         write(key, OTHER)
-        return await status(401)(writer)
-
-    provider.script += [refuse, refuse, GOOD]
-    out = await answered(provider, item(), item(item_id="b"), time=VirtualTime(), api_key_file=str(key))
-    assert (out.text("a"), out.text("b")) == ("good", "good")
-    keys = [asked.headers["authorization"].removeprefix("Bearer ") for asked in provider.asked]
-    assert keys == [SECRET, SECRET, OTHER, OTHER]
-    assert len(clients) == 2
+        await run(runtime, item())
+    assert [asked.headers["authorization"] for asked in provider.asked] == [
+        f"Bearer {SECRET}",
+        f"Bearer {OTHER}",
+    ]
 
 
 @pytest.fixture(params=["other users can write to it", "No such file or directory"])
@@ -111,46 +96,32 @@ async def test_why_credentials_cannot_be_used_is_logged(
     assert why in {entry.get("why") for entry in logs}
 
 
-async def test_refused_credentials_are_not_sent_again_unless_they_have_changed(
-    provider: FakeProvider, key: Path
-) -> None:
+async def test_refused_credentials_open_the_breaker(provider: FakeProvider, key: Path) -> None:
+    """They are refused for every caller, and are not tried again for each."""
     provider.script.append(status(401))
     virtual = VirtualTime()
     async with remote(config(provider, api_key_file=str(key)), virtual) as runtime:
-        assert not runtime.describe().trouble
         for tried in range(1, 13):
             out = await run(runtime, item())
             assert reason(out.last()) == ("UNAUTHORIZED" if tried <= 10 else "CIRCUIT_OPEN")
-            assert "credentials" in runtime.describe().trouble
         assert len(provider.asked) == 10 and virtual.slept == []
-        assert runtime.describe().breaker == runner_pb2.BREAKER_STATE_OPEN
-        # When it is tried again, the credentials are read again.
+        assert runtime.describe().breaker == runner_pb2.BREAKER_STATE_OPEN and runtime.describe().trouble
         virtual.now_s += 31
         assert not runtime.describe().trouble, "a router sends the next request"
         write(key, OTHER)
-        provider.script = type(provider.script)([status(401), GOOD])
+        provider.script = type(provider.script)([GOOD])
         assert (await run(runtime, item())).text("a") == "good"
         after = runtime.describe()
     assert (after.trouble, after.breaker) == ("", runner_pb2.BREAKER_STATE_CLOSED)
 
 
-async def test_many_calls_with_replaced_credentials_are_all_sent_again(
-    provider: FakeProvider, key: Path
-) -> None:
-    """That they were refused says nothing about the new ones."""
-    all_are_there = asyncio.Barrier(12)
-
-    async def refuse(writer: asyncio.StreamWriter) -> bool:
-        await all_are_there.wait()
-        write(key, OTHER)
-        return await status(401)(writer)
-
-    provider.script += [*[refuse] * 12, GOOD]
-    items = [item(item_id=str(n)) for n in range(12)]
-    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
-        out = await run(runtime, *items)
-        assert {out.text(one.item_id) for one in items} == {"good"}
-        assert not runtime.describe().trouble and len(provider.asked) == 24
+async def test_missing_credentials_say_nothing_about_the_provider(provider: FakeProvider, key: Path) -> None:
+    provider.script.append(GOOD)
+    write(key, None)
+    async with remote(config(provider, api_key_file=str(key), breaker_failures=1)) as runtime:
+        assert reason((await run(runtime, item())).last()) == "UNAUTHORIZED"
+        write(key, SECRET)
+        assert (await run(runtime, item())).text("a") == "good"
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
@@ -240,18 +211,30 @@ async def test_rebuilding_a_session_does_not_disturb_running_calls(provider: Fak
     async with remote(config(provider, api_key_file=str(key))) as runtime:
         running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [item()]), sink))
         await sink.first.wait()
-        old = runtime._provider.sessions._current
-        assert old is not None
         write(key, OTHER)
         assert await runtime.rebuild_session(MANUAL) == 1
         again = await run(runtime, item())
-        was_closed_before = old.client.is_closed
         go_on.set()
         await running
-        assert (was_closed_before, old.client.is_closed) == (False, True)
 
     assert (sink.text(), again.text()) == ("old", "good")
+    assert provider.connections == 2
     assert provider.asked[1].headers["authorization"] == f"Bearer {OTHER}"
+
+
+async def test_rebuilding_a_session_closes_what_is_idle(provider: FakeProvider) -> None:
+    body = event(delta("x", finish="stop")) + event("[DONE]")
+    head = EVENT_STREAM.replace("Connection: close", "Transfer-Encoding: chunked").encode()
+    provider.script.append(raw(head + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n", stays=True))
+
+    async with remote(config(provider)) as runtime:
+        for _ in range(2):
+            await run(runtime, item())
+        assert (provider.open, provider.connections) == (1, 1)
+        await runtime.rebuild_session(MANUAL)
+        while provider.open:
+            await asyncio.sleep(0)
+        assert (await run(runtime, item())).text() == "x"
 
 
 @pytest.mark.parametrize("text", ["", "two words", "line\nbreak", "k\u00e9y", "\x7f", None])
@@ -324,12 +307,10 @@ async def test_credentials_appear_nowhere(
     shown: list[object] = []
 
     with caplog.at_level(logging.DEBUG):
-        made = config(provider, api_key_file=str(key), idle_timeout_s=0.05 if name == "a stall" else 10.0)
+        made = config(provider, api_key_file=str(key), read_timeout_s=0.05 if name == "a stall" else 10.0)
         async with remote(made, VirtualTime()) as runtime:
             out = await run(runtime, item())
-            sessions = runtime._provider.sessions
-            assert sessions._current is not None
-            shown += [runtime, runtime.describe(), sessions, sessions._current, made]
+            shown += [runtime, runtime.describe(), *vars(runtime).values(), made]
         shown += [chunk.SerializeToString() for chunk in out.chunks]
 
     assert reason(out.last())

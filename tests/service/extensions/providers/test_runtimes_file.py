@@ -8,10 +8,12 @@ from typing import Any, cast
 import pytest
 from quire.v1 import runner_pb2
 
+from service.caches.keyed_answers import KeyedAnswers
 from service.config import Config
 from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.runtimes_file import RuntimesFile, load
+from service.journal.values import StoredValues
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
@@ -30,7 +32,7 @@ base_url = "https://example.com/v1"
 model = "m"
 api_key_env = "SOME_KEY"
 budget_usd_per_hour = 3
-budget_policy = "throttle"
+requests_per_minute = 60
 
 [runtimes.gpt.prices.m]
 input_usd = 1
@@ -53,7 +55,7 @@ def test_a_file(tmp_path: Path) -> None:
     found = load(written(tmp_path, GOOD))
     assert (found.routing.policy, found.routing.when_full) == ("local-first", "queue")
     gpt, other = found.runtimes.values()
-    assert (gpt.name, gpt.budget_policy, gpt.price) == ("gpt", "throttle", gpt.prices["m"])
+    assert (gpt.name, gpt.requests_per_minute, gpt.price) == ("gpt", 60, gpt.prices["m"])
     assert other.model == "c"
 
 
@@ -79,7 +81,7 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ("output_usd = 2.5", "output_usd = -1", "runtimes.gpt.prices.m.output_usd: must be a number"),
         ("output_usd = 2.5", "", "[runtimes.gpt.prices.m]: output_usd is needed"),
         ("output_usd = 2.5", f"output_usd = {10**400}", "[runtimes.gpt.prices.m]: must be finite"),
-        ('"throttle"', f'"throttle"\nrequests_per_minute = {10**400}', "requests_per_minute: must be finite"),
+        ("_minute = 60", f"_minute = {10**400}", "requests_per_minute: must be finite"),
         ("output_usd = 2.5", f"output_usd = 1{'0' * 5000}", "is not TOML"),
         ("output_usd = 2.5", "output_usd = inf", "[runtimes.gpt.prices.m]: must be finite"),
         ("prices.m]", "prices.n]", "budget_usd_per_hour"),
@@ -90,7 +92,7 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ('"SOME_KEY"', '"sk-secret"\napi_key_file = "x"', "api_key_env and api_key_file"),
         ('model = "c"', 'model = ""', "model: must not be empty"),
         ('model = "c"', 'model = "c"\nmax_concurrent = 0', "max_concurrent: must be more than 0"),
-        ('model = "c"', 'model = "c"\nidle_timeout_s = nan', "idle_timeout_s: must be a number from 0"),
+        ('model = "c"', 'model = "c"\nread_timeout_s = nan', "read_timeout_s: must be a number from 0"),
         ('model = "c"', 'model = "c"\nrequests_per_minute = inf', "requests_per_minute: must be finite"),
         ('model = "c"', 'model = "c"\nmax_tokens_field = "tokens"', "max_tokens_field: must be one of"),
         ('model = "c"', 'model = "c"\nname = "d"', "[runtimes.other]: name is not known"),
@@ -99,7 +101,6 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
             "[runtimes.gpt.prices]",
             "runtimes.gpt.prices.input_usd: must be a table",
         ),
-        ('"throttle"', '"pray"', "budget_policy: must be one of"),
         ("[routing]", "[routing", "line 2: is not TOML"),
         ("[runtimes.gpt]", 'key = "sk-secret', "line 7: is not TOML"),
     ],
@@ -119,14 +120,16 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def opened(path: Path) -> RuntimesFile:
     file = RuntimesFile(path)
-    file.open_router(FakeRuntime("local"), None)
+    file.open_router(FakeRuntime("local"), StoredValues())
     return file
 
 
 async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
     """The number of recreated runtimes that RebuildSession reports after a change of the file."""
     state = state_of(Config())
-    api = RunnerApi(Executions(file.router, state), file.router, state, file.read_again, cast(Any, None))
+    api = RunnerApi(
+        Executions(file.router, state, KeyedAnswers()), file.router, state, file.read_again, cast(Any, None)
+    )
     cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
     request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cause)
     return (await api.RebuildSession(request, cast(Any, None))).rebuilt
@@ -174,7 +177,9 @@ async def test_a_cause_that_does_not_fit_the_runtime_is_refused(
 
     monkeypatch.setattr(FakeRuntime, "rebuild_session", rebuild)
     monkeypatch.setattr(RemoteRuntime, "rebuild_session", rebuild)
-    api = RunnerApi(Executions(file.router, state), file.router, state, file.read_again, cast(Any, None))
+    api = RunnerApi(
+        Executions(file.router, state, KeyedAnswers()), file.router, state, file.read_again, cast(Any, None)
+    )
     for cause in runner_pb2.RebuildCause.values():
         request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cast(Any, cause))
         if cause in fitting:
@@ -203,7 +208,7 @@ async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
 
 async def test_without_a_file_there_is_none_to_reload() -> None:
     state, router = state_of(Config()), Router([FakeRuntime("local")])
-    api = RunnerApi(Executions(router, state), router, state, None, cast(Any, None))
+    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, None, cast(Any, None))
     cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
     with pytest.raises(BadRuntimes, match="started without one"):
         await api.RebuildSession(runner_pb2.RebuildSessionRequest(cause=cause), cast(Any, None))

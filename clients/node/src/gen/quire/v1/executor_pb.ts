@@ -1609,8 +1609,8 @@ export const GetCapabilitiesResponseSchema: GenMessage<GetCapabilitiesResponse> 
   messageDesc(file_quire_v1_executor, 43);
 
 /**
- * Requests beyond these limits are refused. Fields are named like the settings of `quire serve`. Each comment names
- * the reason of the refusal.
+ * Requests beyond these limits are refused. Fields are named like the settings of `quire serve`, or follow from one, or
+ * are fixed. Each comment names the reason of the refusal.
  *
  * @generated from message quire.v1.GatewayLimits
  */

@@ -1,6 +1,7 @@
-"""HTTP sessions with a provider, each with the credentials that were valid when it was created.
+"""Connections to a provider, and the credentials of its requests.
 
-Credentials never appear in logs, errors or reprs. A session that is replaced closes after its last call.
+Credentials never appear in logs, errors or reprs. They are read for each request, so that new ones are used
+at once, and are kept by nothing here.
 """
 
 from __future__ import annotations
@@ -28,86 +29,58 @@ _log = get_logger(__name__)
 _MAX_SECRET_BYTES = 1 << 16
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class HttpSession:
-    """An HTTP client and the credentials of its requests (empty: none), which its repr does not show."""
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """A client with the number of requests that use it."""
 
     client: httpx2.AsyncClient
-    secret: str
     users: int = 0
-    is_retired: bool = False
-
-    async def close_if_idle(self) -> None:
-        """Closes it if it was replaced and has no more calls."""
-        if self.is_retired and self.users == 0:
-            await self.client.aclose()
 
 
-class SessionPool:
-    """Owner of a provider's sessions: the current one for new calls, and replaced ones with running calls."""
+class Connections:
+    """Owner of a provider's HTTP clients: the current one, and replaced ones until their requests end."""
 
     def __init__(self, config: ProviderConfig) -> None:
+        """Opens none yet."""
         self._config = config
-        self._current: HttpSession | None = None
+        self._current: _Shared | None = None
         self._lock = asyncio.Lock()
         self._is_closed = False
-        # Why there are no credentials or no session. Empty: there are, or they were not needed yet.
+        # Why there are no credentials or no connections. Empty: there are, or they were not needed yet.
         self.trouble = ""
-        # When the provider last refused the current credentials. None: it has not, or took them since then.
-        self.refused_at_s: float | None = None
         # These libraries log every request and the provider's response headers.
         for library in ("httpx2", "httpcore2"):
             logging.getLogger(library).setLevel(logging.WARNING)
 
     @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[HttpSession]:
-        """A session for one request. Raises ProviderFailure: there are no credentials, or no session."""
+    async def use(self) -> AsyncIterator[httpx2.AsyncClient]:
+        """A client for one request. Raises ProviderFailure."""
         async with self._lock:
-            session = self._current
-            if session is None:
-                session = await self._replace(await self._read_secret())
-            session.users += 1
-            if self._is_closed:
-                # The pool was closed while this request waited for a permit.
-                await self._retire()
+            shared = self._current or await self._open()
+            # A request that waited while this was closed has a client of its own.
+            self._current = None if self._is_closed else shared
+            shared.users += 1
         try:
-            yield session
+            yield shared.client
         finally:
-            session.users -= 1
-            await session.close_if_idle()
-
-    async def renew(self, used: HttpSession, now_s: float) -> bool:
-        """Reads the credentials again after the provider refused those of `used`, once for all its calls.
-
-        Returns whether there are others now. Raises ProviderFailure: there are none any more, and nothing
-        has changed.
-        """
-        async with self._lock:
-            if self._current is used:
-                secret = await self._read_secret()
-                if secret == used.secret:
-                    self.refused_at_s = now_s
-                    return False
-                await self._replace(secret)
-        return True
-
-    def accepted(self, used: HttpSession) -> None:
-        """The provider has taken the credentials of a request."""
-        if self._current is used:
-            self.refused_at_s = None
+            shared.users -= 1
+            await self._close_unused(shared)
 
     async def rebuild(self) -> None:
-        """Replaces connections and credentials. Raises ProviderFailure: nothing has changed."""
+        """Replaces the connections. Raises ProviderFailure, also for credentials: nothing has changed."""
+        await self.secret()
         async with self._lock:
-            await self._replace(await self._read_secret())
+            replaced, self._current = self._current, await self._open()
+        await self._close_unused(replaced)
 
     async def close(self) -> None:
-        """Closes the current session. Later calls get a session of their own."""
+        """Closes the connections; those of running requests when these end."""
         self._is_closed = True
         async with self._lock:
-            await self._retire()
+            replaced, self._current = self._current, None
+        await self._close_unused(replaced)
 
-    async def _read_secret(self) -> str:
+    async def secret(self) -> str:
         """The credentials. Empty: none are configured. Raises ProviderFailure if they are unusable."""
         config = self._config
         if not config.api_key_env and not config.api_key_file:
@@ -126,7 +99,11 @@ class SessionPool:
         self.trouble = ""
         return secret
 
-    async def _replace(self, secret: str) -> HttpSession:
+    async def _close_unused(self, shared: _Shared | None) -> None:
+        if shared is not None and shared is not self._current and not shared.users:
+            await shared.client.aclose()
+
+    async def _open(self) -> _Shared:
         try:
             client = await self._new_client()
         # A proxy that is no URL, or needs a library that is not installed; certificates that are not there.
@@ -139,43 +116,35 @@ class SessionPool:
             self.trouble = "a proxy or the certificates that this server's environment names cannot be used"
             raise failures.unreachable("NETWORK_ERROR", self._config.base_url) from None
         self.trouble = ""
-        await self._retire()
-        self._current = HttpSession(client, secret)
-        self.refused_at_s = None
-        return self._current
-
-    async def _retire(self) -> None:
-        session, self._current = self._current, None
-        if session is not None:
-            session.is_retired = True
-            await session.close_if_idle()
+        return _Shared(client)
 
     async def _new_client(self) -> httpx2.AsyncClient:
-        if self._config.base_url.startswith("https:"):
+        config = self._config
+        if config.base_url.startswith("https:"):
             # In a thread: it reads many certificates.
             tls = await asyncio.to_thread(httpx2.create_ssl_context)
         else:
             # Trusts no certificate.
             tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        proxy = proxy_of(self._config.base_url)
+        proxy = proxy_of(config.base_url)
         if proxy is not None:
             _log.info(
                 "a provider is reached through a proxy",
-                runtime=self._config.name,
+                runtime=config.name,
                 proxy=proxy.address,
                 variable=proxy.variable,
             )
         return httpx2.AsyncClient(
             verify=tls,
             # It is what reads the proxies of the environment.
-            trust_env=not self._config.is_on_this_machine,
+            trust_env=not config.is_on_this_machine,
             # A cookie from one caller's response must not be sent with another's request.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             # Credentials must only go to the configured address.
             follow_redirects=False,
-            timeout=httpx2.Timeout(None, connect=self._config.connect_timeout_s),
+            timeout=httpx2.Timeout(config.read_timeout_s, connect=config.connect_timeout_s, pool=None),
             # The limiter bounds their number by max_concurrent.
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self._config.max_concurrent),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=config.max_concurrent),
         )
 
 

@@ -1,0 +1,1 @@
+"""Extensions of a gateway. Each can be removed; none imports another one."""

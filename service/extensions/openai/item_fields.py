@@ -1,0 +1,232 @@
+"""Which field of a request sets which field of an item of Execute: said once, for both directions.
+
+A route has a table of `ItemField`s. `set_fields` sets an item by them, and `param_of` tells which field of
+the request an error of the execution is about. What is no field of an item is read by the route itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from quire.v1 import runner_pb2
+from quire.v1.sampling_settings import SETTINGS, Setting
+
+from service.api.validation import MAX_LOGIT_BIAS
+from service.errors import InvalidArgument
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, number, string
+from service.extensions.openai.messages import MAX_TOOLS, parse_messages
+from service.runtimes.items import MAX_SAMPLES, MAX_STOPS
+
+# Only so that a list is short: an item may have fewer.
+_MAX_STOP_IDS = 1024
+_MAX_ALLOWED_IDS = 1 << 20
+MAX_TOP_LOGPROBS = 20
+MAX_ID = (1 << 32) - 1
+_SEEDS = 1 << 64
+
+# Sets fields of an item to a value of a request, which is not null and has this path there. Raises
+# InvalidArgument.
+SetField: TypeAlias = Callable[[runner_pb2.ExecuteItem, Any, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemField:
+    """A field of a request.
+
+    Attributes:
+        name: In its object.
+        of: The field of an item that it sets, or the message whose fields it sets.
+        set: None: the route does, since it takes more than an item and this value.
+        also: Further fields of an item that errors can name for it.
+        parent: With its dot, the path of its object in the request.
+    """
+
+    name: str
+    of: str
+    set: SetField | None
+    also: tuple[str, ...] = ()
+    parent: str = ""
+
+
+def set_fields(item: runner_pb2.ExecuteItem, fields: Fields, table: Sequence[ItemField]) -> None:
+    """Sets what the request has, in the order of the table. Raises InvalidArgument."""
+    for one in table:
+        if one.set is not None and (value := fields.raw(one.name)) is not None:
+            one.set(item, value, fields.path(one.name))
+
+
+# Before the path of a field of an item, in errors of a batch.
+_BEFORE = re.compile(r"^(?:items\[\d+\]\.|output\.)+")
+
+
+def param_of(field: str, table: Sequence[ItemField]) -> str:
+    """The field of the request that an error names by a field of an item."""
+    path = _BEFORE.sub("", field)
+    places = [(of, one) for one in table for of in (one.of, *one.also)]
+    # The longest one says most.
+    for of, one in sorted(places, key=lambda place: len(place[0]), reverse=True):
+        rest = path.removeprefix(of)
+        if path.startswith(of) and rest[:1] in ("", ".", "["):
+            # Entries of a list are the same in both; fields of a message are not.
+            inner = rest.replace(".arguments_json", ".function.arguments") if rest[:1] == "[" else ""
+            return f"{one.parent}{one.name}{inner}"
+    return path.removeprefix("sampling.")
+
+
+# How fields are set.
+
+
+def plain(name: str, of: str, check: Callable[..., Any], *bounds: int) -> ItemField:
+    """A field whose value, checked by a function of `fields`, becomes that of the item."""
+    *parents, last = of.split(".")
+
+    def set_it(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+        setattr(functools.reduce(getattr, parents, item), last, check(value, path, *bounds))
+
+    return ItemField(name, of, set_it)
+
+
+def _sampling(setting: Setting) -> ItemField:
+    of = f"sampling.{setting.name}"
+    if setting.type is float:
+        return plain(setting.name, of, number)
+
+    def limit(value: object, path: str) -> int:
+        # In other servers -1 means no limit, as 0 does here.
+        return max(0, integer(value, path, -1, int(setting.maximum)))
+
+    return plain(setting.name, of, limit)
+
+
+def _seed(value: object, path: str) -> int:
+    return integer(value, path, -_SEEDS // 2, _SEEDS - 1) % _SEEDS
+
+
+def _set_stop(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS:
+        raise bad_field(path, f"must be a string, or a list of at most {MAX_STOPS}")
+    item.stop.extend(string(text, f"{path}[{index}]") for index, text in enumerate(texts))
+
+
+def _set_stop_ids(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    item.stop_token_ids.extend(token_ids(array(value, path, _MAX_STOP_IDS), path))
+
+
+def _set_bias(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
+        raise bad_field(path, f"must be an object of at most {MAX_LOGIT_BIAS} tokens")
+    for name, bias in value.items():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10 and int(name) <= MAX_ID):
+            raise bad_field(path, "must have token ids as keys")
+        item.sampling.logit_bias[int(name)] = number(bias, f"{path}[{name}]")
+
+
+def _set_logprobs(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    """Of completions: how many alternatives to each token there are."""
+    item.logprobs, item.top_logprobs = True, integer(value, path, 0, MAX_TOP_LOGPROBS)
+
+
+def _set_messages(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    item.chat.messages.extend(parse_messages(value, path))
+
+
+def _set_tools(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    tools = array(value, path, MAX_TOOLS)
+    for index, tool in enumerate(tools):
+        inner = Fields(tool, f"{path}[{index}]")
+        if inner.raw("type") != "function":
+            raise bad_field(inner.path("type"), "must be function")
+        Fields(inner.raw("function"), inner.path("function")).required("name")
+    if tools:
+        item.chat.tools_json = _json(tools, path)
+
+
+def _set_format(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    form = Fields(value, path)
+    kind = form.raw("type")
+    if kind == "json_object":
+        item.constraint.json_schema = '{"type":"object"}'
+    elif kind == "json_schema":
+        inner = Fields(form.raw("json_schema"), form.path("json_schema"))
+        schema = inner.raw("schema")
+        if not isinstance(schema, dict):
+            raise bad_field(inner.path("schema"), "must be an object")
+        item.constraint.json_schema = _json(schema, path)
+        inner.refuse_others({"name", "description", "strict"})
+    elif kind != "text":
+        raise bad_field(form.path("type"), "must be text, json_object or json_schema")
+    form.refuse_others()
+
+
+def _set_allowed(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    allowed = array(value, path, _MAX_ALLOWED_IDS)
+    if not allowed:
+        raise InvalidArgument("BAD_MASK", path, "no token is allowed")
+    item.constraint.mask.allowed.ids.extend(token_ids(allowed, path))
+
+
+def token_ids(values: list[Any], field: str) -> list[int]:
+    """A list of token ids, of any length. Raises InvalidArgument."""
+    # There may be a million: they are checked one by one only to find the invalid one.
+    if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= MAX_ID):
+        for index, value in enumerate(values):
+            if type(value) is not int or not 0 <= value <= MAX_ID:
+                integer(value, f"{field}[{index}]", 0, MAX_ID)
+    return values
+
+
+def _json(value: object, field: str) -> str:
+    try:
+        return string(json.dumps(value, ensure_ascii=False), field)
+    except RecursionError:
+        raise bad_field(field, "is nested too deeply") from None
+
+
+# The tables.
+
+_MAX_TOKENS = plain("max_tokens", "max_tokens", integer, 1, MAX_ID)
+_COMMON = (
+    plain("n", "n", integer, 1, MAX_SAMPLES),
+    ItemField("stop", "stop", _set_stop),
+    ItemField("stop_token_ids", "stop_token_ids", _set_stop_ids),
+    *map(_sampling, SETTINGS),
+    plain("seed", "sampling.seed", _seed),
+    ItemField("logit_bias", "sampling.logit_bias", _set_bias),
+)
+# Of /v1/completions. Each of its prompts becomes an item.
+COMPLETION = (
+    *_COMMON,
+    _MAX_TOKENS,
+    ItemField("logprobs", "top_logprobs", _set_logprobs),
+    ItemField("prompt", "text", None, also=("tokens",)),
+)
+# Of /v1/chat/completions.
+CHAT = (
+    *_COMMON,
+    _MAX_TOKENS,
+    # It comes after the older name, and overrides it.
+    plain("max_completion_tokens", "max_tokens", integer, 1, MAX_ID),
+    plain("logprobs", "logprobs", boolean),
+    plain("top_logprobs", "top_logprobs", integer, 0, MAX_TOP_LOGPROBS),
+    ItemField("messages", "chat.messages", _set_messages, also=("chat",)),
+    ItemField("tools", "chat.tools_json", _set_tools),
+    ItemField("response_format", "constraint", _set_format),
+)
+# Of `sampling_params` of /inference/v1/generate, and beside them.
+GENERATE_PARAMS = tuple(
+    replace(one, parent="sampling_params.")
+    for one in (
+        *_COMMON,
+        _MAX_TOKENS,
+        plain("ignore_eos", "ignore_eos", boolean),
+        ItemField("logprobs", "top_logprobs", None),
+        ItemField("allowed_token_ids", "constraint", _set_allowed),
+    )
+)
+GENERATE = (*GENERATE_PARAMS, ItemField("token_ids", "tokens.token_ids", None))

@@ -1,0 +1,108 @@
+"""A model's tokenizer: how it is loaded, which ones are used, and the process that encodes texts with it.
+
+A tokenizer is an untrusted program of a model's authors: its decoder may replace a character by a thousand,
+and a text may take exponential time. Texts are encoded in processes with limits; tokens are decoded in the
+gateway, one by one, so only a decoder is used there that needs little CPU time and memory for any tokens. An
+unknown part may still be harmless.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# How many times longer all parts together may make a text.
+_MAX_GROWTH = 128
+# Of the decoder's settings as JSON. Also limits the number of nested parts.
+_MAX_DECODER_BYTES = 16 << 10
+# The longest tokens of known models have a few hundred characters.
+_MAX_TOKEN_CHARACTERS = 4096
+# Decoders that make a text no longer.
+_KNOWN = frozenset(
+    ("ByteLevel", "ByteFallback", "Fuse", "Strip", "BPEDecoder", "CTC", "Metaspace", "WordPiece")
+)
+
+
+def decodes_in_bounds(tokenizer: Tokenizer) -> bool:
+    """Whether decoding any tokens costs little more than with an ordinary tokenizer."""
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
+    if max(map(len, tokens), default=0) > _MAX_TOKEN_CHARACTERS:
+        return False
+    if tokenizer.decoder is None:
+        return True
+    settings = tokenizer.decoder.__getstate__()
+    is_small = len(settings) <= _MAX_DECODER_BYTES
+    return is_small and math.prod(map(_growth, _flat(json.loads(settings)))) <= _MAX_GROWTH
+
+
+def _flat(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The part itself, or the parts of a sequence, recursively."""
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for one in part["decoders"]:
+        yield from _flat(one)
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """How many times longer a part can make a text; infinite: unknown."""
+    match part:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return max(1.0, len(new) / len(old))
+        case _:
+            return 1.0 if part["type"] in _KNOWN else math.inf
+
+
+def load_tokenizer(tokenizer_json: bytes) -> Tokenizer:
+    """The tokenizer, which encodes whole texts, always in the same way.
+
+    A file may also have settings of its last use, which transformers sets anew for each call, and one for
+    training. A worker leaves them out, but an older one sends the file as it is. Raises what the library
+    raises.
+    """
+    # Not needed by a server whose callers send only tokens.
+    from tokenizers import Tokenizer, models  # noqa: PLC0415
+
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def encode_task(text: str, *, add_special_tokens: bool) -> bytes:
+    """The task to encode a text, whose result `encoded` reads."""
+    return (b"+" if add_special_tokens else b"-") + text.encode()
+
+
+def encoded(result: bytes) -> array[int]:
+    """The tokens: four bytes each."""
+    return array("I", result)
+
+
+def handler() -> Callable[[bytes], bytes]:
+    """Runs tasks in the process: the first one is the tokenizer, each further one a text.
+
+    A panic ends the process.
+    """
+    # One text does not profit from a thread per core, and each thread takes address space, which is limited.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    loaded: list[Tokenizer] = []
+
+    def run(task: bytes) -> bytes:
+        if not loaded:
+            loaded.append(load_tokenizer(task))
+            return b""
+        text, with_special = task[1:].decode(), task[:1] == b"+"
+        (encoding,) = loaded[0].encode_batch_fast([text], add_special_tokens=with_special)
+        return array("I", encoding.ids).tobytes()
+
+    return run
