@@ -103,9 +103,7 @@ async def one_sync(runner: Any, callers: Sequence[Caller], weights: int, model: 
     await asyncio.to_thread(_write, model, into)
     written_s = time.time()
     request = runner_pb2.LoadWeightsRequest(
-        source=str(into),
-        mode=runner_pb2.LOAD_WEIGHTS_MODE_REPLACE,
-        previous_caches=runner_pb2.PREVIOUS_CACHES_RECOMPUTE,
+        source=str(into), previous_caches=runner_pb2.PREVIOUS_CACHES_RECOMPUTE
     )
     async for _ in runner.LoadWeights(request, timeout=_TIMEOUT_S):
         pass

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine
+from benchmarks.in_process import LlmExecutor
 from benchmarks.shapes import DEFAULT_SHAPE, SHAPES
 from benchmarks.weights import make_model
 from kernels.cpu import library
-from workers.executors.llm import LlmExecutor
 from workers.operations import OutputSpec
 from workers.runners.collectives import Collectives
 from workers.runners.rank_processes import RankProcesses

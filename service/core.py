@@ -21,6 +21,7 @@ from service.caches.tenants import Tenant
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.extension import Extension
+from service.journal.values import StoredValues
 from service.pool import wire
 from service.pool.gpus import Gpu
 from service.pool.launcher import Launcher
@@ -61,19 +62,18 @@ class Core:
         self.shard, directory = opened.shard, opened.directory
         self.caches, self.journal = opened.caches, opened.journal
         self._recovered(tenant_of)
+        self.values = StoredValues(self.journal, self.caches.ledger)
         configured = config.model if config.has_remote_workers else model_argument(config.model)
         self.versions = versions = ModelVersions(
             configured,
             self.shard.workers(config.worker_slots),
-            directory,
-            self.journal.model_fingerprint,
-            self.journal.bind_model,
+            self.values,
             self.caches.weights.has_caches,
         )
         served = versions.serving.model
         if not config.has_remote_workers and is_gone(served, configured):
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
-            raise ConfigError("model", f"{directory}/weights.json", served, gone)
+            raise ConfigError("model", f"the journal in {directory}", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
         self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, extensions, worker_port))
         observing = [one.appends for one in extensions if one.appends is not None]
@@ -82,7 +82,7 @@ class Core:
         self.dispatcher = Dispatcher(self.caches, self.journal, send, observing=observing)
         self.restarts = RollingRestart(self.pool)
         self.adapters = Adapters(config.max_adapters)
-        self.adapter_store = AdapterStore(directory, config.max_lora_bytes)
+        self.adapter_store = AdapterStore(directory, config.max_lora_bytes, self.values)
         self.adapter_loader = AdapterLoader(
             self.adapters,
             self.adapter_store,
@@ -97,9 +97,8 @@ class Core:
         self.state = ServerState(
             config,
             versions,
-            lambda cache_id: self.caches.index.weights_of(cache_id, current_tenant()),
             self.adapters,
-            lambda request_id: self.caches.index.creation_of(request_id, current_tenant()),
+            lambda request_id: self.caches.index.adapter_of_creation(request_id, current_tenant()),
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
@@ -165,6 +164,7 @@ class Core:
 
     def close(self) -> None:
         """Closes the journal. All other parts have stopped before."""
+        self.values.close()
         self.journal.close()
         for directory in self._upload_directories():
             directory.close()

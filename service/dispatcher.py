@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from service.caches.effects import CommandFailed, Event, Reply, Send, Write
+from service.caches.answers import CommandFailed, Event
+from service.caches.effects import Reply, Send, Write
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
@@ -198,23 +199,9 @@ class Dispatcher:
 
     # Weights.
 
-    def weights_switched(self, weights: int, *, drain: bool) -> None:
-        """See `CacheMachine.weights_switched`."""
-        self.caches.weights_switched(weights, self._clock_s(), drain=drain)
-        self._carry_out()
-
     def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
         """See `CacheMachine.weights_replaced`."""
         self.caches.weights_replaced(weights, workers, self._clock_s(), recompute=recompute)
-        self._carry_out()
-
-    def weights_drained(self, weights: int) -> None:
-        """See `Weights.drained`."""
-        self.caches.weights.drained(weights)
-
-    def weights_ended(self, weights: int) -> None:
-        """See `CacheMachine.weights_ended`."""
-        self.caches.weights_ended(weights, self._clock_s())
         self._carry_out()
 
     # Workers.
@@ -239,15 +226,13 @@ class Dispatcher:
         self.caches.worker_suspected(worker_id, epoch, suspect=suspect)
 
     def worker_answered(
-        self, worker_id: str, epoch: int, events: Iterable[Event], pages_available: int
+        self, worker_id: str, epoch: int, events: Sequence[Event], pages_available: int
     ) -> None:
         """Takes the answers of one message of a worker."""
-        events = list(events)
         for op_id, answer in events:
             if isinstance(answer, CommandFailed):
                 _log_failure(worker_id, op_id, answer)
-        self.caches.answered(events, self._clock_s())
-        self.caches.worker_capacity(worker_id, epoch, pages_available)
+        self.caches.answered(events, self._clock_s(), worker_id, epoch, pages_available)
         self._carry_out()
 
     # Effects.

@@ -29,6 +29,7 @@ from service.auth.authenticator import Authenticator
 from service.caches.machine import CacheMachine
 from service.config import Config, ExtensionUnusable, failed_extension, installed_extensions
 from service.dispatcher import Dispatcher, ObserveAppends
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
@@ -62,10 +63,10 @@ _ONLY_ONE = ("launcher", "runtimes", "journal", "open_home")
 class RuntimeSource(Protocol):
     """What runs whole texts beside this server's workers."""
 
-    def open_router(self, local: Runtime, data_dir: Path | None) -> Router:
+    def open_router(self, local: Runtime, values: StoredValues) -> Router:
         """The router of all runtimes, the given one first. Called once.
 
-        `data_dir`: None: nothing survives.
+        `values`: where it can keep a value under a name that begins with its own, for the next gateway.
         """
 
     async def read_again(self, renewed: str) -> int:
@@ -76,9 +77,13 @@ class RuntimeSource(Protocol):
 
 
 class ServedShard(Protocol):
-    """A shard that this gateway has: a core."""
+    """A shard that this gateway has: a core.
+
+    values: What an extension wants the next gateway to find, under names that begin with the extension's.
+    """
 
     shard: Shard
+    values: StoredValues
     caches: CacheMachine
     versions: ModelVersions
     pool: Supervisor
@@ -151,7 +156,7 @@ class GatewayParts:
 
     def slots(self) -> list[WorkerSlot]:
         """The workers of all shards."""
-        return [slot for shard in self.shards() for slot in shard.versions.all_slots]
+        return [slot for shard in self.shards() for slot in shard.versions.slots]
 
 
 class Extension:

@@ -116,8 +116,8 @@ class Gateway:
         self.stopping = asyncio.Event()
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         others = next((one.runtimes for one in extensions if one.runtimes is not None), None)
-        local, directory = self._local_runtime(), opened.directory if self.core.journal.is_durable else None
-        self.router = Router([local]) if others is None else others.open_router(local, directory)
+        local = self._local_runtime()
+        self.router = Router([local]) if others is None else others.open_router(local, self.core.values)
         self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
         self.runner = RunnerApi(
             self.executions,

@@ -31,7 +31,6 @@ WORKER_LAYERS = (
         "service_class",
         "caller_limits",
         "coalescing",
-        "waiting_decodes",
         "prelaunch",
         "steps_in_flight",
         "integrity_checks",
@@ -100,7 +99,7 @@ SERVICE_ROOMS = {
     "service.journal": (
         "service.caches.frozen_struct", "service.caches.records", "service.caches.ledger",
         "service.caches.segments",
-        "service.durable_file", "service.logging",
+        "service.durable_file", "service.errors", "service.logging",
     ),
     "service.dispatcher": (
         "service.caches", "service.journal.base", "service.errors",
@@ -113,16 +112,16 @@ SERVICE_ROOMS = {
     ),
     "service.pool": (
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
-        "service.handshakes", "service.listening", "service.logging", "service.running_clock",
-        "service.model_names", "service.printable", "service.lease",
+        "service.handshakes", "service.journal.values", "service.listening", "service.logging",
+        "service.running_clock", "service.model_names", "service.printable", "service.lease",
     ),
     "service.adapters": (
-        "service.caches.machine", "service.completion", "service.config", "service.durable_file",
-        "service.errors", "service.logging", "service.pool.supervisor", "service.uploads",
-        "service.model_names",
+        "service.caches.machine", "service.completion", "service.config",
+        "service.errors", "service.journal.values", "service.logging", "service.pool.supervisor",
+        "service.uploads", "service.model_names",
     ),
     "service.api": (
-        "service.adapters", "service.budgets", "service.caches.effects", "service.caches.requests",
+        "service.adapters", "service.budgets", "service.caches.answers", "service.caches.requests",
         "service.caches.tenants", "service.config",
         "service.dispatcher", "service.errors", "service.auth", "service.logging", "service.memory",
         "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
@@ -143,9 +142,9 @@ SERVICE_ROOMS = {
     # The border, and behind it the extensions: the core imports none of them, nor they each other.
     "service.extension": (
         "service.adapters.registry", "service.api", "service.auth.authenticator", "service.caches.machine",
-        "service.config", "service.dispatcher", "service.logging", "service.pool.launcher",
-        "service.pool.model_versions", "service.pool.supervisor", "service.runtimes.base",
-        "service.runtimes.executions", "service.runtimes.router", "service.shard",
+        "service.config", "service.dispatcher", "service.journal.values", "service.logging",
+        "service.pool.launcher", "service.pool.model_versions", "service.pool.supervisor",
+        "service.runtimes.base", "service.runtimes.executions", "service.runtimes.router", "service.shard",
         "service.text.text_model",
     ),
     # It also has the process of a gateway among several, which is that of the only one but for its extension.
@@ -169,9 +168,10 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.providers": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.completion",
-        "service.config", "service.auth", "service.durable_file", "service.errors", "service.extension",
-        "service.fair_queue", "service.logging", "service.outbound", "service.printable", "service.runtimes",
-        "service.text", "service.token_bucket", "service.turns",
+        "service.config", "service.auth", "service.errors", "service.extension",
+        "service.fair_queue", "service.journal.values", "service.logging",
+        "service.outbound", "service.printable", "service.runtimes", "service.text",
+        "service.token_bucket", "service.turns",
     ),
     "service.extensions.ray": (
         "service.config", "service.extension", "service.logging", "service.pool.launcher",
@@ -185,7 +185,7 @@ SERVICE_ROOMS = {
     "service.http": ("service.handshakes", "service.listening"),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
-        "service.dispatcher", "service.extension", "service.lease", "service.pool",
+        "service.dispatcher", "service.extension", "service.journal.values", "service.lease", "service.pool",
         "service.runtimes.weight_uploads", "service.shard", "service.uploads",
     ),
     "service.gateway": (
@@ -418,7 +418,12 @@ def test_the_caches_know_no_messages() -> None:
 
 
 # How the modules of the caches call an operation and a cache, as whose fields they set.
-OF_CACHES = {"operation": "Operation", "entry": "CacheEntry", "suspect": "CacheEntry"}
+OF_CACHES = {
+    "operation": "Operation",
+    "forward": "Operation",
+    "entry": "CacheEntry",
+    "suspect": "CacheEntry",
+}
 
 
 def stated_writers() -> dict[tuple[str, str], str]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from benchmarks.in_process import InProcess, LlmExecutor, PagedAttentionExecutor
 from service.model_names import SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
-from workers.executors.base import ModelExecutor
-from workers.executors.llm import LlmExecutor
-from workers.executors.weightless import PagedAttentionExecutor
 from workers.operations import OutputSpec, RowOutput
 
 _PAGES = 256
@@ -19,7 +17,7 @@ _GREEDY = OutputSpec()
 
 
 @functools.cache
-def _executor(model: str) -> ModelExecutor:
+def _executor(model: str) -> InProcess:
     if model == WEIGHTLESS_MODEL:
         return PagedAttentionExecutor.create(kv_pages=_PAGES)
     return LlmExecutor.load(SHIPPED_MODEL_DIR, kv_pages=_PAGES)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.decodes import NO_DECODES, POSITION, PROMPT_LEN, TOKEN, Decodes
+from workers.decodes import LORA_SLOT, NO_DECODES, POSITION, PROMPT_LEN, TOKEN, Decodes
 from workers.models.capture import RowCapture
 from workers.models.inputs import (
     MAX_TREE_TOKENS,
@@ -45,10 +45,12 @@ def pack(
 
     The pages for their tokens must be reserved. `tables`: [N, P] the pages of the plain decodes.
     """
-    columns = _columns_of(decodes, tables, page_size)
+    columns, lora_slots = _columns_of(decodes, tables, page_size), decodes.columns[LORA_SLOT]
     if chunks:
-        return _pack_chunks(chunks, page_size, columns)
-    return _inputs(columns)
+        return _pack_chunks(chunks, page_size, columns, lora_slots)
+    if max(lora_slots.tolist(), default=-1) < 0:
+        return _inputs(columns)
+    return _inputs(columns, lora_slots=torch.from_numpy(lora_slots.astype(np.int32)))
 
 
 @dataclass(slots=True)
@@ -81,8 +83,10 @@ def _columns_of(decodes: Decodes, tables: Tables, page_size: int) -> _Packed:
     )
 
 
-def _pack_chunks(chunks: Sequence[Chunk], page_size: int, plain: _Packed) -> ForwardInputs:
-    """Adds the chunks to the inputs of plain decodes."""
+def _pack_chunks(
+    chunks: Sequence[Chunk], page_size: int, plain: _Packed, plain_slots: NDArray[np.int64]
+) -> ForwardInputs:
+    """Adds the chunks to the inputs of plain decodes. `plain_slots`: [N] those of their adapters."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -115,7 +119,7 @@ def _pack_chunks(chunks: Sequence[Chunk], page_size: int, plain: _Packed) -> For
     )
     return _inputs(
         packed,
-        lora_slots=_lora_slots(chunks, before),
+        lora_slots=_lora_slots(chunks, plain_slots.tolist()),
         experts=_given_experts(chunks, before),
         trees=_trees(chunks, context_lens, plain.context_lens.tolist()),
     )
@@ -151,13 +155,13 @@ def _inputs(
     )
 
 
-def _lora_slots(chunks: Sequence[Chunk], before: int) -> torch.Tensor | None:
-    """The slot of each row's adapter, after `before` rows without. -1: it has none. None: no row has one."""
-    slots = [chunk.forward.lora_slot for chunk in chunks]
+def _lora_slots(chunks: Sequence[Chunk], before: list[int]) -> torch.Tensor | None:
+    """The slot of each row's adapter, after rows with the slots `before`. -1: it has none. None: none has."""
+    slots = before + [chunk.forward.lora_slot for chunk in chunks]
     if max(slots) < 0:
         return None
-    counts = torch.tensor([before, *(chunk.count for chunk in chunks)])
-    return torch.tensor([-1, *slots], dtype=torch.int32).repeat_interleave(counts)
+    counts = torch.tensor([1] * len(before) + [chunk.count for chunk in chunks])
+    return torch.tensor(slots, dtype=torch.int32).repeat_interleave(counts)
 
 
 def _given_experts(chunks: Sequence[Chunk], before: int) -> torch.Tensor | None:

@@ -1,34 +1,42 @@
 """Plain decodes as columns, from the message that asks for them to the one that answers.
 
-A decode is *plain* if it appends one token to a sequence without an adapter, with normal priority, and needs
-no more than its row of logits (`OutputSpec.is_plain`). Nearly all forwards are. Those of one message stay
-together as `Decodes`, and their results as `DecodesDone`, so that a step takes a few vector operations
-instead of objects for each. Any of them can become a `Forward`, which the step loop can queue, run alone,
-abort and fail.
+A decode is *plain* if it appends one token to a sequence, and wants nothing that makes its row cost more than
+others (`Forward.is_plain`). Nearly all forwards are. Those that arrive together stay together as `Decodes`,
+and their results as `DecodesDone`, so that a step takes a few vector operations instead of objects for each.
+A single one is columns of one.
+
+What takes several tokens, steps or rows is a `Forward`. A plain decode becomes one only while it waits in a
+queue, is to run alone, or fails. Its result is one of `DecodesDone` again (ADR 59).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.operations import Forward, Kind, OutputSpec, RowOutput
+from workers.operations import Forward, Kind, OutputSpec, Priority, RowOutput
 
 Columns = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 # The columns of `Decodes`: as the arguments of a `Forward`, and its number in order of arrival.
-(OP_ID, SEQUENCE, CALLER, POSITION, TOKEN, PROMPT_LEN, PRELAUNCH, DEADLINE, ARRIVED_NS, ARRIVAL) = range(10)
-WIDTH = 10
+(
+    OP_ID, SEQUENCE, CALLER, POSITION, TOKEN, PROMPT_LEN, PRELAUNCH, DEADLINE, ARRIVED_NS, ARRIVAL,
+    ADAPTER, LORA_SLOT, PRIORITY,
+) = range(13)  # fmt: skip
+WIDTH = 13
 # The deadline of those that have none.
 NEVER = (1 << 63) - 1
 # The columns of `DecodesDone`.
 (_, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS) = range(5)
 DONE_WIDTH = 5
+# What a plain decode costs its caller: a token and a row.
+DECODE_COST = 2
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
 
@@ -39,7 +47,7 @@ class Decodes:
     A negative op_id is of one that is computed before it is requested: see `prelaunch`.
 
     Attributes:
-        columns: [10, N] Their arguments. Changed by the scheduler only, which sets ARRIVAL.
+        columns: [13, N] Their arguments. Once they are in the scheduler, only it changes them.
         outputs: N of them, which can be one object.
         kinds: The different ones of these: mostly one.
         sequences: That column as a list.
@@ -62,13 +70,14 @@ class Decodes:
 
     @classmethod
     def of(cls, forwards: Sequence[Forward]) -> Decodes:
-        """The same as columns, of forwards that are plain."""
-        columns = np.zeros((WIDTH, len(forwards)), np.int64)
-        columns[: ARRIVED_NS + 1] = np.array(
+        """Forwards that are plain, as columns. Of another one: as if its last token were a decode."""
+        columns = np.array(
             [
                 (
-                    one.op_id, one.sequence, one.caller, one.position, one.token_ids[0], one.prompt_len,
-                    one.prelaunch, NEVER if one.deadline_ns is None else one.deadline_ns, one.arrived_ns,
+                    one.op_id, one.sequence, one.caller, one.position + len(one.token_ids) - 1,
+                    one.token_ids[-1], one.prompt_len, one.prelaunch,
+                    NEVER if one.deadline_ns is None else one.deadline_ns, one.arrived_ns, one.arrival,
+                    one.adapter, one.lora_slot, one.priority.value,
                 )
                 for one in forwards
             ],
@@ -98,11 +107,21 @@ class Decodes:
         is_ahead: Mask = self.columns[OP_ID] < 0
         return is_ahead
 
+    @property
+    def may_be_launched(self) -> bool:
+        """Whether a step of them need not be waited for: none has an adapter, or wants the experts."""
+        has_adapter = any(self.columns[ADAPTER].tolist())
+        return not has_adapter and not any(spec.experts for spec in self.kinds)
+
     def take(self, which: Mask) -> Decodes:
         """Some of them."""
         indexes = which.nonzero()[0]
         if len(indexes) in (0, self.size):
             return self if len(indexes) else NO_DECODES
+        return self.in_order(indexes)
+
+    def in_order(self, indexes: NDArray[np.int64]) -> Decodes:
+        """Those with these indexes, in this order."""
         taken = Decodes(self.columns[:, indexes], [self.outputs[index] for index in indexes.tolist()])
         taken.started_ns = self.started_ns
         if self.started_ns:
@@ -112,7 +131,7 @@ class Decodes:
     def forward(self, index: int) -> Forward:
         """One of them as a forward, which has not begun."""
         row: list[Any] = self.columns[:, index].tolist()
-        return Forward(
+        forward = Forward(
             op_id=row[OP_ID],
             sequence=row[SEQUENCE],
             position=row[POSITION],
@@ -121,15 +140,32 @@ class Decodes:
             kind=Kind.DECODE,
             caller=row[CALLER],
             prompt_len=row[PROMPT_LEN],
+            adapter=row[ADAPTER],
+            lora_slot=row[LORA_SLOT],
+            priority=Priority(row[PRIORITY]),
             deadline_ns=None if row[DEADLINE] == NEVER else row[DEADLINE],
             arrived_ns=row[ARRIVED_NS],
             prelaunch=bool(row[PRELAUNCH]),
             is_prelaunched=row[OP_ID] < 0,
         )
+        forward.arrival = row[ARRIVAL]
+        forward.flow = row[CALLER] or -1 - row[ARRIVAL]
+        return forward
 
     def forwards(self) -> list[Forward]:
         """All of them as forwards."""
         return [self.forward(index) for index in range(len(self))]
+
+    def costs(self) -> dict[int, int]:
+        """Their cost by flow; see `Forward.flow`."""
+        flows = self.columns[CALLER].tolist()
+        if 0 in flows:
+            arrivals = self.columns[ARRIVAL].tolist()
+            flows = [caller or -1 - arrival for caller, arrival in zip(flows, arrivals, strict=True)]
+        costs: dict[int, int] = {}
+        for flow in flows:
+            costs[flow] = costs.get(flow, 0) + DECODE_COST
+        return costs
 
 
 NO_DECODES = Decodes(np.zeros((WIDTH, 0), np.int64), ())
@@ -149,6 +185,19 @@ class DecodesDone:
         self.columns = columns
         self.outputs = outputs
 
+    @classmethod
+    def of(cls, forwards: Sequence[Forward]) -> DecodesDone:
+        """Those of forwards of which all is computed: of the last row of each."""
+        now_ns, columns = time.monotonic_ns(), np.empty((DONE_WIDTH, len(forwards)), np.int64)
+        outputs = [one.outputs[-1] for one in forwards]
+        columns[OP_ID] = [one.op_id for one in forwards]
+        columns[CHOSEN] = [output.token_id for output in outputs]
+        columns[QUEUE_NS] = [one.started_ns - one.arrived_ns if one.arrived_ns else 0 for one in forwards]
+        columns[COMPUTE_NS] = [now_ns - one.started_ns for one in forwards]
+        columns[BATCH_ITEMS] = [one.batch_items for one in forwards]
+        is_bare = all(one.output.is_token_only for one in forwards)
+        return cls(columns, None if is_bare else outputs)
+
     def __len__(self) -> int:
         return len(self.columns[0])
 
@@ -159,3 +208,68 @@ class DecodesDone:
             return self
         outputs = None if self.outputs is None else [self.outputs[index] for index in indexes.tolist()]
         return DecodesDone(self.columns[:, indexes], outputs)
+
+
+class WaitingDecodes:
+    """Plain decodes that are in no queue of the scheduler, because a step most likely takes all of them.
+
+    At most one for each sequence.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Decodes] = []
+        self.sequences: set[int] = set()
+        self.op_ids: set[int] = set()
+        self._earliest_ns = NEVER
+
+    @property
+    def may_be_launched(self) -> bool:
+        """See `Decodes.may_be_launched`."""
+        return all(part.may_be_launched for part in self._parts)
+
+    def adapters(self) -> set[int]:
+        """Their adapters, and 0 if some have none."""
+        return {adapter for part in self._parts for adapter in part.column(ADAPTER)}
+
+    def add(self, decodes: Decodes, arrivals: int) -> bool:
+        """Add decodes, which are numbered from `arrivals` on.
+
+        False, without an effect: one is there already, or another of its sequence.
+        """
+        op_ids, sequences = set(decodes.column(OP_ID)), set(decodes.sequences)
+        is_new = self.op_ids.isdisjoint(op_ids) and self.sequences.isdisjoint(sequences)
+        if not is_new or len(sequences) < decodes.size or len(op_ids) < decodes.size:
+            return False
+        decodes.columns[ARRIVAL] = np.arange(arrivals, arrivals + decodes.size)
+        self._parts.append(decodes)
+        self._earliest_ns = min(self._earliest_ns, *decodes.column(DEADLINE))
+        self.op_ids |= op_ids
+        self.sequences |= sequences
+        return True
+
+    def take(self) -> Decodes:
+        """Remove and return all."""
+        decodes = Decodes.joined(self._parts) if self._parts else NO_DECODES
+        self._parts, self.sequences, self.op_ids, self._earliest_ns = [], set(), set(), NEVER
+        return decodes
+
+    def remove(self, column: int, values: Collection[int]) -> Decodes:
+        """Remove and return those with these values in a column."""
+        decodes, removed = self.take(), set(values)
+        is_removed = np.array([value in removed for value in decodes.column(column)])
+        self._keep(decodes.take(~is_removed))
+        return decodes.take(is_removed)
+
+    def expire(self, now_ns: int) -> list[Forward]:
+        """Remove and return those whose deadline has passed, earliest deadline first."""
+        if self._earliest_ns >= now_ns:
+            return []
+        decodes = self.take()
+        late = decodes.columns[DEADLINE] < now_ns
+        self._keep(decodes.take(~late))
+        return sorted(decodes.take(late).forwards(), key=lambda one: (one.deadline_ns, one.arrival))
+
+    def _keep(self, decodes: Decodes) -> None:
+        if decodes.size:
+            self._parts, self.sequences = [decodes], set(decodes.sequences)
+            self.op_ids, self._earliest_ns = set(decodes.column(OP_ID)), int(decodes.columns[DEADLINE].min())

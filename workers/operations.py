@@ -34,11 +34,11 @@ class Kind(enum.Enum):
 
 
 class Priority(enum.Enum):
-    """The scheduling priority."""
+    """The scheduling priority. Its value is the number of head starts: see `service_class`."""
 
-    LOW = enum.auto()
-    NORMAL = enum.auto()
-    HIGH = enum.auto()
+    LOW = -1
+    NORMAL = 0
+    HIGH = 1
 
 
 class Accept(enum.Enum):
@@ -171,8 +171,7 @@ class OutputSpec:
     # How many plain rows this row costs, by the data that is read, copied and sent. Logits of a vocabulary
     # take hundreds of kilobytes, a hidden state tens. Short lists are free.
     row_weight: int = field(init=False, repr=False, compare=False)
-    # Whether a decode that wants this is plain: see `decodes`. It needs no more than its row of logits, and
-    # the tokens before it.
+    # Whether a decode that wants this is plain: see `decodes`. It costs no more than any row.
     is_plain: bool = field(init=False, repr=False, compare=False)
     # Whether the tokens of the sequence are needed to choose the next one.
     needs_history: bool = field(init=False, repr=False, compare=False)
@@ -187,7 +186,7 @@ class OutputSpec:
         needs_more = self.hidden is not None or self.experts
         needs_history = self.sampling is not None and self.sampling.has_penalty
         object.__setattr__(self, "needs_history", needs_history)
-        object.__setattr__(self, "is_plain", weight == 1 and not needs_more)
+        object.__setattr__(self, "is_plain", weight == 1)
         wants = self.top_logprobs or self.logprob_token_ids or self.logprob or self.sampled_logprob
         object.__setattr__(self, "is_token_only", not (wants or needs_more) and self.logits is None)
 
@@ -333,12 +332,11 @@ class Forward:
     @property
     def is_plain(self) -> bool:
         """Whether it can be one of `decodes.Decodes`."""
-        has_more = self.adapter or self.choices or self.parents or self.sample_seeds or self.scored
+        has_more = self.choices or self.parents or self.sample_seeds or self.scored
         return (
             self.kind is Kind.DECODE
             and len(self.token_ids) == 1 == self.rows
             and self.output.is_plain
-            and self.priority is Priority.NORMAL
             and self.accept is Accept.ALL
             and self.position > 0
             and self.experts is None

@@ -14,7 +14,8 @@ one. A request for one that runs takes it over, and is answered with its step (`
 sent of it before it is requested, so no client sees a token that the journal does not have. Any other command
 for its sequence first drops it, and then has the same effect as if there had been none.
 
-Plain decodes are prelaunched and consumed as columns (`decodes`), those of a step together.
+Those of a step are prelaunched and consumed together: all are plain decodes (`decodes`). Who asks for more of
+a row, such as its logits, chooses the next token by what he reads there.
 """
 
 from __future__ import annotations
@@ -96,49 +97,16 @@ class Prelauncher:
         # A requested forward needs pages of prelaunched ones: none begins in this step, or in the next.
         self._is_paused = self._pauses_next_step = False
 
-    def prelaunch_next(self, op: Forward) -> bool:
-        """Queue the forward that is expected after an answer. Returns whether there is one."""
-        sequence, end = op.sequence, op.position + len(op.token_ids)
-        self._forget_expected([sequence])
-        is_wanted = op.prelaunch or self.prelaunch_unrequested
-        if not is_wanted or not _may_be_continued(op) or end >= self._max_seq_tokens:
-            self._repeats.pop(sequence, None)
-            return False
-        prelaunched = Forward(
-            op_id=self._new_ids(1)[0],
-            sequence=sequence,
-            position=end,
-            token_ids=(op.outputs[-1].token_id,),
-            output=op.output,
-            kind=Kind.DECODE,
-            caller=op.caller,
-            prompt_len=op.prompt_len,
-            priority=op.priority,
-            adapter=op.adapter,
-            lora_slot=op.lora_slot,
-            is_prelaunched=True,
-        )
-        self.expected[sequence] = end, prelaunched.token_ids[0], op.output, op.prompt_len
-        if not op.prelaunch and self._repeats.get(sequence, 0) < _REPEATS_BEFORE_PRELAUNCH:
-            return False
-        if len(self._scheduler) >= self._scheduler.max_batch_items:
-            # The next step is full already. Its request would arrive first, and the caller pay for both.
-            return False
-        self.queued[sequence] = prelaunched.op_id
-        if not (prelaunched.is_plain and self._scheduler.add_decodes(Decodes.of([prelaunched]))):
-            self._scheduler.add(prelaunched)
-        return True
+    def may_follow(self, *, wanted: bool) -> bool:
+        """Whether `follow` may have an effect. `wanted`: whether one of its decodes wants it."""
+        return wanted or self.prelaunch_unrequested or bool(self.expected)
 
-    def prelaunch_decodes(
-        self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES
-    ) -> Collection[int]:
-        """As `prelaunch_next`, for plain decodes. Returns the sequences for which none is queued.
+    def follow(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> Collection[int]:
+        """Queue the decodes that are expected after answers. Returns the sequences for which none is queued.
 
         `launched`: those of `next_decodes`, if they run already.
         """
         sequences = decodes.sequences
-        if not (self.expected or self.prelaunch_unrequested or any(decodes.column(PRELAUNCH))):
-            return sequences
         self._forget_expected(sequences)
         following, is_followed = self._following(decodes, done), self._followed(decodes)
         is_expected = is_followed
@@ -153,7 +121,10 @@ class Prelauncher:
         return [sequence for sequence in sequences if sequence not in self.queued]
 
     def _queue(self, decodes: Decodes) -> Decodes:
-        """Queue as many as the next step has room for. Returns these."""
+        """Queue as many as the next step has room for. Returns these.
+
+        The requests for others would arrive first, and their callers pay for both.
+        """
         room = max(0, self._scheduler.max_batch_items - len(self._scheduler))
         queued = decodes.take(np.arange(decodes.size) < room)
         if queued.size and not self._scheduler.add_decodes(queued):
@@ -251,8 +222,6 @@ class Prelauncher:
 
     def begin(self, decodes: Decodes) -> Mask:
         """As `Engine.begin_decodes`, without prelaunched ones while these may not take pages."""
-        if not self.queued:
-            return self._engine.begin_decodes(decodes)
         prelaunched = decodes.prelaunched
         allowed = ~prelaunched if self._is_paused else np.ones(decodes.size, np.bool_)
         begun = self._engine.begin_decodes(decodes, allowed)
@@ -272,18 +241,6 @@ class Prelauncher:
             _Ready, positions, tokens, done.outputs or repeat(None), compute_ns, items, repeat(now_ns)
         )
         self.ready.update(zip(sequences, results, strict=False))
-
-    def mark_forward_ready(self, prelaunched: Forward) -> None:
-        """As `mark_ready`, for a forward that is complete."""
-        del self.queued[prelaunched.sequence]
-        self.ready[prelaunched.sequence] = _Ready(
-            prelaunched.position,
-            prelaunched.outputs[0].token_id,
-            prelaunched.outputs[0],
-            time.monotonic_ns() - prelaunched.started_ns,
-            prelaunched.batch_items,
-            time.monotonic_ns(),
-        )
 
     def forget(self, prelaunched: Forward) -> None:
         """Forget a prelaunched forward that has left the scheduler and holds nothing."""
@@ -321,25 +278,6 @@ class Prelauncher:
         done = DecodesDone(columns, rows)
         self._engine.count_decodes(done)
         return done, found
-
-    def consume_forward(self, op: Forward) -> bool:
-        """As `consume`, for one that is not plain: completes it if its result is ready."""
-        expected = self.expected.get(op.sequence)
-        if expected is None:
-            return False
-        is_same = op.kind is Kind.DECODE and _may_be_continued(op) and len(op.token_ids) == 1
-        if not is_same or expected != (op.position, op.token_ids[0], op.output, op.prompt_len):
-            self.drop([op.sequence])
-            return False
-        self._count_repeats([op.sequence])
-        ready = self.ready.pop(op.sequence, None)
-        if ready is None:
-            self._cancel([op.sequence])
-            return False
-        op.outputs, op.kept, op.steps = (ready.output or RowOutput(ready.token_id),), 1, 1
-        op.compute_ns, op.batch_items = ready.compute_ns, ready.batch_items
-        self._engine.count(op)
-        return True
 
     def drop(self, sequences: Iterable[int]) -> None:
         """Undo what was prelaunched for these sequences, and expect no further forwards of them."""
@@ -403,13 +341,13 @@ def _requests(decodes: Decodes) -> Iterable[_Expected]:
     return zip(column(POSITION), column(TOKEN), decodes.outputs, column(PROMPT_LEN), strict=True)
 
 
-def _may_be_continued(op: Forward) -> bool:
+def may_be_continued(op: Forward) -> bool:
     """Whether the caller of a forward may append the token that it chose.
 
     Not if it asks for logits or hidden states: such a caller chooses tokens itself, and rows are large.
     """
     return (
-        op.output.row_weight == 1
+        op.output.is_plain
         and op.kind in (Kind.PREFILL, Kind.DECODE)
         and op.wanted_rows == 1
         and op.accept is Accept.ALL

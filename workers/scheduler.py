@@ -33,10 +33,19 @@ from operator import attrgetter
 import numpy as np
 
 from workers.caller_limits import CallerLimits
-from workers.decodes import NO_DECODES, OP_ID, SEQUENCE, Decodes, Mask
+from workers.decodes import (
+    ADAPTER,
+    DECODE_COST,
+    LORA_SLOT,
+    NO_DECODES,
+    OP_ID,
+    SEQUENCE,
+    Decodes,
+    Mask,
+    WaitingDecodes,
+)
 from workers.operations import Chunk, Forward, Kind
-from workers.service_class import DECODE_COST, ServiceClass
-from workers.waiting_decodes import WaitingDecodes, as_forwards, costs_of
+from workers.service_class import ServiceClass
 
 # Begins a forward and returns whether it has begun. If not, it either waits (`waits_for` is set), or it has
 # failed and is answered already.
@@ -142,8 +151,9 @@ class Scheduler:
         return len(self._forwards) + len(self._waiting.op_ids) + self.running.size
 
     def adapters(self) -> set[int]:
-        """The adapters of all forwards."""
-        return {forward.adapter for forward in self._forwards.values()}
+        """The adapters of all forwards, and 0 if some have none."""
+        queued = {forward.adapter for forward in self._forwards.values()}
+        return queued | self._waiting.adapters() | set(self.running.column(ADAPTER))
 
     @property
     def may_delay_step(self) -> bool:
@@ -166,7 +176,7 @@ class Scheduler:
         if not tokens or not 0 <= rows <= tokens:
             raise ValueError(f"operation {forward.op_id} wants {rows} rows of {tokens} tokens")
         if forward.sequence in self._waiting.sequences:
-            for earlier in as_forwards(self._waiting.remove(SEQUENCE, [forward.sequence])):
+            for earlier in self._waiting.remove(SEQUENCE, [forward.sequence]).forwards():
                 self._queue(earlier)
         forward.arrival = self._arrivals
         self._arrivals += 1
@@ -211,7 +221,7 @@ class Scheduler:
         For a chunk of the running step this replaces `advance`. The caller rolls back what has begun.
         """
         if op_id in self._waiting.op_ids:
-            return as_forwards(self._waiting.remove(OP_ID, [op_id]))[0]
+            return self._waiting.remove(OP_ID, [op_id]).forward(0)
         forward = self._forwards.pop(op_id, None)
         if forward is None:
             return None
@@ -313,17 +323,20 @@ class Scheduler:
             self._shares = self._limits.shares(self._short.wanted())
             return NO_DECODES, {}
         decodes = self._waiting.take()
-        costs, wanted = costs_of(decodes), self._short.wanted()
+        costs, wanted = decodes.costs(), self._short.wanted()
         for caller, cost in costs.items() if wanted else ():
             wanted[caller] = wanted.get(caller, 0) + cost
         self._shares = self._limits.shares(wanted or costs)
         has_room = not self._shares and self._has_room(beside + decodes.size)
         begun = begin_all(decodes) if has_room else np.zeros(decodes.size, np.bool_)
         if not all(begun.tolist()):
-            for forward in as_forwards(decodes.take(~begun)):
+            for forward in decodes.take(~begun).forwards():
                 self._queue(forward)
             decodes = decodes.take(begun)
-            costs = costs_of(decodes)
+            costs = decodes.costs()
+        if any(decodes.columns[ADAPTER].tolist()):
+            # As chunks: those with the same adapter follow each other.
+            decodes = decodes.in_order(decodes.columns[LORA_SLOT].argsort(kind="stable"))
         return decodes, costs
 
     def _has_room(self, plain: int) -> bool:
@@ -342,8 +355,8 @@ class Scheduler:
 
     @property
     def has_queued(self) -> bool:
-        """Whether there are forwards that are in queues."""
-        return bool(self._forwards)
+        """Whether there are others than plain decodes that may join a step which is launched."""
+        return bool(self._forwards) or not self._waiting.may_be_launched
 
     def may_run_on(self, plain: int) -> bool:
         """Whether a step of so many plain decodes may be followed by the next one, whatever else waits.
@@ -352,7 +365,7 @@ class Scheduler:
         caller has to be limited. Other single tokens run in a step with the decodes, which is not launched.
         """
         short = self._short
-        has_room = self._has_room(plain + len(self._waiting.op_ids))
+        has_room = self._has_room(plain + len(self._waiting.op_ids)) and self._waiting.may_be_launched
         if not has_room or short.cost > self._limits.times.free_cost:
             return False
         return all(forward.remaining > 1 for forward in short.queue)
@@ -367,7 +380,7 @@ class Scheduler:
     def run_next(self, decodes: Decodes) -> None:
         """Note that a step of plain decodes was launched beside `next_batch`: it is the running one now."""
         self._steps += 1
-        self.running, self._running_costs = decodes, costs_of(decodes)
+        self.running, self._running_costs = decodes, decodes.costs()
         self._limits.record_decodes(self._running_costs)
         self._short.dispatch_all(self._running_costs)
 

@@ -27,7 +27,7 @@ from workers import wire
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.logging import get_logger
-from workers.operations import Command, Forward, HeldSequences, IntegrityReport, Reset, Result
+from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
 
@@ -261,12 +261,7 @@ class WorkerServer:
                 for other in others:
                     self._take(other, commands)
             else:
-                command = wire.to_command(message, *self._sizes)
-                # Such as one whose mask is too large for a row of a message.
-                if isinstance(command, Forward) and command.is_plain:
-                    commands.append(Decodes.of([command]))
-                else:
-                    commands.append(command)
+                commands.append(wire.to_command(message, *self._sizes))
         except Exception as error:
             # Whatever it is: it concerns this command, and the stream has those of all callers.
             op_ids = wire.op_ids_of(message)

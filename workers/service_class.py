@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
+from workers.decodes import DECODE_COST
 from workers.operations import Forward, Priority
 
-# A token and a row.
-DECODE_COST = 2
 _FEW_FLOWS = 64
 _by_start = attrgetter("virtual_start")
 _by_order = attrgetter("virtual_start", "arrival")
@@ -80,8 +79,7 @@ class ServiceClass:
         forward.virtual_start = start
         if forward.priority is not Priority.NORMAL:
             # Virtual time advances by one n-th of the work, for n callers.
-            sign = 1 if forward.priority is Priority.HIGH else -1
-            forward.virtual_start -= sign * self._head_start // self._num_callers
+            forward.virtual_start -= forward.priority.value * self._head_start // self._num_callers
         if forward.priority is Priority.LOW:
             self._low_priority.append((self._total, forward))
 

@@ -24,7 +24,7 @@ from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.coalescing import CoalescingWindow
-from workers.decodes import NO_DECODES, OP_ID, Decodes, DecodesDone
+from workers.decodes import ADAPTER, NO_DECODES, OP_ID, PRELAUNCH, Decodes, DecodesDone
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of, failure_of_running
@@ -56,7 +56,7 @@ from workers.operations import (
     Result,
     Truncate,
 )
-from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
+from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher, may_be_continued
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
 from workers.steps_in_flight import StepsInFlight
@@ -74,7 +74,9 @@ _MAX_DRAWING = 16
 
 
 _Internal = Reset | AdapterRead | ReplacementRead
+# Commands, and when they arrived.
 _Arrived = tuple[Sequence[Command | Decodes | _Internal], int]
+_NOTHING: _Arrived = ((), 0)
 
 
 class StepLoop:
@@ -103,8 +105,7 @@ class StepLoop:
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
-        # Commands, and when they arrived. None ends the loop.
-        self._inbox: queue.SimpleQueue[_Arrived | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
         self._results: list[Result | DecodesDone] = []
         # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
@@ -140,13 +141,21 @@ class StepLoop:
     # Called by other threads.
 
     def submit(self, commands: Sequence[Command | Decodes | _Internal]) -> None:
-        """Queues commands. They take effect in this order, and those of one call are taken together."""
-        self._inbox.put((commands, time.monotonic_ns()))
+        """Queues commands. They take effect in this order, and those of one call are taken together.
+
+        Plain decodes are columns from here on, also those that are sent as forwards.
+        """
+        taken = [
+            Decodes.of([command]) if isinstance(command, Forward) and command.is_plain else command
+            for command in commands
+        ]
+        self._inbox.put((taken, time.monotonic_ns()))
 
     def stop(self) -> None:
         """Ends the loop after the running step."""
         self._is_stopping = True
-        self._inbox.put(None)
+        # It may wait for commands.
+        self._inbox.put(_NOTHING)
 
     @property
     def operations_in_flight(self) -> int:
@@ -172,10 +181,9 @@ class StepLoop:
 
         If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
-        taken = None if self._has_work else self._wait()
+        commands, arrived_ns = _NOTHING if self._has_work else self._wait()
         decodes: list[Decodes] = []
         while True:
-            commands, arrived_ns = taken or ((), 0)
             for command in commands:
                 if isinstance(command, Decodes):
                     # Those of several messages are taken together: each message would cost as much as all.
@@ -187,11 +195,11 @@ class StepLoop:
                     decodes = []
                 if isinstance(command, Forward):
                     self._window.requests_arrived((command.sequence,), arrived_ns)
-                    self._queue(command)
+                    self._take_forward(command)
                 else:
                     self._take_other(command)
             if not self._inbox.empty():
-                taken = self._inbox.get()
+                commands, arrived_ns = self._inbox.get()
                 continue
             if decodes:
                 self._take_decodes(Decodes.joined(decodes))
@@ -201,9 +209,9 @@ class StepLoop:
                 wait_ns = self._window.remaining_ns(time.monotonic_ns(), len(self._scheduler))
             if not wait_ns or self._is_stopping:
                 return
-            taken = None
+            commands, arrived_ns = _NOTHING
             with suppress(queue.Empty):
-                taken = self._inbox.get(timeout=wait_ns / 1e9)
+                commands, arrived_ns = self._inbox.get(timeout=wait_ns / 1e9)
 
     @property
     def _has_work(self) -> bool:
@@ -222,13 +230,13 @@ class StepLoop:
             return True
         return adapters is not None and (len(adapters) > 0 or adapters.has_work)
 
-    def _wait(self) -> _Arrived | None:
-        """Waits for commands. Returns them and when they arrived, or None: it stops, or has to go on."""
+    def _wait(self) -> _Arrived:
+        """Waits for commands, or until the step in flight is to be gone on with or the loop ends."""
         if self._in_flight.step is not None:
             while self._in_flight.waits_for_requests:
                 with suppress(queue.Empty):
                     return self._inbox.get(timeout=_POLL_S)
-            return None
+            return _NOTHING
         if self._prelauncher.ready:
             try:
                 return self._inbox.get(timeout=HOLD_TIMEOUT_S)
@@ -248,32 +256,60 @@ class StepLoop:
             self._adapters.drop_forwards()
 
     def _take_decodes(self, decodes: Decodes) -> None:
+        """Answers those whose results are there, and lets the others wait for a step or their adapter."""
+        sequences = decodes.sequences
+        if len(set(sequences)) < len(sequences):
+            # One after the other, as what was computed for one of them is not for the next.
+            for index in range(len(sequences)):
+                self._take_decodes(decodes.in_order(np.array([index])))
+            return
+        has_adapters = any(decodes.columns[ADAPTER].tolist())
+        if has_adapters and self._adapters is not None:
+            self._adapters.count_decodes(decodes)
         if self._in_flight.step is not None:
             decodes = self._in_flight.consume(decodes)
-            if not decodes.size:
-                return
-        sequences = decodes.sequences
-        if self._prelauncher.expected and len(set(sequences)) == len(sequences):
+        if decodes.size and self._prelauncher.expected:
             done, found = self._prelauncher.consume(decodes)
             if done is not None:
                 self._answer_decodes(decodes.take(found), done)
                 decodes = decodes.take(~found)
+        if has_adapters:
+            decodes = self._admitted(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
                 self._queue(forward)
 
-    def _queue(self, forward: Forward) -> None:
-        prelauncher = self._prelauncher
+    def _take_forward(self, forward: Forward) -> None:
         self._in_flight.finish_for(forward.sequence)
+        if forward.sequence in self._prelauncher.expected:
+            # What is prelaunched is a plain decode, and this is none.
+            self._prelauncher.drop([forward.sequence])
+        if forward.adapter and self._adapters is not None:
+            self._adapters.count(forward)
+        if self._admit(forward):
+            self._queue(forward)
+
+    def _queue(self, forward: Forward) -> None:
         try:
-            if forward.adapter:
-                self._adapter_table.count(forward)
-            if forward.sequence in prelauncher.expected and prelauncher.consume_forward(forward):
-                self._answer(forward)
-            elif not forward.adapter or self._adapter_table.admit(forward):
-                self._scheduler.add(forward)
+            self._scheduler.add(forward)
         except Exception as error:
             self._results.append(failure_of(forward.op_id, error, "a forward could not be queued"))
+
+    def _admit(self, forward: Forward) -> bool:
+        """Whether a forward can run. If not, it waits for its adapter, or has failed."""
+        try:
+            return not forward.adapter or self._adapter_table.admit(forward)
+        except Exception as error:
+            self._results.append(failure_of(forward.op_id, error, "a forward could not be queued"))
+            return False
+
+    def _admitted(self, decodes: Decodes) -> Decodes:
+        """As `_admit`: those that can run, with the slots of their adapters."""
+        adapters = self._adapters
+        can_run = decodes.columns[ADAPTER] == 0 if adapters is None else adapters.assign_slots(decodes)
+        for forward in decodes.take(~can_run).forwards():
+            self._admit(forward)
+        return decodes.take(can_run)
 
     def _take_other(self, command: Command | _Internal) -> None:
         """Takes what is no forward. An error ends the worker, if it may have left something half done."""
@@ -359,17 +395,29 @@ class StepLoop:
     def _answer(self, forward: Forward) -> None:
         """Answers a forward that is complete, and prelaunches the next one of its sequence."""
         self._results.append(forward)
-        prelauncher = self._prelauncher
-        may_follow = (
-            forward.prelaunch or prelauncher.prelaunch_unrequested or forward.sequence in prelauncher.expected
-        ) and (not forward.adapter or self._adapter_table.assign_slot(forward))
-        if not (may_follow and prelauncher.prelaunch_next(forward)) and not forward.ephemeral:
+        if self._prelauncher.may_follow(wanted=forward.prelaunch):
+            if may_be_continued(forward):
+                self._follow(Decodes.of([forward]), DecodesDone.of([forward]))
+                return
+            self._prelauncher.drop([forward.sequence])
+        if not forward.ephemeral:
             self._answered.append(forward.sequence)
 
     def _answer_decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
         """As `_answer`, for plain decodes. `launched`: the next ones that run already."""
         self._results.append(done)
-        self._answered += self._prelauncher.prelaunch_decodes(decodes, done, launched)
+        if self._prelauncher.may_follow(wanted=any(decodes.columns[PRELAUNCH].tolist())):
+            self._follow(decodes, done, launched)
+        else:
+            self._answered += decodes.sequences
+
+    def _follow(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
+        """Prelaunches what follows, but for those whose adapter has no slot now."""
+        if any(decodes.columns[ADAPTER].tolist()):
+            has_slot = self._adapter_table.assign_slots(decodes)
+            self._answered += decodes.take(~has_slot).sequences
+            decodes, done = decodes.take(has_slot), done.take(has_slot)
+        self._answered += self._prelauncher.follow(decodes, done, launched)
 
     def _change(self, command: Fork | Truncate | Release) -> None:
         self._prelauncher.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
@@ -416,7 +464,8 @@ class StepLoop:
         if self._adapters is not None and (len(self._adapters) or self._adapters.has_work):
             self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
-        self._chunks = chunks = self._scheduler.next_batch(self._begin, self._prelauncher.begin)
+        begin_decodes = self._prelauncher.begin if self._prelauncher.queued else self._engine.begin_decodes
+        self._chunks = chunks = self._scheduler.next_batch(self._begin, begin_decodes)
         decodes = self._scheduler.running
         if chunks or decodes.size:
             self._began_ns = time.monotonic_ns()
@@ -505,21 +554,22 @@ class StepLoop:
 
     def _finish_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Answers the forwards of a step that have run to their end."""
+        plain: list[Forward] = []
         for chunk in chunks:
             forward = chunk.forward
             if forward.failure is not None:
                 self._fail_running(forward, forward.failure)
             elif not self._scheduler.advance(chunk):
                 continue
-            elif forward.is_prelaunched:
-                # Its caller was answered when it was queued, so its next request may arrive soon.
-                self._prelauncher.mark_forward_ready(forward)
-                self._answered.append(forward.sequence)
+            elif forward.is_plain:
+                plain.append(forward)
             elif forward.sample_seeds:
                 self._drawing.append(forward)
             else:
                 self._engine.complete(forward)
                 self._answer(forward)
+        if plain:
+            self._complete_decodes(Decodes.of(plain), DecodesDone.of(plain))
 
     def _finish_decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
         """Answers the plain decodes of a step that has run. `launched`: see `_answer_decodes`."""
@@ -528,6 +578,10 @@ class StepLoop:
             for index, error in decodes.failures.items():
                 self._fail_running(decodes.forward(index), error)
             decodes = decodes.take(np.isin(decodes.columns[OP_ID], done.columns[OP_ID]))
+        self._complete_decodes(decodes, done, launched)
+
+    def _complete_decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
+        """Answers plain decodes that are computed, or keeps the results of those that are prelaunched."""
         if self._prelauncher.queued:
             prelaunched = decodes.prelaunched
             ahead = decodes.take(prelaunched)

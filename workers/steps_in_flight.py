@@ -59,10 +59,12 @@ class StepsInFlight:
     def launch(self, decodes: Decodes, chunks: Sequence[Chunk]) -> bool:
         """Launch the decodes that the scheduler has chosen. False: they have to be executed, with the chunks.
 
-        That is so if all chunks are of one token: then one graph computes all.
+        That is so if one graph computes all: if all chunks are of one token. It is also if a decode cannot be
+        launched.
         """
         self.step = None
-        if not chunks or any(chunk.count > 1 for chunk in chunks):
+        is_mixed = not chunks or any(chunk.count > 1 for chunk in chunks)
+        if is_mixed and decodes.may_be_launched:
             self.step, self._has_chunks = self._engine.launch(decodes), bool(chunks)
         return self.step is not None
 

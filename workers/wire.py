@@ -19,6 +19,7 @@ from workers.decodes import (
     ARRIVED_NS,
     CALLER,
     DEADLINE,
+    LORA_SLOT,
     NEVER,
     OP_ID,
     POSITION,
@@ -180,8 +181,9 @@ def to_decodes(
     else:
         outputs = [known[index] for index in which]
     now_ns = time.monotonic_ns()
-    columns = np.empty((WIDTH, len(outputs)), np.int64)
+    columns = np.zeros((WIDTH, len(outputs)), np.int64)
     columns[:_SEED] = rows[:_SEED]
+    columns[LORA_SLOT] = -1
     columns[PRELAUNCH] &= 1
     columns[ARRIVED_NS] = now_ns
     columns[DEADLINE] = NEVER

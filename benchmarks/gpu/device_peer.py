@@ -36,8 +36,8 @@ from benchmarks.gpu.model import Bench, make_bench
 from benchmarks.gpu.profile import profiled
 from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
+from benchmarks.in_process import LlmExecutor
 from workers.decodes import POSITION, Decodes
-from workers.executors.llm import LlmExecutor
 from workers.operations import GREEDY, Chunk, Forward, Kind, OutputSpec, Sampling, TokenMask
 from workers.runners.rank_processes import RankProcesses
 from workers.runners.tensor_parallel import RankGroup

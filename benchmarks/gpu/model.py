@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.gpu.kernels import PAGE_SIZE
+from benchmarks.in_process import LlmExecutor
 from benchmarks.shapes import Shape
 from workers.executors.engine import Engine
-from workers.executors.llm import LlmExecutor
 from workers.kv.table import KvTable
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.in_process import LlmExecutor
 from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
-from workers.executors.llm import LlmExecutor
 from workers.operations import GREEDY
 
 

@@ -74,7 +74,7 @@ class AdapterLoader:
         self._loads: Counter[str] = Counter()
         # When it was noticed first that a version is retired, by number.
         self._retired_s: dict[int, float] = {}
-        # Changes of the list are written one after the other.
+        # Changes are stored one after the other.
         self._writing = asyncio.Lock()
         # What the directory had when it was read last: adapters, subdirectories that are none, and which of
         # these were logged.
@@ -82,8 +82,7 @@ class AdapterLoader:
         self._ignored: set[str] = set()
         self._warned: set[str] = set()
         self._contents = {} if contents is None else contents
-        if recover(adapters, store, self._contents, caches.adapters_in_use()):
-            self._write_list(adapters)
+        recover(adapters, store, self._contents, caches.adapters_in_use())
         if self._directory is not None:
             self._found = {v.adapter_id: Found(v.identity, v.digest) for v in self._of_directory()}
             scanned = files.scan(self._directory, self._found, config.max_lora_bytes)
@@ -91,8 +90,8 @@ class AdapterLoader:
                 self._found, ignored = scanned
                 self._warn_of_ignored(ignored, set(ignored))
                 gone, new = self._directory_changes(self._directory)
-                if (gone or new) and self._write_list(self._list_with(new, gone)):
-                    self._use(new, gone)
+                self._use(new, gone)
+        store.store_at_start(adapters)
         pool.adapter_command = self._all_adapters
 
     # LoadAdapter.
@@ -220,10 +219,7 @@ class AdapterLoader:
             if version.identity:
                 where = "it is in the server's directory of adapters: remove it there"
                 raise InvalidArgument("BAD_ADAPTER", "adapter_id", where)
-            try:
-                await complete(self._change((), [version]))
-            except OSError as error:
-                raise StorageUnavailable(error.strerror) from None
+            await complete(self._change((), [version]))
         _log.info("adapter unloaded", adapter=adapter_id, version=version.number)
         return True
 
@@ -245,9 +241,8 @@ class AdapterLoader:
                 gone, new = self._directory_changes(self._directory)
                 # If that cannot be stored, the next round tries again.
                 if gone or new:
-                    listed = self._list_with(new, gone)
-                    if await asyncio.to_thread(self._write_list, listed):
-                        self._use(new, gone)
+                    with contextlib.suppress(StorageUnavailable):
+                        await self._change(new, gone)
 
     def _warn_of_ignored(self, reasons: Mapping[str, str], told: set[str]) -> None:
         """Logs once why subdirectories are no adapters. `told`: the names of which it is logged."""
@@ -289,7 +284,7 @@ class AdapterLoader:
             taken.update((number, *again))
         return gone, new
 
-    # The list. It is stored before workers know of a version: caches, and KV that workers keep for the next
+    # Versions are stored before workers know of a version: caches, and KV that workers keep for the next
     # gateway, are of its number.
 
     def _list_with(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> Adapters:
@@ -299,17 +294,9 @@ class AdapterLoader:
         return listed
 
     async def _change(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> None:
-        """See `Adapters.update`. Stores the list first. Needs `_writing`. Raises OSError."""
-        await asyncio.to_thread(self._store.write_list, self._list_with(added, retired))
+        """See `Adapters.update`. Stores them first. Needs `_writing`. Raises StorageUnavailable."""
+        await self._store.store(self._list_with(added, retired))
         self._use(added, retired)
-
-    def _write_list(self, listed: Adapters) -> bool:
-        try:
-            self._store.write_list(listed)
-        except OSError as error:
-            _log.warning("cannot store which adapters there are", error=error.strerror)
-            return False
-        return True
 
     def _use(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> None:
         if added:

@@ -1,9 +1,8 @@
-"""Which adapters there are when a gateway starts: those of the list on disk, as far as caches agree with it.
+"""Which adapters there are when a gateway starts: those that are stored, as far as caches agree with them.
 
 A cache names its adapter by number, and its salt has the digest of the adapter's content (`Tenant.salt`). So
-a number of the list that caches know with other content is not used for them, and one that the list does not
-have is found again by the content: in the operator's directory, or among the copies. The list may be damaged,
-an older one may have been restored, or there may be none, as with several hosts.
+a stored number that caches know with other content is not used for them, and one that is not stored is found
+again by the content: in the operator's directory, or among the copies. With several hosts none is stored.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ _log = get_logger(__name__)
 
 def recover(
     adapters: Adapters, store: AdapterStore, contents: Mapping[int, str], in_use: Collection[int]
-) -> bool:
-    """Adds the versions of an earlier gateway. Whether they differ from the list. Blocks; raises nothing.
+) -> None:
+    """Adds the versions of an earlier gateway. Blocks; raises nothing.
 
     contents: digests of adapters of caches, by number. in_use: the numbers of all adapters of caches.
     """
-    versions, last_number = store.read_list()
+    versions, last_number = store.stored()
     adapters.last_number = max([last_number, store.last_copy(), *contents, *in_use])
-    differs = False
     for version in versions:
         version.digest = version.digest or store.digest_of(version)
         if version.number in contents and contents[version.number] != version.digest:
-            number, differs = version.number, True
+            number = version.number
             version.number = adapters.last_number = adapters.last_number + 1
             _log.warning(
                 "an adapter gets another number: caches have other content under its own",
@@ -42,7 +40,6 @@ def recover(
     copies = _copies_of_caches(adapters, store, contents) if store.is_persistent else []
     adapters.update(copies)
     store.keep_copies(adapters)
-    return differs or bool(copies)
 
 
 def _copies_of_caches(

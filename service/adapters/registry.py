@@ -18,7 +18,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 @dataclass(slots=True)
 class AdapterVersion:
-    """One version of an adapter. `adapters.json` has these fields."""
+    """One version of an adapter. What is stored has these fields."""
 
     # Grows with each version of any adapter. Never reused.
     number: int

@@ -1,8 +1,8 @@
-"""The files of adapters: copies in the data directory, their list, and a directory of the operator's.
+"""The files of adapters: copies in the data directory, and a directory of the operator's.
 
     adapter-versions/<number>/    a copy, made by LoadAdapter
-    adapters.json                 all versions
-    adapters.json.damaged         a list that could not be read
+
+The journal has which versions there are, each as a value, and the last number.
 
 All functions block on the disk and raise OSError, unless they say otherwise.
 """
@@ -21,30 +21,31 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from service import durable_file
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.errors import InvalidArgument
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.uploads import UploadDirectory, UploadedFile
 from workers.common.adapter_files import CONFIG, FILES, WEIGHTS, content_digest, file_identity
 
 MAX_CONFIG_BYTES = 1 << 20
-_DIRECTORY, _LIST, _DAMAGED = "adapter-versions", "adapters.json", "adapters.json.damaged"
+_DIRECTORY = "adapter-versions"
+# Names of values.
+_PREFIX, _LAST = "adapters/", "last"
 _NUMBER = re.compile(r"[0-9]{1,18}")
-_MAX_LIST_BYTES = 64 << 20
 _PART_BYTES = 1 << 20
 _log = get_logger(__name__)
 
 
 class AdapterStore:
-    """Owner of the copies and of the list."""
+    """Owner of the copies, and of which versions are stored."""
 
-    def __init__(self, data_dir: Path | None, max_bytes: int) -> None:
+    def __init__(self, data_dir: Path | None, max_bytes: int, values: StoredValues) -> None:
         """`data_dir`: None if nothing outlives the gateway. `max_bytes`: of a file of weights."""
         self._data_dir = data_dir
         self._max_bytes = max_bytes
         self.directory = UploadDirectory(data_dir, _DIRECTORY)
-        self._is_damaged = False
+        self._values = values
 
     @property
     def is_persistent(self) -> bool:
@@ -88,34 +89,35 @@ class AdapterStore:
         if not version.identity and Path(version.directory).parent == self.directory.path:
             shutil.rmtree(version.directory, ignore_errors=True)
 
-    def write_list(self, adapters: Adapters) -> None:
-        """Stores all versions, for the next gateway. Nobody may change them meanwhile."""
-        if self._data_dir is not None:
-            versions = [asdict(version) for version in adapters]
-            content = {"last_number": adapters.last_number, "versions": versions}
-            durable_file.write(self._data_dir / _LIST, json.dumps(content))
+    async def store(self, adapters: Adapters) -> None:
+        """Stores all versions in the journal, for the next gateway. Raises StorageUnavailable."""
+        if changes := self._changes(adapters):
+            await self._values.set(changes)
 
-    def read_list(self) -> tuple[list[AdapterVersion], int]:
-        """What was stored last. Raises nothing. A damaged list is kept beside the next one."""
+    def store_at_start(self, adapters: Adapters) -> None:
+        """As `store`, before anything else is committed."""
+        for name, value in self._changes(adapters).items():
+            self._values.put(name, value)
+
+    def _changes(self, adapters: Adapters) -> dict[str, bytes]:
+        """The values that differ from what is stored."""
+        if self._data_dir is None:
+            return {}
+        values = {str(version.number): json.dumps(asdict(version)).encode() for version in adapters}
+        if adapters.last_number:
+            values[_LAST] = str(adapters.last_number).encode()
+        stored = self._values.all(_PREFIX)
+        gone = {_PREFIX + name: b"" for name in stored.keys() - values.keys()}
+        new = {_PREFIX + name: value for name, value in values.items() if stored.get(name) != value}
+        return gone | new
+
+    def stored(self) -> tuple[list[AdapterVersion], int]:
+        """All versions that were stored last, and the last number."""
         if self._data_dir is None:
             return [], 0
-        versions: list[AdapterVersion] = []
-        last_number = 0
-        try:
-            with (self._data_dir / _LIST).open("rb") as file:
-                content = json.loads(file.read(_MAX_LIST_BYTES))
-            versions = [AdapterVersion(**fields) for fields in content["versions"]]
-            last_number = int(content["last_number"])
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-            damaged = self._data_dir / _DAMAGED
-            with contextlib.suppress(OSError):
-                (self._data_dir / _LIST).replace(damaged)
-            advice = f"load them again; or stop the server, repair {damaged}, and rename it to {_LIST}"
-            _log.error("cannot read which adapters there are", error=repr(error), advice=advice)
-            self._is_damaged = True
-            return [], 0
+        stored = self._values.all(_PREFIX)
+        last_number = int(stored.pop(_LAST, b"0"))
+        versions = [AdapterVersion(**json.loads(stored[name])) for name in sorted(stored, key=int)]
         return versions, last_number
 
     def last_copy(self) -> int:
@@ -128,9 +130,8 @@ class AdapterStore:
         return 0
 
     def keep_copies(self, adapters: Adapters) -> None:
-        """Copies of other versions are leftovers, unless a damaged list may have them."""
-        if not self._is_damaged:
-            self.directory.keep_only({Path(version.directory).name for version in adapters})
+        """Copies of other versions are leftovers."""
+        self.directory.keep_only({Path(version.directory).name for version in adapters})
 
     def digest_of(self, version: AdapterVersion) -> str:
         """What the files of a version contain. Empty: they are gone, or have changed. Raises nothing."""

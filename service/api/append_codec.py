@@ -20,7 +20,7 @@ from service.api.request_limits import RequestLimits
 from service.api.validation import ROW_ANSWER_BYTES
 from service.api.verify_rows import check_tree, check_verify_rows
 from service.budgets import COPIES, SMALL_BYTES
-from service.caches.effects import DecodeDone
+from service.caches.answers import DecodeDone
 from service.caches.requests import DECODE, Append, Appended, AppendKind, Fork, Handle, Priority, Request
 from service.errors import InvalidArgument, QuireError
 from service.pool.wire import decode_answer
@@ -62,7 +62,8 @@ PRIORITIES = {
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Prefill. Raises InvalidArgument, and AdapterNotFound or Unsupported for an adapter."""
     validation.check_creation(request)
-    limits = limits.of(request.cache_id) if request.cache_id else limits.of_creation(request.request_id)
+    if not request.cache_id:
+        limits = limits.of_creation(request.request_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_sample_seeds(len(request.sample_seeds))
     options = worker_pb2.ForwardOptions(rows=1, sample_seeds=request.sample_seeds)
@@ -86,8 +87,6 @@ def decode(request: executor_pb2.DecodeRequest, limits: RequestLimits, timeout_s
     """A Decode. Raises InvalidArgument."""
     # This runs for each token, so valid fields cause no function calls, and each is read once.
     cache_id, token_id, priority = request.cache_id, request.token_id, PRIORITIES.get(request.priority)
-    if limits.limits_of_cache is not None:
-        limits = limits.of(cache_id)
     if not cache_id:
         validation.check_cache_id(cache_id)
     if not request.HasField("token_id"):
@@ -116,7 +115,6 @@ def verify(
     request: executor_pb2.ForwardVerifyRequest, limits: RequestLimits, timeout_s: float | None
 ) -> Append:
     """A ForwardVerify: one output per token. Raises InvalidArgument."""
-    limits = limits.of(request.cache_id)
     validation.check_cache_id(request.cache_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_accept(request)
@@ -137,7 +135,6 @@ def unified_item(
     item: executor_pb2.UnifiedForwardItem, limits: RequestLimits, timeout_s: float | None
 ) -> Append:
     """An item of a UnifiedForward: a decode, a prefill, or a chunk of one. Raises InvalidArgument."""
-    limits = limits.of(item.cache_id)
     validation.check_tokens(item.token_ids, limits)
     is_final = item.is_final_chunk or not item.HasField("is_final_chunk")
     is_decode = bool(item.cache_id) and is_final and len(item.token_ids) == 1

@@ -31,22 +31,15 @@ class RequestLimits:
     hidden_size: int = 0
     num_layers: int = 0
     experts: Experts = NO_EXPERTS
-    # The model version of these limits. If caches of other versions exist: the limits for a known cache.
+    # The model version of these limits.
     weights: int = 0
-    limits_of_cache: Callable[[str], RequestLimits | None] | None = None
     # The number of the adapter that an id names. Raises AdapterNotFound, or Unsupported.
     adapter_of: Callable[[str], int] = no_adapter
     # The limits for a request with the id of one that creates or has created a cache. None: there is none.
     limits_of_creation: Callable[[str], RequestLimits | None] | None = None
 
-    def of(self, cache_id: str) -> RequestLimits:
-        """The limits for an append to a cache; an empty id is a new cache. Raises WeightsChanged."""
-        if self.limits_of_cache is None or not cache_id:
-            return self
-        return self.limits_of_cache(cache_id) or self
-
     def of_creation(self, request_id: str) -> RequestLimits:
-        """The limits for a new cache, or for one that this request id has made. Raises WeightsChanged."""
+        """The limits for a new cache, or for one that this request id has made."""
         if not request_id or self.limits_of_creation is None:
             return self
         return self.limits_of_creation(request_id) or self

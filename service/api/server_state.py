@@ -1,7 +1,4 @@
-"""The gateway's state for the API: whether it serves, its workers, its model, and the limits of requests.
-
-While callers may still use caches of an earlier model version, its limits are kept beside the current ones.
-"""
+"""The gateway's state for the API: whether it serves, its workers, its model, and the limits of requests."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from service.auth.authenticator import current_tenant_name
 from service.auth.connections import ConnectionCount
 from service.budgets import Budgets
 from service.config import Config
-from service.errors import NoWorker, QueueFull, WeightsChanged
+from service.errors import NoWorker, QueueFull
 from service.memory import ProcessMemory
-from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
+from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.turns import Turns
 
 # The part of a call's time that it waits for a worker. The rest is for the answer.
@@ -42,30 +39,23 @@ _MAX_PARSED_AT_ONCE = 2
 
 
 class ServerState:
-    """Owner of the gateway's state. Reads the model versions and their slots, which the pool owns."""
+    """Owner of the gateway's state. Reads the model version and the slots, which the pool owns."""
 
     def __init__(
         self,
         config: Config,
         versions: ModelVersions,
-        version_of: Callable[[str], int | None],
         adapters: Adapters,
-        creation_of: Callable[[str], tuple[int, int] | None] = lambda _: None,
+        adapter_of_creation: Callable[[str], int | None] = lambda _: None,
     ) -> None:
-        """`version_of`: returns the model version of a caller's cache, or None if there is no such cache.
-
-        `creation_of`: the model version and the adapter of the cache that a caller's request made, by its id.
-        """
+        """`adapter_of_creation`: of the cache that a caller's request made, by its id. None: none did."""
         self.config = config
         self.draining = False
         self.watch = LoopWatch()
         self._versions = versions
-        self._version_of = version_of
-        self._creation_of = creation_of
+        self._adapter_of_creation = adapter_of_creation
         self._adapters = adapters
-        # For each model version that callers may use, once a worker has loaded it.
-        self._limits: dict[int, RequestLimits] = {}
-        # Those of the version that is served. None until a worker has loaded it.
+        # None until a worker has loaded the model.
         self.current_limits: RequestLimits | None = None
         self._started_s = time.monotonic()
         # Of the whole gateway, also if it has several cores.
@@ -85,32 +75,26 @@ class ServerState:
         versions.subscribe(self._on_change)
 
     def _on_change(self) -> None:
-        """Updates the limits. All workers of a version have the same model. The largest pool is the limit."""
-        self._limits = {
-            version.number: self._limits_for(version, version.first_ready)
-            for version in self._versions
-            if version.is_usable and version.first_ready is not None
-        }
-        self.current_limits = self._limits.get(self._versions.serving.number)
-        if self.current_limits is not None:
-            self._has_worker.set()
-        models = [limits.experts.model for limits in self._limits.values()]
-        if "numpy" not in sys.modules and any(model.moe_layers for model in models):
+        """Updates the limits. All workers have the same model. The largest pool is the limit."""
+        ready = self._versions.first_ready
+        if ready is None:
+            return
+        self.current_limits = self._limits_for(ready)
+        self._has_worker.set()
+        if "numpy" not in sys.modules and ready.model.moe_layers:
             # `Experts.check_replay` needs it. The import takes up to half a second: too long for a call.
             threading.Thread(target=importlib.import_module, args=("numpy",)).start()
 
-    def _limits_for(self, version: ModelVersion, ready: worker_pb2.WorkerReady) -> RequestLimits:
+    def _limits_for(self, ready: worker_pb2.WorkerReady) -> RequestLimits:
         return RequestLimits(
             ready.model.vocab_size,
             self.config.max_response_bytes,
-            max_seq_tokens=version.max_seq_tokens,
+            max_seq_tokens=self._versions.max_seq_tokens,
             max_items=self.config.max_items_per_call,
             hidden_size=ready.model.hidden_size if ready.executor.supports_hidden_states else 0,
             num_layers=ready.model.num_layers,
             experts=Experts(ready.model),
-            weights=version.number,
-            # With the first version there are no caches of other versions.
-            limits_of_cache=self._limits_of_cache if version.number else None,
+            weights=self.model_version,
             adapter_of=(
                 self._adapter_of
                 if ready.executor.supports_lora
@@ -129,7 +113,7 @@ class ServerState:
     @property
     def slots(self) -> Sequence[WorkerSlot]:
         """The workers that serve, in a stable order."""
-        return self._versions.serving.slots
+        return self._versions.slots
 
     @property
     def model_version(self) -> int:
@@ -147,7 +131,7 @@ class ServerState:
         `of_recovered`: False: it waits also if no caches were recovered. Returns in time for an answer within
         `timeout_s`. Raises QueueFull if too many calls wait.
         """
-        if (of_recovered and not self.has_recovered) or self.model_version in self._limits:
+        if (of_recovered and not self.has_recovered) or self.current_limits is not None:
             return
         limit = self.config.max_queued_operations
         if self._waiting >= limit:
@@ -166,17 +150,17 @@ class ServerState:
     @property
     def max_seq_tokens(self) -> int | None:
         """The most tokens of a sequence in any worker. None: no worker was ready yet."""
-        return max((limits.max_seq_tokens for limits in self._limits.values()), default=None)
+        return None if self.current_limits is None else self.current_limits.max_seq_tokens
 
     @property
     def vocab_size(self) -> int | None:
-        """The largest vocabulary of the models in use. None: no worker was ready yet."""
-        return max((limits.vocab_size for limits in self._limits.values()), default=None)
+        """The vocabulary of the model. None: no worker was ready yet."""
+        return None if self.current_limits is None else self.current_limits.vocab_size
 
     @property
     def first_ready(self) -> worker_pb2.WorkerReady:
         """The first worker's description of model and executor. Raises NoWorker until one has loaded it."""
-        ready = self._versions.serving.first_ready
+        ready = self._versions.first_ready
         if ready is None:
             raise NoWorker
         return ready
@@ -184,7 +168,7 @@ class ServerState:
     @property
     def served_model(self) -> types_pb2.ModelDescription:
         """That of `first_ready`; empty until a worker has loaded it."""
-        ready = self._versions.serving.first_ready
+        ready = self._versions.first_ready
         return types_pb2.ModelDescription() if ready is None else ready.model
 
     @property
@@ -194,27 +178,13 @@ class ServerState:
             raise NoWorker
         return self.current_limits
 
-    def _limits_of_cache(self, cache_id: str) -> RequestLimits | None:
-        """The limits of a cache's model version. Raises WeightsChanged if that version was unloaded."""
-        version = self._version_of(cache_id)
-        if version is not None and version not in self._limits:
-            raise WeightsChanged
-        return None if version is None else self._limits[version]
-
     def _limits_of_creation(self, request_id: str) -> RequestLimits | None:
-        """The limits for the repetition of a creation: it means the weights and adapter of the first request.
+        """The limits for the repetition of a creation: it means the adapter of the first request.
 
         So the adapter's id, which may name a later version by now or none, names that one. None: it is new.
-        Raises WeightsChanged.
         """
-        made = self._creation_of(request_id)
-        if made is None:
-            return None
-        weights, adapter = made
-        limits = self._limits.get(weights)
-        if limits is None:
-            raise WeightsChanged
-        return self.with_adapter(limits, adapter)
+        adapter = self._adapter_of_creation(request_id)
+        return None if adapter is None else self.with_adapter(self.limits, adapter)
 
     def with_adapter(self, limits: RequestLimits, adapter: int) -> RequestLimits:
         """Limits where the id of an adapter's version names that one, whatever it names now."""

@@ -6,12 +6,14 @@ import dataclasses
 import operator
 from collections.abc import Iterable, Sequence
 
+from service.caches.answers import ForwardDone
 from service.caches.attempts import failure_of
 from service.caches.cache_index import CacheIndex
-from service.caches.effects import ForwardDone, TruncateSequence
-from service.caches.entries import CacheEntry, Change, Operation, touch
+from service.caches.effects import TruncateSequence
+from service.caches.entries import CacheEntry, Change, Operation
 from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
+from service.caches.placement import touch
 from service.caches.records import CacheCreated, TokensAppended
 from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES

@@ -2,37 +2,27 @@
 
 An operation goes through attempts until one succeeds, its deadline passes, or a retry cannot help. Each
 attempt is one forward with its own op id, so an answer to an earlier attempt is recognised and ignored. If
-the worker dies, has lost the KV or has too few pages, the operation starts again. The operations whose
-attempts are over are returned, with what came of them in `done` or `error`; there are no callbacks.
+the worker dies, has lost the KV or has too few pages, the operation starts again. The operation describes the
+forward, and is the command to the worker: one that ends before it was sent is taken back. The operations
+whose attempts are over are returned, with what came of them in `done` or `error`; there are no callbacks.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from service.caches.context import Context
-from service.caches.effects import (
-    AbortForward,
-    Attempt,
-    CommandFailed,
-    Event,
-    ForkSequence,
-    ForwardDone,
-    KvExported,
-    ReleaseSequences,
-    TruncateSequence,
-)
+from service.caches.answers import CommandFailed, Event, ForwardDone, KvExported
+from service.caches.effects import AbortForward, Context, ForkSequence, ReleaseSequences, TruncateSequence
 from service.caches.entries import Need, Operation, WorkerView
-from service.caches.kv_placement import KvPlacement
+from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import blame, clear, must_be_alone
-from service.caches.requests import NORMAL, PREFILL, Append
+from service.caches.requests import NORMAL
 from service.caches.segments import Segment
 from service.caches.states import COMPUTING, PARKED, REPLAYING
-from service.caches.worker_load import TIME_SHARES, End, Work, WorkerLoad, retry_after_s
-from service.caches.workers import Workers
+from service.caches.worker_load import End, retry_after_s
 from service.errors import (
     DeadlinePassed,
     InternalError,
@@ -111,25 +101,25 @@ class Attempts:
         elif append is None:
             return True
         else:
-            number = entry.number if copy_number is None else copy_number
-            self._forward(operation, append, worker, number, base)
+            self._forward(operation, worker, append.token_ids, base, append.rows)
         return False
 
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
-        entry, attempt, worker = operation.entry, operation.attempt, operation.entry.worker
+        entry, op_id, worker = operation.entry, operation.op_id, operation.entry.worker
         self.parked.pop(operation.ticket, None)
         operation.need = None
-        if attempt is None:
+        if not op_id:
             return
         assert worker is not None
-        self._end_attempt(operation, attempt, worker, self._end_of(operation))
-        self._context.send(worker, AbortForward(self._context.number(), attempt.op_id))
-        if not attempt.replays and operation.copy_number is not None:
+        was_sent = self._end_attempt(operation, worker, self._end_of(operation))
+        if was_sent:
+            self._context.send(worker, AbortForward(self._context.number(), op_id))
+        if operation.state is COMPUTING and operation.copy_number is not None:
             self._release_copy(operation, worker)
-        elif entry.visible:
+        elif was_sent and entry.visible:
             # The worker may have computed it already: then its copy is too long.
-            known = entry.kv_len if attempt.replays else operation.base
+            known = entry.kv_len if operation.state is REPLAYING else operation.base
             self._context.send(worker, TruncateSequence(self._context.number(), entry.number, known))
 
     # Workers.
@@ -145,52 +135,51 @@ class Attempts:
         """
         # As `_end_attempt`, but for all of them together: this runs for each token.
         over: list[Operation] = []
-        others: list[tuple[Operation, Attempt, ForwardDone | CommandFailed]] = []
-        answered: dict[WorkerView, list[Work]] = {}
+        others: list[tuple[Operation, ForwardDone | CommandFailed]] = []
+        answered: dict[WorkerView, list[Operation]] = {}
         # Those of the worker before, which is nearly always the same.
-        works: list[Work] = []
+        its: list[Operation] = []
         before: WorkerView | None = None
         for op_id, answer in events:
             operation = self.running.get(op_id)
             if operation is None or answer is None:
                 continue
-            entry, attempt = operation.entry, operation.attempt
-            worker = entry.worker
-            assert attempt is not None and worker is not None
-            if attempt.replays or entry.crash_score or isinstance(answer, _NOT_COMPUTED):
+            entry, worker = operation.entry, operation.entry.worker
+            assert worker is not None
+            if operation.state is REPLAYING or entry.crash_score or isinstance(answer, _NOT_COMPUTED):
                 # A broken worker may have answered something else than a forward.
                 if not isinstance(answer, KvExported):
                     failed = isinstance(answer, CommandFailed)
                     end = self._end_of(operation) if failed else End.ANSWERED
-                    self._end_attempt(operation, attempt, worker, end)
-                    others.append((operation, attempt, answer))
+                    self._end_attempt(operation, worker, end)
+                    others.append((operation, answer))
                 continue
             del self.running[op_id]
-            operation.attempt, operation.done = None, answer
-            worker.pages_queued -= attempt.pages
+            operation.op_id, operation.done = 0, answer
+            worker.pages_queued -= operation.pages
             if worker is not before:
-                before, works = worker, answered.setdefault(worker, [])
-            works.append(attempt.work)
+                before, its = worker, answered.setdefault(worker, [])
+            its.append(operation)
             over.append(operation)
-        for worker, works in answered.items():
-            worker.load.leave(works, self._context.now_s, End.ANSWERED)
+        for worker, its in answered.items():
+            worker.load.leave(its, self._context.now_s, End.ANSWERED)
             # A parked operation may have waited for one of these.
             self.changed = True
         # The load of a worker is without all of these when another attempt begins.
-        for operation, attempt, answer in others:
-            if self._is_over(operation, attempt, answer):
+        for operation, answer in others:
+            if self._is_over(operation, answer):
                 over.append(operation)
         return over
 
-    def _is_over(self, operation: Operation, attempt: Attempt, answer: ForwardDone | CommandFailed) -> bool:
+    def _is_over(self, operation: Operation, answer: ForwardDone | CommandFailed) -> bool:
         """Goes on after an attempt that has failed, was a replay, or that of a suspect."""
         entry = operation.entry
         if isinstance(answer, CommandFailed):
-            return self._attempt_failed(operation, attempt, answer)
-        if attempt.replays:
+            return self._attempt_failed(operation, answer)
+        if operation.state is REPLAYING:
             entry.has_computed(operation.base)
-            operation.replayed_tokens += len(attempt.append.token_ids)
-            self._context.counts["replayed_tokens"] += len(attempt.append.token_ids)
+            operation.replayed_tokens += len(operation.token_ids)
+            self._context.counts["replayed_tokens"] += len(operation.token_ids)
             return self.begin_again(operation)
         clear(entry)
         operation.done = answer
@@ -205,8 +194,7 @@ class Attempts:
         if crashed is not None:
             blame([operation.entry for operation in under_way], crashed=crashed)
         for operation in under_way:
-            assert operation.attempt is not None
-            self._end_attempt(operation, operation.attempt, worker, End.TAKEN_BACK)
+            self._end_attempt(operation, worker, End.TAKEN_BACK)
         self.changed = True
         return under_way
 
@@ -352,110 +340,71 @@ class Attempts:
 
     def _replay(self, operation: Operation, worker: WorkerView) -> None:
         """Sends the tokens that the worker does not have, up to `base`."""
-        entry, append = operation.entry, operation.append
+        entry = operation.entry
         missing = entry.state.tokens.between(entry.kv_len, operation.base)
-        priority = NORMAL if append is None else append.priority
-        replay = Append(PREFILL, "", missing, rows=0, priority=priority)
-        self._forward(operation, replay, worker, entry.number, entry.kv_len, replays=True)
+        self._forward(operation, worker, missing, entry.kv_len, rows=0, replays=True)
 
     def _forward(
         self,
         operation: Operation,
-        append: Append,
         worker: WorkerView,
-        number: int,
+        token_ids: Sequence[int],
         position: int,
+        rows: int,
         *,
         replays: bool = False,
     ) -> None:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
-        entry, context, load = operation.entry, self._context, worker.load
-        state, is_copy = entry.state, operation.copy_number is not None
-        tokens, now_s = len(append.token_ids), context.now_s
-        caller = operation.caller or -operation.ticket
-        work = load.estimate(caller, tokens, append.rows, append.priority, now_s, enters=True)
+        entry, append, context, load = operation.entry, operation.append, self._context, worker.load
+        tokens, now_s = len(token_ids), context.now_s
+        load.estimate(operation, tokens, rows, NORMAL if append is None else append.priority, now_s)
         timeout_s = operation.submitted_s + self._max_wait_s - now_s
-        if operation.deadline_s is not None or work.is_long:
-            try:
-                timeout_s = self._require_time(operation.deadline_s, work, timeout_s, load)
-            except QuireError:
-                load.leave((work,), now_s, End.TAKEN_BACK)
-                raise
-        if is_copy and not replays and position:
-            context.send(worker, ForkSequence(context.number(), entry.number, (number,)))
+        if operation.deadline_s is not None or operation.is_long:
+            timeout_s = load.require_time(operation, timeout_s, now_s)
+        load.enter(operation)
+        copy_number = operation.copy_number
+        if copy_number is not None and not replays and position:
+            context.send(worker, ForkSequence(context.number(), entry.number, (copy_number,)))
         if not entry.was_sent:
             self._kv.sent(entry)
-        first_segment = state.tokens.segments[0] if replays else None
-        is_suspect = entry.crash_score > 0 and must_be_alone(entry)
-        attempt = Attempt(
-            context.number(),
-            number,
-            position,
-            append,
-            state.seed,
-            state.prompt_len if replays else operation.prompt_len,
-            operation.caller,
-            is_copy,
-            not replays and (is_copy or entry.ephemeral),
-            state.salt,
-            state.adapter,
-            timeout_s,
-            replays,
-            -(-tokens // worker.page_tokens),
-            first_segment,
-            is_suspect,
-            work,
-        )
-        operation.state, operation.attempt = REPLAYING if replays else COMPUTING, attempt
-        self.running[attempt.op_id] = operation
-        worker.pages_queued += attempt.pages
-        if first_segment is not None:
-            self._replayed[worker, first_segment] += 1
-        if is_suspect:
+        operation.state, operation.op_id = REPLAYING if replays else COMPUTING, context.number()
+        operation.token_ids, operation.position, operation.timeout_s = token_ids, position, timeout_s
+        operation.pages = pages = -(-tokens // worker.page_tokens)
+        worker.pages_queued += pages
+        self.running[operation.op_id] = operation
+        if replays:
+            operation.first_segment = segment = entry.state.tokens.segments[0]
+            self._replayed[worker, segment] += 1
+        if entry.crash_score and must_be_alone(entry):
+            operation.is_suspect = True
             self._suspects[worker] += 1
-        context.effects.commands.append((worker.worker_id, worker.epoch, attempt))
+        context.effects.commands.append((worker.worker_id, worker.epoch, operation))
 
-    def _require_time(self, deadline_s: float | None, work: Work, wait_s: float, load: WorkerLoad) -> float:
-        """Within which time it has to begin, at most `wait_s`.
-
-        Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
-        """
-        expected_s = load.expected_s(work)
-        if deadline_s is None:
-            # Without a deadline only the queueing delay is limited.
-            expected_s -= load.own_s(work)
-            if expected_s > wait_s:
-                raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
-            return wait_s
-        left_s = deadline_s - self._context.now_s
-        if left_s <= 0:
-            raise DeadlinePassed
-        may_take_s = left_s * TIME_SHARES[work.priority]
-        if expected_s > may_take_s:
-            raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
-        return min(load.start_within_s(work, left_s), wait_s)
-
-    def _end_attempt(self, operation: Operation, attempt: Attempt, worker: WorkerView, end: End) -> None:
-        """Removes the running attempt from all counts."""
-        operation.attempt = None
-        del self.running[attempt.op_id]
-        worker.load.leave((attempt.work,), self._context.now_s, end)
-        worker.pages_queued -= attempt.pages
-        if attempt.first_segment is not None:
-            _take_one(self._replayed, (worker, attempt.first_segment))
-        if attempt.is_suspect:
+    def _end_attempt(self, operation: Operation, worker: WorkerView, end: End) -> bool:
+        """Removes the running attempt from all counts. Returns whether it was sent: if not, it never is."""
+        was_sent = not self._context.withdraw(operation.op_id)
+        del self.running[operation.op_id]
+        operation.op_id = 0
+        worker.load.leave((operation,), self._context.now_s, end)
+        worker.pages_queued -= operation.pages
+        if operation.first_segment is not None:
+            _take_one(self._replayed, (worker, operation.first_segment))
+            operation.first_segment = None
+        if operation.is_suspect:
             _take_one(self._suspects, worker)
+            operation.is_suspect = False
         # A parked operation may have waited for this.
         self.changed = True
+        return was_sent
 
     def _end_of(self, operation: Operation) -> End:
         return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
 
-    def _attempt_failed(self, operation: Operation, attempt: Attempt, failed: CommandFailed) -> bool:
+    def _attempt_failed(self, operation: Operation, failed: CommandFailed) -> bool:
         """Returns whether that was the last attempt."""
         entry, worker, error = operation.entry, operation.entry.worker, failed.error
         assert worker is not None
-        if operation.copy_number is not None and not attempt.replays:
+        if operation.copy_number is not None and operation.state is COMPUTING:
             # A failed forward does not release its copy.
             self._release_copy(operation, worker)
         if failed.kv_missing:

@@ -105,15 +105,10 @@ class CacheIndex:
         """`made_by`, with copies of their tokens."""
         return [None if entry is None else _remembered(entry) for entry in self.made_by(request_id, tenant)]
 
-    def creation_of(self, request_id: str, tenant: Tenant | None = None) -> tuple[int, int] | None:
-        """The weights and the adapter of the cache that a request with this id makes or has made."""
+    def adapter_of_creation(self, request_id: str, tenant: Tenant | None = None) -> int | None:
+        """The adapter of the cache that a request with this id makes or has made. None: none did."""
         entry = self.created_by(request_id, tenant or self.anonymous)
-        return None if entry is None else (entry.state.weights, entry.state.adapter)
-
-    def weights_of(self, cache_id: str, tenant: Tenant | None = None) -> int | None:
-        """The weights of a cache. None: there is no such cache."""
-        entry = self.find(cache_id, tenant or self.anonymous)
-        return None if entry is None else entry.state.weights
+        return None if entry is None else entry.state.adapter
 
     def begin(self, entry: CacheEntry) -> None:
         """A cache is being created: repetitions of the request find it from now on."""

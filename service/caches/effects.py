@@ -1,60 +1,23 @@
-"""The effects of the state machine, and the answers of workers. Plain data.
+"""The output of a turn, and what all parts share to write it: the time, and numbers.
 
 Commands name a sequence by its number. An `op_id` is never used twice; the answer to a command contains it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import itertools
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from service.caches.entries import Operation, WorkerView
 from service.caches.frozen_struct import frozen_struct
 from service.caches.records import Record
-from service.caches.requests import Append, Result
-from service.caches.segments import Segment
-from service.caches.worker_load import NO_WORK, Work
+from service.caches.requests import Result
 from service.errors import QuireError
 
 # Commands to a worker.
-
-
-@frozen_struct
-class Attempt:
-    """One forward of an operation: computes the tokens of `append` at `position` of a sequence."""
-
-    op_id: int
-    number: int
-    position: int
-    # The request; or the tokens that are replayed.
-    append: Append
-    # For samples without a seed of their own.
-    seed: int
-    # Tokens before this index are prompt to the frequency and presence penalties.
-    prompt_len: int
-    caller: int
-    # Keep all tokens, regardless of `append.accept`.
-    keep_all: bool
-    # Release the sequence afterwards.
-    ephemeral: bool
-    # A sequence shares pages only with those of the same salt.
-    salt: bytes = b""
-    # The adapter of the cache. 0: none.
-    adapter: int = 0
-    # It has to begin within this time. None: no limit.
-    timeout_s: float | None = None
-    # It replays tokens of the cache.
-    replays: bool = False
-
-    # The others are not sent.
-
-    # Counted in the worker's pages_queued.
-    pages: int = 0
-    # The first segment of the cache that it replays. Caches that share it wait for its pages.
-    first_segment: Segment | None = None
-    # Workers died while they computed this cache. Other such caches wait for its end.
-    is_suspect: bool = False
-    # How it counts in the load of the worker.
-    work: Work = NO_WORK
 
 
 @frozen_struct
@@ -113,7 +76,9 @@ class ImportKv:
     pages: object
 
 
-Command = Attempt | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward | ExportKv | ImportKv
+# An operation commands the forward that it describes. It is to be read before the next input, which may
+# change it.
+Command = Operation | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward | ExportKv | ImportKv
 
 # A command for one incarnation of a worker: its id, its epoch.
 Send = tuple[str, int, Command]
@@ -132,60 +97,41 @@ class Effects(NamedTuple):
     replies: list[Reply]
 
 
-# What a worker answers.
+class Context:
+    """The time of the current input, the effects so far, and the numbers of tickets, commands and caches."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.effects = Effects([], [], [])
+        # For metrics. Those of a process share it.
+        self.counts: Counter[str] = Counter()
+        # What an adapter contains, by its number: see `Tenant.salt`.
+        self.digest_of: Callable[[int], int | str] = lambda number: number
+        # Returns a number that was never used before. Numbers only grow.
+        self.number = itertools.count(1).__next__
+
+    def skip_numbers(self, last: int) -> None:
+        """Marks all numbers up to `last` as used."""
+        self.number = itertools.count(max(self.number(), last + 1)).__next__
+
+    def send(self, worker: WorkerView, command: Command) -> None:
+        """Sends a command, unless this incarnation of the worker is lost."""
+        if worker.is_ready:
+            self.effects.commands.append((worker.worker_id, worker.epoch, command))
+
+    def withdraw(self, op_id: int) -> bool:
+        """Takes a command back. Returns False if it is not of this turn: then it was sent."""
+        commands = self.effects.commands
+        # They are in the order of their numbers.
+        at = bisect_left(commands, op_id, key=_op_id_of)
+        if at == len(commands) or _op_id_of(commands[at]) != op_id:
+            return False
+        del commands[at]
+        return True
 
 
-class ForwardDone(Protocol):
-    """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
-
-    Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
-    """
-
-    @property
-    def kept(self) -> int: ...
-
-    @property
-    def kept_path(self) -> Sequence[int]: ...
-
-
-class _DecodesRow(NamedTuple):
-    op_id: int
-    token_id: int
-    queue_ns: int
-    compute_ns: int
-    batch_items: int
-
-
-class DecodeDone(_DecodesRow):
-    """The row of a decode: its token was kept, and only the next one is told, without scores."""
-
-    __slots__ = ()
-    kept = 1
-    kept_path = ()
-
-
-@frozen_struct
-class CommandFailed:
-    """A command was refused or failed, without an effect.
-
-    `kv_missing`: the worker has fewer tokens of the sequence than expected. `detail` is only for the log.
-    """
-
-    error: QuireError
-    kv_missing: bool = False
-    detail: str = ""
-
-
-@frozen_struct
-class KvExported:
-    """The answer to ExportKv. `pages` is opaque."""
-
-    pages: object
-    size_bytes: int
-
-
-# The answer to the command with this op id. None: a command without a result succeeded.
-Event = tuple[int, ForwardDone | KvExported | CommandFailed | None]
+def _op_id_of(send: Send) -> int:
+    return send[2].op_id
 
 
 # Adoption of workers.

@@ -10,14 +10,15 @@ import enum
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from service.caches.effects import Attempt, ForwardDone
+from service.caches.answers import ForwardDone
 from service.caches.ledger import CacheState
 from service.caches.records import CacheCreated, Record
-from service.caches.requests import Append, Handle, Request, Result
+from service.caches.requests import NORMAL, Append, Handle, Priority, Request, Result
+from service.caches.segments import Segment
 from service.caches.states import COMMITTING, WAITING, State
 from service.caches.tenants import Tenant
 from service.caches.worker_load import WorkerLoad
@@ -48,7 +49,11 @@ Change = Result | QuireError | list[Record]
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A request in the state machine."""
+    """A request in the state machine, and all that is known of it until it ends.
+
+    It may be computed in several attempts. Each is one forward, which the operation describes while a worker
+    computes it: `base` to `is_suspect`, `priority` to `since_s`.
+    """
 
     ticket: int
     request: Request
@@ -63,7 +68,7 @@ class Operation:
     deadline_s: float | None = None
     # Reserved in the journal until it ends.
     size_bytes: int = 0
-    # The request, if it is an append: what is computed. None: only KV is needed, if anything.
+    # The request, if it is an append. None: only KV is needed, if anything.
     append: Append | None = None
     # It has no caller and does not count for its tenant.
     is_internal: bool = False
@@ -84,7 +89,18 @@ class Operation:
     prompt_len: int = 0
     # The number of the temporary copy on which a repeated append is computed. It changes nothing.
     copy_number: int | None = None
-    attempt: Attempt | None = None
+    # The forward that a worker computes (0: none): the tokens of the request, or those of the cache that the
+    # worker does not have, and where they begin; within which time it has to begin.
+    op_id: int = 0
+    token_ids: Sequence[int] = ()
+    position: int = 0
+    timeout_s: float = 0.0
+    # Counted in the worker's pages_queued.
+    pages: int = 0
+    # The first segment of the cache that it replays. Caches that share it wait for its pages.
+    first_segment: Segment | None = None
+    # Workers died while they computed this cache. Other such caches wait for its end.
+    is_suspect: bool = False
     # Why it is parked, while it is. With `Need.PAGES`: how many pages it needs, and how many were free.
     need: Need | None = None
     pages_needed: int = 0
@@ -96,6 +112,14 @@ class Operation:
     # What came of its attempts: the answer of the worker, or why there is none. Neither: only KV was needed.
     done: ForwardDone | None = None
     error: QuireError | None = None
+
+    # Written by worker_load.py: how the forward counts there. Its own cost, and that up to and including it,
+    # in tokens and rows; and when it was sent.
+    priority: Priority = NORMAL
+    is_long: bool = False
+    cost: int = 0
+    total: int = 0
+    since_s: float = 0.0
 
     # Written by append.py: with which weights it was computed.
     weights: int = 0
@@ -130,11 +154,11 @@ class CacheEntry:
     answer: ForwardDone | None = None
     answered: bytes = b""
 
-    # Written by entries.py, in `touch`. The end of its lease, and when it was used last.
+    # Written by placement.py, in `touch`. The end of its lease, and when it was used last.
     expires_at_s: float = 0.0
     used_s: float = 0.0
 
-    # Written by kv_placement.py. Its worker, if any, which has KV of at least the first `kv_len` tokens.
+    # Written by placement.py. Its worker, if any, which has KV of at least the first `kv_len` tokens.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
@@ -306,11 +330,3 @@ class OperationKind(Generic[Req]):
     def cache_released(self, operation: Operation, request: Req, entry: CacheEntry) -> Result | QuireError:
         """The answer if a cache was released before the turn of the operation came."""
         return CacheNotFound().with_index(operation.entries.index(entry), len(operation.entries))
-
-
-def touch(entries: Iterable[CacheEntry], now_s: float) -> None:
-    """They are used: their leases restart, and their KV is the last of its worker to be preempted."""
-    for entry in entries:
-        entry.used_s, entry.expires_at_s = now_s, now_s + entry.state.lease_s
-        if entry.worker is not None:
-            entry.worker.held.move_to_end(entry)

@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 
 from service.caches.attempts import Attempts, failure_of
 from service.caches.cache_index import CacheIndex
-from service.caches.context import Context
+from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Change, Operation, OperationKind, Req
-from service.caches.kv_placement import KvPlacement
 from service.caches.ledger import Ledger
+from service.caches.placement import KvPlacement, Workers
 from service.caches.requests import Fork
 from service.caches.reservations import Admission, Limits
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.caches.worker_load import CompletionRate
-from service.caches.workers import Workers
 
 
 class Parts:

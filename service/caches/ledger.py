@@ -25,6 +25,7 @@ from service.caches.records import (
     LeaseRenewed,
     Record,
     TokensAppended,
+    ValueStored,
 )
 from service.caches.segments import NEW_SEGMENT_BYTES, SEGMENT_TOKENS, SegmentedTokens, SegmentStore
 
@@ -105,6 +106,8 @@ class Ledger:
         # Counts the bytes of the states, too. Changed only here.
         self.store = SegmentStore(segment_tokens)
         self._states: dict[int, CacheState] = {}
+        # The last value of each name. Changed only by `apply`.
+        self.values: dict[str, bytes] = {}
         # The number of caches of each adapter.
         self.adapters: Counter[int] = Counter()
         # Caches of weights in the range are of these weights instead: see `continue_weights`.
@@ -152,10 +155,10 @@ class Ledger:
 
     @property
     def size_bytes(self) -> int:
-        """About the size of all caches and tokens. Shared tokens count once."""
+        """About the size of all caches, tokens and values. Shared tokens count once."""
         return self.store.size_bytes
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: Record) -> None:  # noqa: C901 - a case for each kind
         """Applies a record. Raises RecordConflict and then changes nothing."""
         match record:
             case TokensAppended():
@@ -183,6 +186,8 @@ class Ledger:
                 self._remove(self._state(record.number))
             case CacheRestated():
                 self._restate(record)
+            case ValueStored():
+                self._set_value(record)
 
     def apply_run(self, run: TokensAppended) -> None:
         """Applies consecutive appends of one token each, as one record. Raises as `apply` does."""
@@ -214,6 +219,12 @@ class Ledger:
             weights=state.weights,
             adapter=state.adapter,
         )
+
+    def _set_value(self, record: ValueStored) -> None:
+        before = self.values.pop(record.name, b"")
+        self.store.size_bytes += len(record.value) - len(before)
+        if record.value:
+            self.values[record.name] = record.value
 
     def _truncate(self, record: CacheTruncated) -> None:
         state = self._state(record.number)

@@ -10,7 +10,7 @@ request passes). A fork of several caches waits for its turn on each. `states.py
 operation: usually WAITING, COMPUTING, COMMITTING, ENDED.
 
 Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`, `moves.py`. The KV of a
-cache (`kv_placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
+cache (`placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import itertools
 import math
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from service.caches.answers import Event
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
-from service.caches.effects import Claim, Effects, Event, ReleaseSequences
-from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView, touch
+from service.caches.effects import Claim, Effects, ReleaseSequences
+from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView
 from service.caches.fork import Forks
 from service.caches.kind import Parts
 from service.caches.ledger import Ledger
 from service.caches.moves import Moves
+from service.caches.placement import touch
 from service.caches.queues import OperationQueues
 from service.caches.records import Record, TokensAppended, numbers_of
 from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
@@ -132,14 +134,6 @@ class CacheMachine(OperationQueues):
             self._context.send(worker, ReleaseSequences(self._context.number(), unwanted))
         self._attempts.workers_changed()
 
-    def worker_capacity(self, worker_id: str, epoch: int, pages_available: int) -> None:
-        """Updates how many pages of a worker are available."""
-        worker = self._workers.find(worker_id, epoch)
-        if worker is not None:
-            if pages_available > worker.pages_available:
-                self._attempts.workers_changed()
-            worker.pages_available = pages_available
-
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
         """A silent worker is suspect: it gets no new caches while there is another. Its caches stay."""
         worker = self._workers.find(worker_id, epoch)
@@ -164,15 +158,29 @@ class CacheMachine(OperationQueues):
         worker = self._workers.find(worker_id, epoch)
         return worker is None or not any(self._attempts.under_way(worker))
 
-    def answered(self, events: Iterable[Event], now_s: float) -> None:
-        """A worker answered commands. Answers to attempts that are over are ignored."""
+    def answered(
+        self,
+        events: Sequence[Event],
+        now_s: float,
+        worker_id: str = "",
+        epoch: int = 0,
+        pages_available: int = 0,
+    ) -> None:
+        """A worker answered commands, and says how many of its pages are available.
+
+        Answers to attempts that are over are ignored.
+        """
         self._context.now_s = now_s
-        events = list(events)
         self._computed(self._attempts.answered(events))
         if self._moves.sent:
             for operation in self._moves.answered(events):
                 self._computed((operation,))
         self._rate.update(now_s)
+        worker = self._workers.find(worker_id, epoch)
+        if worker is not None:
+            if pages_available > worker.pages_available:
+                self._attempts.workers_changed()
+            worker.pages_available = pages_available
 
     def worker_lost(self, worker_id: str, epoch: int, now_s: float, *, crashed: bool = True) -> None:
         """A worker and all KV in it are lost. `crashed`: as far as is known, it was not killed on purpose."""
@@ -208,12 +216,6 @@ class CacheMachine(OperationQueues):
 
     # Weights.
 
-    def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
-        """New caches get other weights. `drain`: existing caches can still be used."""
-        self._context.now_s = now_s
-        self.weights.switch(weights, drain=drain)
-        self._attempts.workers_changed()
-
     def weights_replaced(
         self, weights: int, workers: Sequence[WorkerView], now_s: float, *, recompute: bool
     ) -> None:
@@ -225,19 +227,16 @@ class CacheMachine(OperationQueues):
         self._context.now_s, before = now_s, self.weights.serving
         known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
         self._lose([worker for worker in known if worker is not None], crashed=None)
+        self.weights.replace(weights, continued_from=self.weights.continued_from if recompute else weights)
         if recompute:
-            self.weights.replace(weights, continued_from=self.weights.continued_from)
             continue_caches(self.index, self.operations.values(), self.weights)
         else:
-            self.weights.switch(weights, drain=False)
-            self.weights_ended(before, now_s)
+            self._end_weights(before)
         for worker in workers:
             self.worker_ready(worker, now_s)
 
-    def weights_ended(self, weights: int, now_s: float) -> None:
-        """Fails the operations that still need these weights, and removes their workers."""
-        self._context.now_s = now_s
-        self.weights.drained(weights)
+    def _end_weights(self, weights: int) -> None:
+        """Fails the operations that need these weights."""
         self._restores.forget(weights)
         its = operations_with(self.operations.values(), weights)
         self._finish(
@@ -247,16 +246,8 @@ class CacheMachine(OperationQueues):
                 if operation.state is not COMMITTING and operation.kind.needs_weights
             ]
         )
-        for worker in [worker for worker in self._workers if worker.weights == weights]:
-            self._workers.remove(worker)
-            self._kv.lose(worker)
         # Releases may have waited for them.
         self._advance(dict.fromkeys(entry for operation in its for entry in operation.entries))
-
-    def uses_of(self, weights: int) -> int:
-        """How many operations of callers need these weights."""
-        its = operations_with(self.operations.values(), weights)
-        return sum(operation.kind.needs_weights and not operation.is_internal for operation in its)
 
     def adapters_in_use(self) -> Counter[int]:
         """The adapters of caches, and of operations that create one; each with its number of caches."""

@@ -9,14 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from service.caches.effects import (
-    CommandFailed,
-    Event,
-    ExportKv,
-    ImportKv,
-    KvExported,
-    ReleaseSequences,
-)
+from service.caches.answers import CommandFailed, Event, KvExported
+from service.caches.effects import ExportKv, ImportKv, ReleaseSequences
 from service.caches.entries import Change, Copy, Operation, WorkerView
 from service.caches.kind import BaseKind, Parts
 from service.caches.requests import Move, Moved, Result

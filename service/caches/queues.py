@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.caches.attempts import failure_of
-from service.caches.entries import CacheEntry, Operation, OperationKind, touch
+from service.caches.entries import CacheEntry, Operation, OperationKind
 from service.caches.kind import Parts
 from service.caches.ledger import RecordConflict
+from service.caches.placement import touch
 from service.caches.records import CacheReleased, Record
 from service.caches.requests import Append, Release, Request, Restore, Result, undelivered
 from service.caches.restore import Restores

@@ -137,6 +137,14 @@ class CacheRestated:
     adapter: int = 0
 
 
+@frozen_struct
+class ValueStored:
+    """The value of a name, beside the caches; see `StoredValues`. Empty: there is none."""
+
+    name: str
+    value: bytes
+
+
 Record = (
     CacheCreated
     | TokensAppended
@@ -145,6 +153,7 @@ Record = (
     | LeaseRenewed
     | CacheReleased
     | CacheRestated
+    | ValueStored
 )
 
 
@@ -152,4 +161,6 @@ def numbers_of(record: Record) -> Sequence[int]:
     """The caches that a record changes."""
     if isinstance(record, CacheForked):
         return [child.number for child in record.children]
+    if isinstance(record, ValueStored):
+        return ()
     return (record.number,)

@@ -48,7 +48,7 @@ class Append:
     priority: Priority = NORMAL
     # About the largest size of its answer.
     answer_bytes: int = 0
-    # The weights for which it was checked. None: any.
+    # Of a new cache: the weights for which it was checked. None: any.
     weights: int | None = None
     # Also in the options. 0: all tokens are kept. Otherwise the worker decides how many.
     accept: int = 0

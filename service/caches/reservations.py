@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.caches.context import Context
-from service.caches.entries import CacheEntry, Operation, OperationKind, touch
+from service.caches.effects import Context
+from service.caches.entries import CacheEntry, Operation, OperationKind
 from service.caches.ledger import CacheState, Ledger
+from service.caches.placement import touch
 from service.caches.requests import Append, Priority, Request
 from service.caches.tenants import UNBOUNDED, Tenant
 from service.caches.weights import Weights
@@ -97,10 +98,9 @@ class Admission:
         if is_checked and size_bytes and size_bytes > left_bytes:
             raise JournalFull(self._limits.max_journal_bytes)
         serving = self._weights.serving
-        checked = serving if append is None or append.weights is None else append.weights
         for entry in known:
-            if entry is None or entry.waiting or not entry.state.weights == serving == checked:
-                self._require_turn(kind, append, known, entry)
+            if entry is None or entry.waiting or entry.state.weights != serving:
+                self._require_turn(kind, known, entry)
         self._queued_bytes += size_bytes
         tenant.in_flight += 1
         return known, size_bytes  # type: ignore[return-value]  # None is none of them
@@ -108,7 +108,6 @@ class Admission:
     def _require_turn(
         self,
         kind: OperationKind[Request],
-        append: Append | None,
         known: Sequence[CacheEntry | None],
         entry: CacheEntry | None,
     ) -> None:
@@ -117,7 +116,7 @@ class Admission:
             if entry is None:
                 raise CacheNotFound
             if kind.needs_weights:
-                self._weights.require(entry, append)
+                self._weights.require(entry)
             # One of them begins at once if none runs.
             most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
             if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:

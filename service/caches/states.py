@@ -5,7 +5,7 @@ operations into it (`MOVED_BY`). The simulator checks every transition against b
 a test the table in ARCHITECTURE.md.
 
 Other fields of an operation say more about its state, never something else: what a parked operation waits for
-(`need`), the forward that a worker computes (`attempt`), the records that are with the journal (`records`).
+(`need`), the forward that a worker computes (`op_id`), the records that are with the journal (`records`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which weights new caches get, and which older caches can still be used.
 
-A cache and its forks belong to the weights that were served when it was created. After a switch they can be
-used for a while (drain), or only be released. Where weights are replaced by others of the same config, caches
-can continue with those: then they belong to them, and their KV is recomputed.
+A cache and its forks belong to the weights that were served when it was created. When these are replaced,
+they can only be released; or they continue with the new ones: then they belong to them, and their KV is
+recomputed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from service.caches.entries import CacheEntry, Operation
 from service.caches.ledger import Ledger
-from service.caches.requests import Append
 from service.errors import WeightsChanged
 
 
@@ -23,15 +22,7 @@ class Weights:
         self.serving = 0
         # The first weights whose caches continue with the ones that are served.
         self.continued_from = 0
-        # Older weights whose caches can still be used.
-        self._usable: set[int] = set()
         self._ledger = ledger
-
-    def switch(self, weights: int, *, drain: bool) -> None:
-        """New caches get other weights. `drain`: existing caches can still be used."""
-        if drain:
-            self._usable.add(self.serving)
-        self.serving = self.continued_from = weights
 
     def replace(self, weights: int, *, continued_from: int) -> None:
         """New caches get other weights, and those of `continued_from` and later ones continue with them."""
@@ -42,19 +33,13 @@ class Weights:
         """The weights with which something of these is computed now."""
         return self.serving if self.continued_from <= weights <= self.serving else weights
 
-    def drained(self, weights: int) -> None:
-        """Refuses new requests for caches of these weights. Earlier requests continue."""
-        self._usable.discard(weights)
-
     def can_use(self, weights: int) -> bool:
         """Whether caches of these weights can be used."""
-        return weights == self.serving or weights in self._usable
+        return weights == self.serving
 
-    def require(self, entry: CacheEntry, append: Append | None) -> None:
-        """Raises WeightsChanged if a cache cannot be used, or an append was checked for other weights."""
-        weights = entry.state.weights
-        checked = None if append is None else append.weights
-        if not self.can_use(weights) or (checked is not None and self.current(checked) != weights):
+    def require(self, entry: CacheEntry) -> None:
+        """Raises WeightsChanged if a cache cannot be used."""
+        if not self.can_use(entry.state.weights):
             raise WeightsChanged
 
     def has_caches(self, weights: int) -> bool:

@@ -1,4 +1,6 @@
-"""Estimates how long a forward will take: the queue of a worker, and how long recent forwards took. Pure.
+"""Estimates how long a forward will take, and refuses one that would take too long. Pure.
+
+It counts the queue of a worker, and how long recent forwards took.
 
 There are two queues, as in the worker: short forwards (decodes) and long ones. What is ahead of a new
 forward is counted in tokens and rows, with fair queueing: a caller with hundreds of forwards delays only
@@ -13,9 +15,10 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Protocol
 
 from service.caches.requests import HIGH, Priority
+from service.errors import DeadlinePassed, Overloaded
 
 # The longest short forward. As in the worker.
 _SHORT_TOKENS = 16
@@ -32,7 +35,7 @@ _LEAST_NEWS_S = 0.25
 _LEAST_SPREAD = 1 / 256
 # The estimate may be at most this part of the time left. The rest is a reserve. High priorities have none, so
 # they are refused last.
-TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
+_TIME_SHARES = {Priority.LOW: 0.5, Priority.NORMAL: 0.85, Priority.HIGH: 1.0}
 
 
 @dataclass(slots=True)
@@ -149,21 +152,21 @@ class End(enum.Enum):
     TAKEN_BACK = enum.auto()
 
 
-class Work(NamedTuple):
-    """A forward in the queue of a worker."""
+class Forward(Protocol):
+    """What a load knows of a forward: an operation. It writes the fields from `priority` on."""
 
-    # Callers take turns.
+    ticket: int
+    # Callers take turns. 0: a caller of its own.
     caller: int
+    # None: no deadline.
+    deadline_s: float | None
     priority: Priority
     is_long: bool
     # In tokens and rows: its own, and that up to and including it.
     cost: int
     total: int
-    # When it was estimated, and sent.
+    # When it was sent.
     since_s: float
-
-
-NO_WORK = Work(0, Priority.NORMAL, is_long=False, cost=0, total=0, since_s=0.0)
 
 
 class WorkerLoad:
@@ -173,68 +176,31 @@ class WorkerLoad:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
 
-    def estimate(
-        self,
-        caller: int,
-        tokens: int,
-        rows: int,
-        priority: Priority,
-        now_s: float = 0.0,
-        *,
-        enters: bool = False,
-    ) -> Work:
-        """A new forward, with what is ahead of it now. `enters`: it counts until it leaves."""
+    def estimate(self, forward: Forward, tokens: int, rows: int, priority: Priority, now_s: float) -> None:
+        """Writes how a forward counts if it is sent now: after those that come before it."""
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
-        ahead = self._queues[is_long]
-        low, normal, high = ahead.cost
+        queue = self._queues[is_long]
+        low, normal, high = queue.cost
         before = high
         if priority < HIGH:
             before += normal if priority else normal + low
-        own = ahead.by_caller.get(caller)
-        callers = len(ahead.by_caller) + (own is None)
-        total, in_turn = cost + before, (cost + (own or 0)) * callers
-        # Without the call that `min` is: this runs for each token.
-        total = min(total, in_turn)
-        if enters:
-            ahead.cost[priority] += cost
-            ahead.by_caller[caller] = cost + (own or 0)
-        # Without the call of a Python function that `Work()` is.
-        return tuple.__new__(Work, (caller, priority, is_long, cost, total, now_s))
+        own = queue.by_caller.get(forward.caller or -forward.ticket)
+        callers = len(queue.by_caller) + (own is None)
+        forward.priority, forward.is_long, forward.cost, forward.since_s = priority, is_long, cost, now_s
+        forward.total = min(cost + before, (cost + (own or 0)) * callers)
 
-    def expected_s(self, work: Work) -> float:
-        """The estimated time to the answer. 0: unknown, or nothing is ahead."""
-        return self._times(work).expected_s(work.total) if work.total > work.cost else 0.0
+    def enter(self, forward: Forward) -> None:
+        """A forward is sent, as it was estimated: it counts until it leaves."""
+        queue, caller = self._queues[forward.is_long], forward.caller or -forward.ticket
+        queue.cost[forward.priority] += forward.cost
+        queue.by_caller[caller] = queue.by_caller.get(caller, 0) + forward.cost
 
-    def expected_wait_s(self) -> float:
-        """The estimated wait of a new caller with a prompt of typical length."""
-        return self.expected_s(self.estimate(0, _TYPICAL_PROMPT_TOKENS, 1, Priority.NORMAL))
-
-    @property
-    def token_s(self) -> float:
-        """The measured time of a token in a long forward. 0: none was answered."""
-        return self._queues[True].times[Priority.NORMAL].unit_s
-
-    def compute_s(self, tokens: int, token_s: float) -> float:
-        """The estimated time until so many tokens of a new caller are computed, in an idle worker too.
-
-        token_s: the time of a token if it was not measured yet.
-        """
-        work = self.estimate(0, tokens, 1, Priority.NORMAL)
-        return work.total * (self._times(work).unit_s or token_s)
-
-    def own_s(self, work: Work) -> float:
-        """The least part of `expected_s` that is its own work."""
-        return self._times(work).slope_s * work.cost
-
-    def start_within_s(self, work: Work, left_s: float) -> float:
-        """By when it has to begin to end in `left_s`. Less its own work if anything is ahead."""
-        return max(left_s - self.own_s(work), 0.0) if work.total > work.cost else left_s
-
-    def leave(self, works: Iterable[Work], now_s: float, end: End) -> None:
+    def leave(self, forwards: Iterable[Forward], now_s: float, end: End) -> None:
         """Forwards that had entered have ended."""
         is_answered = end is End.ANSWERED
-        for caller, priority, is_long, cost, total, since_s in works:
-            queue = self._queues[is_long]
+        for forward in forwards:
+            queue, priority, cost = self._queues[forward.is_long], forward.priority, forward.cost
+            caller = forward.caller or -forward.ticket
             queue.cost[priority] -= cost
             left = queue.by_caller[caller] - cost
             if left:
@@ -246,10 +212,61 @@ class WorkerLoad:
                 if times.now_s != now_s:
                     times.take_in(now_s)
                 times.answers += 1
-                times.ahead += total
-                times.took_s += now_s - since_s
+                times.ahead += forward.total
+                times.took_s += now_s - forward.since_s
             elif end is End.LATE:
-                times.late(total, now_s - since_s)
+                times.late(forward.total, now_s - forward.since_s)
 
-    def _times(self, work: Work) -> _LatencyModel:
-        return self._queues[work.is_long].times[work.priority]
+    def require_time(self, forward: Forward, wait_s: float, now_s: float) -> float:
+        """Within which time a forward that was estimated has to begin, at most `wait_s`.
+
+        Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
+        """
+        times, is_first = self._times(forward), forward.total <= forward.cost
+        # 0: unknown, or nothing is ahead.
+        expected_s = 0.0 if is_first else times.expected_s(forward.total)
+        # The least part of that which is its own work.
+        own_s = times.slope_s * forward.cost
+        if forward.deadline_s is None:
+            # Without a deadline only the queueing delay is limited.
+            expected_s -= own_s
+            if expected_s > wait_s:
+                raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
+            return wait_s
+        left_s = forward.deadline_s - now_s
+        if left_s <= 0:
+            raise DeadlinePassed
+        may_take_s = left_s * _TIME_SHARES[forward.priority]
+        if expected_s > may_take_s:
+            raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
+        return min(left_s if is_first else max(left_s - own_s, 0.0), wait_s)
+
+    def _times(self, forward: Forward) -> _LatencyModel:
+        return self._queues[forward.is_long].times[forward.priority]
+
+    # Of a new caller.
+
+    def total_for(self, tokens: int) -> int:
+        """The cost up to and including a prompt of a new caller, if it came now. As `estimate`."""
+        queue, cost = self._queues[tokens > _SHORT_TOKENS], tokens + 1
+        _, normal, high = queue.cost
+        return min(cost + normal + high, cost * (len(queue.by_caller) + 1))
+
+    def expected_wait_s(self) -> float:
+        """The estimated wait of a new caller with a prompt of typical length."""
+        total = self.total_for(_TYPICAL_PROMPT_TOKENS)
+        times = self._queues[True].times[Priority.NORMAL]
+        return times.expected_s(total) if total > _TYPICAL_PROMPT_TOKENS + 1 else 0.0
+
+    def compute_s(self, tokens: int, token_s: float) -> float:
+        """The estimated time until so many tokens of a new caller are computed, in an idle worker too.
+
+        token_s: the time of a token if it was not measured yet.
+        """
+        times = self._queues[tokens > _SHORT_TOKENS].times[Priority.NORMAL]
+        return self.total_for(tokens) * (times.unit_s or token_s)
+
+    @property
+    def token_s(self) -> float:
+        """The measured time of a token in a long forward. 0: none was answered."""
+        return self._queues[True].times[Priority.NORMAL].unit_s

@@ -53,7 +53,6 @@ class Contents:
     ledger: Ledger
     frames: int
     records: int
-    model_tag: str | None
     damage: str
 
 
@@ -110,7 +109,7 @@ def read_journal(directory: Path) -> Contents:
             raise refused(journal, journal, str(error)) from None
         # A server may be writing at the end just now.
         damage = "" if in_use else found.damage
-        return Contents(ledger, recovery.frames, recovery.records, recovery.model, damage)
+        return Contents(ledger, recovery.frames, recovery.records, damage)
 
     return _read(directory, read)
 

@@ -36,8 +36,6 @@ class Journal:
     This one stores nothing: caches survive a restart of workers, but not of the gateway.
     """
 
-    # The model tag that was stored with the recovered caches (`ModelVersions`). None: there is none.
-    model_fingerprint: str | None = None
     # Whether records survive this process.
     is_durable = False
     # Each is called for each durable commit, with the seconds since it was given.
@@ -61,8 +59,8 @@ class Journal:
         """
         on_committed(True)
 
-    def bind_model(self, fingerprint: str) -> None:
-        """Replaces the model tag. The new one is durable with the next commit."""
+    async def sync(self) -> None:
+        """Returns when all that is committed survives a crash of the system, as far as that can be had."""
 
     async def run(self) -> None:
         """Does what has to be done from time to time, until cancelled. Then it ends what is left to do.

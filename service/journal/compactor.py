@@ -1,4 +1,4 @@
-"""Compaction of a journal: restates every cache in one record, then drops all earlier records.
+"""Compaction of a journal: restates every cache and value in one record, then drops all earlier records.
 
 A pass begins at a moment without unfinished commits, when the ledger and the journal agree. From this mark
 on, each cache is restated before any other record of it, so that the journal is complete without the records
@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from service.caches.ledger import CacheState, Ledger
-from service.caches.records import CacheForked, CacheReleased, CacheRestated, CacheTruncated, Record
+from service.caches.records import (
+    CacheForked,
+    CacheReleased,
+    CacheRestated,
+    CacheTruncated,
+    Record,
+    ValueStored,
+)
 from service.caches.segments import Segment
 from service.journal.base import OnCommitted
 
@@ -68,6 +75,8 @@ class Compactor:
             return
         restated: list[CacheRestated] = []
         for record in records:
+            if isinstance(record, ValueStored):
+                continue
             number = record.parent if isinstance(record, CacheForked) else record.number
             if number in self._pending:
                 released = isinstance(record, CacheReleased)
@@ -108,15 +117,16 @@ class Compactor:
         if ok:
             self._pending = dict.fromkeys(state.number for state in self._ledger)
             self._on_begin()
-            # What the journal itself adds to a commit is behind the mark, too, also if there are no caches.
-            self._commit((), (), lambda _ok: None)
+            # Also if there is nothing: this commit completes a pass without caches.
+            values = [ValueStored(name, value) for name, value in self._ledger.values.items()]
+            self._commit(values, (), lambda _ok: None)
         else:
             self._end()
         for records, on_committed in held:
             (self.commit if self.is_underway else self._append)(records, on_committed)
 
     def _commit(
-        self, restated: Sequence[CacheRestated], records: Sequence[Record], on_committed: OnCommitted
+        self, restated: Sequence[Record], records: Sequence[Record], on_committed: OnCommitted
     ) -> None:
         self._unfinished += 1
         number = self._pass

@@ -34,7 +34,6 @@ from types import UnionType
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from service.caches import records as cache_records
-from service.caches.frozen_struct import frozen_struct
 from service.caches.records import Record, TokensAppended
 
 _HEAD: Final = struct.Struct("<IQq")
@@ -48,13 +47,6 @@ PACKED_DECODE_BYTES: Final = 20
 _PACKED_DECODE_VALUES: Final = PACKED_DECODE_BYTES // 4
 
 
-@frozen_struct
-class ModelTag:
-    """The weights of the newest caches: see `service.pool.model_versions`."""
-
-    tag: str
-
-
 _PACKED_DECODES: Final = 0
 _KINDS: Final[dict[int, type]] = {
     1: cache_records.CacheCreated,
@@ -64,7 +56,7 @@ _KINDS: Final[dict[int, type]] = {
     5: cache_records.LeaseRenewed,
     6: cache_records.CacheReleased,
     7: cache_records.CacheRestated,
-    8: ModelTag,
+    8: cache_records.ValueStored,
 }
 _KIND_OF: Final = {cls: kind for kind, cls in _KINDS.items()}
 
@@ -126,7 +118,7 @@ def read_frames(file: BinaryIO, end: int, seed: blake2b) -> Iterator[Frame]:
         yield Frame(number, wall_ns, payload, at)
 
 
-def encode(records: Sequence[Record | ModelTag]) -> bytes:
+def encode(records: Sequence[Record]) -> bytes:
     """Encodes records as a payload. Raises ValueError if a value is out of its range."""
     items: list[bytes] = []
     packed_values: list[int] = []
@@ -151,7 +143,7 @@ def encode(records: Sequence[Record | ModelTag]) -> bytes:
     return items[0] if len(items) == 1 else b"".join(items)
 
 
-def decode(payload: bytes) -> Iterator[Record | ModelTag]:
+def decode(payload: bytes) -> Iterator[Record]:
     """Yields the records of a payload. Raises UnknownRecord, maybe after some records."""
     for item in decode_packed(payload):
         if not isinstance(item, bytes):
@@ -163,7 +155,7 @@ def decode(payload: bytes) -> Iterator[Record | ModelTag]:
             yield TokensAppended(number, position, values[at + 4 : at + 5], prompt_len, ownership)
 
 
-def decode_packed(payload: bytes) -> Iterator[Record | ModelTag | bytes]:
+def decode_packed(payload: bytes) -> Iterator[Record | bytes]:
     """As `decode`, but leaves packed decodes packed: `PACKED_DECODE_BYTES` for each append of one token."""
     body = _Body(payload)
     while body.at < body.end:
@@ -190,7 +182,7 @@ def _encode_decodes(values: list[int], records: list[TokensAppended]) -> list[by
     return [_ITEM.pack(_PACKED_DECODES, len(body)) + body]
 
 
-def _encode_one(record: Record | ModelTag) -> bytes:
+def _encode_one(record: Record) -> bytes:
     cls = type(record)
     try:
         body = _codec_of(cls).write(record)
@@ -199,12 +191,12 @@ def _encode_one(record: Record | ModelTag) -> bytes:
         raise ValueError(f"{cls.__name__} of a cache does not fit its encoding: {error}") from None
 
 
-def _decode_one(kind: int, item: bytes) -> Record | ModelTag:
+def _decode_one(kind: int, item: bytes) -> Record:
     cls = _KINDS.get(kind)
     if cls is None:
         raise UnknownRecord(f"records of kind {kind} are unknown")
     body = _Body(item)
-    record: Record | ModelTag = _codec_of(cls).read(body)
+    record: Record = _codec_of(cls).read(body)
     if body.at < body.end:
         raise UnknownRecord(f"{cls.__name__} has {body.end - body.at} bytes more than are known")
     return record

@@ -55,7 +55,7 @@ class FileJournal(StoredJournal):
         super().__init__(compaction_bytes)
         recovery = Recovery(apply, apply_run)
         self._segments = Segments(directory, sync, recovery)
-        self.model_fingerprint, self._size_bytes = recovery.model, recovery.size_bytes
+        self._size_bytes = recovery.size_bytes
         # Why nothing can be written any more, for ever.
         self._loss = ""
         self._lost = asyncio.Event()
@@ -104,6 +104,11 @@ class FileJournal(StoredJournal):
             await asyncio.sleep(CHECK_S)
             if self._segments.is_unsynced:
                 await self._on_thread(self._segments.sync, "the journal could not be synced")
+
+    async def sync(self) -> None:
+        """See `Journal.sync`. A failure is logged: the disk may work again at the next one."""
+        if self._segments.is_unsynced and not self._closed:
+            await self._on_thread(self._segments.sync, "the journal could not be synced")
 
     async def _prepare(self) -> bool:
         return await self._on_thread(self._segments.prepare, "the journal could not be compacted")

@@ -26,7 +26,7 @@ def open_configured(
 
 
 class _InMemory(Journal):
-    """Stores nothing. But weights, adapters and workers of a directory belong to one gateway at a time."""
+    """Stores nothing. But workers and files of a directory belong to one gateway at a time."""
 
     def __init__(self, directory: Path) -> None:
         """Raises DirectoryInUse."""

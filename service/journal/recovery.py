@@ -16,7 +16,6 @@ from service.journal.encoding import (
     FRAME_BYTES,
     PACKED_DECODE_BYTES,
     Frame,
-    ModelTag,
     UnknownRecord,
     decode_packed,
 )
@@ -40,12 +39,10 @@ class Recovery:
     Attributes:
         size_bytes: Of the frames so far.
         frames, records: How many there were. An append of one token is one record.
-        model: The last model tag.
     """
 
     def __init__(self, apply: Apply, apply_run: ApplyRun) -> None:
         self.size_bytes = self.frames = self.records = 0
-        self.model: str | None = None
         self._apply = apply
         self._apply_run = apply_run
         # Packed decodes that are not applied yet, the time of each part, and how many decodes these are.
@@ -69,8 +66,6 @@ class Recovery:
                     self._packed.append(item)
                     self._walls_s.append(wall_s)
                     self._count += len(item) // PACKED_DECODE_BYTES
-                elif isinstance(item, ModelTag):
-                    self.model = item.tag
                 else:
                     self._flush()
                     self._apply(item, wall_s)

@@ -1,4 +1,4 @@
-"""What journals have in common that store frames: commits that wait, the model tag, and compaction."""
+"""What journals have in common that store frames: commits that wait, and compaction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.caches.ledger import Ledger
 from service.caches.records import Record
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
-from service.journal.encoding import FRAME_BYTES, ModelTag, encode
+from service.journal.encoding import FRAME_BYTES, encode
 from service.logging import get_logger
 
 _log = get_logger(__name__)
@@ -28,8 +28,8 @@ PORTION_S: Final = 0.05
 _CALLBACK_SLICE_BYTES: Final = 1 << 12
 
 
-# A commit whose result is not known yet: its size, when it was given, its model tag, and whom to tell.
-_Pending = tuple[int, float, str | None, OnCommitted]
+# A commit whose result is not known yet: its size, when it was given, and whom to tell.
+_Pending = tuple[int, float, OnCommitted]
 
 
 class StoredJournal(Journal):
@@ -41,8 +41,6 @@ class StoredJournal(Journal):
         self._compaction_bytes = compaction_bytes
         self._compactor: Compactor | None = None
         self._loop: asyncio.AbstractEventLoop
-        # A model tag that no durable commit has yet: it is part of each commit until one is durable.
-        self._new_tag: str | None = None
         # Commits whose callbacks have not run. Those of the first ones are due: whether these are durable.
         self._waiting: collections.deque[_Pending] = collections.deque()
         self._finished: collections.deque[bool] = collections.deque()
@@ -82,11 +80,6 @@ class StoredJournal(Journal):
         self._ledger = ledger
         self._compactor = Compactor(ledger, self._commit, self._begun, self._completed)
 
-    def bind_model(self, fingerprint: str) -> None:
-        """See `Journal.bind_model`."""
-        if fingerprint != self.model_fingerprint:
-            self.model_fingerprint = self._new_tag = fingerprint
-
     @property
     def oldest_waiting_s(self) -> float:
         """See `Journal.oldest_waiting_s`."""
@@ -100,9 +93,8 @@ class StoredJournal(Journal):
             self._commit(records, on_committed)
 
     def _commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        tag = self._new_tag
         try:
-            payload = encode(records if tag is None else [ModelTag(tag), *records])
+            payload = encode(records)
         except ValueError:
             # A bug of ours: a value is out of its range.
             _log.exception("records could not be encoded")
@@ -112,7 +104,7 @@ class StoredJournal(Journal):
             on_committed(False)
             return
         self._loop = asyncio.get_running_loop()
-        pending = FRAME_BYTES + len(payload), time.monotonic(), tag, on_committed
+        pending = FRAME_BYTES + len(payload), time.monotonic(), on_committed
         durable = self._store(payload, at_once=not self._waiting)
         if durable is None:
             self._waiting.append(pending)
@@ -138,12 +130,10 @@ class StoredJournal(Journal):
             self._tell(commit, durable)
 
     def _tell(self, commit: _Pending, durable: bool) -> None:
-        size_bytes, given_at, tag, on_committed = commit
+        size_bytes, given_at, on_committed = commit
         self._works = durable
         if durable:
             self._size_bytes += size_bytes
-            if tag is not None and tag == self._new_tag:
-                self._new_tag = None
             for on_latency in self.on_latency:
                 on_latency(time.monotonic() - given_at)
         try:
@@ -182,7 +172,6 @@ class StoredJournal(Journal):
     def _begun(self) -> None:
         self._set_mark()
         self._obsolete_bytes = self._size_bytes
-        self._new_tag = self.model_fingerprint
 
     def _completed(self) -> None:
         self._has_obsolete = True

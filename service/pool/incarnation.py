@@ -212,7 +212,7 @@ class Incarnation:
             pages_total=ready.pages_total,
             capacity_tokens=ready.executor.kv_capacity_tokens,
             pages_available=ready.pages_total,
-            weights=slot.version.number,
+            weights=self._versions.serving.number,
         )
 
     async def _heartbeat(self) -> WorkerExit:
@@ -282,7 +282,7 @@ class Incarnation:
 
         An adopted worker first learns which of its sequences to keep.
         """
-        version, fingerprint = self.slot.version, ready.model.fingerprint
+        version, fingerprint = self._versions.serving, ready.model.fingerprint
         if version is not self._version:
             self.terminate("other weights have replaced those that it has loaded")
             return
@@ -290,7 +290,7 @@ class Incarnation:
             # Only of an earlier gateway, whose switch this one does not know of: its data was restored.
             self.terminate("weights that were put into place later are not those that are served")
             return
-        expected = version.expected_fingerprint
+        expected = self._versions.expected_fingerprint
         if expected not in (None, fingerprint):
             failure = PoolFailed(
                 f"the journal has caches of another model (fingerprint {expected or 'none'})"

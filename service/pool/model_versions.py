@@ -1,8 +1,8 @@
-"""The model versions, the one that is served, and the workers of each.
+"""The weights that are served, with the number of their version, and the workers.
 
-A model version is a set of weights with a number. Each new version gets a higher number, also after a
-restart. New caches belong to the served version. The next gateway learns it from the model tag in the
-journal, and from `weights.json` in the data directory once LoadWeights has loaded other weights.
+A model version is a set of weights with a number. Each replacement gets a higher one, also after a restart.
+New caches belong to the served version. The journal says which it is, so the next gateway agrees with the
+caches that it finds there.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import asyncio
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
-from service import durable_file
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
 
 _log = get_logger(__name__)
-_NAME = "weights.json"
-_MAX_BYTES = 1 << 16
+_NAME = "weights"
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +30,6 @@ class WorkerSlot:
     """The place of one worker, with the state of its current incarnation (epoch)."""
 
     worker_id: str
-    version: ModelVersion
     index: int = 0
     epoch: int = 0
     pid: int = 0
@@ -53,37 +51,108 @@ class WorkerSlot:
     snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
 
 
+@dataclass(slots=True, eq=False)
 class ModelVersion:
-    """One set of weights, and the slots of the workers that have loaded it."""
+    """One set of weights."""
 
-    def __init__(self, number: int, model: str, workers: range) -> None:
-        """`workers`: their indexes among the workers of all gateways of this server."""
-        self.number = number
-        # A directory, or the name of an executor without weights.
-        self.model = model
-        # The first version whose caches continue with this one.
-        self.continued_from = number
-        # Replaced when it changes.
-        self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in workers]
+    number: int
+    # A directory, or the name of an executor without weights.
+    model: str
+    # The first version whose caches continue with this one.
+    continued_from: int
+    # Of the first worker that was ready with it. All others must have the same one.
+    fingerprint: str | None = None
+
+
+class ModelVersions:
+    """Owner of the served version and of the slots. Notifies subscribers of changes of these."""
+
+    def __init__(
+        self,
+        configured: str,
+        workers: int | range,
+        values: StoredValues | None = None,
+        has_caches: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        """Restores the version that the previous gateway served. `configured`: the model of the settings.
+
+        `workers`: their number, or their indexes among the workers of all gateways of this server.
+        `values` has that version. `has_caches`: whether a version has any.
+        """
+        self._configured = configured
+        self._values = StoredValues() if values is None else values
+        # The version of new caches. Only this class sets it.
+        self.serving = ModelVersion(0, configured, 0)
+        fingerprint = self._restore()
         # Fingerprint of the model whose caches are in the journal. A model with another one is refused.
-        self.expected_fingerprint: str | None = None
-        # Of the first worker that was ready. All others must have the same one.
-        self.fingerprint: str | None = None
-        # The ready event of that worker, which describes the model; the longest sequence of any worker.
+        self.expected_fingerprint = fingerprint if has_caches(self.serving.number) else None
+        # A version is stored that is about to be served.
+        self._is_switching = False
+        # Replaced when it changes.
+        indexes = range(workers) if isinstance(workers, int) else workers
+        self.slots: Sequence[WorkerSlot] = [self._new_slot(index) for index in indexes]
+        # The ready event of the first worker that was ready, which describes the model; the longest sequence
+        # of any worker.
         self.first_ready: worker_pb2.WorkerReady | None = None
         self.max_seq_tokens = 0
-        # Whether callers may use caches of this version.
-        self.is_usable = True
-        # Loads beside the served version. If one worker fails, the load fails.
-        self.is_loading = False
-        # Why loading failed.
-        self.failure: str | None = None
-        self._loaded = asyncio.Event()
+        self._all_ready = asyncio.Event()
+        # How many workers were started or adopted, by the index of their slot.
+        self.starts: Counter[int] = Counter()
+        self._last_number = self.serving.number
+        self._subscribers: list[Callable[[], None]] = []
+
+    def _restore(self) -> str | None:
+        """Serves what was served last, unless the settings name another model than then.
+
+        Returns the fingerprint that is stored; None: nothing is.
+        """
+        value = self._values.get(_NAME)
+        if not value:
+            return None
+        stored = json.loads(value)
+        loaded, number = stored["model"], stored["number"]
+        if self._configured in (stored["configured"], loaded):
+            self.serving = ModelVersion(number, loaded, stored["continued_from"])
+        else:
+            self.serving = ModelVersion(number, self._configured, number)
+        what = {"model": self.serving.model, "configured": self._configured, "loaded": loaded}
+        if self.serving.model != self._configured:
+            _log.info("serving the weights that were loaded last", **what)
+        elif loaded != self.serving.model:
+            _log.warning("serving what the settings name, not what was loaded last", **what)
+        fingerprint: str = stored["fingerprint"]
+        return fingerprint
+
+    @property
+    def models(self) -> set[str]:
+        """The model that is served, and the one that the next gateway may serve."""
+        value = self._values.get(_NAME)
+        return {self.serving.model, json.loads(value)["model"]} if value else {self.serving.model}
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether the next gateway finds what `persist` stores."""
+        return self._values.survive
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
+
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called on the event loop, after each change; it must not block."""
+        self._subscribers.append(on_change)
+
+    def changed(self) -> None:
+        """Notifies subscribers that a worker's state or the served version has changed."""
+        for on_change in self._subscribers:
+            on_change()
+
+    # Workers.
 
     def _new_slot(self, index: int) -> WorkerSlot:
         # Names contain the version, so that no gateway adopts a worker with other weights.
-        name = f"worker-{index}.{self.number}" if self.number else f"worker-{index}"
-        return WorkerSlot(name, self, index)
+        number = self.serving.number
+        return WorkerSlot(f"worker-{index}.{number}" if number else f"worker-{index}", index)
 
     def add_slot(self) -> WorkerSlot:
         """Adds a slot, with the lowest index that is free."""
@@ -96,234 +165,70 @@ class ModelVersion:
         """Removes a slot without a worker."""
         self.slots = [one for one in self.slots if one is not slot]
 
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
-
-    async def loaded(self, timeout_s: float | None) -> bool:
-        """Waits until all workers are ready or `failure` is set. False after the timeout, if there is one."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._loaded.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def fail(self, why: str) -> None:
-        """Records that loading failed. The first reason is kept."""
-        self.failure = self.failure or why
-        self._loaded.set()
-
-    def worker_ready(self, ready: worker_pb2.WorkerReady) -> None:
-        self.first_ready = self.first_ready or ready
-        self.max_seq_tokens = max(self.max_seq_tokens, ready.executor.kv_capacity_tokens)
-        if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
-            self._loaded.set()
-
-
-class ModelVersions:
-    """Owner of the versions. Notifies subscribers of changes of versions and of workers' states."""
-
-    def __init__(
-        self,
-        configured: str,
-        workers: int | range,
-        data_dir: Path | None = None,
-        model_tag: str | None = None,
-        bind_caches: Callable[[str], None] = lambda _: None,
-        has_caches: Callable[[int], bool] = lambda _: False,
-    ) -> None:
-        """Restores the version that the previous gateway served. `configured`: the model of the settings.
-
-        `workers`: their number, or their indexes among the workers of all gateways of this server.
-        `model_tag` is the journal's; `bind_caches` replaces it. `has_caches`: whether a version has any.
-        """
-        fingerprint, newest = from_model_tag(model_tag)
-        self._configured = configured
-        self._workers = range(workers) if isinstance(workers, int) else workers
-        self._bind_caches = bind_caches
-        # Without one, the served version is not stored.
-        self._data_dir = data_dir
-        self._stored = stored = read_served_model(data_dir)
-        served = choose_served_model(stored, configured, newest)
-        if served.model != configured:
-            _log.info("serving the weights that were loaded last", model=served.model, configured=configured)
-        elif stored is not None and stored.model != served.model:
-            _log.warning("serving what the settings name, not what was loaded last", loaded=stored.model)
-        # The version of new caches. Only this class sets it.
-        self.serving = ModelVersion(served.weights, served.model, self._workers)
-        if served.continued is not None:
-            self.serving.continued_from = served.continued
-        if has_caches(served.weights):
-            self.serving.expected_fingerprint = fingerprint
-        self._versions = [self.serving]
-        # Whether any worker of any version was ever ready.
-        self.had_ready_worker = False
-        # How many workers were started or adopted, by the index of their slot.
-        self.starts: Counter[int] = Counter()
-        self._last_number = served.weights
-        self._subscribers: list[Callable[[], None]] = []
-
-    def __iter__(self) -> Iterator[ModelVersion]:
-        """All versions: served, loading, and earlier ones that are still in use."""
-        return iter(self._versions)
-
-    @property
-    def models(self) -> set[str]:
-        """The models of all versions, and the one that the next gateway may serve."""
-        models = {version.model for version in self._versions}
-        return models if self._stored is None else models | {self._stored.model}
-
-    @property
-    def all_slots(self) -> list[WorkerSlot]:
-        return [slot for version in self._versions for slot in version.slots]
-
-    @property
-    def is_persistent(self) -> bool:
-        """Whether the next gateway can read what `persist` writes."""
-        return self._data_dir is not None
-
-    def subscribe(self, on_change: Callable[[], None]) -> None:
-        """`on_change` is called on the event loop, after each change; it must not block."""
-        self._subscribers.append(on_change)
-
-    def changed(self) -> None:
-        """Notifies subscribers that a worker's state or the served version has changed."""
-        for on_change in self._subscribers:
-            on_change()
-
     def worker_ready(self, slot: WorkerSlot) -> None:
         assert slot.ready is not None
-        self.had_ready_worker = slot.was_ready = True
-        slot.version.worker_ready(slot.ready)
-        if slot.version is self.serving:
-            self._tag_caches()
-            self._update_file()
+        slot.was_ready = True
+        self.first_ready = self.first_ready or slot.ready
+        self.max_seq_tokens = max(self.max_seq_tokens, slot.ready.executor.kv_capacity_tokens)
+        if all(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots):
+            self._all_ready.set()
+        if not self._is_switching:
+            self._store()
         self.changed()
 
-    def add(self, model: str, *, has_workers: bool = True) -> ModelVersion:
-        """Adds a version that is to be loaded. Numbers are never reused, even if loading fails.
+    async def all_ready(self) -> None:
+        """Waits until all workers were ready at the same time."""
+        await self._all_ready.wait()
 
-        Without workers of its own it takes over those of the served version; see `replace`.
-        """
+    # Versions.
+
+    def next_version(self, model: str) -> ModelVersion:
+        """A version that is to be served. Numbers are never reused, even if it is not."""
         self._last_number += 1
-        version = ModelVersion(self._last_number, model, self._workers if has_workers else range(0))
-        version.is_loading = True
-        self._versions.append(version)
-        return version
+        return ModelVersion(self._last_number, model, self._last_number)
 
-    def persist(self, version: ModelVersion) -> None:
-        """Stores that this version is served from now on; `serve` or `replace` has to follow.
+    async def persist(self, version: ModelVersion, fingerprint: str) -> None:
+        """Stores that this version is served from now on; `serve` has to follow.
 
-        Changes nothing but the file, so it may run on a thread. Atomic; blocks on the disk; raises OSError.
+        Raises StorageUnavailable.
         """
-        if self._data_dir is not None:
-            write_served_model(self._data_dir, self._served_model(version))
-
-    def serve(self, version: ModelVersion) -> None:
-        """Makes this the served version: that of new caches."""
-        self.serving = version
-        self._stored = self._served_model(version)
-        self._tag_caches()
-        self.changed()
-
-    def replace(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
-        """Makes a version without workers the served one. It takes over those that serve. See `serve`.
-
-        model: what they have put into place.
-        """
-        before, version.is_loading = self.serving, False
-        version.fingerprint, version.slots = model.fingerprint, before.slots
-        for slot in before.slots:
-            slot.version = version
-            if slot.ready is not None:
-                slot.ready.model.CopyFrom(model)
-        version.first_ready, version.max_seq_tokens = before.first_ready, before.max_seq_tokens
-        if version.first_ready is not None:
-            version.first_ready.model.CopyFrom(model)
-        before.is_usable, before.slots = False, []
-        self._versions.remove(before)
-        self.serve(version)
-
-    def mark_unusable(self, version: ModelVersion) -> None:
-        """Forbids callers the use of caches of this version."""
-        version.is_usable = False
-        self.changed()
-
-    def remove(self, version: ModelVersion) -> None:
-        """Removes a version whose workers have stopped."""
-        version.is_usable = False
-        self._versions.remove(version)
-        self.changed()
-
-    def _tag_caches(self) -> None:
-        self._bind_caches(to_model_tag(self.serving.fingerprint or "", self.serving.number))
-
-    def _served_model(self, version: ModelVersion) -> ServedModel:
-        first = None if version.continued_from == version.number else version.continued_from
-        return ServedModel(self._configured, version.model, version.number, first)
-
-    def _update_file(self) -> None:
-        """Updates the file if the settings have changed since weights were loaded, and the model works."""
-        served = self._served_model(self.serving)
-        if self._stored in (None, served):
-            return
+        version.fingerprint = fingerprint
+        self._is_switching = True
         try:
-            # Blocks once, before the first call is served.
-            self.persist(self.serving)
-            self._stored = served
-        except OSError as error:
-            _log.warning("cannot store which weights are served", error=error.strerror)
+            await self._values.set({_NAME: self._encode(version)})
+        except BaseException:
+            self._is_switching = False
+            raise
 
+    def serve(self, version: ModelVersion, model: types_pb2.ModelDescription) -> None:
+        """Makes this the served version: that of new caches.
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """Content of `weights.json`: the model that is served instead of the configured one."""
+        model: what the workers have put into place.
+        """
+        version.fingerprint = model.fingerprint
+        for ready in (self.first_ready, *(slot.ready for slot in self.slots)):
+            if ready is not None:
+                ready.model.CopyFrom(model)
+        # No cache that can be used is of earlier weights.
+        self.serving, self.expected_fingerprint = version, None
+        self._is_switching = False
+        self._store()
+        self.changed()
 
-    # The configured model when the weights were loaded. If the settings name another one now, that is served.
-    configured: str
-    # A directory, or the name of an executor without weights.
-    model: str
-    # Number of the model version, and the first one whose caches continue with it. None: itself.
-    weights: int = 0
-    continued: int | None = None
+    def _store(self) -> None:
+        """Before a cache of the version is made; again if the settings have changed, and the model works."""
+        self._values.put(_NAME, self._encode(self.serving))
 
-
-def read_served_model(data_dir: Path | None) -> ServedModel | None:
-    """What was written last. None if there is no file, or it is invalid. Raises nothing."""
-    if data_dir is None:
-        return None
-    path = data_dir / _NAME
-    try:
-        with path.open("rb") as file:
-            served = ServedModel(**json.loads(file.read(_MAX_BYTES)))
-        types = [type(value) for value in asdict(served).values()]
-        if types[:3] != [str, str, int] or types[3] not in (int, type(None)):
-            raise TypeError("a field has the wrong type")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        _log.warning("cannot read which weights were loaded", path=str(path), error=str(error))
-        return None
-    return served
-
-
-def write_served_model(data_dir: Path, served: ServedModel) -> None:
-    """Replaces the file atomically. Blocks on the disk. Raises OSError."""
-    durable_file.write(data_dir / _NAME, json.dumps(asdict(served)))
-
-
-def choose_served_model(stored: ServedModel | None, configured: str, newest: int) -> ServedModel:
-    """The weights that were loaded last, or the configured ones if the settings have changed since then.
-
-    `newest`: the version number in the journal.
-    """
-    if stored is not None and stored.weights >= newest:
-        if configured in (stored.configured, stored.model):
-            return replace(stored, configured=configured)
-        return ServedModel(configured, configured, stored.weights)
-    # There is no file yet, or it was removed.
-    return ServedModel(configured, configured, newest)
+    def _encode(self, version: ModelVersion) -> bytes:
+        stored = {
+            # If the settings name another model than now, that is served.
+            "configured": self._configured,
+            "model": version.model,
+            "number": version.number,
+            "continued_from": version.continued_from,
+            "fingerprint": version.fingerprint or "",
+        }
+        return json.dumps(stored).encode()
 
 
 def is_gone(served: str, configured: str) -> bool:
@@ -336,14 +241,3 @@ def model_argument(model: str) -> str:
     if model == WEIGHTLESS_MODEL:
         return model
     return str(SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
-
-
-def to_model_tag(fingerprint: str, number: int) -> str:
-    """Encodes the model of the newest caches as a string that the journal stores."""
-    return f"{fingerprint}#{number}" if number else fingerprint
-
-
-def from_model_tag(tag: str | None) -> tuple[str | None, int]:
-    """Decodes fingerprint and number; None and 0 if there is no tag."""
-    fingerprint, _, number = (tag or "").partition("#")
-    return (None if tag is None else fingerprint), int(number or 0)

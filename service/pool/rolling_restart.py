@@ -28,9 +28,9 @@ class RollingRestart:
 
         If cancelled, the worker that is draining is replaced at once, without waiting for its operations.
         """
-        wanted = [slot for slot in self._pool.versions.serving.slots if worker_id in ("", slot.worker_id)]
+        wanted = [slot for slot in self._pool.versions.slots if worker_id in ("", slot.worker_id)]
         if not wanted:
-            known = ", ".join(slot.worker_id for slot in self._pool.versions.serving.slots)
+            known = ", ".join(slot.worker_id for slot in self._pool.versions.slots)
             raise InvalidArgument(UNKNOWN_WORKER, "worker_id", f"no worker has this id; there are {known}")
         replaced = []
         for slot in wanted:
@@ -41,7 +41,7 @@ class RollingRestart:
 
     async def replace_ready(self, grace_s: float) -> list[admin_pb2.ReplacedWorker]:
         """Replaces all ready workers; the others are being restarted already. Raises NoWorker."""
-        replaced = [await self._replace(slot, grace_s) for slot in self._pool.versions.serving.slots]
+        replaced = [await self._replace(slot, grace_s) for slot in self._pool.versions.slots]
         return [one for one in replaced if one is not None]
 
     async def replace_outdated(self, grace_s: float) -> None:
@@ -49,9 +49,8 @@ class RollingRestart:
 
         Stops where a new worker does not become ready: then the others go on as they are.
         """
-        serving = self._pool.versions.serving
-        await serving.loaded(None)
-        for slot in serving.slots:
+        await self._pool.versions.all_ready()
+        for slot in self._pool.versions.slots:
             try:
                 await self._replace(slot, grace_s, only_outdated=True)
             except NoWorker:
@@ -61,13 +60,12 @@ class RollingRestart:
     async def _replace(
         self, slot: WorkerSlot, grace_s: float, *, only_outdated: bool = False
     ) -> admin_pb2.ReplacedWorker | None:
-        """None: the worker is not to be replaced, since it is not ready, or not of the served version.
+        """None: the worker is not to be replaced, since it is not ready.
 
         Raises NoWorker if the new worker is not ready within the start timeout.
         """
         async with self.lock:
-            is_ready = slot.state == executor_pb2.WORKER_STATE_READY
-            if not is_ready or slot.version is not self._pool.versions.serving:
+            if slot.state != executor_pb2.WORKER_STATE_READY:
                 return None
             if only_outdated and not slot.is_outdated:
                 return None

@@ -3,9 +3,6 @@
 Each slot has one task: start an incarnation, watch it, clean up, start the next. The first incarnation may be
 adopted from an earlier gateway. An incarnation is killed before the next one starts, so that it cannot answer
 later. The launcher decides where workers run.
-
-Each model version has its own slots. A version that is loading beside the served one gets one attempt. Its
-failures do not affect the other versions.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from contextvars import Context
 
 from quire.v1 import executor_pb2, worker_pb2
 
@@ -24,7 +20,7 @@ from service.logging import get_logger
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import ElasticLauncher, Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
-from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
+from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.setting_rules import MAX_WORKERS
 from workers.common.protocol import EXIT_CONFIG
 
@@ -43,7 +39,7 @@ _CHECK_TIMEOUT_S = 10.0
 
 
 class Supervisor:
-    """Owner of the workers in the slots of all model versions."""
+    """Owner of the workers in the slots."""
 
     def __init__(self, config: Config, versions: ModelVersions, launcher: Launcher) -> None:
         self.versions = versions
@@ -54,7 +50,7 @@ class Supervisor:
         # Set by `run`.
         self._dispatcher: Dispatcher
         self._group: asyncio.TaskGroup
-        # By worker_id: a model version can take over the workers of another.
+        # By worker_id.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # By worker_id and epoch.
         self._running: dict[tuple[str, int], Incarnation] = {}
@@ -72,23 +68,10 @@ class Supervisor:
     def start_timeout_s(self) -> float:
         return self._config.worker_start_timeout_s
 
-    def start(self, version: ModelVersion) -> None:
-        for slot in version.slots:
-            self._start(slot)
-
     def _start(self, slot: WorkerSlot) -> None:
-        # An empty context: that of the LoadWeights call (tenant, request id) must not stay.
         self._tasks[slot.worker_id] = self._group.create_task(
-            self._supervise(slot), name=f"supervise-{slot.worker_id}", context=Context()
+            self._supervise(slot), name=f"supervise-{slot.worker_id}"
         )
-
-    async def stop(self, version: ModelVersion) -> None:
-        """Stops the workers of a version that is not served, and removes the version."""
-        tasks = [self._tasks.pop(slot.worker_id) for slot in version.slots]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self.versions.remove(version)
 
     async def replace(self, worker_id: str, epoch: int, grace_s: float) -> None:
         """Drains and stops an incarnation; a new one replaces it. See `Incarnation.drain`."""
@@ -110,16 +93,15 @@ class Supervisor:
         for incarnation, snapshot in zip(ready, snapshots, strict=True):
             if snapshot is not None and check_integrity and incarnation in self._running.values():
                 incarnation.slot.snapshot.pool_intact = snapshot.pool_intact
-        return self.versions.all_slots
+        return self.versions.slots
 
     def send_adapters(self, command: worker_pb2.AdapterCommand) -> None:
         for incarnation in self._running.values():
             incarnation.send_adapters(command)
 
     def serving_workers(self) -> list[Incarnation]:
-        """The incarnations that serve new caches."""
-        running = self._running.values()
-        return [i for i in running if i.slot.version is self.versions.serving and i.slot.ready is not None]
+        """The incarnations that are ready."""
+        return [i for i in self._running.values() if i.slot.ready is not None]
 
     async def load_adapter(self, source: worker_pb2.AdapterSource) -> worker_pb2.WorkerEvent:
         """Loads an adapter on a worker that serves, and returns the answer. Raises NoWorker, Unsupported."""
@@ -133,16 +115,17 @@ class Supervisor:
         return await incarnation.ask(worker_pb2.WorkerCommand(adapter=command))
 
     async def run(self, dispatcher: Dispatcher) -> None:
-        """Starts the workers of the served version and keeps all workers running until cancelled.
+        """Starts the workers and keeps them running until cancelled.
 
         Then stops them, unless `detach_workers` was called before. Raises PoolFailed.
         """
-        self._dispatcher, serving = dispatcher, self.versions.serving
+        self._dispatcher = dispatcher
         try:
-            configs = [self._worker_config(slot) for slot in serving.slots]
+            configs = [self._worker_config(slot) for slot in self.versions.slots]
             self._adopted.update(await self._launcher.adopt(configs))
             async with asyncio.TaskGroup() as self._group:
-                self.start(serving)
+                for slot in self.versions.slots:
+                    self._start(slot)
                 if self._config.workers is None and isinstance(self._launcher, ElasticLauncher):
                     self._group.create_task(self._follow_room(self._launcher), name="room")
         except ExceptionGroup as failures:
@@ -172,42 +155,33 @@ class Supervisor:
         while True:
             found = await launcher.room(found)
             self._room = min(max(found, 1), MAX_WORKERS)
-            version = self.versions.serving
-            while len(version.slots) < self._room:
-                self._start(version.add_slot())
-            for slot in reversed(version.slots):
-                if slot.is_waiting and self._has_no_room(slot):
+            while len(self.versions.slots) < self._room:
+                self._start(self.versions.add_slot())
+            for slot in reversed(self.versions.slots):
+                if slot.is_waiting and self._has_no_room():
                     self._tasks[slot.worker_id].cancel()
                     self._remove(slot)
             self.versions.changed()
 
-    def _has_no_room(self, slot: WorkerSlot) -> bool:
-        return self._room is not None and len(slot.version.slots) > self._room
+    def _has_no_room(self) -> bool:
+        return self._room is not None and len(self.versions.slots) > self._room
 
     def _remove(self, slot: WorkerSlot) -> None:
-        slot.version.remove_slot(slot)
+        self.versions.remove_slot(slot)
         del self._tasks[slot.worker_id]
 
     async def _supervise(self, slot: WorkerSlot) -> None:
-        version, backoff_s, failures = slot.version, 0.0, 0
+        backoff_s, failures = 0.0, 0
         while True:
-            if self._has_no_room(slot):
+            if self._has_no_room():
                 self._remove(slot)
                 self.versions.changed()
                 return
             await asyncio.sleep(backoff_s)
-            try:
-                await self._run_once(slot)
-            except PoolFailed as failed:
-                if not version.is_loading:
-                    raise
-                version.fail(str(failed))
-            if version.is_loading:
-                version.fail(f"{slot.worker_id} did not become ready: {slot.trouble}")
-                return
+            await self._run_once(slot)
             # A worker that was ready is restarted at once, others with backoff.
             failures = failures + 1 if slot.ready is None else 0
-            gives_up = failures >= _MAX_START_FAILURES and not self.versions.had_ready_worker
+            gives_up = failures >= _MAX_START_FAILURES and self.versions.first_ready is None
             # What is wrong on another host, or on the way there, may be mended without this gateway.
             if gives_up and not self._config.has_remote_workers:
                 raise PoolFailed(f"{slot.worker_id} failed to start {failures} times in a row; see its log")
@@ -231,11 +205,6 @@ class Supervisor:
             if ended.hung:
                 grace_s = 0.0
             log.warning("worker is gone", why=ended.why)
-        except asyncio.CancelledError:
-            if slot.version.is_loading:
-                # The load was cancelled: the worker has nothing to finish.
-                grace_s = 0.0
-            raise
         finally:
             del self._running[name], self.links[name]
             incarnation.mark_dead(crashed=crashed)
@@ -258,7 +227,7 @@ class Supervisor:
 
     async def _adopt_or_start(self, slot: WorkerSlot) -> Incarnation | None:
         """Adopts the worker of an earlier gateway, or starts a new one. None if that fails for now."""
-        version = slot.version
+        version = self.versions.serving
         processes = self._adopted.pop(slot.worker_id, None)
         is_adopted = processes is not None
         if processes is None:
@@ -296,9 +265,9 @@ class Supervisor:
             if value is not None:
                 setattr(config, field.name, value)
         config.worker_id = slot.worker_id
-        config.model = slot.version.model
+        config.model = self.versions.serving.model
         config.device_index = slot.index
-        config.model_was_proved = slot.version.fingerprint is not None
+        config.model_was_proved = self.versions.serving.fingerprint is not None
         config.threads = self._config.threads_per_worker or 0
         return config
 

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches import effects
+from service.caches import answers, effects
+from service.caches.entries import Operation
 from service.caches.requests import DECODE, NORMAL, AppendKind, Priority
+from service.caches.states import REPLAYING
 from service.errors import (
     AdapterLost,
     DeadlinePassed,
@@ -32,7 +34,7 @@ _KINDS = {kind: worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}") fo
 # The rows of DecodesCommand and DecodesDone.
 _pack_decode = struct.Struct("<9Q").pack
 _DONE = struct.Struct("<5Q")
-_new_decode_done = functools.partial(tuple.__new__, effects.DecodeDone)
+_new_decode_done = functools.partial(tuple.__new__, answers.DecodeDone)
 # Larger options are sent with each forward.
 _MAX_OPTIONS_BYTES = 256
 _PRIORITIES = [types_pb2.Priority.Value(f"PRIORITY_{priority.name}") for priority in Priority]
@@ -84,28 +86,28 @@ def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects
         if message is None:
             continue
         try:
-            if not isinstance(command, effects.Attempt):
-                message.add(command)
-                continue
-            append, timeout_s = command.append, command.timeout_s
             # The only place that decides which decodes are plain: this runs for each token.
-            is_plain = (
-                append.kind is DECODE
-                and len(append.token_ids) == 1
-                and len(append.options) <= _MAX_OPTIONS_BYTES
-                and append.priority is NORMAL
-                and command.position > 0
-                and not (command.ephemeral or command.adapter)
-            )
-            if not is_plain:
+            if (
+                not isinstance(command, Operation)
+                or (append := command.append) is None
+                or append.kind is not DECODE
+                or len(append.token_ids) != 1
+                or len(append.options) > _MAX_OPTIONS_BYTES
+                or append.priority is not NORMAL
+                or command.position == 0
+                or command.state is REPLAYING
+                or command.copy_number is not None
+                or command.entry.state.adapter
+            ):
                 message.add(command)
                 continue
             index = message.options.setdefault(append.options, len(message.options))
+            state = command.entry.state
             message.rows.append(
                 _pack_decode(
-                    command.op_id, command.number, command.caller, command.position, append.token_ids[0],
+                    command.op_id, state.number, command.caller, command.position, append.token_ids[0],
                     command.prompt_len, 2 * index + append.prelaunch,
-                    0 if timeout_s is None else max(1, int(timeout_s * 1e9)), command.seed,
+                    max(1, int(command.timeout_s * 1e9)), state.seed,
                 )
             )  # fmt: skip
         except Exception:
@@ -119,33 +121,42 @@ def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects
 def write_command(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
     """Encodes a command."""
     message.op_id = command.op_id
-    if not isinstance(command, effects.Attempt):
+    if isinstance(command, Operation):
+        _write_forward(command, message.forward)
+    else:
         _write_control(command, message)
-        return
-    append, body = command.append, message.forward
-    body.sequence = command.number
-    body.position = command.position
-    body.token_ids.extend(append.token_ids)
-    body.options = append.options
-    body.default_seed = command.seed
-    kind = worker_pb2.OPERATION_KIND_REPLAY if command.replays else _KINDS[append.kind]
-    body.kind = kind  # type: ignore[assignment]  # an enum to the stubs
-    body.caller = command.caller
-    body.prompt_len = command.prompt_len
-    body.priority = _PRIORITIES[append.priority]  # type: ignore[assignment]
+
+
+def _write_forward(operation: Operation, body: worker_pb2.ForwardCommand) -> None:
+    """The forward that an operation describes: see `Operation.op_id`."""
+    append, state = operation.append, operation.entry.state
+    body.sequence = state.number
+    body.position = operation.position
+    body.token_ids.extend(operation.token_ids)
+    body.default_seed = state.seed
+    body.caller = operation.caller
+    body.priority = _PRIORITIES[operation.priority]  # type: ignore[assignment]  # an enum to the stubs
+    body.timeout_ns = max(1, int(operation.timeout_s * 1e9))
     # To set a field to its default takes time, too.
-    if command.position == 0:
-        body.salt = command.salt
-    if command.keep_all:
-        body.keep_all = True
-    if command.ephemeral:
-        body.ephemeral = True
+    if operation.position == 0:
+        body.salt = state.salt
+    if state.adapter:
+        body.adapter = state.adapter
+    if append is None or operation.state is REPLAYING:
+        body.kind = worker_pb2.OPERATION_KIND_REPLAY
+        body.prompt_len = state.prompt_len
+        return
+    body.kind = _KINDS[append.kind]  # type: ignore[assignment]
+    body.options = append.options
+    body.prompt_len = operation.prompt_len
     if append.prelaunch:
         body.prelaunch = True
-    if command.adapter:
-        body.adapter = command.adapter
-    if command.timeout_s is not None:
-        body.timeout_ns = max(1, int(command.timeout_s * 1e9))
+    if operation.copy_number is not None:
+        # All of its tokens are computed again, whichever were kept.
+        body.sequence = operation.copy_number
+        body.keep_all = body.ephemeral = True
+    elif operation.entry.ephemeral:
+        body.ephemeral = True
 
 
 def _write_control(command: effects.Command, message: worker_pb2.WorkerCommand) -> None:
@@ -171,9 +182,9 @@ def _write_control(command: effects.Command, message: worker_pb2.WorkerCommand) 
             message.import_kv.pages.CopyFrom(command.pages)
 
 
-def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
+def to_events(response: worker_pb2.ConnectResponse) -> list[answers.Event]:
     """The answers to commands in a worker's message. Other events, such as snapshots, are skipped."""
-    events: list[effects.Event] = []
+    events: list[answers.Event] = []
     for event in response.events:
         match event.WhichOneof("event"):
             case "forward":
@@ -192,13 +203,13 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[effects.Event]:
                 events.append((event.op_id, None))
             case "kv_pages":
                 pages = event.kv_pages
-                events.append((event.op_id, effects.KvExported(pages, len(pages.data))))
+                events.append((event.op_id, answers.KvExported(pages, len(pages.data))))
             case "error":
                 events.append((event.op_id, _failed(event.error)))
     return events
 
 
-def decode_answer(row: effects.DecodeDone) -> worker_pb2.ForwardDone:
+def decode_answer(row: answers.DecodeDone) -> worker_pb2.ForwardDone:
     """The message that a worker would send for this decode alone."""
     return worker_pb2.ForwardDone(
         outputs=[types_pb2.StepOutput(token_id=row.token_id)],
@@ -209,8 +220,8 @@ def decode_answer(row: effects.DecodeDone) -> worker_pb2.ForwardDone:
     )
 
 
-def _failed(error: worker_pb2.WorkerError) -> effects.CommandFailed:
-    return effects.CommandFailed(
+def _failed(error: worker_pb2.WorkerError) -> answers.CommandFailed:
+    return answers.CommandFailed(
         _to_error(error),
         kv_missing=error.reason == worker_pb2.WORKER_ERROR_REASON_KV_MISSING,
         detail=f"{worker_pb2.WorkerErrorReason.Name(error.reason)} {error.detail}",

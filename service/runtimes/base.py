@@ -81,11 +81,11 @@ class Runtime(Protocol):
         """The most that a batch can cost. Raises the error of the first item that cannot run."""
 
     def load_weights(
-        self, request: runner_pb2.LoadWeightsRequest, drain_s: float
+        self, request: runner_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
-        """Switches to another model; yields the progress. Raises a QuireError: nothing has changed.
+        """Replaces the weights; yields the progress. Raises a QuireError: nothing has changed.
 
-        `drain_s`: that of the request, which is valid. Closing it before the switch aborts the load.
+        Closing it before the switch cancels the replacement.
         """
 
     async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:

@@ -143,15 +143,13 @@ class LocalRuntime:
         return len(await self._restarts.replace_ready(grace_s))
 
     async def load_weights(
-        self, request: runner_pb2.LoadWeightsRequest, drain_s: float
+        self, request: runner_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
-        if request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE:
-            recompute = request.previous_caches == runner_pb2.PREVIOUS_CACHES_RECOMPUTE
-            updates = self._loader.replace(request.source, recompute=recompute)
-        else:
-            updates = self._loader.load(request.source, drain_s)
+        recompute = request.previous_caches == runner_pb2.PREVIOUS_CACHES_RECOMPUTE
         with self._uploads.loading(request.source):
-            async with contextlib.aclosing(updates):
+            async with contextlib.aclosing(
+                self._loader.replace(request.source, recompute=recompute)
+            ) as updates:
                 async for update in updates:
                     yield update
 

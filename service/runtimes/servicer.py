@@ -31,7 +31,6 @@ _CAUSES = frozenset(runner_pb2.RebuildCause.values())
 # Causes of which the server's own workers, or providers, have none.
 _OF_WORKERS = runner_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED
 _OF_PROVIDERS = runner_pb2.REBUILD_CAUSE_REMOTE_AUTH_FAILURE
-_MODES = frozenset(runner_pb2.LoadWeightsMode.values())
 _PREVIOUS_CACHES = frozenset(runner_pb2.PreviousCaches.values())
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -116,12 +115,13 @@ class RunnerApi:
     async def LoadWeights(self, request: runner_pb2.LoadWeightsRequest, context: Context) -> None:
         self._check_operator()
         admin.check_only_gateway(self.state)
-        _check_mode(request)
+        if request.previous_caches not in _PREVIOUS_CACHES:
+            why = f"{request.previous_caches} has no name"
+            raise InvalidArgument("BAD_PREVIOUS_CACHES", "previous_caches", why)
         if not request.source:
             raise InvalidArgument("BAD_SOURCE", "source", "a directory or a model's name is needed")
-        drain_s = validation.grace_seconds(request.drain) if request.HasField("drain") else 0.0
         runtime = self.router.named(request.runtime)
-        async with contextlib.aclosing(runtime.load_weights(request, drain_s)) as progress:
+        async with contextlib.aclosing(runtime.load_weights(request)) as progress:
             async for response in progress:
                 await context.write(response)
 
@@ -162,18 +162,3 @@ def _unfit_cause(request: runner_pb2.RebuildSessionRequest) -> InvalidArgument:
     cause = runner_pb2.RebuildCause.Name(request.cause).removeprefix("REBUILD_CAUSE_")
     which = f"the runtime {request.runtime}" if request.runtime else "the server's own workers"
     return InvalidArgument("BAD_CAUSE", "cause", f"{cause} cannot be a cause for {which}")
-
-
-def _check_mode(request: runner_pb2.LoadWeightsRequest) -> None:
-    """Raises InvalidArgument for a mode without a name, and for settings of the other mode."""
-    if request.mode not in _MODES:
-        raise InvalidArgument("BAD_MODE", "mode", f"mode {request.mode} has no name")
-    if request.previous_caches not in _PREVIOUS_CACHES:
-        raise InvalidArgument("BAD_MODE", "previous_caches", f"{request.previous_caches} has no name")
-    is_replacement = request.mode == runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
-    if is_replacement and request.HasField("drain"):
-        raise InvalidArgument("BAD_MODE", "drain", "drain is not for LOAD_WEIGHTS_MODE_REPLACE")
-    if not is_replacement and request.previous_caches:
-        raise InvalidArgument(
-            "BAD_MODE", "previous_caches", "previous_caches is for LOAD_WEIGHTS_MODE_REPLACE"
-        )

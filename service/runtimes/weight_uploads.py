@@ -2,7 +2,7 @@
 
     weight-uploads/<id>/.../    safetensors files of the stream, and copies of the served model's other files
 
-An upload is needed while a model version has it, `weights.json` names it, a LoadWeights of it runs, or it is
+An upload is needed while a model version has it, the journal names it, a LoadWeights of it runs, or it is
 the newest one and was neither served nor refused. All others are removed, those that a crash has left by
 the next gateway.
 """

@@ -76,16 +76,16 @@ def test_pages_of_one_adapter_are_never_those_of_another_with_its_number(
     with start(home, adapted.model) as first:
         before = home.note_workers(first)
         load(first, "a", adapted.adapters[0])
-        saved = (home.path / "adapters.json").read_bytes()
+        saved = shutil.copytree(home.path / "journal", home.path / "saved")
         lost = load(first, "b", adapted.adapters[1])
         texts = [Text(first, "b") for _ in range(4)]
         assert [text.finish() for text in texts] == [adapted.tokens[2]] * 4
         for text in texts:
             text.release()
         first.kill()
-    (home.path / "adapters.json").write_bytes(saved)
     shutil.rmtree(home.path / "adapter-versions" / str(lost.version))
     shutil.rmtree(home.path / "journal")
+    saved.rename(home.path / "journal")
     with start(home, adapted.model) as second:
         assert load(second, "c", adapted.adapters[2]).version == lost.version, "or nothing is tested here"
         assert home.note_workers(second) == before

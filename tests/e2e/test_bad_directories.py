@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from service.journal.values import StoredValues
 from tests import quire_command
 from tests.bad_directories import BAD_DIRECTORIES, BadDirectory, make_good
+from tests.service.journal_traffic import open_journal
 from workers.common.protocol import EXIT_CONFIG
 
 # Before and after the weights are read. tests/workers/test_bad_directories.py has all of them.
@@ -38,8 +41,14 @@ def test_the_server_ends_and_says_why(tmp_path: Path, bad: BadDirectory) -> None
 def test_weights_that_were_loaded_last_and_are_gone(tmp_path: Path) -> None:
     model, home = make_good(tmp_path / "model", sharded=False), tmp_path / "home"
     home.mkdir(mode=0o700)
-    gone = {"configured": str(model), "model": str(tmp_path / "gone"), "weights": 1, "continued": None}
-    (home / "weights.json").write_text(json.dumps(gone))
+    gone = {"configured": str(model), "model": str(tmp_path / "gone"), "number": 1, "continued_from": 1}
+
+    async def store() -> None:
+        journal = open_journal(home)
+        await StoredValues(journal).set({"weights": json.dumps(gone | {"fingerprint": "f"}).encode()})
+        journal.close()
+
+    asyncio.run(store())
     flags = ["--listen", "127.0.0.1:0", "--model", str(model), "--data-dir", str(home)]
     command = quire_command.command("serve", *flags)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

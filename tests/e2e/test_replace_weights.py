@@ -23,7 +23,6 @@ from tests.model_factory import hf_greedy
 PATIENCE_S = 60
 STEPS = 8
 RECOMPUTE = runner_pb2.PREVIOUS_CACHES_RECOMPUTE
-REPLACE = runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
 
 
 def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:
@@ -33,7 +32,7 @@ def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:
 
 def replace(gateway: GatewayProcess, source: Path, previous_caches: Any = RECOMPUTE) -> str:
     """Returns the fingerprint of what is served afterwards."""
-    request = runner_pb2.LoadWeightsRequest(source=str(source), mode=REPLACE, previous_caches=previous_caches)
+    request = runner_pb2.LoadWeightsRequest(source=str(source), previous_caches=previous_caches)
     *_, last = gateway.runner.LoadWeights(request, timeout=PATIENCE_S)
     assert last.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
     return last.fingerprint
@@ -83,8 +82,15 @@ def test_caches_continue_with_the_new_weights(gateway: GatewayProcess, models: l
 
 def test_caches_end_if_the_caller_says_so(gateway: GatewayProcess, models: list[Path]) -> None:
     text = Text(gateway)
+    made = pb.PrefillRequest(token_ids=text.prompt, request_id="one")
+    other = gateway.stub.Prefill(made, timeout=PATIENCE_S).kv_cache.cache_id
     replace(gateway, models[1], runner_pb2.PREVIOUS_CACHES_UNSPECIFIED)
     assert refused(lambda: text.decode(1)) == "WEIGHTS_CHANGED"
+    assert refused(lambda: gateway.stub.Prefill(made, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
+    renew = pb.RenewCacheRequest(cache_id=other)
+    assert refused(lambda: gateway.stub.RenewCache(renew, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
+    release = pb.ReleaseCacheRequest(cache_id=other)
+    assert gateway.stub.ReleaseCache(release, timeout=PATIENCE_S).released
     text.release()
     fresh = Text(gateway)
     assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
@@ -110,7 +116,7 @@ def test_what_cannot_be_served_changes_nothing(
         said = str(failed.value.details())
         assert f"the weights cannot be used: {why}" in said and str(directory) not in said
     assert refused(lambda: replace(gateway, tmp_path / "nothing")) == "BAD_SOURCE"
-    assert refused(lambda: replace(gateway, models[1], 99)) == "BAD_MODE"
+    assert refused(lambda: replace(gateway, models[1], 99)) == "BAD_PREVIOUS_CACHES"
     assert described(gateway) == before
     assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
     replace(gateway, models[1])

@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from tests.e2e.test_adapters import Text
-from tests.e2e.test_load_weights import load
 from tests.e2e.test_replace_weights import described, replace, serve
 from tests.error_details import refused
 from tests.gateway_process import GatewayProcess
@@ -107,47 +106,16 @@ def test_they_are_served_as_if_from_a_directory(
     assert refused(lambda: replace(gateway, Path(source))) == "BAD_SOURCE"
 
 
-def test_the_client_loads_them_beside_and_in_place(
-    models: list[Path], served: tuple[GatewayProcess, Path]
-) -> None:
+def test_the_client_loads_them(models: list[Path], served: tuple[GatewayProcess, Path]) -> None:
     gateway, _ = served
     with Client(gateway.address, timeout_s=PATIENCE_S) as client:
         before = client.model_info().model.fingerprint
-        beside = client.load_weights(upload(gateway, shards(models[1])), drain_s=0.1)
-        assert beside.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
-        assert client.model_info().model.fingerprint == beside.fingerprint != before
-        assert client.load_weights(str(models[0]), replace=True, recompute=True).fingerprint == before
+        loaded = client.load_weights(upload(gateway, shards(models[1])))
+        assert loaded.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
+        assert client.model_info().model.fingerprint == loaded.fingerprint != before
+        assert client.load_weights(str(models[0]), recompute=True).fingerprint == before
         with pytest.raises(InvalidRequest, match="BAD_SOURCE"):
             client.load_weights("upload:none")
-
-
-def test_beside_after_in_place(models: list[Path], home: Path) -> None:
-    """Each upload is kept until its weights are drained, also if its workers are restarted meanwhile."""
-    with serve(models[0], *at_home(home)) as gateway:
-        replaced = upload(gateway, shards(models[1]))
-        replace(gateway, Path(replaced))
-        text = Text(gateway)
-        (old,) = gateway.status().workers
-        beside = upload(gateway, models[2])
-        loading = load(gateway, beside, drain_s=600)
-        while next(loading).phase != runner_pb2.LOAD_WEIGHTS_PHASE_DRAINING:
-            pass
-        assert sorted(kept(home)) == sorted([replaced, beside])
-        os.kill(old.pid, signal.SIGKILL)
-        assert text.finish() == hf_greedy(models[1], text.prompt, len(text.tokens))
-        fresh = Text(gateway)
-        assert fresh.finish() == hf_greedy(models[2], fresh.prompt, len(fresh.tokens))
-        assert (text.weights, fresh.weights) == (1, 2)
-    with serve(models[0], *at_home(home)) as gateway:
-        # The drain is over, and a drained upload with it.
-        assert kept(home) == [beside]
-        fresh.gateway = gateway
-        fresh.decode(1)
-        assert fresh.tokens[-1:] == hf_greedy(models[2], [*fresh.prompt, *fresh.tokens[:-1]], 1)
-        list(load(gateway, models[0]))
-        gateway.wait_until(lambda: kept(home) == [])
-        third = Text(gateway)
-        assert third.finish() == hf_greedy(models[0], third.prompt, len(third.tokens))
 
 
 def test_kills_bring_them_back(models: list[Path], home: Path) -> None:

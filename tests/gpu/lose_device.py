@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from workers.executors.llm import LlmExecutor
+from benchmarks.in_process import LlmExecutor
 from workers.executors.memory import StepLimits
 from workers.operations import Chunk, Forward
 

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.in_process import LlmExecutor
 from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
 from tests.gpu.test_executor import MAX_RELATIVE_ERROR, WITH_LOGITS
 from tests.model_factory import TinyModel
-from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
 from workers.operations import Accept, RowOutput
 

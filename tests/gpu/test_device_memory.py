@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.in_process import LlmExecutor
 from tests.model_factory import TinyModel, make_model
-from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
 from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.in_process import LlmExecutor
 from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
 from tests.model_factory import make_family_model
-from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
 from workers.operations import GREEDY, LogitsFormat, OutputSpec, RowOutput
 

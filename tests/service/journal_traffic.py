@@ -18,6 +18,7 @@ from service.caches.records import (
     LeaseRenewed,
     Record,
     TokensAppended,
+    ValueStored,
 )
 from service.journal.base import Journal
 from service.journal.file_journal import FileJournal
@@ -29,8 +30,9 @@ FIELDS = [field.name for field in dataclasses.fields(CacheState) if not field.na
 
 
 def facts(ledger: Ledger) -> dict[int, object]:
-    """The state of each cache."""
-    return {
+    """The state of each cache; and the values, by 0, if there are any."""
+    values: dict[int, object] = {0: dict(ledger.values)} if ledger.values else {}
+    return values | {
         state.number: (
             *(getattr(state, name) for name in FIELDS if name != "tokens"),
             state.last,
@@ -104,6 +106,7 @@ class Traffic:
         if not states or kind < 0.1:
             number = self._new_number()
             return [
+                ValueStored(rng.choice("abc"), rng.randbytes(rng.randrange(3))),
                 created(number, weights=number % 3),
                 appended(number, 0, *self._tokens(rng.randint(1, self._prompt_tokens))),
             ]
@@ -136,6 +139,6 @@ def caches_of(records: Sequence[Record]) -> list[int]:
     for record in records:
         if isinstance(record, CacheForked):
             numbers += [record.parent, *(child.number for child in record.children)]
-        else:
+        elif not isinstance(record, ValueStored):
             numbers.append(record.number)
     return numbers

@@ -15,12 +15,14 @@ from functools import partial
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import AbortForward, Attempt, CommandFailed, Effects, Event
-from service.caches.entries import WorkerView
+from service.caches.answers import CommandFailed, Event
+from service.caches.effects import AbortForward, Effects
+from service.caches.entries import Operation, WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, Appended, AppendKind, Priority, Release, Result
 from service.caches.reservations import Limits
 from service.errors import DeadlinePassed, QuireError
+from tests.forwards import SentForward, forward_of
 from tests.sim.invariants import check_invariants
 
 TOKENS = 255
@@ -88,7 +90,7 @@ class Overloaded:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._calls: dict[int, _Call] = {}
         # By (tag, number): start-time fair queueing, as in the worker.
-        self._queue: list[tuple[int, int, float, Attempt]] = []
+        self._queue: list[tuple[int, int, float, SentForward]] = []
         self._next_tags: dict[int, int] = {}
         self._virtual_time = 0
         self._aborted: set[int] = set()
@@ -159,8 +161,8 @@ class Overloaded:
 
     def _apply(self, effects: Effects) -> None:
         for _, _, command in effects.commands:
-            if isinstance(command, Attempt):
-                self._enqueue(command)
+            if isinstance(command, Operation):
+                self._enqueue(forward_of(command))
             elif isinstance(command, AbortForward):
                 self._aborted.add(command.target_op_id)
         self.machine.committed([ticket for ticket, _ in effects.writes], self.now_s)
@@ -192,7 +194,7 @@ class Overloaded:
         if not call.missing and call.group.loops:
             self._begin(call.group, call.caller)
 
-    def _enqueue(self, command: Attempt) -> None:
+    def _enqueue(self, command: SentForward) -> None:
         tag = max(self._next_tags.get(command.caller, 0), self._virtual_time)
         self._next_tags[command.caller] = tag + len(command.append.token_ids)
         self._numbers += 1
@@ -209,8 +211,8 @@ class Overloaded:
                 self._compute_one(command, self.now_s - came_s)
                 return
 
-    def _compute_one(self, command: Attempt, waited_s: float) -> None:
-        if command.timeout_s is not None and waited_s > command.timeout_s:
+    def _compute_one(self, command: SentForward, waited_s: float) -> None:
+        if waited_s > command.timeout_s:
             self._at(self.now_s, lambda: self._done((command.op_id, CommandFailed(DeadlinePassed()))))
             return
         tokens = len(command.append.token_ids)
@@ -227,9 +229,9 @@ class Overloaded:
             spread = self._rng.uniform(1 - self._spread, 1 + self._spread)
             self._at(self.now_s + (step_s + cost * self._token_s) * spread, lambda: self._all_done(commands))
 
-    def _all_done(self, commands: Sequence[Attempt]) -> None:
+    def _all_done(self, commands: Sequence[SentForward]) -> None:
         self._computing = False
-        self.machine.answered(map(done, commands), self.now_s)
+        self.machine.answered([done(command) for command in commands], self.now_s)
         self._carry_out()
 
     def _done(self, event: Event) -> None:
@@ -238,6 +240,6 @@ class Overloaded:
         self._carry_out()
 
 
-def done(command: Attempt) -> Event:
+def done(command: SentForward) -> Event:
     """The answer to a forward that keeps all of its tokens."""
     return command.op_id, worker_pb2.ForwardDone(kept=len(command.append.token_ids))

@@ -25,9 +25,9 @@ def versions_of(model: str = "model", workers: int = 1) -> ModelVersions:
 def state_of(config: Config, ready: worker_pb2.WorkerReady | None = None) -> ServerState:
     """A server's state; `ready`: what its worker says, if it is there."""
     versions = versions_of()
-    state = ServerState(config, versions, lambda _: None, Adapters(0))
+    state = ServerState(config, versions, Adapters(0))
     if ready is not None:
-        become_ready(versions, versions.serving.slots[0], ready)
+        become_ready(versions, versions.slots[0], ready)
     return state
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import random
 import shutil
@@ -27,8 +26,10 @@ from service.adapters.store import AdapterStore, identity
 from service.api.admin import AdminApi
 from service.config import Config
 from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
+from service.journal.values import StoredValues
 from service.uploads import RESERVE_BYTES
 from tests.service.served import state_of
+from tests.sim.harness import FailingJournal
 from workers.adapters.adapter import identity as worker_identity
 from workers.common.adapter_files import FILES, content_digest
 
@@ -38,31 +39,30 @@ MAX_BYTES = 1 << 20
 class Server:
     """A gateway's adapters, with no workers and no caches."""
 
-    def __init__(self, data_dir: Path, **settings: Any) -> None:
+    def __init__(self, data_dir: Path, values: StoredValues | None = None, **settings: Any) -> None:
         self.adapters = Adapters(10)
+        self.values = StoredValues() if values is None else values
         data_dir.mkdir(exist_ok=True)
         # What happened: numbers that workers were told of, and that were stored.
         self.told: list[int] = []
-        self.stored: list[int] = []
-        pool = SimpleNamespace(
-            send_adapters=lambda command: self.told.extend(source.adapter for source in command.added)
-        )
+        pool = SimpleNamespace(send_adapters=self._tell)
         caches = SimpleNamespace(adapters_in_use=Counter)
-        self.store = AdapterStore(data_dir, MAX_BYTES)
-        self.full_disks = 0
-        self._write_list = self.store.write_list
-        self.store.write_list = self._note  # type: ignore[method-assign]
+        self.store = AdapterStore(data_dir, MAX_BYTES, self.values)
+        self.is_made = False
         self.loader = AdapterLoader(
             self.adapters, self.store, cast(Any, pool), cast(Any, caches), Config(**settings)
         )
+        # Before, there are no workers.
+        self.is_made = True
 
-    def _note(self, adapters: Adapters) -> None:
-        assert not {version.number for version in adapters} & {*self.told} - {*self.stored}, "too late"
-        self.full_disks -= 1
-        if self.full_disks >= 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._write_list(adapters)
-        self.stored = [version.number for version in adapters]
+    def _tell(self, command: worker_pb2.AdapterCommand) -> None:
+        numbers = [source.adapter for source in command.added]
+        assert not self.is_made or {*numbers} <= {*self.stored}, "too early"
+        self.told += numbers
+
+    @property
+    def stored(self) -> list[int]:
+        return [int(name) for name in self.values.all("adapters/") if name != "last"]
 
 
 def write_files(directory: Path) -> Path:
@@ -115,9 +115,10 @@ async def test_the_next_gateway_knows_the_operators_adapters_by_the_same_numbers
     directory = tmp_path / "adapters"
     for name in ("one", "two"):
         write_files(directory / name)
-    numbers = numbers_of(Server(tmp_path / "data", adapters=str(directory)))
+    server = Server(tmp_path / "data", adapters=str(directory))
+    numbers = numbers_of(server)
     (directory / "one" / FILES[0]).write_bytes(b"other content")
-    later = numbers_of(Server(tmp_path / "data", adapters=str(directory)))
+    later = numbers_of(Server(tmp_path / "data", server.values, adapters=str(directory)))
     assert later["two"] == numbers["two"]
     assert later["one"] > max(numbers.values()), "another version has a number of its own"
 
@@ -129,19 +130,21 @@ async def test_workers_and_callers_learn_of_a_version_when_it_is_stored(
     monkeypatch.setattr(loader, "_INTERVAL_S", 0.0)
     directory = tmp_path / "adapters"
     write_files(directory / "one")
-    server = Server(tmp_path / "data", adapters=str(directory))
+    journal = FailingJournal()
+    server = Server(tmp_path / "data", StoredValues(journal), adapters=str(directory))
     write_files(directory / "two")
-    server.full_disks = 3
+    journal.fails = True
     running = asyncio.create_task(server.loader.run())
-    while server.full_disks >= 0:
+    for _ in range(100):
         assert numbers_of(server).keys() == {"one"} and len(server.told) == 1 and not running.done()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+    journal.fails = False
     while len(server.told) < 2:
         assert not running.done()
         await asyncio.sleep(0)
     running.cancel()
     assert set(server.told) == set(server.stored) == set(numbers_of(server).values())
-    later = numbers_of(Server(tmp_path / "data", adapters=str(directory)))
+    later = numbers_of(Server(tmp_path / "data", server.values, adapters=str(directory)))
     assert later == numbers_of(server)
 
 
@@ -209,27 +212,21 @@ async def test_a_load_that_is_cancelled_while_it_copies_leaves_no_files(
 
 async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_path: Path) -> None:
     """Otherwise this gateway still serves what the next one does not know, and stores it again later."""
-    adapters = Adapters(10)
+    adapters, journal = Adapters(10), FailingJournal()
     adapters.update([AdapterVersion(1, "a", "", str(tmp_path / "a"))])
-    AdapterStore(tmp_path, MAX_BYTES).write_list(adapters)
-    server = Server(tmp_path)
-    begun, may_end = threading.Event(), threading.Event()
-    write_list = server.store.write_list
-
-    def slow(adapters: Adapters) -> None:
-        begun.set()
-        may_end.wait()
-        write_list(adapters)
-
-    server.store.write_list = slow  # type: ignore[method-assign]
+    values = StoredValues(journal)
+    await AdapterStore(tmp_path, MAX_BYTES, values).store(adapters)
+    server = Server(tmp_path, values)
+    journal.is_slow = True
     unload = asyncio.create_task(server.loader.unload("a", ""))
-    await asyncio.to_thread(begun.wait)
+    while not journal._waiting:
+        await asyncio.sleep(0)
     unload.cancel()
     await asyncio.sleep(0)
-    may_end.set()
+    journal.settle()
     with pytest.raises(asyncio.CancelledError):
         await unload
-    assert numbers_of(Server(tmp_path)) == numbers_of(server) == {}
+    assert numbers_of(Server(tmp_path, values)) == numbers_of(server) == {}
 
 
 async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_it() -> None:

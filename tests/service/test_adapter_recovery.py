@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore
 from service.caches.tenants import Tenant, adapter_digest
 from service.config import Config
+from service.journal.values import StoredValues
 from tests.service.test_adapter_loader import MAX_BYTES, requests
 from workers.common.adapter_files import FILES, content_digest
 
@@ -27,11 +27,16 @@ class Gateway:
     """A gateway's adapters, with a worker that loads anything, and caches of adapters."""
 
     def __init__(
-        self, data_dir: Path | None, contents: dict[int, str] | None = None, directory: Path | None = None
+        self,
+        data_dir: Path | None,
+        contents: dict[int, str] | None = None,
+        directory: Path | None = None,
+        values: StoredValues | None = None,
     ) -> None:
         self.adapters = Adapters(10)
+        self.values = StoredValues() if values is None else values
         self.told: dict[int, str] = {}
-        self.store = AdapterStore(data_dir, MAX_BYTES)
+        self.store = AdapterStore(data_dir, MAX_BYTES, self.values)
         pool = SimpleNamespace(send_adapters=self._send, load_adapter=self._load)
         caches = SimpleNamespace(adapters_in_use=lambda: Counter(contents or ()))
         config = Config(adapters="" if directory is None else str(directory))
@@ -114,61 +119,55 @@ async def test_a_file_that_is_rewritten_in_place_is_another_version_whatever_its
     assert gateway.told[gateway.numbers["one"]] == content_digest(directory / "one")
 
 
-async def test_a_restored_list_gives_no_number_to_other_content(tmp_path: Path) -> None:
+async def test_an_older_journal_gives_no_number_to_other_content(tmp_path: Path) -> None:
     """Neither one of a copy, nor one of a cache. Before, workers that kept pages of it used them again."""
     data, sources = tmp_path / "data", [write(tmp_path / name, name.encode()) for name in ("a", "b", "c")]
     data.mkdir()
     first = Gateway(data)
     await first.load("a", sources[0])
-    old = (data / "adapters.json").read_bytes()
+    older = first.values.all("")
     known = await first.load("b", sources[1])
-    (data / "adapters.json").write_bytes(old)
-    second = Gateway(data)
+    restored = StoredValues()
+    await restored.set(older)
+    second = Gateway(data, values=restored)
     assert (await second.load("c", sources[2])).number > known.number
 
-    # Of the list itself: caches know this number with other content.
-    listed = json.loads((data / "adapters.json").read_text())["versions"]
-    (number,) = (one["number"] for one in listed if one["adapter_id"] == "c")
-    third = Gateway(data, {number: "f" * 32})
+    number = second.numbers["c"]
+    third = Gateway(data, {number: "f" * 32}, values=restored)
     assert third.adapters.get(number) is None, "these caches have lost their adapter"
     renamed = third.numbers["c"]
     assert renamed > number
     # It stays so.
     digest = content_digest(sources[2])
-    fourth = Gateway(data, {number: "f" * 32, renamed: digest})
+    fourth = Gateway(data, {number: "f" * 32, renamed: digest}, values=restored)
     assert fourth.numbers["c"] == renamed and fourth.adapters.digest_of(renamed) == digest
     fourth.store.directory.remove_leftovers()
     assert content_digest(Path(next(v for v in fourth.adapters if v.number == renamed).directory)) == digest
 
 
-async def test_after_a_damaged_list_adapters_can_be_loaded_and_caches_keep_theirs(tmp_path: Path) -> None:
-    """Before, a load failed with "File exists", and no cache had its adapter any more."""
+async def test_a_copy_whose_version_was_not_stored_is_removed_by_the_next_gateway(tmp_path: Path) -> None:
+    """A crash came between the file and the record."""
+    data, source = tmp_path / "data", write(tmp_path / "a", b"a")
+    data.mkdir()
+    first = Gateway(data)
+    kept = await first.load("a", source)
+    first.store.copy(source, kept.number + 1)
+    second = Gateway(data, values=first.values)
+    second.store.directory.remove_leftovers()
+    assert second.numbers == {"a": kept.number}
+    assert [path.name for path in (data / "adapter-versions").iterdir()] == [str(kept.number)]
+
+
+async def test_caches_keep_adapters_of_which_nothing_is_stored(tmp_path: Path) -> None:
+    """As with a journal in memory before. Before, a load failed with "File exists"."""
     data, source = tmp_path / "data", write(tmp_path / "a", b"a")
     data.mkdir()
     first = await Gateway(data).load("a", source)
-    damaged = (data / "adapters.json").read_bytes()[:-7]
-    (data / "adapters.json").write_bytes(damaged)
     second = Gateway(data, {first.number: first.digest})
     assert second.numbers == {} and second.adapters.digest_of(first.number) == first.digest
     second.store.directory.remove_leftovers()
     assert (await second.load("a", write(source, b"other"))).number > first.number
-    assert (data / "adapters.json.damaged").read_bytes() == damaged
     assert content_digest(second.store.path(first.number)) == first.digest
-
-
-async def test_a_list_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It has no digests, and does not look at the time of the last change of a file."""
-    directory = tmp_path / "adapters"
-    write(directory / "one", b"content")
-    numbers = Gateway(tmp_path, directory=directory).numbers
-    listed = json.loads((tmp_path / "adapters.json").read_text())
-    for version in listed["versions"]:
-        del version["digest"]
-        version["identity"] = ".".join(one.rpartition("-")[0] for one in version["identity"].split("."))
-    (tmp_path / "adapters.json").write_text(json.dumps(listed))
-    later = Gateway(tmp_path, directory=directory)
-    assert later.numbers == numbers
-    assert later.adapters.digest_of(numbers["one"]) == content_digest(directory / "one")
 
 
 def test_the_salt_of_a_cache_has_the_content_of_its_adapter() -> None:

@@ -9,11 +9,11 @@ import dataclasses
 
 import pytest
 
-from service.caches.effects import Attempt
 from service.caches.machine import CacheMachine
 from service.caches.requests import Append, Appended, AppendKind, Priority
 from service.errors import Overloaded as OverloadedError
 from service.errors import QueueFull
+from tests.forwards import SentForward, forwards_in
 from tests.service.overloaded import TOKENS, Group, Overloaded, done
 
 CAPACITY = 25.0
@@ -141,7 +141,7 @@ def test_a_decode_of_a_cache_is_refused_too() -> None:
     """And what is sent is told by when it has to begin."""
     machine = Overloaded([], CAPACITY).machine
     tickets = machine.submit([Append(AppendKind.PREFILL, "", [1] * 20, lease_s=900)], 0.0)
-    machine.answered(map(done, sent_by(machine)), 0.01)
+    machine.answered([done(sent) for sent in sent_by(machine)], 0.01)
     machine.committed(tickets, 0.01)
     ((_, made),) = machine.take_effects().replies
     assert isinstance(made, Appended)
@@ -151,7 +151,7 @@ def test_a_decode_of_a_cache_is_refused_too() -> None:
         tickets = machine.submit([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
         scores = sent_by(machine)
         now_s += 0.5
-        machine.answered(map(done, scores), now_s)
+        machine.answered([done(sent) for sent in scores], now_s)
         assert len(scores) == len(tickets)
     machine.submit([Append(AppendKind.SCORE, "", [1] * 9)] * 3, now_s)
     sent_by(machine)
@@ -162,8 +162,8 @@ def test_a_decode_of_a_cache_is_refused_too() -> None:
     assert refused.retry_after_s is not None and refused.retry_after_s > 0.05
     machine.submit([dataclasses.replace(decode, timeout_s=30.0)], now_s)
     (sent,) = sent_by(machine)
-    assert sent.timeout_s is not None and 29.0 < sent.timeout_s <= 30.0
+    assert 29.0 < sent.timeout_s <= 30.0
 
 
-def sent_by(machine: CacheMachine) -> list[Attempt]:
-    return [command for _, _, command in machine.take_effects().commands if isinstance(command, Attempt)]
+def sent_by(machine: CacheMachine) -> list[SentForward]:
+    return forwards_in(machine.take_effects().commands)

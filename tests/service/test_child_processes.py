@@ -47,7 +47,7 @@ def test_a_relative_path_needs_a_directory(
 def test_a_model_with_a_name_needs_none(gone: None, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("data")
     config = Config(model="paged-attention")
-    versions = ModelVersions(config.model, config.worker_slots, directory)
+    versions = ModelVersions(config.model, config.worker_slots)
     assert WeightUploads(directory, versions, config).find("upload:x") is None
 
 

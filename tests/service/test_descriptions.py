@@ -42,7 +42,7 @@ async def test_who_comes_before_the_first_worker_waits_for_it(call: Call) -> Non
     waiting = asyncio.create_task(call(api_of(state), context_of(None)))
     await asyncio.sleep(0)
     assert not waiting.done()
-    become_ready(state._versions, state._versions.serving.slots[0], READY)
+    become_ready(state._versions, state._versions.slots[0], READY)
     answer = await waiting
     if isinstance(answer, pb.GetModelInfoResponse):
         assert (answer.model, answer.device) == (READY.model, "cpu")

@@ -107,6 +107,27 @@ async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
     assert bench.dispatcher.caches.operations_in_flight == 0
 
 
+@pytest.mark.parametrize("is_written", [True, False])
+async def test_a_forward_that_is_over_before_it_was_sent_is_not_sent(
+    bench: Bench, *, is_written: bool
+) -> None:
+    """A fork that came with a decode releases its cache after it has begun; unless that cannot be written."""
+    cache, other = bench.create(1), bench.create(2)
+    bench.disk.fails = not is_written
+    task = await bench.start(decode(cache, 3), Fork.of(other, 1, release=[cache]))
+    if is_written:
+        decoded, forked = await task
+        assert "forward" not in kinds(bench.sent) and "abort" not in kinds(bench.sent)
+        assert isinstance(decoded, CacheNotFound) and not isinstance(forked, QuireError)
+        return
+    (forward,) = bench.sent
+    assert kinds([forward]) == ["forward"], "begun again, it is sent once"
+    bench.disk.fails = False
+    bench.answer(forward)
+    decoded, forked = await task
+    assert isinstance(decoded, Appended) and isinstance(forked, JournalUnavailable)
+
+
 async def test_it_is_found_out_that_the_journal_works_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

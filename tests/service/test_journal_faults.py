@@ -12,6 +12,7 @@ from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
 from service.journal import encoding, stored
 from service.journal.base import JournalUnusable, OwnershipLost
+from service.journal.values import StoredValues
 from tests.service import journal_stores as faults
 from tests.service.journal_stores import Change, DatabaseStore, DiskStore, Store
 from tests.service.journal_traffic import Traffic, appended, created, facts
@@ -91,15 +92,17 @@ async def test_a_failing_callback_does_not_stop_others(store: Store) -> None:
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-async def test_the_model_tag_is_stored_with_the_next_commit(store: Store, compacted: bool) -> None:
+async def test_the_last_value_of_each_name_is_recovered(store: Store, compacted: bool) -> None:
     """And kept by a compaction that has nothing else to keep."""
     async with store.gateway(ALWAYS if compacted else 1 << 20) as gateway:
-        assert gateway.journal.model_fingerprint is None
-        gateway.journal.bind_model("sha256:1")
+        values = StoredValues(gateway.journal, gateway.ledger)
+        await values.set({"a": b"1", "b": b"2", "c": b"3"})
+        values.put("a", b"4")
+        await values.set({"b": b""})
         assert await gateway.commit(created(1)) and await gateway.commit(CacheReleased(1))
         await asyncio.sleep(0.1)
     async with store.gateway() as gateway:
-        assert gateway.journal.model_fingerprint == "sha256:1" and not len(gateway.ledger)
+        assert gateway.ledger.values == {"a": b"4", "c": b"3"} and not len(gateway.ledger)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,23 @@
-"""LoadWeights with the real supervisor. Workers run in this process."""
+"""LoadWeights with the real supervisor: what is refused, cancelled or fails. Workers run in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from quire.v1 import executor_pb2, runner_pb2, types_pb2
+from quire.v1 import executor_pb2, runner_pb2, worker_pb2
 
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker, StorageUnavailable
-from service.pool.model_versions import ModelVersion, ServedModel, read_served_model, write_served_model
+from service.journal.values import StoredValues
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import loading as loading_module
 from service.runtimes.loading import WeightsLoader
@@ -28,24 +27,53 @@ from tests.service.test_supervisor import (
     Behaviour,
     Bench,
     FakeLauncher,
-    closes_its_stream,
-    loads,
+    Requests,
+    ready,
     serves_another_model,
     stop,
     works,
 )
-from tests.sim.harness import Gateway
+from tests.sim.harness import FailingJournal, Gateway
 
 PHASES = runner_pb2.LoadWeightsPhase
 
 
+class Reader:
+    """A worker that reads other weights when it is told to."""
+
+    def __init__(self) -> None:
+        self.reading, self.may_read = asyncio.Event(), asyncio.Event()
+        self.may_read.set()
+        # Why it cannot use what it has read.
+        self.refusal = ""
+        self.discarded = 0
+
+    async def __call__(self, requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        yield ready("one")
+        async for request in requests:
+            for command in request.commands:
+                self.discarded += command.replace_weights.HasField("discard")
+                if not command.replace_weights.HasField("read"):
+                    continue
+                self.reading.set()
+                await self.may_read.wait()
+                event = worker_pb2.WorkerEvent(op_id=command.op_id)
+                if self.refusal:
+                    event.error.detail = self.refusal
+                else:
+                    event.weights_read.model.fingerprint = "two"
+                yield worker_pb2.ConnectResponse(events=[event], pages_available=8)
+
+
 class Loads(Bench):
-    """A supervisor with a loader. The first worker works; later ones behave as planned."""
+    """A supervisor with a loader. The first worker reads weights; later ones behave as planned."""
 
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, *plan: Behaviour | Exception) -> None:
-        self.data_dir = tmp_path / "data"
-        config = Config(worker_start_timeout_s=0.3, drain_grace_s=0.0)
-        super().__init__(FakeLauncher(works, *plan), patch, config, self.data_dir)
+        self.journal = FailingJournal()
+        self.values = StoredValues(self.journal)
+        self.reader = Reader()
+        config = Config(worker_start_timeout_s=60.0, drain_grace_s=0.0)
+        super().__init__(FakeLauncher(self.reader, *plan), patch, config, self.values)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor)
         sources = ModelSources(tmp_path, None, lambda _: None)
@@ -55,16 +83,18 @@ class Loads(Bench):
         self.source.mkdir()
         (self.source / "config.json").touch()
 
-    async def load(self, drain_s: float = 0.0) -> list[PHASES]:
-        return [update.phase async for update in self.loader.load(str(self.source), drain_s)]
+    async def load(self) -> list[PHASES]:
+        return [update.phase async for update in self.loader.replace(str(self.source), recompute=False)]
+
+    def stored(self) -> dict[str, Any]:
+        """What the next gateway serves."""
+        return cast("dict[str, Any]", json.loads(self.values.get("weights")))
 
     def is_unchanged(self) -> bool:
         """Whether the first worker serves and is the only one."""
-        (slot,) = self.versions.all_slots
+        (slot,) = self.versions.slots
         serves = slot.epoch == 1 and slot.state == executor_pb2.WORKER_STATE_READY
-        return (
-            serves and self.gateway.machine.weights.serving == 0 and read_served_model(self.data_dir) is None
-        )
+        return serves and self.gateway.machine.weights.serving == 0 and self.stored()["model"] == MODEL
 
 
 @contextlib.asynccontextmanager
@@ -75,47 +105,90 @@ async def serving(bench: Loads) -> AsyncIterator[None]:
     await stop(running)
 
 
-async def test_switch_when_all_workers_are_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_ends_after_the_switch_is_restarted_with_the_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Loads(tmp_path, monkeypatch, serves_another_model)
     async with serving(bench):
-        assert list(dict.fromkeys(await bench.load())) == [
-            PHASES.LOAD_WEIGHTS_PHASE_LOADING,
-            # However short it was.
-            PHASES.LOAD_WEIGHTS_PHASE_CHECKING,
-            PHASES.LOAD_WEIGHTS_PHASE_DRAINING,
-            PHASES.LOAD_WEIGHTS_PHASE_SERVING,
-        ]
-        assert read_served_model(bench.data_dir) == ServedModel(MODEL, str(bench.source), 1)
-        (slot,) = bench.versions.all_slots
-        assert (slot.worker_id, slot.epoch) == ("worker-0.1", 2) and bench.launcher.started[0].grace_s
-        # From now on, dead workers are replaced.
-        bench.launcher.started[1].exit()
-        while slot.epoch != 3 or slot.ready is None:
+        assert await bench.load() == [PHASES.LOAD_WEIGHTS_PHASE_LOADING, PHASES.LOAD_WEIGHTS_PHASE_SERVING]
+        stored = bench.stored()
+        assert (stored["configured"], stored["model"], stored["number"]) == (MODEL, str(bench.source), 1)
+        (slot,) = bench.versions.slots
+        assert (slot.worker_id, slot.epoch) == ("worker-0", 1)
+        bench.launcher.started[0].exit()
+        while slot.epoch != 2 or slot.ready is None:
             await asyncio.sleep(0)
+        assert bench.launcher.configs[-1].model == str(bench.source)
 
 
-@pytest.mark.parametrize("behave", [closes_its_stream, loads, OSError(errno.EAGAIN, "no more processes")])
-async def test_failed_worker_fails_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behave: Behaviour | Exception
+@pytest.mark.parametrize("why", ["the model differs", ""])
+async def test_weights_that_a_worker_refuses_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """There is only one attempt."""
-    bench = Loads(tmp_path, monkeypatch, behave, works)
+    bench = Loads(tmp_path, monkeypatch)
     async with serving(bench):
-        with pytest.raises(LoadFailed):
+        bench.reader.refusal = why or "the server's log says why"
+        with pytest.raises(LoadFailed, match=bench.reader.refusal):
             await bench.load()
-        assert bench.is_unchanged() and bench.launcher.attempts == 2
-        # The next attempt has another name and number.
+        assert bench.is_unchanged()
+        bench.reader.refusal = ""
         await bench.load()
-        assert bench.gateway.machine.weights.serving == 2
+        assert bench.gateway.machine.weights.serving == 1
+
+
+async def test_a_worker_that_dies_while_it_reads_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Loads(tmp_path, monkeypatch, works)
+    async with serving(bench):
+        bench.reader.may_read.clear()
+        loading = asyncio.create_task(bench.load())
+        await bench.reader.reading.wait()
+        bench.launcher.started[0].exit()
+        with pytest.raises(NoWorker):
+            await loading
+        assert bench.gateway.machine.weights.serving == 0 and bench.stored()["model"] == MODEL
+
+
+async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has loaded the previous weights."""
+    may_be_ready = asyncio.Event()
+
+    async def is_slow(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        await may_be_ready.wait()
+        async for response in serves_another_model(requests):
+            yield response
+
+    bench = Loads(tmp_path, monkeypatch, is_slow, serves_another_model)
+    async with serving(bench):
+        bench.journal.is_slow = True
+        loading = asyncio.create_task(bench.load())
+        while not bench.journal._waiting:
+            await asyncio.sleep(0)
+        bench.launcher.started[0].exit()
+        while bench.launcher.attempts < 2:
+            await asyncio.sleep(0)
+        bench.journal.settle()
+        await loading
+        may_be_ready.set()
+        (slot,) = bench.versions.slots
+        while slot.ready is None:
+            await asyncio.sleep(0)
+        assert slot.epoch == 3
+        assert [config.model for config in bench.launcher.configs] == [MODEL, MODEL, str(bench.source)]
 
 
 async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Loads(tmp_path, monkeypatch, works)
-    (tmp_path / "data").touch()
+    bench = Loads(tmp_path, monkeypatch)
     async with serving(bench):
+        bench.journal.fails = True
         with pytest.raises(StorageUnavailable):
             await bench.load()
         assert bench.is_unchanged()
+        while not bench.reader.discarded:
+            await asyncio.sleep(0)
 
 
 async def test_a_bug_in_a_switch_does_not_prevent_later_loads(
@@ -124,60 +197,57 @@ async def test_a_bug_in_a_switch_does_not_prevent_later_loads(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
-    bench = Loads(tmp_path, monkeypatch, works)
+    bench = Loads(tmp_path, monkeypatch)
     async with serving(bench):
-        monkeypatch.setattr(bench.gateway.dispatcher, "weights_switched", fail)
-        with pytest.raises(RuntimeError, match="planted"):
-            await bench.load()
-        assert not bench.loader.is_busy
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.gateway.dispatcher, "weights_replaced", fail)
+            with pytest.raises(RuntimeError, match="planted"):
+                await bench.load()
+        assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
 
 
 async def test_cancellation_before_the_switch_is_stored_discards_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Loads(tmp_path, monkeypatch, loads, works)
+    bench = Loads(tmp_path, monkeypatch)
     async with serving(bench):
+        bench.reader.may_read.clear()
         loading = asyncio.create_task(bench.load())
-        while len(bench.launcher.started) < 2:
-            await asyncio.sleep(0)
+        await bench.reader.reading.wait()
         with pytest.raises(Loading):
             await bench.load()
         loading.cancel()
         await asyncio.wait({loading})
         assert loading.cancelled() and bench.is_unchanged()
-        assert bench.launcher.started[1].grace_s == 0.0
-
-        writing, written = asyncio.Event(), asyncio.Event()
-
-        async def persist(_: ModelVersion) -> None:
-            writing.set()
-            await written.wait()
-
-        monkeypatch.setattr(bench.loader, "_persist", persist)
-        loading = asyncio.create_task(bench.load())
-        await writing.wait()
-        loading.cancel()
-        written.set()
-        await asyncio.wait({loading})
-        assert loading.cancelled() and bench.gateway.machine.weights.serving == 2
-        while len(bench.versions.all_slots) > 1:
+        bench.reader.may_read.set()
+        while not bench.reader.discarded:
             await asyncio.sleep(0)
+
+        bench.journal.is_slow = True
+        loading = asyncio.create_task(bench.load())
+        while not bench.journal._waiting:
+            await asyncio.sleep(0)
+        loading.cancel()
+        await asyncio.sleep(0)
+        bench.journal.settle()
+        await asyncio.wait({loading})
+        assert loading.cancelled() and bench.gateway.machine.weights.serving == 1
 
 
 async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Loads(tmp_path, monkeypatch, works)
+    bench = Loads(tmp_path, monkeypatch)
     (bench.source / "model.safetensors").write_bytes(bytes(1000))
     psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=999))
     monkeypatch.setattr(loading_module, "psutil", psutil)
     async with serving(bench):
-        ready = bench.versions.serving.slots[0].ready
+        ready = bench.versions.slots[0].ready
         assert ready is not None
         ready.executor.device = "cpu"
         with pytest.raises(NoMemory):
             await bench.load()
         for source in ("", "no\0path", str(tmp_path), "/" * 5000):
             with pytest.raises(InvalidArgument, match="the source is neither"):
-                _ = [update async for update in bench.loader.load(source, 0.0)]
+                _ = [update async for update in bench.loader.replace(source, recompute=False)]
         assert bench.is_unchanged() and bench.launcher.attempts == 1
 
 
@@ -204,12 +274,12 @@ class Hub:
 
 
 async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, hub = Loads(tmp_path, monkeypatch, works), Hub()
+    bench, hub = Loads(tmp_path, monkeypatch), Hub()
     bench.loader._sources = ModelSources(tmp_path, hub.find, lambda _: None)
     async with serving(bench):
 
         async def load() -> None:
-            async for _ in bench.loader.load("org/name", 0.0):
+            async for _ in bench.loader.replace("org/name", recompute=False):
                 pass
 
         downloading = asyncio.create_task(load())
@@ -239,38 +309,22 @@ def test_stopping_server_ends_a_download(tmp_path: Path) -> None:
     assert finding.cancelled() and hub.was_cancelled
 
 
-def test_weights_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure to open the directory leaves the file as it was."""
-    write_served_model(tmp_path, ServedModel("a", "a", 1))
-    opens = os.open
-
-    def full(path: Any, flags: int, *rest: Any) -> int:
-        if Path(path) == tmp_path:
-            raise OSError(errno.EMFILE, "too many open files")
-        return opens(path, flags, *rest)
-
-    monkeypatch.setattr(os, "open", full)
-    with pytest.raises(OSError, match="too many"):
-        write_served_model(tmp_path, ServedModel("a", "b", 2))
-    assert read_served_model(tmp_path) == ServedModel("a", "a", 1)
-
-
-async def test_rolling_restart_and_switch_exclude_each_other(
+async def test_no_worker_is_restarted_on_purpose_while_weights_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replacements that wait for a switch fail, since their worker is not served any more."""
-    bench = Loads(tmp_path, monkeypatch, works, loads)
+    bench = Loads(tmp_path, monkeypatch, serves_another_model)
     async with serving(bench):
-        async with bench.restarts.lock:
-            replacing_all = asyncio.create_task(bench.restarts.replace_ready(0.0))
-            replacing = asyncio.create_task(bench.restarts.replace("worker-0", 0.0))
-            loading = asyncio.create_task(bench.load())
-            while len(bench.versions.all_slots) < 2 or not bench.versions.all_slots[1].ready:
-                await asyncio.sleep(0)
-        # They wait first, so that a worker may be stopped for them, which then has no successor.
-        ended = await asyncio.gather(replacing_all, replacing, return_exceptions=True)
-        assert [type(error) for error in ended] == [NoWorker, NoWorker]
+        bench.reader.may_read.clear()
+        loading = asyncio.create_task(bench.load())
+        await bench.reader.reading.wait()
+        replacing = asyncio.create_task(bench.restarts.replace_ready(0.0))
+        await asyncio.sleep(0)
+        assert bench.is_unchanged() and not replacing.done()
+        bench.reader.may_read.set()
         assert (await loading)[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
+        assert len(await replacing) == 1
+        (slot,) = bench.versions.slots
+        assert slot.epoch == 2 and bench.launcher.configs[-1].model == str(bench.source)
 
 
 async def test_draining_worker_is_replaced_if_the_caller_cancels(
@@ -285,20 +339,7 @@ async def test_draining_worker_is_replaced_if_the_caller_cancels(
         await draining.wait()
         replacing.cancel()
         await asyncio.wait({replacing})
-        (slot,) = bench.versions.serving.slots
+        (slot,) = bench.versions.slots
         while slot.epoch == 1 or slot.ready is None:
             await asyncio.sleep(0)
         assert replacing.cancelled() and len(bench.launcher.started) == 2
-
-
-async def test_workers_that_a_version_took_over_are_stopped_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LoadWeights with REPLACE, and later without."""
-    bench = Loads(tmp_path, monkeypatch, serves_another_model)
-    async with serving(bench):
-        version = bench.versions.add(MODEL, has_workers=False)
-        bench.versions.replace(version, types_pb2.ModelDescription(fingerprint="three"))
-        assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
-        (slot,) = bench.versions.all_slots
-        assert slot.epoch == 2 and bench.launcher.started[0].grace_s is not None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
-from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2, worker_pb2
 
 from service.adapters.registry import AdapterVersion
 from service.caches.entries import WorkerView
@@ -233,7 +233,7 @@ async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> 
 async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
     async with serving(tmp_path, max_lora_adapters=3) as server:
         versions = server.gateway.core.pool.versions
-        (slot,) = versions.serving.slots
+        (slot,) = versions.slots
         executor = types_pb2.ExecutorCapabilities(supports_lora=True)
         become_ready(versions, slot, worker_pb2.WorkerReady(executor=executor))
         known = {1: ("shared", None), 2: ("other", None), 3: ("secret", "tenant"), 4: ("waiting", None)}
@@ -316,7 +316,7 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(tmp_path: Pat
                 caller.now_s += 1.0
             # The fourth has taken the room of the first, which takes that of the second.
             caller.append(decode(caches[0], 7))
-            (slot,) = shard.versions.serving.slots
+            (slot,) = shard.versions.slots
             shard.versions.starts[slot.index] += 1
             slot.snapshot.counts.steps = 5
             shard.versions.changed()
@@ -331,21 +331,3 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(tmp_path: Pat
             member.shards.cores.clear()
         running.close()
         assert not further.caches.index.anonymous.caches, "its tenants do not hold them here"
-
-
-async def test_a_slot_of_two_versions_is_one_worker(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        versions = server.gateway.core.pool.versions
-        other = versions.add("model")
-        for number, version in enumerate((versions.serving, other), start=1):
-            (slot,) = version.slots
-            slot.epoch, slot.state = number, executor_pb2.WORKER_STATE_READY
-            slot.snapshot.counts.steps, slot.snapshot.pool.pages_free = 10 * number, number
-        worker = frozenset([("worker", "0")])
-        samples = await scraped(server)
-        assert samples["quire_steps_total", worker] == 30 and samples["quire_worker_ready", worker] == 2
-        assert samples["quire_kv_pages", worker | {("state", "free")}] == 3
-        versions.remove(other)
-        samples = await scraped(server)
-        assert samples["quire_steps_total", worker] == 30, "what it has counted remains"
-        assert samples["quire_worker_ready", worker] == 1

@@ -56,7 +56,7 @@ async def test_only_get_and_head(tmp_path: Path) -> None:
 async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         versions, state = server.gateway.core.pool.versions, server.gateway.state
-        (slot,) = versions.serving.slots
+        (slot,) = versions.slots
 
         async def readiness() -> tuple[int, str]:
             answer = await server.get("/readyz")
@@ -69,7 +69,7 @@ async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
             return next(str(one.labels["state"]) for one in state.samples if one.value)
 
         assert await readiness() == (503, "starting") and await shown() == "starting"
-        slot.state, versions.had_ready_worker = executor_pb2.WORKER_STATE_READY, True
+        slot.state = executor_pb2.WORKER_STATE_READY
         assert await readiness() == (200, "ready") and await shown() == "serving"
         slot.state = executor_pb2.WORKER_STATE_DEAD
         assert await readiness() == (503, "starting") and await shown() == "starting"

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from service.caches.entries import CacheEntry, WorkerView
+from service.caches.entries import CacheEntry, Operation, WorkerView
 from service.caches.ledger import CacheState
 from service.caches.machine import CacheMachine
+from service.caches.placement import PrefixAffinity, Workers
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.caches.worker_load import End
-from service.caches.workers import PrefixAffinity, Workers
 from service.errors import NoWorker
+from tests.forwards import SentForward, command_of
 
 # Prefixes are remembered every so many tokens.
 GRAIN = 16
@@ -209,7 +210,7 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
         assert workers.affinity.held(tokens, salt) == known
 
         def total(worker: WorkerView, length: int = len(tokens), held: dict[WorkerView, int] = held) -> int:
-            return worker.load.estimate(0, max(length - held.get(worker, 0), 1), 1, Priority.NORMAL).total
+            return worker.load.total_for(max(length - held.get(worker, 0), 1))
 
         chosen = workers.choose(tokens, salt)
         assert chosen is min(views, key=lambda worker: (total(worker), -worker.headroom))
@@ -223,9 +224,15 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
             model.forget(tokens, computes, salt)
         if rng.random() < 0.6:
             load = rng.choice(views).load
-            work = load.estimate(caller, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1, enters=True)
+            queued = forward_for(caller)
+            load.estimate(queued, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1)
+            load.enter(queued)
             if rng.random() < 0.5:
-                load.leave([work], float(caller), End.ANSWERED)
+                load.leave([queued], float(caller), End.ANSWERED)
+
+
+def forward_for(caller: int) -> Operation:
+    return command_of(SentForward(0, 1, 0, Append(AppendKind.PREFILL, "", ()), caller=caller))
 
 
 def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
@@ -240,7 +247,9 @@ def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
         tokens = [*prefix, *([caller + 1] * 64)]
         chosen = placement.choose(tokens)
         held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
-        chosen.load.estimate(caller, len(tokens) - held, 1, Priority.NORMAL, enters=True)
+        queued = forward_for(caller)
+        chosen.load.estimate(queued, len(tokens) - held, 1, Priority.NORMAL, 0.0)
+        chosen.load.enter(queued)
         computed[chosen] += len(tokens) - held
         placement.affinity.record(tokens, chosen)
     # A quarter of all that is computed, and at most one prompt more than another.

@@ -51,13 +51,6 @@ def test_a_worker_has_no_room_for_a_longer_sequence() -> None:
     assert gateway.refusal(decode(cache, 4)).reason == "SEQUENCE_TOO_LONG"
 
 
-def test_it_was_checked_for_other_weights() -> None:
-    gateway = Gateway()
-    cache = gateway.create(1)
-    assert gateway.refusal(append(AppendKind.DECODE, cache, (2,), weights=5)).reason == "WEIGHTS_CHANGED"
-    gateway.append(append(AppendKind.DECODE, cache, (2,), weights=0))
-
-
 def test_a_worker_that_leaves_gets_none() -> None:
     gateway = Gateway(workers=2)
     parent = gateway.create(1, 2)

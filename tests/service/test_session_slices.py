@@ -15,7 +15,7 @@ from quire.v1 import types_pb2, worker_pb2
 from service.api import session as session_module
 from service.api.session import Session, SessionContext
 from service.api.time_slice import SLICE_S, TimeSlice
-from service.caches.effects import Attempt, Send
+from service.caches.effects import Send
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.requests import Request
@@ -25,6 +25,7 @@ from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
 from service.journal.base import Journal
 from tests.error_details import status_reason
+from tests.forwards import SentForward, forwards_in
 from tests.service.served import state_of
 
 
@@ -48,7 +49,7 @@ class Harness:
     """A gateway without sockets, whose one worker answers when told to."""
 
     def __init__(self, config: Config) -> None:
-        self.sent: list[Attempt] = []
+        self.sent: list[SentForward] = []
         self.dispatcher = Dispatcher(CacheMachine(Limits()), Journal(), self._send)
         self.dispatcher.worker_ready(WorkerView("worker-0", 1, 16, 10_000, 10_000, 10_000))
         executor = types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000)
@@ -65,7 +66,7 @@ class Harness:
         return asyncio.create_task(session.run(messages()))
 
     def _send(self, commands: Sequence[Send]) -> None:
-        self.sent.extend(command for _, _, command in commands if isinstance(command, Attempt))
+        self.sent += forwards_in(commands)
 
     def answer(self, caller: int | None = None) -> None:
         """The worker answers all it was sent, or all of one caller."""

@@ -81,7 +81,7 @@ async def test_names_hold_no_markup(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         versions = server.gateway.core.pool.versions
         ready = worker_pb2.WorkerReady(model=types_pb2.ModelDescription(model_id=HOSTILE))
-        become_ready(versions, versions.serving.slots[0], ready)
+        become_ready(versions, versions.slots[0], ready)
         server.gateway.state.call_log.refusals[HOSTILE] += 1
         answer = await server.get("/status.json")
     assert "<" not in answer.body

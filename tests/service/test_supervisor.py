@@ -8,7 +8,6 @@ import errno
 import math
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,10 +15,12 @@ import pytest
 import structlog
 from quire.v1 import executor_pb2, types_pb2, worker_pb2
 
-from service.caches.effects import Claim, Event, ReleaseSequences
+from service.caches.answers import Event
+from service.caches.effects import Claim, ReleaseSequences
 from service.caches.entries import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
+from service.journal.values import StoredValues
 from service.pool import supervisor as supervisor_module
 from service.pool import wire
 from service.pool.incarnation import Incarnation
@@ -28,7 +29,6 @@ from service.pool.link import Stream
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.pool.supervisor import Supervisor
 from service.setting_rules import MAX_WORKERS
-from tests.service.served import become_ready
 from workers.common.protocol import EXIT_CONFIG
 
 Requests = AsyncIterator[worker_pb2.ConnectRequest]
@@ -154,6 +154,8 @@ class FakeLauncher:
 
     def __init__(self, *plan: Behaviour | Exception, status: int | None = 0) -> None:
         self.started: list[Processes] = []
+        # What each attempt was to start.
+        self.configs: list[worker_pb2.WorkerConfig] = []
         # Workers of an earlier gateway.
         self.adoptable: dict[str, WorkerProcesses] = {}
         self.last_epoch = 0
@@ -168,6 +170,7 @@ class FakeLauncher:
     async def start(self, config: worker_pb2.WorkerConfig) -> Processes:
         # The last one repeats.
         planned = self._plan[min(self.attempts, len(self._plan) - 1)]
+        self.configs.append(config)
         self.attempts += 1
         self.last_epoch += 1
         epoch = self.last_epoch
@@ -246,14 +249,14 @@ class Bench:
         launcher: FakeLauncher,
         patch: pytest.MonkeyPatch,
         config: Config | None = None,
-        data_dir: Path | None = None,
+        values: StoredValues | None = None,
     ) -> None:
         config = config or Config()
         self.launcher = launcher
         self.dispatcher = FakeDispatcher()
         self.sleeps_s: list[float] = []
         self.on_sleep: Callable[[], None] = lambda: None
-        self.versions = ModelVersions(MODEL, config.worker_slots, data_dir)
+        self.versions = ModelVersions(MODEL, config.worker_slots, values)
         self.supervisor = Supervisor(config, self.versions, launcher)
         instant = SimpleNamespace(**(vars(asyncio) | {"sleep": self._sleep}))
         patch.setattr(supervisor_module, "asyncio", instant)
@@ -367,7 +370,7 @@ async def test_slots_follow_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(launcher, monkeypatch, Config(workers=None))
 
     def names() -> list[str]:
-        return [slot.worker_id for slot in bench.versions.serving.slots]
+        return [slot.worker_id for slot in bench.versions.slots]
 
     async def settled(count: int, waiting: int) -> None:
         while len(names()) != count or launcher.waiting != waiting:
@@ -421,19 +424,9 @@ async def test_workers_of_other_hosts_are_taken_without_end(bench_of: MakeBench)
 async def test_wrong_model_on_one_host_does_not_end_the_pool(bench_of: MakeBench) -> None:
     """Workers of other hosts have directories of their own. The right one is served."""
     bench = bench_of(serves_another_model, works, pool_listen="here:50060", pool="here")
-    bench.versions.serving.expected_fingerprint = "one"
+    bench.versions.expected_fingerprint = "one"
     async with running(bench):
         assert await bench.events(1) == [("ready", 2)]
-
-
-async def test_keeps_retrying_if_a_worker_was_ready_before(bench_of: MakeBench) -> None:
-    """The worker that was ready was of another model version."""
-    bench = bench_of(*[closes_its_stream] * 6, works, status=1)
-    other = bench.versions.add("other")
-    become_ready(bench.versions, other.slots[0], worker_pb2.WorkerReady())
-    bench.versions.remove(other)
-    async with running(bench):
-        assert await bench.events(1) == [("ready", 7)]
 
 
 @pytest.mark.parametrize("failure", [NO_FILES, serves_another_model], ids=["no process", "another model"])
@@ -442,7 +435,7 @@ async def test_failed_starts_are_retried_with_backoff(
 ) -> None:
     """However many, if a worker was ready before. The slot says why there is none."""
     bench = bench_of(works, *[failure] * 9, works)
-    (slot,) = bench.versions.serving.slots
+    (slot,) = bench.versions.slots
     troubles = set()
     bench.on_sleep = lambda: troubles.add(slot.trouble)
     with structlog.testing.capture_logs() as logs:
@@ -481,7 +474,7 @@ async def test_silent_worker_is_suspect_until_its_next_message(bench_of: MakeBen
                 yield response
 
     bench = bench_of(pauses, suspect_after_s=0.05)
-    (slot,) = bench.versions.serving.slots
+    (slot,) = bench.versions.slots
     async with running(bench):
         assert await bench.events(2) == [("ready", 1), ("suspect", 1)]
         assert slot.suspect and slot.state == executor_pb2.WORKER_STATE_READY
@@ -492,7 +485,7 @@ async def test_silent_worker_is_suspect_until_its_next_message(bench_of: MakeBen
 
 async def test_dead_worker_is_replaced_with_a_new_epoch(bench_of: MakeBench) -> None:
     bench = bench_of(works)
-    (slot,) = bench.versions.serving.slots
+    (slot,) = bench.versions.slots
     async with running(bench):
         assert await bench.events(1) == [("ready", 1)]
         bench.launcher.started[0].exit()
@@ -512,13 +505,13 @@ async def test_a_worker_that_dies_while_it_is_asked_fails_nobody(bench_of: MakeB
         refresh = asyncio.create_task(bench.supervisor.refresh_snapshots(check_integrity=True))
         await asyncio.sleep(0)
         bench.launcher.started[0].exit()
-        assert await refresh == bench.versions.all_slots
+        assert await refresh == bench.versions.slots
 
 
 class Asked:
     """An incarnation that has been checked; before it says so, a heartbeat of the others comes."""
 
-    def __init__(self, slot: WorkerSlot, others: list[WorkerSlot]) -> None:
+    def __init__(self, slot: WorkerSlot, others: Sequence[WorkerSlot]) -> None:
         slot.ready = worker_pb2.WorkerReady()
         self.slot = slot
         self._others = others
@@ -534,7 +527,7 @@ class Asked:
 @pytest.mark.parametrize("checks", [True, False])
 async def test_a_heartbeat_hides_nothing_and_is_not_hidden(checks: bool) -> None:
     supervisor = Supervisor(Config(), ModelVersions(MODEL, 2), cast(Launcher, None))
-    slots = supervisor.versions.all_slots
+    slots = supervisor.versions.slots
     supervisor._running = {
         (slot.worker_id, slot.epoch): cast(Incarnation, Asked(slot, slots)) for slot in slots
     }

@@ -83,7 +83,7 @@ async def test_kept_sequences_are_reported_with_ready(bench_of: MakeBench) -> No
     bench = bench_of(works)
     bench.dispatcher.claimed = CLAIMS
     left = add_orphan(bench, keeps)
-    (slot,) = bench.versions.serving.slots
+    (slot,) = bench.versions.slots
     async with running(bench):
         assert await bench.events(2) == [("holds", {1: 12, 2: 20, 3: 5}), ("ready", 5, {1: 10})]
         assert (slot.epoch, slot.pid, bench.launcher.attempts) == (5, 1005, 0)
@@ -103,7 +103,7 @@ async def test_adopted_worker_may_still_load(bench_of: MakeBench) -> None:
 
     bench = bench_of(works)
     left = add_orphan(bench, loads_on)
-    (slot,) = bench.versions.serving.slots
+    (slot,) = bench.versions.slots
     async with running(bench):
         while slot.pid != left.pid:
             await asyncio.sleep(0.01)
@@ -129,7 +129,7 @@ async def test_adopted_worker_with_another_model_is_refused(bench_of: MakeBench)
     add_orphan(bench, keeps)
     bench.versions.serving.fingerprint = "two"
     async with running(bench):
-        while "holds another model" not in bench.versions.serving.slots[0].trouble:
+        while "holds another model" not in bench.versions.slots[0].trouble:
             await asyncio.sleep(0)
         assert bench.dispatcher.events.empty()
 

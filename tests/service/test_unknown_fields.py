@@ -9,7 +9,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
 
 from service.api import append_codec
 from service.api.request_limits import RequestLimits
-from service.caches.effects import CommandFailed
+from service.caches.answers import CommandFailed
 from service.errors import InvalidArgument, Unsupported
 from service.pool import wire
 from service.runtimes import items

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service import uploads
 from service.config import Config
@@ -25,6 +25,7 @@ from service.errors import (
     QuireError,
     StorageUnavailable,
 )
+from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
 from service.uploads import RESERVE_BYTES
@@ -36,9 +37,10 @@ DATA = b"contents"
 class Server:
     """The uploads of a gateway that serves a model directory."""
 
-    def __init__(self, data_dir: Path, configured: Path) -> None:
+    def __init__(self, data_dir: Path, configured: Path, values: StoredValues | None = None) -> None:
         self.data_dir = data_dir
-        self.versions = ModelVersions(str(configured), 1, data_dir)
+        self.values = StoredValues() if values is None else values
+        self.versions = ModelVersions(str(configured), 1, self.values)
         self.uploads = WeightUploads(data_dir, self.versions, Config())
         self.uploads.directory.remove_leftovers()
         self.new_threads()
@@ -53,11 +55,7 @@ class Server:
 
     def serve(self, model: Path) -> None:
         """As LoadWeights does."""
-        version = self.versions.add(str(model))
-        self.versions.persist(version)
-        before = self.versions.serving
-        self.versions.serve(version)
-        self.versions.remove(before)
+        self.versions.serve(self.versions.next_version(str(model)), types_pb2.ModelDescription())
 
     def new_threads(self) -> None:
         self.threads = ThreadPoolExecutor()
@@ -208,10 +206,10 @@ async def test_the_next_gateway_keeps_what_it_may_serve(tmp_path: Path, model: P
     source = await server.upload()
     server.serve(server.find(source))
     await server.upload()
-    later = Server(tmp_path / "data", tmp_path / "another")
+    later = Server(tmp_path / "data", tmp_path / "another", server.values)
     assert later.versions.serving.model == str(tmp_path / "another")
     assert later.kept() == [source]
-    restored = Server(tmp_path / "data", model)
+    restored = Server(tmp_path / "data", model, server.values)
     assert restored.versions.serving.model == str(restored.find(source))
     restored.serve(model)
     assert restored.kept() == []
@@ -246,14 +244,14 @@ async def test_an_upload_that_is_being_loaded_is_not_replaced(tmp_path: Path, mo
 
 
 async def test_a_data_directory_that_was_moved_keeps_what_is_served(tmp_path: Path, model: Path) -> None:
-    """A link is where it was, so `weights.json` is still right."""
+    """A link is where it was, so what is stored is still right."""
     home = tmp_path / "home"
     server = Server(home, model)
     server.serve(server.find(source := await server.upload()))
     (tmp_path / "moved").mkdir()
     home.rename(tmp_path / "moved" / "home")
     home.symlink_to(tmp_path / "moved" / "home")
-    assert Server(home, model).kept() == [source]
+    assert Server(home, model, server.values).kept() == [source]
 
 
 async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
-from quire.v1 import worker_pb2
+from quire.v1 import types_pb2, worker_pb2
 
+from service.caches.ledger import Ledger
 from service.caches.requests import Fork, Renew, Truncate
 from service.caches.reservations import Limits
-from service.pool.model_versions import (
-    ModelVersion,
-    ModelVersions,
-    ServedModel,
-    choose_served_model,
-    from_model_tag,
-    read_served_model,
-    to_model_tag,
-    write_served_model,
-)
+from service.journal.values import StoredValues
+from service.pool.model_versions import ModelVersions
+from tests.service.journal_traffic import commit, created, open_journal
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.toy_model import next_token
 
@@ -27,10 +23,7 @@ OLD, NEW = 0, 1
 
 @pytest.fixture
 def gateway() -> Gateway:
-    """Two workers: one serves, the other has loaded what is to be served."""
-    gateway = Gateway(Limits(default_lease_s=10.0))
-    gateway.start_worker("worker-0.1", weights=NEW)
-    return gateway
+    return Gateway(Limits(default_lease_s=10.0))
 
 
 def says(gateway: Gateway, cache: str, token: int) -> int:
@@ -40,7 +33,7 @@ def says(gateway: Gateway, cache: str, token: int) -> int:
 def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: Gateway) -> None:
     cache, other = gateway.create(1, 2, request_id="one"), gateway.create(5)
     children = gateway.handles(Fork.of(cache, 1, request_id="fork")).handles
-    gateway.dispatcher.weights_switched(NEW, drain=False)
+    gateway.replace_weights(NEW, recompute=False)
     new = gateway.create(1, 2)
     assert says(gateway, new, 3) == next_token([1, 2, 3], None, NEW)
     for request in (
@@ -79,93 +72,84 @@ def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gat
 # What is served.
 
 
-def test_what_was_loaded_is_served_until_the_settings_name_something_else(tmp_path: Path) -> None:
-    assert read_served_model(tmp_path) is None and read_served_model(None) is None
-    assert choose_served_model(None, "a", 0) == ServedModel("a", "a", 0)
-    write_served_model(tmp_path, ServedModel("a", "b", 3))
-    written = read_served_model(tmp_path)
-    assert choose_served_model(written, "a", 3) == written == ServedModel("a", "b", 3)
-    assert choose_served_model(written, "a", 2) == written, "the switch was the last that was done"
-    assert choose_served_model(written, "b", 3) == ServedModel("b", "b", 3), "its caches go on"
-    assert choose_served_model(written, "c", 3) == ServedModel("c", "c", 3)
-    # Somebody has lost the file, or has brought an old one back: nobody knows what was loaded.
-    assert (
-        choose_served_model(None, "a", 3)
-        == ServedModel("a", "a", 3)
-        == choose_served_model(ServedModel("a", "b", 2), "a", 3)
-    )
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"configured": "a"}', '{"configured": 1, "model": "b"}'])
-def test_a_damaged_file_is_as_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / "weights.json").write_text(content)
-    assert read_served_model(tmp_path) is None
-
-
-def become_ready(versions: ModelVersions, version: ModelVersion, fingerprint: str) -> None:
+def become_ready(versions: ModelVersions, fingerprint: str) -> None:
     """Its only worker can serve, which has found that model."""
-    (slot,) = version.slots
-    slot.ready, version.fingerprint = worker_pb2.WorkerReady(), fingerprint
+    (slot,) = versions.slots
+    slot.ready, versions.serving.fingerprint = worker_pb2.WorkerReady(), fingerprint
     versions.worker_ready(slot)
 
 
-def test_a_gateway_goes_on_with_what_was_served_before(tmp_path: Path) -> None:
-    marks: list[str] = []
+def stored(values: StoredValues) -> tuple[str, str, int, str]:
+    """What the settings named, and what the next gateway serves."""
+    found = json.loads(values.get("weights"))
+    return found["configured"], found["model"], found["number"], found["fingerprint"]
+
+
+async def test_a_gateway_goes_on_with_what_was_served_before() -> None:
+    values = StoredValues()
 
     def start(configured: str) -> ModelVersions:
-        mark = marks[-1] if marks else None
-        return ModelVersions(configured, 1, tmp_path, mark, marks.append, lambda number: number == 1)
+        return ModelVersions(configured, 1, values, lambda number: number == 1)
 
     first = start("a")
-    assert first.serving.expected_fingerprint is None
-    become_ready(first, first.serving, "fa")
-    assert marks == ["fa"] and read_served_model(tmp_path) is None, "nothing else was loaded"
-    first.remove(first.add("nobody waits for it"))
-    loaded = first.add("b")
-    loaded.fingerprint = "fb"
-    first.persist(loaded)
-    assert first.serving.model == "a" and marks == ["fa"], "it is written down, and not yet served"
-    first.serve(loaded)
-    assert marks[-1] == "fb#2" and [version.number for version in first] == [0, 2]
+    assert first.expected_fingerprint is None
+    become_ready(first, "fa")
+    assert stored(values) == ("a", "a", 0, "fa")
+    first.next_version("it is not served")
+    loaded = first.next_version("b")
+    await first.persist(loaded, "fb")
+    assert first.serving.model == "a" and stored(values) == ("a", "b", 2, "fb"), "written, and not yet served"
+    first.serve(loaded, types_pb2.ModelDescription(fingerprint="fb"))
+    assert first.serving.number == 2 and stored(values) == ("a", "b", 2, "fb")
 
-    again = start("a").serving
-    assert (again.model, again.number, again.slots[0].worker_id) == ("b", 2, "worker-0.2")
+    again = start("a")
+    assert (again.serving.model, again.serving.number, again.slots[0].worker_id) == ("b", 2, "worker-0.2")
     assert again.expected_fingerprint is None, "nobody has caches of it"
+    assert start("b").serving.model == "b", "its caches go on"
     other = start("c")
     assert (other.serving.model, other.serving.number) == ("c", 2)
-    assert read_served_model(tmp_path) == ServedModel("a", "b", 2), "as long as it is not known to work"
-    become_ready(other, other.serving, "fc")
-    assert read_served_model(tmp_path) == ServedModel("c", "c", 2)
-    marks.append("fd#1")
-    write_served_model(tmp_path, ServedModel("d", "d", 1))
-    assert start("d").serving.expected_fingerprint == "fd", "there are caches"
+    assert stored(values) == ("a", "b", 2, "fb"), "as long as it is not known to work"
+    become_ready(other, "fc")
+    assert stored(values) == ("c", "c", 2, "fc")
+    assert ModelVersions("d", 1, values, lambda number: number == 2).expected_fingerprint == "fc"
 
 
-def test_a_worker_of_before_that_becomes_ready_does_not_undo_a_switch(tmp_path: Path) -> None:
-    versions = ModelVersions("a", 1, tmp_path)
-    become_ready(versions, versions.serving, "fa")
-    loaded = versions.add("b")
-    versions.persist(loaded)
-    become_ready(versions, versions.serving, "fa")
-    versions.serve(loaded)
-    assert read_served_model(tmp_path) == ServedModel("a", "b", 1)
+async def test_a_worker_of_before_that_becomes_ready_does_not_undo_a_switch() -> None:
+    values = StoredValues()
+    versions = ModelVersions("a", 1, values)
+    become_ready(versions, "fa")
+    loaded = versions.next_version("b")
+    await versions.persist(loaded, "fb")
+    become_ready(versions, "fa")
+    assert stored(values) == ("a", "b", 1, "fb")
+    versions.serve(loaded, types_pb2.ModelDescription(fingerprint="fb"))
+    assert stored(values) == ("a", "b", 1, "fb")
+
+
+async def test_a_copy_of_the_journal_alone_has_the_weights_of_its_caches(tmp_path: Path) -> None:
+    """Before, a file beside it had them: without it, caches were of a model that nobody knew."""
+    ledger, source, copy = Ledger(), tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    journal = open_journal(source, ledger=ledger)
+    versions = ModelVersions("a", 1, StoredValues(journal, ledger))
+    become_ready(versions, "fa")
+    loaded = versions.next_version("b")
+    await versions.persist(loaded, "fb")
+    versions.serve(loaded, types_pb2.ModelDescription(fingerprint="fb"))
+    assert await commit(journal, created(1, weights=1), to=ledger)
+    journal.close()
+    shutil.copytree(source / "journal", copy / "journal")
+    ledger = Ledger()
+    journal = open_journal(copy, ledger=ledger)
+    again = ModelVersions("a", 1, StoredValues(journal, ledger), lambda number: number == 1)
+    journal.close()
+    assert (again.serving.model, again.serving.number, again.expected_fingerprint) == ("b", 1, "fb")
 
 
 def test_whoever_subscribes_is_told_of_each_change() -> None:
     versions, seen = ModelVersions("a", 1), []
-    versions.subscribe(lambda: seen.append((versions.serving.number, len(list(versions)))))
-    become_ready(versions, versions.serving, "")
-    old, loaded = versions.serving, versions.add("b")
-    become_ready(versions, loaded, "")
-    versions.serve(loaded)
-    versions.mark_unusable(old)
-    assert not old.is_usable and loaded.is_usable
-    versions.remove(old)
-    assert seen == [(0, 1), (0, 2), (1, 2), (1, 2), (1, 1)]
-
-
-def test_a_journal_is_told_of_which_weights_its_caches_are() -> None:
-    assert to_model_tag("abc", 0) == "abc", "as ever"
-    for fingerprint, weights in (("abc", 0), ("abc", 7), ("", 7)):
-        assert from_model_tag(to_model_tag(fingerprint, weights)) == (fingerprint, weights)
-    assert from_model_tag(None) == (None, 0)
+    versions.subscribe(lambda: seen.append(versions.serving.number))
+    become_ready(versions, "")
+    versions.serve(versions.next_version("b"), types_pb2.ModelDescription())
+    assert seen == [0, 1]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from service.caches.records import Record
 from service.journal.base import Journal, OnCommitted
-from service.journal.encoding import DamagedFrame, ModelTag, decode, encode, read_frames, seal, seed_of
+from service.journal.encoding import DamagedFrame, decode, encode, read_frames, seal, seed_of
 
 # Told whether the oldest commit, which has ended, is durable. Tells its committer, if there still is one.
 OnEnd = Callable[[bool, OnCommitted | None], None]
@@ -57,7 +57,6 @@ class Disk:
                 assert frame.number == number + 1, "frames are in their order"
                 number, end = frame.number, frame.end
                 for record in decode(frame.payload):
-                    assert not isinstance(record, ModelTag)
                     yield record, frame.wall_ns / 1e9
         except DamagedFrame:
             assert end == self._torn_at, "only the last frame can be torn"

@@ -99,7 +99,7 @@ class LeasingLauncher(FakeLauncher):
     def make(self, worker_id: str, epoch: int) -> Processes:
         worker = self._without_lease.pop(worker_id, None)
         if worker is None:
-            worker = ModelWorker(worker_id, epoch, self.pages, self._rng, self._seen)
+            worker = ModelWorker(worker_id, epoch, self.pages, self.rng, self._seen)
         else:
             self._seen["leased again"] += 1
         return LeasedProcesses(f"sim:{worker_id}-{epoch}", worker, epoch, self)
@@ -126,7 +126,7 @@ class LeasingLauncher(FakeLauncher):
         connected = [worker_id for worker_id in self.running if worker_id not in self.cut]
         if connected:
             self._seen["link cut"] += 1
-            self.cut.add(self._rng.choice(connected))
+            self.cut.add(self.rng.choice(connected))
 
     def heal(self) -> None:
         """All links carry again, and what was sent arrives; of earlier leases now or later."""
@@ -138,7 +138,7 @@ class LeasingLauncher(FakeLauncher):
                 processes.link.answer()
         links, self._links = self._links, []
         for processes, link in links:
-            late_s = self._rng.choice((0.0, self._rng.uniform(0.0, _LATE_S)))
+            late_s = self.rng.choice((0.0, self.rng.uniform(0.0, _LATE_S)))
             asyncio.get_running_loop().call_later(late_s, self._arrive_late, processes, link)
 
     def _arrive_late(self, processes: LeasedProcesses, link: FakeLink) -> None:

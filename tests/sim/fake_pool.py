@@ -28,6 +28,8 @@ LOAD_S, ANSWER_S = 2.0, 0.01
 # As the supervisor's: the shortest time between a failure and the next attempt, and the longest.
 LEAST_BACKOFF_S, MOST_BACKOFF_S = 0.25, 10.0
 
+MODEL = types_pb2.ModelDescription(fingerprint="one", vocab_size=VOCAB)
+
 OnResponse: TypeAlias = Callable[[worker_pb2.ConnectResponse], None]
 
 
@@ -89,6 +91,19 @@ class Processes:
         """Whether nothing arrives, here or there. See `fake_leases`."""
         return False
 
+    @property
+    def next_weights(self) -> int:
+        """What it puts into place, when it is told to."""
+        return self._pool.next_weights
+
+    def load_s(self) -> float:
+        """How long it reads weights."""
+        return self._pool.rng.uniform(0.1, LOAD_S)
+
+    def refuses(self) -> bool:
+        """Whether it cannot use weights that it has read."""
+        return self._pool.rng.random() < 0.1
+
     def hang(self) -> None:
         self.hangs = True
 
@@ -119,8 +134,7 @@ class Processes:
         raise AssertionError("workers are never detached here")
 
     async def stop(self, *, grace_s: float) -> int:
-        is_spare = self.worker.weights > self._pool.served_weights
-        assert self.hung or grace_s or is_spare, "one that is well was judged dead"
+        assert self.hung or grace_s, "one that is well was judged dead"
         self.exit(0 if grace_s else -9)
         return await self._exit
 
@@ -139,7 +153,7 @@ class Processes:
             executor=types_pb2.ExecutorCapabilities(
                 page_size_tokens=pool.pages.page_tokens, kv_capacity_tokens=pool.capacity_tokens
             ),
-            model=types_pb2.ModelDescription(fingerprint="one", vocab_size=VOCAB),
+            model=MODEL,
         )
         for number, length in self.holdings().items():
             ready.holdings.add(sequence=number, length=length)
@@ -174,8 +188,19 @@ class FakeLink:
         if command.HasField("adopt") or command.HasField("snapshot"):
             self._asked.append(command)
             asyncio.get_running_loop().call_later(ANSWER_S, self.answer)
+        elif command.HasField("replace_weights"):
+            self._replace_weights(command)
         else:
             self._processes.worker.inbox.extend(one_by_one(command))
+
+    def _replace_weights(self, command: worker_pb2.WorkerCommand) -> None:
+        """It begins to read other weights, or puts them into place at once."""
+        processes, step = self._processes, command.replace_weights
+        if step.HasField("apply"):
+            processes.worker.replace_weights(processes.next_weights)
+        elif step.HasField("read"):
+            self._asked.append(command)
+            asyncio.get_running_loop().call_later(processes.load_s(), self.answer)
 
     def answer(self) -> None:
         """It says how it is, and what it keeps, if it can and was asked."""
@@ -188,6 +213,12 @@ class FakeLink:
             if command.HasField("adopt"):
                 claims = [Claim(item.sequence, item.length, item.digest) for item in command.adopt.items]
                 event.adopted.kept.extend(worker.adopt(claims))
+                self.deliver(worker_pb2.ConnectResponse(events=[event]))
+            elif command.HasField("replace_weights"):
+                if self._processes.refuses():
+                    event.error.detail = "planted"
+                else:
+                    event.weights_read.model.CopyFrom(MODEL)
                 self.deliver(worker_pb2.ConnectResponse(events=[event]))
             else:
                 event.snapshot.SetInParent()
@@ -217,11 +248,11 @@ class FakeLauncher:
         # How often starting fails.
         self.failing = 0.0
         self.running: dict[str, Processes] = {}
-        # Others that were never served may end as they like.
-        self.served_weights = 0
+        # What a new worker loads, and what those that have read other weights put into place.
+        self.served_weights = self.next_weights = 0
         self.closed = False
         self._epochs = Epochs(None)
-        self._rng = rng
+        self.rng = rng
         self._seen = seen
         self._by_endpoint: dict[NeverOpened, Processes] = {}
         # By worker: how often in a row it has failed, and when that was.
@@ -238,13 +269,13 @@ class FakeLauncher:
         self._check_backoff(worker_id)
         # One that has never served may not fail too often in a row: the gateway would end.
         patient = self._served or self._failures[worker_id] < 3
-        fate = self._rng.random() if patient else 1.0
+        fate = self.rng.random() if patient else 1.0
         if fate < self.failing / 2:
             self._failed(worker_id, "spawn refused")
             raise OSError(errno.EAGAIN, "resource temporarily unavailable")
         processes = self.make(worker_id, epoch)
         self.running[worker_id] = self._by_endpoint[processes.endpoint] = processes
-        loop, load_s = asyncio.get_running_loop(), self._rng.uniform(0.1, LOAD_S)
+        loop, load_s = asyncio.get_running_loop(), self.rng.uniform(0.1, LOAD_S)
         if fate < self.failing * 0.6:
             self._seen["never loads"] += 1
             processes.hang()
@@ -260,8 +291,8 @@ class FakeLauncher:
 
     def make(self, worker_id: str, epoch: int) -> Processes:
         """A new incarnation."""
-        worker = ModelWorker(worker_id, epoch, self.pages, self._rng, self._seen)
-        worker.weights = int(worker_id.partition(".")[2] or 0)
+        worker = ModelWorker(worker_id, epoch, self.pages, self.rng, self._seen)
+        worker.weights = self.served_weights
         return Processes(f"sim:{worker_id}-{epoch}", worker, self)
 
     def unheard(self) -> list[ModelWorker]:

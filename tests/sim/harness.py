@@ -102,6 +102,13 @@ class Gateway:
         self.dispatcher.worker_ready(worker.view(MAX_SEQ_LEN), kept)
         return worker
 
+    def replace_weights(self, weights: int, *, recompute: bool) -> None:
+        """All workers put other weights into place."""
+        for worker in self.workers.values():
+            worker.replace_weights(weights)
+        views = [worker.view(64) for worker in self.workers.values()]
+        self.dispatcher.weights_replaced(weights, views, recompute=recompute)
+
     def lose_worker(self, worker_id: str = "worker-0", *, crashed: bool = True) -> None:
         worker = self.workers.pop(worker_id)
         self.dispatcher.worker_lost(worker_id, worker.epoch, crashed=crashed)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from service.caches.attempts import Attempts
 from service.caches.cache_index import CacheIndex
-from service.caches.effects import Attempt
 from service.caches.entries import CacheEntry, Operation, WorkerView
 from service.caches.keyed_answers import Kind
 from service.caches.machine import CacheMachine
@@ -42,7 +41,7 @@ def check_invariants(machine: CacheMachine) -> None:
     check_copies(machine)
     for worker in machine._workers:
         its = queued.get(worker, ())
-        assert worker.pages_queued == sum([attempt.pages for attempt in its])
+        assert worker.pages_queued == sum([operation.pages for operation in its])
         _check_load(worker.load, its)
 
 
@@ -124,39 +123,38 @@ def _check_placement(machine: CacheMachine, entries: Mapping[int, CacheEntry]) -
 
 def _check_attempts(
     attempts: Attempts, operations: Mapping[int, Operation]
-) -> dict[WorkerView, list[Attempt]]:
+) -> dict[WorkerView, list[Operation]]:
     """Returns what each worker computes."""
-    queued: dict[WorkerView, list[Attempt]] = {}
+    queued: dict[WorkerView, list[Operation]] = {}
     suspects, replayed = Counter[object](), Counter[object]()
     num_parked = num_running = 0
     for ticket, operation in operations.items():
-        phase, attempt = phase_of(operation), operation.attempt
+        phase, op_id = phase_of(operation), operation.op_id
         is_parked = phase == "parked"
         assert is_parked is (ticket in attempts.parked) is (operation.need is not None)
         num_parked += is_parked
-        if attempt is None:
+        if not op_id:
             continue
         worker = operation.entry.worker
         num_running += 1
-        assert attempts.running.get(attempt.op_id) is operation
+        assert attempts.running.get(op_id) is operation
         assert worker is not None and worker.is_ready and phase in ("replaying", "computing")
-        queued.setdefault(worker, []).append(attempt)
-        suspects[worker] += attempt.is_suspect
-        if attempt.first_segment is not None:
-            replayed[worker, attempt.first_segment] += 1
+        queued.setdefault(worker, []).append(operation)
+        suspects[worker] += operation.is_suspect
+        if operation.first_segment is not None:
+            replayed[worker, operation.first_segment] += 1
     assert (len(attempts.running), len(attempts.parked)) == (num_running, num_parked)
     assert attempts._suspects == suspects and attempts._replayed == replayed
     assert max(suspects.values(), default=0) <= 1, "a worker computes one suspect at a time"
     return queued
 
 
-def _check_load(load: WorkerLoad, all_there: Sequence[Attempt]) -> None:
+def _check_load(load: WorkerLoad, all_there: Sequence[Operation]) -> None:
     costs = ([0] * len(Priority), [0] * len(Priority))
     by_caller: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    for attempt in all_there:
-        work = attempt.work
-        costs[work.is_long][work.priority] += work.cost
-        callers = by_caller[work.is_long]
-        callers[work.caller] = callers.get(work.caller, 0) + work.cost
+    for operation in all_there:
+        costs[operation.is_long][operation.priority] += operation.cost
+        callers, caller = by_caller[operation.is_long], operation.caller or -operation.ticket
+        callers[caller] = callers.get(caller, 0) + operation.cost
     for queue, cost, callers in zip(load._queues, costs, by_caller, strict=True):
         assert queue.by_caller == callers and queue.cost == cost

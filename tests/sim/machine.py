@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from service.caches.effects import Command, Effects, Event, Write
+from service.caches.answers import Event
+from service.caches.effects import Effects, Write
 from service.caches.entries import Operation, WorkerView
 from service.caches.ledger import CacheState, Ledger
 from service.caches.machine import CacheMachine
@@ -19,6 +20,7 @@ from service.caches.records import Record
 from service.caches.requests import Release, Request, Restore, Result
 from service.caches.reservations import Limits
 from service.errors import QuireError
+from tests.forwards import Told, as_command, told
 from tests.sim.invariants import phase_of
 from tests.sim.oracle import Oracle
 from tests.sim.truth import Asked
@@ -95,7 +97,7 @@ class WatchedMachine(CacheMachine):
     def phases_beside(self, epoch: int) -> Iterator[tuple[str, bool]]:
         """How far each operation has come, and whether the worker of this epoch computes it."""
         for operation in self.operations.values():
-            worker = operation.entry.worker if operation.attempt is not None else None
+            worker = operation.entry.worker if operation.op_id else None
             its = [worker] if operation.copy is None else [operation.copy.source, operation.copy.target]
             yield phase_of(operation), any(each is not None and each.epoch == epoch for each in its)
 
@@ -180,7 +182,7 @@ class PlantedMachine(WatchedMachine):
 
     # What comes out.
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         """What is sent to a worker instead."""
         return (command,)
 
@@ -215,8 +217,8 @@ class PlantedMachine(WatchedMachine):
         self._refused[ticket] = passed
         return ticket
 
-    def answered(self, events: Iterable[Event], now_s: float) -> None:
-        super().answered((self.on_event(event) for event in events), now_s)
+    def answered(self, events: Sequence[Event], now_s: float, *of_worker: Any) -> None:
+        super().answered([self.on_event(event) for event in events], now_s, *of_worker)
 
     def committed(self, tickets: Sequence[int], now_s: float) -> None:
         super().committed([ticket for ticket in tickets if ticket not in self._unknown], now_s)
@@ -224,8 +226,8 @@ class PlantedMachine(WatchedMachine):
     def changed(self, effects: Effects) -> Effects:
         changed = Effects([], [], [])
         for worker_id, epoch, command in effects.commands:
-            for passed in self.on_command(worker_id, epoch, command):
-                changed.commands.append((worker_id, epoch, passed))
+            for passed in self.on_command(worker_id, epoch, told(command)):
+                changed.commands.append((worker_id, epoch, as_command(passed)))
         for ticket, records in effects.writes:
             self._write(changed, ticket, records)
         for ticket, outcome in effects.replies:

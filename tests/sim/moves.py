@@ -126,7 +126,7 @@ def check_copies(machine: CacheMachine) -> None:
     assert {copy for copy, _, _ in moves.sent.values()} == under_way, "each waits for something, and no other"
     for copy in under_way:
         operation = copy.operation
-        assert operation.attempt is None and operation.need is None and operation.records is None
+        assert not operation.op_id and operation.need is None and operation.records is None
         assert not operation.turns_left
         assert copy.target.is_ready and copy.source is operation.entry.worker, (
             "the source has it until the end"

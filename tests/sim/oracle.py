@@ -66,9 +66,8 @@ class Oracle:
         self.was_ready: bool = False
         self.draining: bool = False
         self.journal_works: bool = True
-        # The weights that are served, and those whose caches may be used beside.
+        # The weights that are served.
         self.weights = 0
-        self.draining_weights: set[int] = set()
         # The first weights whose caches continue with those that are served.
         self.continued = 0
         # Each time others were served: the first that continued with them, and they.
@@ -167,7 +166,6 @@ class Oracle:
         self._groups.clear()
         self.gateway_epoch += 1
         self.journal_works, self.was_ready, self.draining = True, False, False
-        self.draining_weights.clear()
         for cache in self.caches.values():
             cache.epoch, cache.worker_id = 0, ""
             # Uses that nobody wrote down are forgotten.
@@ -206,7 +204,7 @@ class Oracle:
 
     def can_use(self, weights: int) -> bool:
         """Whether anything but a release may be asked of caches of these weights."""
-        return weights == self.weights or weights in self.draining_weights
+        return weights == self.weights
 
     def replied(self, asked: Asked, outcome: Result | QuireError) -> None:
         """A reply: exactly one for each request that was not cancelled, and the right one."""
@@ -483,7 +481,8 @@ class Oracle:
 
     def _check_stated(self, append: Append, cache: Cache) -> None:
         stated = append.weights
-        assert stated is None or self.current(stated) == cache.weights, "with the weights it was checked for"
+        is_right = stated is None or append.cache_id or self.current(stated) == cache.weights
+        assert is_right, "with the weights it was checked for"
 
     def _check_outputs(
         self,

@@ -9,9 +9,10 @@ from hashlib import blake2b
 from typing import Any, BinaryIO
 
 import pytest
+from quire.v1 import worker_pb2
 
 from service.caches.append import is_repeated
-from service.caches.effects import AbortForward, Attempt, Command, Effects, ReleaseSequences
+from service.caches.effects import AbortForward, Effects, ReleaseSequences
 from service.caches.ledger import Ledger, fingerprint
 from service.caches.records import CacheCreated, CacheForked, Child, Record, TokensAppended, numbers_of
 from service.caches.requests import Append, Appended, Fork, Release, Request, Result, Truncate
@@ -19,7 +20,8 @@ from service.dispatcher import Dispatcher, OnOutcomes
 from service.errors import CacheNotFound, QuireError
 from service.journal import encoding
 from service.journal.base import OnCommitted
-from service.journal.encoding import Frame, ModelTag, decode, read_frames
+from service.journal.encoding import Frame, decode, read_frames
+from tests.forwards import SentForward, Told
 from tests.sim import disk
 from tests.sim.disk import DiskJournal
 from tests.sim.machine import PlantedMachine
@@ -166,7 +168,7 @@ def torn_frames_accepted(patch: pytest.MonkeyPatch) -> None:
                 _, number, wall_ns = encoding._HEAD.unpack(torn[:head])
                 yield Frame(number, wall_ns, torn[encoding.FRAME_BYTES :], end)
 
-    def as_far_as_it_goes(payload: bytes) -> Iterator[Record | ModelTag]:
+    def as_far_as_it_goes(payload: bytes) -> Iterator[Record]:
         with contextlib.suppress(encoding.UnknownRecord):
             yield from decode(payload)
 
@@ -191,9 +193,12 @@ def checksums_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 class TokensLostAfterVerify(PlantedMachine):
     """The journal is told that all drafts were kept."""
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
-        if isinstance(command, Attempt):
-            command = dataclasses.replace(command, keep_all=True)
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
+        if isinstance(command, SentForward):
+            options = worker_pb2.ForwardOptions.FromString(command.append.options)
+            options.ClearField("accept")
+            append = dataclasses.replace(command.append, options=options.SerializeToString())
+            command = dataclasses.replace(command, append=append)
         return (command,)
 
 
@@ -367,17 +372,17 @@ def releases_overtake(patch: pytest.MonkeyPatch) -> None:
 
 
 class NothingAborted(PlantedMachine):
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         return () if isinstance(command, AbortForward) else (command,)
 
 
 class NothingReleased(PlantedMachine):
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         return () if isinstance(command, ReleaseSequences) else (command,)
 
 
 class SentTwice(PlantedMachine):
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         return (command,) * (1 + (command.op_id % 8 == 0))
 
 

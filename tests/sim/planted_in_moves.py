@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from service.caches.effects import Command, ExportKv, ImportKv, ReleaseSequences
+from service.caches.effects import ExportKv, ImportKv, ReleaseSequences
+from tests.forwards import Told
 from tests.sim.machine import PlantedMachine
 
 
 class SourceReleasedAtOnce(PlantedMachine):
     """What is copied is released before the target has confirmed it."""
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         yield command
         if isinstance(command, ExportKv):
             yield ReleaseSequences(self.parts.context.number(), (command.number,))
@@ -20,7 +21,7 @@ class SourceReleasedAtOnce(PlantedMachine):
 class ImportsNotWaitedFor(PlantedMachine):
     """What is on its way to the target counts as imported, and is lost there."""
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         if not isinstance(command, ImportKv):
             return (command,)
         self.answered([(command.op_id, None)], self.oracle.now_s)

@@ -12,9 +12,8 @@ import pytest
 from service.api.session import Session, write_in_time
 from service.budgets import Budget
 from service.errors import SlowConsumer
+from service.pool.incarnation import Incarnation
 from service.pool.liveness import Liveness
-from service.pool.model_versions import ModelVersion
-from service.pool.supervisor import Supervisor
 from tests.sim.fake_pool import FakeLauncher
 from tests.sim.machine import PlantedMachine
 from tests.sim.planted import begins_at, everywhere
@@ -72,26 +71,8 @@ def who_died_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WatchedDispatcher, "worker_lost", lambda *_, **__: None)
 
 
-@begins_at(25)
-def those_taken_back_stay(patch: pytest.MonkeyPatch) -> None:
-    stop = Supervisor.stop
-
-    async def of_those_that_served(pool: Supervisor, version: ModelVersion) -> None:
-        if not version.is_loading:
-            await stop(pool, version)
-
-    patch.setattr(Supervisor, "stop", of_those_that_served)
-
-
-@begins_at(25)
-def a_dead_worker_is_switched_to(patch: pytest.MonkeyPatch) -> None:
-    fail = ModelVersion.fail
-
-    def unsaid(version: ModelVersion, why: str) -> None:
-        fail(version, why)
-        version.failure = None
-
-    patch.setattr(ModelVersion, "fail", unsaid)
+def new_weights_are_not_put_into_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Incarnation, "apply_weights", lambda _: None)
 
 
 # Sessions.

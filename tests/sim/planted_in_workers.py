@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Attempt, Claim, Command, CommandFailed, Effects, Event
+from service.caches.answers import CommandFailed, Event
+from service.caches.effects import Claim, Effects
 from service.caches.entries import WorkerView
 from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, Record, numbers_of
 from service.caches.requests import Append, Request
 from service.errors import QuireError, SequenceQuarantined, WorkerFault
+from tests.forwards import SentForward, Told
 from tests.sim.machine import PlantedMachine
 from tests.sim.model_worker import ModelWorker
 from tests.sim.truth import Asked
@@ -39,8 +41,8 @@ class LateAnswersAccepted(PlantedMachine):
         self.sequence: dict[int, int] = {}
         self.present: dict[int, int] = {}
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
-        if isinstance(command, Attempt):
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
+        if isinstance(command, SentForward):
             self.sequence[command.op_id] = command.number
             self.present[command.number] = command.op_id
         return (command,)
@@ -57,27 +59,27 @@ class LateAnswersAccepted(PlantedMachine):
 class _Replays(PlantedMachine):
     """Something else is sent in the place of a replay."""
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
-        if isinstance(command, Attempt):
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
+        if isinstance(command, SentForward):
             state = self.ledger.get(command.number)
             # What a caller appends begins where the cache ends.
             if state is not None and command.position < state.length:
                 return self.replay(command)
         return (command,)
 
-    def replay(self, command: Attempt) -> Iterable[Command]:
+    def replay(self, command: SentForward) -> Iterable[Told]:
         raise NotImplementedError
 
 
 class NothingReplayed(_Replays):
-    def replay(self, command: Attempt) -> Iterable[Command]:
+    def replay(self, command: SentForward) -> Iterable[Told]:
         done = worker_pb2.ForwardDone(kept=len(command.append.token_ids))
         self.answered([(command.op_id, done)], self.oracle.now_s)
         return ()
 
 
 class ReplayedWithoutTheTail(_Replays):
-    def replay(self, command: Attempt) -> Iterable[Command]:
+    def replay(self, command: SentForward) -> Iterable[Told]:
         tokens = command.append.token_ids
         return (_with_tokens(command, tokens[:-1] if len(tokens) > 1 else tokens),)
 
@@ -85,17 +87,17 @@ class ReplayedWithoutTheTail(_Replays):
 class WrongTokensReplayed(_Replays):
     silent = (SENT,)
 
-    def replay(self, command: Attempt) -> Iterable[Command]:
+    def replay(self, command: SentForward) -> Iterable[Told]:
         return (_with_tokens(command, [0] * len(command.append.token_ids)),)
 
 
-def _with_tokens(command: Attempt, tokens: Sequence[int]) -> Attempt:
+def _with_tokens(command: SentForward, tokens: Sequence[int]) -> SentForward:
     return dataclasses.replace(command, append=dataclasses.replace(command.append, token_ids=tokens))
 
 
 class WrongPositionSent(PlantedMachine):
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
-        if isinstance(command, Attempt):
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
+        if isinstance(command, SentForward):
             command = dataclasses.replace(command, position=max(0, command.position - 1))
         return (command,)
 
@@ -107,10 +109,10 @@ class _Forgotten(PlantedMachine):
         super().watch(*args)
         self.forgotten: set[int] = set()
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         asked, _ = self.sequence_of(command.op_id)
         is_forgotten = asked is not None and asked.number in self.forgotten
-        return () if is_forgotten and isinstance(command, Attempt) else (command,)
+        return () if is_forgotten and isinstance(command, SentForward) else (command,)
 
 
 class LossesNotNoticed(_Forgotten):
@@ -153,7 +155,7 @@ class NobodyIsQuarantined(PlantedMachine):
         self.sent: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.dead: set[tuple[str, int]] = set()
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         if (worker_id, epoch) in self.dead:
             return ()
         self.sent[worker_id, epoch].append(command.op_id)
@@ -204,21 +206,7 @@ class ComputedByAnybody(PlantedMachine):
 class CachesOfTheWeightsBeforeUsedOn(PlantedMachine):
     def watch(self, *args: Any) -> None:
         super().watch(*args)
-        self.weights.drained = lambda weights: None  # type: ignore[method-assign]
-
-    def weights_switched(self, weights: int, now_s: float, *, drain: bool) -> None:
-        super().weights_switched(weights, now_s, drain=True)
-
-
-class CheckedForAnyWeights(PlantedMachine):
-    """What was checked for other weights is computed with those there are."""
-
-    first_seed = 340  # See `AllAreQuarantined`.
-
-    def on_request(self, request: Request, asked: Asked) -> Request:
-        if isinstance(request, Append) and request.cache_id:
-            return dataclasses.replace(request, weights=None)
-        return request
+        self.weights.can_use = lambda weights: True  # type: ignore[method-assign]
 
 
 class _LedgerOfForksWithout(Ledger):
@@ -244,10 +232,10 @@ class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
         super().watch(*args)
         self.ended: set[int] = set()
 
-    def weights_ended(self, weights: int, now_s: float) -> None:
+    def _end_weights(self, weights: int) -> None:
         self.ended.add(weights)
 
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         worker = self.worker(worker_id, epoch)
         return () if worker is not None and worker.weights in self.ended else (command,)
 
@@ -282,8 +270,8 @@ class ForksHaveNoAdapter(PlantedMachine):
 
 
 class ReplaysHaveNoAdapter(PlantedMachine):
-    def on_command(self, worker_id: str, epoch: int, command: Command) -> Iterable[Command]:
-        if isinstance(command, Attempt) and command.replays:
+    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
+        if isinstance(command, SentForward) and command.replays:
             command = dataclasses.replace(command, adapter=0)
         return (command,)
 

@@ -208,10 +208,7 @@ def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, error: Qui
         its = [*oracle.caches_of(asked), *(forked.children if forked is not None else ())]
         assert any(each is not None and not oracle.can_use(each.weights) for each in its), "all can be used"
     elif cache is not None:
-        # The gateway remembers only the last replacement, and refuses what was checked before that.
-        is_stale = stated is not None and stated < oracle.continued and stated != cache.weights
-        fits = stated is None or oracle.current(stated) == cache.weights
-        assert is_stale or not (oracle.can_use(cache.weights) and fits), "it can be used"
+        assert not oracle.can_use(cache.weights), "it can be used"
     else:
         assert isinstance(request, Append) and not request.cache_id
         assert request.request_id or error.retry_after_s is not None, "whoever has no cache yet can ask again"

@@ -31,7 +31,6 @@ from service.pool import wire
 from service.pool.model_versions import ModelVersion, ModelVersions
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
-from service.runtimes import loading as loading_module
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.sim.callers import Callers
@@ -88,10 +87,10 @@ class ShellSimulation:
         self.launcher = launcher_type(rng, pages, capacity_tokens, seen)
         self.launcher.failing = rng.choice((0.0, 0.0, 0.4, 0.8))
         self.floor = WorkFloor(self.launcher, self.dispatcher, rng, seen)
-        self.versions = ModelVersions("model", config.worker_slots)
+        self.versions = SimulatedVersions("model", config.worker_slots)
+        self.versions.launcher, self.versions.rng = self.launcher, rng
         self.supervisor = Supervisor(config, self.versions, self.launcher)
-        weights_of = self.dispatcher.caches.index.weights_of
-        self.state = ServerState(config, self.versions, weights_of, Adapters(0))
+        self.state = ServerState(config, self.versions, Adapters(0))
         self.versions.subscribe(self._on_change)
         self.restarts = RollingRestart(self.supervisor)
         self.loader = SimulatedLoader(self, config)
@@ -130,7 +129,6 @@ class ShellSimulation:
             patch.setattr(incarnation_module, "WorkerLink", self.launcher.link)
             virtual = SimpleNamespace(monotonic=self.loop.time)
             patch.setattr(incarnation_module, "time", virtual)
-            patch.setattr(loading_module, "time", virtual)
             self.loop.set_exception_handler(self._on_failure)
             self.loop.run_to_end(self._main())
 
@@ -224,15 +222,15 @@ class ShellSimulation:
     # Weights.
 
     def _load_weights(self) -> None:
-        self._in_background(self._load(self.rng.choice((0.0, 0.0, 1.0, 3.0))))
+        self._in_background(self._load(recompute=self.rng.random() < 0.5))
 
-    async def _load(self, drain_s: float) -> None:
+    async def _load(self, *, recompute: bool) -> None:
         try:
-            async with contextlib.aclosing(self.loader.load("model", drain_s)) as saying:
+            async with contextlib.aclosing(self.loader.replace("model", recompute=recompute)) as saying:
                 phases = [said.phase async for said in saying]
             assert phases[-1] == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
             self.seen["weights loaded"] += 1
-        except (LoadFailed, Loading, StorageUnavailable) as error:
+        except (LoadFailed, Loading, NoWorker, StorageUnavailable) as error:
             self.seen[error.reason] += 1
 
     def _rebuild(self) -> None:
@@ -332,18 +330,18 @@ class ShellSimulation:
             if waiting != list(self.oracle.outstanding):
                 # A Session may have many calls behind one another.
                 end_s = self.loop.time() + RECOVERED_S
-        slots = list(self.versions.serving.slots)
+        slots = list(self.versions.slots)
         assert all(slot.ready is not None for slot in slots), "every worker is there again"
-        assert self.versions.all_slots == slots, "and nobody else is"
+        assert self.versions.slots == slots, "and nobody else is"
         assert not any(worker.draining for worker in self.machine.workers()), "and takes work"
         assert not self.oracle.outstanding, "every caller is answered, or undone"
 
     def _is_at_rest(self) -> bool:
         processes = self.launcher.running.values()
         busy = not all(p.answers and p.worker.idle for p in processes)
-        if not all(task.done() for task in self._loads) or self.loader.is_busy:
+        if not all(task.done() for task in self._loads) or self.loader._is_busy:
             return False
-        everyone = len(processes) == len(self.versions.all_slots)
+        everyone = len(processes) == len(self.versions.slots)
         return everyone and not (busy or len(self.journal) or self.machine.operations_in_flight)
 
     @property
@@ -364,6 +362,20 @@ class ShellSimulation:
             raise self._failures[0]
 
 
+class SimulatedVersions(ModelVersions):
+    """Stores weights on a disk that takes its time or fails."""
+
+    launcher: FakeLauncher
+    rng: random.Random
+
+    async def persist(self, version: ModelVersion, fingerprint: str) -> None:
+        self.launcher.next_weights = version.number
+        await asyncio.sleep(self.rng.choice((0.0, 0.05)))
+        if self.rng.random() < 0.2:
+            raise StorageUnavailable("no space")
+        await super().persist(version, fingerprint)
+
+
 class SimulatedModelSources(ModelSources):
     """Finds anything at once."""
 
@@ -372,7 +384,7 @@ class SimulatedModelSources(ModelSources):
 
 
 class SimulatedLoader(WeightsLoader):
-    """Loads weights, with a disk that takes its time or fails."""
+    """Loads weights, for which there is enough memory."""
 
     def __init__(self, simulation: ShellSimulation, config: Config) -> None:
         super().__init__(
@@ -382,12 +394,6 @@ class SimulatedLoader(WeightsLoader):
             SimulatedModelSources(Path(), None, lambda _: None),
             config,
         )
-        self._rng = simulation.rng
 
     def _require_memory(self, model: str) -> None:
         """There is enough."""
-
-    async def _persist(self, version: ModelVersion) -> None:
-        await asyncio.sleep(self._rng.choice((0.0, 0.05)))
-        if self._rng.random() < 0.2:
-            raise StorageUnavailable("no space")

@@ -77,12 +77,8 @@ class Simulation:
         self._last_epoch = 0
         self.workers: dict[str, ModelWorker] = {}
         self._num_workers = rng.choice((1, 1, 2, 3))
-        # Which weights are served, as it is written down; those that are loaded beside, and those before that
-        # are still in use, and whether callers may use those.
+        # Which weights are served, as it is written down.
         self._weights = 0
-        self._loading: int | None = None
-        self._before: int | None = None
-        self._before_drains = False
         # The first weights whose caches continue with those that are served, as it is written down; and after
         # which weights the workers are named that have got others in place.
         self._continued = 0
@@ -120,7 +116,7 @@ class Simulation:
             (self._fail_to_write, 4.0),
             (self._restart_gateway, gateway_crashes),
             (self._start_draining, 0.02),
-            (self._change_weights, self._switches),
+            (self._replace_weights, self._switches),
             (self._move, 45.0 if seed % 8 == 5 else 0.0),
         ]
 
@@ -155,7 +151,6 @@ class Simulation:
         self.machine = new_machine(rng, oracle, self._names)
         self.machine.weights.replace(self._weights, continued_from=self._continued)
         oracle.continue_with(self._weights, self._continued)
-        self._loading = self._before = None
         self.journal = DiskJournal(self._disk, lambda: self._now_s, self.seen)
         self.dispatcher = WatchedDispatcher(
             self.machine, self.journal, self._send, lambda: self._now_s, oracle, self.trace
@@ -245,7 +240,7 @@ class Simulation:
             return request
         cache = self.oracle.caches.get(request.cache_id)
         # Some know the cache from before, and not that there are other weights now.
-        is_mistaken = self._before_drains and self.rng.random() < 0.8
+        is_mistaken = self.rng.random() < 0.2
         weights = self._weights if is_mistaken or cache is None else cache.weights
         return dataclasses.replace(request, weights=weights)
 
@@ -309,28 +304,14 @@ class Simulation:
     @property
     def _worker_ids(self) -> list[str]:
         """Who is to be there."""
-        known = (self._weights, self._loading, self._before)
-        return [worker_id for weights in known if weights is not None for worker_id in self._crew(weights)]
+        return self._crew(self._weights)
 
     def _crew(self, weights: int) -> list[str]:
         weights = self._named.get(weights, weights)
         suffix = f".{weights}" if weights else ""
         return [f"worker-{index}{suffix}" for index in range(self._num_workers)]
 
-    def _change_weights(self) -> None:
-        """The next thing that comes of a load."""
-        if self._before is not None:
-            self._end_weights_before()
-        elif self._loading is None and self.rng.random() < 0.4:
-            self._replace_in_place()
-        elif self._loading is None:
-            self._loading = self._weights + 1
-        elif self.rng.random() < 0.1:
-            self._take_back()
-        elif all(worker_id in self.workers for worker_id in self._crew(self._loading)):
-            self._switch()
-
-    def _replace_in_place(self) -> None:
+    def _replace_weights(self) -> None:
         crew = self._crew(self._weights)
         if not all(worker_id in self.workers for worker_id in crew):
             return
@@ -354,47 +335,11 @@ class Simulation:
             worker.replace_weights(self._weights)
         views = [worker.view(MAX_SEQ_LEN) for worker in workers]
         self.dispatcher.weights_replaced(self._weights, views, recompute=recompute)
-
-    def _switch(self) -> None:
-        before, self._weights = self._weights, self._loading or 0
-        self._continued = self._weights
-        if self.rng.random() < 0.1:
-            self.seen["gateway crash between a switch that is written down and its making"] += 1
-            self._restart_gateway()
-            return
-        self._before_drains = self.rng.random() < 0.5
-        self._loading, self._before = None, before
-        self.seen["weights switched"] += 1
-        self.seen["in flight when weights were switched"] += len(self.oracle.outstanding)
-        self.dispatcher.weights_switched(self._weights, drain=self._before_drains)
         for _ in range(self.rng.choice((0, 3, 6))):
             # Of caches from before, too.
             self._submit()
             self._work()
             self._write()
-
-    def _end_weights_before(self) -> None:
-        assert self._before is not None
-        if self._before_drains:
-            self._before_drains = False
-            self.dispatcher.weights_drained(self._before)
-        elif not self.dispatcher.caches.uses_of(self._before) or self.rng.random() < 0.3:
-            self.seen["in flight when weights ended"] += self.dispatcher.caches.uses_of(self._before)
-            self._end_crew(self._before)
-            self._before = None
-
-    def _take_back(self) -> None:
-        if self._loading is not None:
-            self.seen["weights taken back"] += 1
-            self._end_crew(self._loading)
-            self._loading = None
-
-    def _end_crew(self, weights: int) -> None:
-        self.dispatcher.weights_ended(weights)
-        for worker_id in self._crew(weights):
-            worker = self.workers.pop(worker_id, None)
-            if worker is not None:
-                self._late.extend((worker, event) for event in worker.outbox)
 
     # Workers.
 
@@ -430,8 +375,7 @@ class Simulation:
         self._last_epoch += 1
         worker = ModelWorker(worker_id, self._last_epoch, self._pool, self.rng, self.seen)
         worker.faults = self._faults
-        known = (w for w in (self._weights, self._loading, self._before) if w is not None)
-        worker.weights = next(weights for weights in known if worker_id in self._crew(weights))
+        worker.weights = self._weights
         self._is_ready(worker, {})
 
     def _is_ready(self, worker: ModelWorker, kept: dict[int, int]) -> None:
@@ -556,9 +500,6 @@ class Simulation:
         """Nothing goes wrong any more, but for what is poison: everybody is answered, and in time."""
         end_s = self._now_s + SETTLED_S
         faults = Faults(step=0.0, control=0.0, timeout=0.0, poison=self._faults.poison)
-        self._take_back()
-        while self._before is not None:
-            self._end_weights_before()
         while True:
             self._notice()
             self._replace()

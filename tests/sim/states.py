@@ -37,13 +37,13 @@ class CheckedOperation(entries.Operation):
 
 def check_state(operation: entries.Operation) -> None:
     """Asserts that the other fields of an operation agree with its state."""
-    state, attempt = operation.state, operation.attempt
+    state = operation.state
     assert state is not ENDED, "it is in no table any more"
     assert not operation.turns_left or state is WAITING
     assert (operation.need is not None) is (state is State.PARKED)
     assert (operation.records is not None) is (state is State.COMMITTING)
-    assert (attempt is not None) is (state in (State.REPLAYING, State.COMPUTING))
-    assert attempt is None or attempt.replays is (state is State.REPLAYING)
+    assert bool(operation.op_id) is (state in (State.REPLAYING, State.COMPUTING))
+    assert (operation.first_segment is not None) is (state is State.REPLAYING)
     assert state is not State.COPYING or operation.copy is not None
 
 

@@ -14,16 +14,18 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from quire.v1 import types_pb2, worker_pb2
 
 from service.caches import effects
-from service.caches.effects import CommandFailed
+from service.caches.answers import CommandFailed, DecodeDone
 from service.caches.requests import Append, AppendKind
 from service.errors import KvExhausted
 from service.pool import wire as gateway_wire
+from tests.forwards import SentForward, Told, as_command
 from tests.planted_kv import PLANTS
 from tests.sim.appends import append, with_options
 from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of
@@ -76,6 +78,8 @@ class RealWorker:
         self.faulty: set[int] = set()
         self.has_right_kv = True
         scheduler = Scheduler(STEP.tokens, STEP.items, STEP.rows)
+        # All is queued, so that it is seen here when each begins.
+        scheduler._has_room = lambda plain: False  # type: ignore[method-assign]
         # Nothing is guessed: the model computes what it was asked for.
         self._loop = StepLoop(self.engine, scheduler, self.results.extend, max_seq_tokens=0)
         self._begin, self._execute = self.engine.begin, self.engine.execute
@@ -98,8 +102,8 @@ class RealWorker:
         self.engine.kv_table.check_integrity()
         assert self.has_right_kv, "the KV is that of other tokens"
         results, self.results[:] = list(self.results), []
-        assert all(isinstance(result, Forward | Done | Failed) for result in results)
-        return [worker_wire.to_event(result) for result in results]  # type: ignore[arg-type]
+        assert all(isinstance(result, DecodesDone | Forward | Done | Failed) for result in results)
+        return [event for result in results for event in one_by_one(worker_wire.to_event(result))]  # type: ignore[arg-type]
 
     def held(self) -> dict[int, list[int]]:
         """The tokens of every sequence."""
@@ -177,8 +181,8 @@ class Pair:
 
     # One round of both.
 
-    def round(self, commands: Sequence[effects.Command]) -> None:
-        messages = [message_of(command) for command in commands]
+    def round(self, commands: Sequence[Told]) -> None:
+        messages = [message_of(as_command(command)) for command in commands]
         real = self.real.round(messages)
         self.model.inbox.extend(messages)
         self.model.take(len(messages))
@@ -213,7 +217,7 @@ class Pair:
 
     # Commands.
 
-    def _commands(self) -> Iterator[effects.Command]:
+    def _commands(self) -> Iterator[Told]:
         # A command in this round is about a sequence that no other one is about.
         self._asked = set(self.queued.values())
         if self.answered and self.rng.random() < 0.1:
@@ -225,7 +229,7 @@ class Pair:
         for _ in range(self.rng.choice((0, 1, 2, 4))):
             yield from self._command()
 
-    def _command(self) -> Iterator[effects.Command]:
+    def _command(self) -> Iterator[Told]:
         rng, kinds, number = self.rng, AppendKind, self._idle()
         choice = rng.random()
         if number is None or choice < 0.25:
@@ -257,12 +261,12 @@ class Pair:
 
     def _forward(
         self, number: int, position: int, kind: AppendKind, *, ephemeral: bool = False
-    ) -> effects.Attempt:
+    ) -> SentForward:
         rng, op_id = self.rng, self._number()
         self._asked.add(number)
         self.queued[op_id] = number
-        timeout_s = rng.choice((None, None, None, None, 3600.0, 1e-9))
-        if timeout_s is not None and timeout_s < 1:
+        timeout_s = rng.choice((3600.0, 3600.0, 3600.0, 3600.0, 3600.0, 1e-9))
+        if timeout_s < 1:
             self.late.add(op_id)
         if rng.random() < 0.03:
             self.real.faulty.add(op_id)
@@ -275,7 +279,7 @@ class Pair:
         asked = append(kind, "", tokens, rows=rows, accept=accept)
         if kind is AppendKind.VERIFY and rng.random() < 0.5:
             asked = self._as_tree(asked, before[:position])
-        return effects.Attempt(
+        return SentForward(
             op_id=op_id,
             number=number,
             position=position,
@@ -283,7 +287,6 @@ class Pair:
             seed=0,
             prompt_len=position,
             caller=rng.randint(0, 3),
-            keep_all=False,
             ephemeral=ephemeral or kind is AppendKind.SCORE,
             timeout_s=timeout_s,
         )
@@ -330,6 +333,18 @@ class Pair:
     def _number(self) -> int:
         self._last_number += 1
         return self._last_number
+
+
+def one_by_one(event: worker_pb2.WorkerEvent) -> list[worker_pb2.WorkerEvent]:
+    """As if decodes that are answered together were answered each alone."""
+    if event.WhichOneof("event") != "decodes":
+        return [event]
+    found = gateway_wire.to_events(worker_pb2.ConnectResponse(events=[event]))
+    done: list[tuple[int, Any]] = [
+        (op_id, gateway_wire.decode_answer(one) if isinstance(one, DecodeDone) else one)
+        for op_id, one in found
+    ]
+    return [worker_pb2.WorkerEvent(op_id=op_id, forward=one) for op_id, one in done]
 
 
 def decoded(event: worker_pb2.WorkerEvent) -> object:

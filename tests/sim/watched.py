@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from quire.v1 import worker_pb2
 
-from service.caches.effects import Attempt, Command, CommandFailed, Event, ReleaseSequences, Send, Write
-from service.caches.entries import WorkerView
+from service.caches.answers import CommandFailed, Event
+from service.caches.effects import Command, ReleaseSequences, Send, Write
+from service.caches.entries import Operation, WorkerView
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, Release, Renew, Request
 from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher, Found, OnOutcomes, SendCommands
+from tests.forwards import told
 from tests.sim.disk import DiskJournal
 from tests.sim.invariants import check_invariants
 from tests.sim.journal_bytes import NeededBytes
@@ -154,27 +156,10 @@ class WatchedDispatcher(Dispatcher):
         with self._turn("deliver", *(op_id for op_id, _ in events)):
             super().worker_answered(worker_id, epoch, events, pages_available)
 
-    def weights_switched(self, weights: int, *, drain: bool) -> None:
-        if drain:
-            self.oracle.draining_weights.add(self.oracle.weights)
-        self.oracle.continue_with(weights, weights)
-        with self._turn("weights switched", weights, drain):
-            super().weights_switched(weights, drain=drain)
-
     def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
         self.oracle.continue_with(weights, self.oracle.continued if recompute else weights)
         with self._turn("weights replaced", weights, recompute):
             super().weights_replaced(weights, workers, recompute=recompute)
-
-    def weights_drained(self, weights: int) -> None:
-        self.oracle.draining_weights.discard(weights)
-        with self._turn("weights drained", weights):
-            super().weights_drained(weights)
-
-    def weights_ended(self, weights: int) -> None:
-        self.oracle.draining_weights.discard(weights)
-        with self._turn("weights ended", weights):
-            super().weights_ended(weights)
 
     def start_draining(self) -> None:
         super().start_draining()
@@ -186,7 +171,7 @@ class WatchedDispatcher(Dispatcher):
         """Tells a worker what a forward must find there."""
         asked, number = self.machine.sequence_of(command.op_id)
         # Some are taken back in the turn in which they are asked for.
-        if isinstance(command, Attempt) and number:
+        if isinstance(command, Operation) and number:
             if asked is not None:
                 asked.sequence = number
                 if isinstance(asked.request, Append):
@@ -214,7 +199,7 @@ class WatchedDispatcher(Dispatcher):
 
     def _on_send(self, commands: Sequence[Send]) -> None:
         self.effects += len(commands)
-        self.trace.extend(commands)
+        self.trace.extend((worker_id, epoch, told(command)) for worker_id, epoch, command in commands)
         for _, _, command in commands:
             if isinstance(command, ReleaseSequences) and self.oracle.numbered.keys() & set(command.numbers):
                 self.oracle.seen["KV of a cache dropped"] += 1

@@ -21,7 +21,7 @@ from tests.workers import stepping
 from workers.adapters.adapter import read_adapter
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
-from workers.decodes import NO_DECODES, Decodes, DecodesDone
+from workers.decodes import ADAPTER, LORA_SLOT, NO_DECODES, Decodes, DecodesDone
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.lora import PackedLora
@@ -98,8 +98,13 @@ class Worker(stepping.Worker):
         limits = dice.choice([(16, 4, 8), (40, 8, 16)])
         super().__init__(engine, limits=limits, max_seq_tokens=LONGEST_TOKENS, adapters=self.table)
         self.loop._wait = self._sleep  # type: ignore[method-assign]
-        scheduled = self.loop._scheduler._forwards
-        self.slots.in_use = lambda: {one.lora_slot for one in scheduled.values() if one.adapter}
+        self.slots.in_use = self._slots_in_use
+
+    def _slots_in_use(self) -> set[int]:
+        scheduler = self.loop._scheduler
+        columns = [scheduler.running, *scheduler._waiting._parts]
+        in_columns = {slot for decodes in columns for slot in decodes.column(LORA_SLOT) if slot >= 0}
+        return in_columns | {one.lora_slot for one in scheduler._forwards.values() if one.adapter}
 
     def _read(self, source: AdapterSource) -> LoadedAdapter[tuple[int, PackedLora]]:
         modules = self._model.lora_modules()
@@ -112,7 +117,7 @@ class Worker(stepping.Worker):
             return self.loop._inbox.get_nowait()
         except queue.Empty:
             self._is_asleep = True
-            return None
+            return (), 0
 
     def read_one(self) -> None:
         """A reading thread ends."""
@@ -121,7 +126,7 @@ class Worker(stepping.Worker):
 
     def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
         # An error here would be the failure of a step.
-        self._check(chunks)
+        self._check(chunks, decodes)
         before = dict(self.slots.holds)
         if self._dice.random() < 0.5:
             self.read_one()
@@ -130,15 +135,16 @@ class Worker(stepping.Worker):
             self.breaches.append("a slot was changed while a step was launched")
         return done
 
-    def _check(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            forward = chunk.forward
-            if (self.slots.holds[forward.lora_slot] if forward.lora_slot >= 0 else 0) != forward.adapter:
+    def _check(self, chunks: Sequence[Chunk], decodes: Decodes) -> None:
+        used = [(chunk.forward.lora_slot, chunk.forward.adapter) for chunk in chunks]
+        used += zip(decodes.column(LORA_SLOT), decodes.column(ADAPTER), strict=True)
+        for slot, adapter in used:
+            if (self.slots.holds.get(slot) if slot >= 0 else 0) != adapter:
                 self.breaches.append("a step was launched with another adapter")
 
     def round(self, *commands: Command | Reset) -> list[Result]:
         if commands:
-            self.loop.submit([dataclasses.replace(command) for command in commands])
+            self.loop.submit(self._sent([dataclasses.replace(command) for command in commands]))
         self._is_asleep = False
         self.loop.take()
         if not self._is_asleep:

@@ -90,6 +90,8 @@ class LateRunner:
         self.launched_ahead = 0
         # Of these, how many had fewer rows, and how many had others.
         self.shrunk = self.joined = 0
+        # And how many had adapters, which no graph behind another one applies.
+        self.adapted_ahead = 0
         # How many launched steps were computed, and how many others.
         self.computed = self.stepped = 0
 
@@ -123,6 +125,7 @@ class LateRunner:
         before = after.step
         assert isinstance(before, LateStep), "one of this runner"
         assert not before.is_followed and self.last is before, "something else was launched"
+        self.adapted_ahead += inputs.lora_slots is not None
         before.is_followed = True
         places = [] if after.places is None else after.places.tolist()
         # A device knows these only.

@@ -20,10 +20,8 @@ from workers.step_loop import StepLoop
 class Worker:
     """A step loop; `steps`: the sequences in each step. Without `max_seq_tokens` nothing is prelaunched.
 
-    Plain decodes are sent as columns, as the gateway sends them, and their results are those of forwards.
+    Plain decodes are sent as columns, as the gateway sends them, and their results are told as forwards.
     """
-
-    sends_columns = True
 
     def __init__(
         self,
@@ -79,7 +77,7 @@ class Worker:
         sent: list[Command | Reset | Decodes] = []
         plain: list[Forward] = []
         for command in commands:
-            if self.sends_columns and isinstance(command, Forward) and command.is_plain:
+            if isinstance(command, Forward) and command.is_plain:
                 plain.append(command)
                 self._asked[command.op_id] = command
                 continue

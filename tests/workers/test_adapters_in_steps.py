@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.workers.adapted_callers import Callers
 from tests.workers.adapted_steps import Adapted
 from workers.adapters.table import AdapterTable
+from workers.decodes import ADAPTER, Decodes, Mask
 from workers.models.decoder import Decoder
 from workers.models.lora import PackedLora
-from workers.operations import AdapterRead, Forward
+from workers.operations import AdapterRead
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
@@ -61,14 +63,17 @@ def eviction_ignores_what_is_in_use(patch: pytest.MonkeyPatch) -> None:
 
 def prelaunched_forwards_do_not_count_as_use(patch: pytest.MonkeyPatch) -> None:
     def adapters(self: Scheduler) -> set[int]:
-        return {one.adapter for one in self._forwards.values() if not one.is_prelaunched}
+        queued = {one.adapter for one in self._forwards.values() if not one.is_prelaunched}
+        parts = [self.running, *self._waiting._parts]
+        return queued.union(*[part.columns[ADAPTER, ~part.prelaunched].tolist() for part in parts])
 
     patch.setattr(Scheduler, "adapters", adapters)
 
 
 def only_forwards_that_have_begun_count_as_use(patch: pytest.MonkeyPatch) -> None:
     def adapters(self: Scheduler) -> set[int]:
-        return {one.adapter for one in self._forwards.values() if one.has_begun}
+        queued = {one.adapter for one in self._forwards.values() if one.has_begun}
+        return queued | set(self.running.column(ADAPTER))
 
     patch.setattr(Scheduler, "adapters", adapters)
 
@@ -91,14 +96,17 @@ def the_reading_thread_changes_slots_itself(patch: pytest.MonkeyPatch) -> None:
 
 def a_prelaunched_forward_keeps_the_slot_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
     """Its adapter may be in another one by then."""
-    answer = StepLoop._answer
+    follow = StepLoop._follow
 
-    def with_any_slot(self: StepLoop, forward: Forward) -> None:
+    def with_any_slot(_self: object, decodes: Decodes) -> Mask:
+        return np.ones(decodes.size, np.bool_)
+
+    def followed(self: StepLoop, *arguments: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(AdapterTable, "assign_slot", lambda *_: True)
-            answer(self, forward)
+            inner.setattr(AdapterTable, "assign_slots", with_any_slot)
+            follow(self, *arguments)
 
-    patch.setattr(StepLoop, "_answer", with_any_slot)
+    patch.setattr(StepLoop, "_follow", followed)
 
 
 def what_waits_is_not_woken(patch: pytest.MonkeyPatch) -> None:

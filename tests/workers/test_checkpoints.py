@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.in_process import LlmExecutor
 from tests.bad_directories import setting
 from tests.families import seeing_config, settings_of
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
-from workers.executors.llm import LlmExecutor
 from workers.executors.loading import choose_backend
 from workers.models.errors import ModelError
 

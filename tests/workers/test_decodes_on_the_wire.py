@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from quire.v1 import types_pb2, worker_pb2
 
-from service.caches import effects
+from service.caches import answers, effects
 from service.caches.requests import Append, AppendKind, Priority
 from service.pool import wire as gateway_wire
+from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
-from workers.decodes import ARRIVED_NS, DEADLINE, NEVER, Decodes, DecodesDone
+from workers.decodes import ARRIVED_NS, DEADLINE, Decodes, DecodesDone
 from workers.operations import Command, Forward, RowOutput
 
 VOCABULARY, LAYERS = 1000, 4
@@ -41,7 +42,7 @@ class Link:
         self.request = request
 
 
-def attempt(dice: random.Random, op_id: int) -> effects.Attempt:
+def attempt(dice: random.Random, op_id: int) -> effects.Command:
     options = worker_pb2.ForwardOptions(rows=dice.choice([1, 1, 1, 1, 0]), output=dice.choice(OUTPUTS))
     append = Append(
         cache_id="c",
@@ -51,7 +52,7 @@ def attempt(dice: random.Random, op_id: int) -> effects.Attempt:
         priority=dice.choice([Priority.NORMAL] * 9 + [Priority.HIGH]),
         prelaunch=dice.random() < 0.5,
     )
-    return effects.Attempt(
+    asked = SentForward(
         op_id=op_id,
         number=op_id + 100,
         position=dice.choice([0, 1, 77, 1 << 20]),
@@ -59,12 +60,12 @@ def attempt(dice: random.Random, op_id: int) -> effects.Attempt:
         seed=dice.getrandbits(64),
         prompt_len=dice.randrange(50),
         caller=dice.randrange(4),
-        keep_all=dice.random() < 0.5,
-        ephemeral=dice.random() < 0.1,
+        is_copy=dice.random() < 0.1,
         salt=b"salt",
         adapter=dice.choice([0] * 9 + [3]),
-        timeout_s=dice.choice([None, 0.5, 1e9]),
+        timeout_s=dice.choice([0.5, 1e9]),
     )
+    return command_of(asked)
 
 
 def sent(commands: list[effects.Command]) -> list[worker_pb2.WorkerCommand]:
@@ -129,19 +130,19 @@ def test_equal_options_are_sent_and_decoded_once() -> None:
     options = worker_pb2.ForwardOptions(rows=1, output=Output(top_logprobs=2)).SerializeToString()
     append = Append(cache_id="c", kind=AppendKind.DECODE, token_ids=[5], options=options)
     commands: list[effects.Command] = [
-        effects.Attempt(op_id, op_id, 9, append, 1, 0, 1, keep_all=False, ephemeral=False)
-        for op_id in range(1, 40)
+        command_of(SentForward(op_id, op_id, 9, append, 1, 0, 1, timeout_s=1e9)) for op_id in range(1, 40)
     ]
     (message,) = sent(commands)
     assert list(message.decodes.options) == [options]
     decodes, others = worker_wire.to_decodes(message.decodes, VOCABULARY, LAYERS)
     assert not others and len(decodes.kinds) == 1
-    assert (decodes.columns[DEADLINE] == NEVER).all() and (decodes.columns[ARRIVED_NS] > 0).all()
+    arrived_ns = decodes.columns[ARRIVED_NS]
+    assert (arrived_ns > 0).all() and (decodes.columns[DEADLINE] > arrived_ns).all()
 
 
 def test_options_that_are_not_there_are_refused() -> None:
     append = Append(cache_id="c", kind=AppendKind.DECODE, token_ids=[5], options=b"")
-    (message,) = sent([effects.Attempt(1, 1, 9, append, 1, 0, 1, keep_all=False, ephemeral=False)])
+    (message,) = sent([command_of(SentForward(1, 1, 9, append, 1, 0, 1))])
     del message.decodes.options[:]
     with pytest.raises(ValueError, match="options"):
         worker_wire.to_decodes(message.decodes, VOCABULARY, LAYERS)
@@ -164,7 +165,7 @@ def test_results_are_those_of_forwards(*, has_outputs: bool) -> None:
     together = worker_wire.to_event(DecodesDone(columns, outputs))
     found = gateway_wire.to_events(worker_pb2.ConnectResponse(events=[together]))
     if outputs is None:
-        rows = [row for _, row in found if isinstance(row, effects.DecodeDone)]
+        rows = [row for _, row in found if isinstance(row, answers.DecodeDone)]
         found = [(row.op_id, gateway_wire.decode_answer(row)) for row in rows]
     assert found == one_by_one
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.in_process import PagedAttentionExecutor
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import (
     HandPacker,
@@ -23,7 +24,6 @@ from tests.workers.packing import (
     rows_of_trees,
 )
 from tests.workers.page_faults import PAGE_FAULTS, Victim
-from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.tensors import KvTensors
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.model import PAGE_SIZE

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.in_process import ExecutorClosed, InProcess, LlmExecutor, PagedAttentionExecutor
 from tests.model_factory import TinyModel, make_model
-from workers.executors.base import ModelExecutor
-from workers.executors.errors import ExecutorClosed, ExecutorError
-from workers.executors.llm import LlmExecutor
-from workers.executors.weightless import PagedAttentionExecutor
+from workers.executors.errors import ExecutorError
 from workers.kv.page_pool import OutOfPages
 from workers.kv.sizing import KvSizingError
 from workers.operations import (
@@ -30,11 +28,11 @@ PAGES = 12
 CAPACITY_TOKENS = PAGES * 16
 VOCAB = 1024
 
-Call = Callable[[ModelExecutor], object]
+Call = Callable[[InProcess], object]
 
 
 @pytest.fixture
-def executor() -> ModelExecutor:
+def executor() -> InProcess:
     """One that holds sequence 1 of three tokens."""
     made = PagedAttentionExecutor.create(kv_pages=PAGES)
     made.prefill(1, [5, 6, 7])
@@ -72,7 +70,7 @@ REFUSED: list[tuple[Call, str]] = [
 
 
 @pytest.mark.parametrize(("call", "why"), REFUSED)
-def test_what_is_refused_leaves_nothing(executor: ModelExecutor, call: Call, why: str) -> None:
+def test_what_is_refused_leaves_nothing(executor: InProcess, call: Call, why: str) -> None:
     before = executor.cache_metrics_snapshot(), executor.status().counts
     with pytest.raises(ExecutorError, match=why):
         call(executor)
@@ -95,7 +93,7 @@ def test_empty_batches_are_answered() -> None:
     assert executor.status().counts.steps == 0
 
 
-def test_a_batch_runs_whole_or_not_at_all(executor: ModelExecutor) -> None:
+def test_a_batch_runs_whole_or_not_at_all(executor: InProcess) -> None:
     with pytest.raises(OutOfPages):
         executor.batch_prefill([(key, [key] * 95, GREEDY) for key in (2, 3)])
     assert executor.cache_metrics_snapshot().sequences == 1
@@ -103,7 +101,7 @@ def test_a_batch_runs_whole_or_not_at_all(executor: ModelExecutor) -> None:
     executor.check_integrity()
 
 
-def test_rows_between_one_and_all(executor: ModelExecutor) -> None:
+def test_rows_between_one_and_all(executor: InProcess) -> None:
     text = [9, 8, 7, 6, 5]
     (all_rows,) = executor.unified_decode([(2, text, 5, GREEDY)])
     for rows in range(6):
@@ -112,7 +110,7 @@ def test_rows_between_one_and_all(executor: ModelExecutor) -> None:
         assert [row.token_id for row in found] == [row.token_id for row in all_rows][5 - rows :]
 
 
-def test_after_shutdown_reads_answer_and_work_is_refused(executor: ModelExecutor) -> None:
+def test_after_shutdown_reads_answer_and_work_is_refused(executor: InProcess) -> None:
     executor.shutdown()
     assert executor.info().vocab_size == VOCAB
     assert executor.cache_metrics_snapshot().pages_referenced == 0
@@ -131,7 +129,6 @@ def test_after_shutdown_reads_answer_and_work_is_refused(executor: ModelExecutor
         lambda e: e.forward([1]),
         lambda e: e.fork(1, [2]),
         lambda e: e.truncate_kv(1, 0),
-        lambda e: e.warmup(),
     )
     for call in work:
         with pytest.raises(ExecutorClosed):
@@ -139,7 +136,7 @@ def test_after_shutdown_reads_answer_and_work_is_refused(executor: ModelExecutor
     assert not executor.release_cache(1)
 
 
-def test_status_says_whether_a_step_runs(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_says_whether_a_step_runs(executor: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, ages = executor.engine.runner, []
     step = runner.step
 
@@ -158,7 +155,7 @@ def test_status_says_whether_a_step_runs(executor: ModelExecutor, monkeypatch: p
     assert (status.device_memory_bytes, status.device_memory_peak_bytes) == (0, 0)  # of a CPU
 
 
-def test_each_operation_counts_under_its_own_kind(executor: ModelExecutor) -> None:
+def test_each_operation_counts_under_its_own_kind(executor: InProcess) -> None:
     executor.engine.reset_counts()
     executor.forward([1, 2, 3])
     executor.forward_verify(1, [4, 5])
@@ -174,12 +171,12 @@ def test_each_operation_counts_under_its_own_kind(executor: ModelExecutor) -> No
     assert (counts.steps, counts.batch_items, counts.step_tokens) == (5, 7, 3 + 2 + 1 + 4 + 1)
 
 
-def prefix_counts(executor: ModelExecutor) -> tuple[int, int]:
+def prefix_counts(executor: InProcess) -> tuple[int, int]:
     usage = executor.cache_metrics_snapshot()
     return usage.prefix_hit_tokens, usage.prefix_query_tokens
 
 
-def test_every_token_of_a_prompt_that_is_begun_counts_as_looked_for(executor: ModelExecutor) -> None:
+def test_every_token_of_a_prompt_that_is_begun_counts_as_looked_for(executor: InProcess) -> None:
     executor.engine.reset_counts()
     prompt = list(range(40))
     executor.prefill(2, prompt)
@@ -195,7 +192,7 @@ def test_every_token_of_a_prompt_that_is_begun_counts_as_looked_for(executor: Mo
     assert prefix_counts(executor) == (32, 84)
 
 
-def test_a_prompt_refused_for_lack_of_pages_does_not_count(executor: ModelExecutor) -> None:
+def test_a_prompt_refused_for_lack_of_pages_does_not_count(executor: InProcess) -> None:
     executor.prefill(2, list(range(40)))
     counted = prefix_counts(executor)
     prompt = list(range(40)) + [500] * 124
@@ -209,7 +206,7 @@ def test_a_prompt_refused_for_lack_of_pages_does_not_count(executor: ModelExecut
     assert prefix_counts(executor) == (counted[0] + 32, counted[1] + 164)
 
 
-def test_only_rows_decide_what_may_be_reused(executor: ModelExecutor) -> None:
+def test_only_rows_decide_what_may_be_reused(executor: InProcess) -> None:
     """Tokens that have a row are computed again, and so is the last one in any case."""
     executor.prefill(2, list(range(50)))
     for op_id, (rows, reused) in enumerate(((0, 48), (1, 48), (2, 48), (3, 32), (18, 32), (19, 16), (50, 0))):
@@ -225,7 +222,7 @@ def test_only_rows_decide_what_may_be_reused(executor: ModelExecutor) -> None:
 @pytest.mark.parametrize("pages", [1, 2, 3])
 @pytest.mark.parametrize("weightless", [False, True])
 def test_small_pools_warm_up_and_serve(tmp_path: Path, pages: int, weightless: bool) -> None:
-    executor: ModelExecutor
+    executor: InProcess
     if weightless:
         executor = PagedAttentionExecutor.create(kv_pages=pages)
     else:

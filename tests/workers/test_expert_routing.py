@@ -12,12 +12,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.in_process import LlmExecutor
 from tests.expert_routing import given_logprobs, library_experts
 from tests.families import settings_of
 from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.workers.stepping import Worker
 from workers.executors.errors import ExecutorError
-from workers.executors.llm import LlmExecutor
 from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
 from workers.operations import Failed, Forward, Kind, OutputSpec, RowOutput, Sampling, TokenMask

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.in_process import LlmExecutor
 from tests.model_factory import TinyModel, hf_states, make_model
 from tests.workers.stepping import Worker
 from workers.executors.errors import ExecutorError
-from workers.executors.llm import LlmExecutor
 from workers.models.capture import RowCapture
 from workers.operations import (
     Forward,

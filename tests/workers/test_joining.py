@@ -14,14 +14,20 @@ import pytest
 
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.stepping import Worker
+from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_prelaunch import chosen, prefill
+from workers.adapters.slots import LoadedAdapter
+from workers.adapters.table import AdapterTable
 from workers.decodes import Decodes
 from workers.models.inputs import ForwardInputs
 from workers.operations import (
     Abort,
+    AdapterSource,
+    ChangeAdapters,
     Forward,
     Kind,
     OutputSpec,
+    Priority,
     Release,
     Sampling,
     TokenMask,
@@ -40,9 +46,17 @@ class Text:
     """A text of a caller. One that is masked has a new mask for each token, which nobody can tell before."""
 
     def __init__(
-        self, sequence: int, output: OutputSpec = PLAIN, *, is_masked: bool = False, vocab: int = 500
+        self,
+        sequence: int,
+        output: OutputSpec = PLAIN,
+        *,
+        is_masked: bool = False,
+        vocab: int = 500,
+        adapter: int = 0,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         self.sequence, self.output, self.is_masked, self.vocab = sequence, output, is_masked, vocab
+        self.adapter, self.priority = adapter, priority
         self.tokens: list[int] = []
 
     def next(self, op_id: int) -> Forward:
@@ -58,12 +72,19 @@ class Text:
             output=output,
             kind=Kind.DECODE,
             prompt_len=PROMPT_LEN,
+            adapter=self.adapter,
+            priority=self.priority,
             prelaunch=not self.is_masked,
         )
 
 
 def make_worker(*, ahead: bool) -> Worker:
-    worker = Worker(limits=(64, 8, 8), max_seq_tokens=200 if ahead else 0)
+    """It knows adapter 3, which it reads at once and which changes nothing."""
+    adapters = AdapterTable[str](
+        FakeModel(1), lambda _: LoadedAdapter("", 1, 1), 1000, lambda function: function()
+    )
+    worker = Worker(limits=(64, 8, 8), max_seq_tokens=200 if ahead else 0, adapters=adapters)
+    worker.answers(ChangeAdapters(99, [AdapterSource(3, "")]))
     worker.loop._prelauncher.prelaunch_unrequested = False
     return worker
 
@@ -105,7 +126,7 @@ class Callers:
 def assert_as_alone(texts: Sequence[Text], least: int) -> None:
     """Each has more than `least` tokens, which it has with no other caller, and nothing computed ahead."""
     for text in texts:
-        other = Text(text.sequence, text.output, is_masked=text.is_masked)
+        other = Text(text.sequence, text.output, is_masked=text.is_masked, adapter=text.adapter)
         callers = Callers(make_worker(ahead=False), [other])
         while len(other.tokens) < len(text.tokens):
             callers.round()
@@ -193,3 +214,41 @@ def test_no_more_join_than_a_step_holds() -> None:
     callers.rounds(40)
     assert max([*rows, *map(len, callers.worker.steps)]) == 8
     assert_as_alone(texts, 3)
+
+
+def test_a_text_with_an_adapter_is_computed_beside_those_that_are_launched_ahead() -> None:
+    """Its steps are not launched: all decodes of a step with it are in one forward, also prelaunched ones."""
+    plain, adapted = Text(10), Text(20, adapter=3)
+    callers = Callers(make_worker(ahead=True), [plain, adapted])
+    late = callers.worker.compute_late()
+    # The adapter is read.
+    while len(adapted.tokens) < 3:
+        callers.round()
+    callers.waiting.remove(adapted)
+    callers.rounds(6)
+    callers.waiting.append(adapted)
+    assert late.launched_ahead
+    launched, stepped = late.computed, late.stepped
+    callers.rounds(20)
+    assert late.computed <= launched + 1 and late.stepped > stepped + 8 and not late.adapted_ahead
+    assert [20, 10] in callers.worker.steps or [10, 20] in callers.worker.steps
+    assert_as_alone([plain, adapted], 8)
+
+
+def test_steps_with_an_adapter_are_computed_before_they_are_requested() -> None:
+    text = Text(20, adapter=3)
+    callers = Callers(make_worker(ahead=True), [text])
+    late = callers.worker.compute_late()
+    callers.rounds(12)
+    assert not late.computed and late.stepped >= len(text.tokens) - 1 > 4
+    assert_as_alone([text], 4)
+
+
+@pytest.mark.parametrize("priority", [Priority.LOW, Priority.HIGH])
+def test_a_priority_does_not_end_launching_ahead(priority: Priority) -> None:
+    texts = [Text(10), Text(20, priority=priority)]
+    callers = Callers(make_worker(ahead=True), texts)
+    late = callers.worker.compute_late()
+    callers.rounds(12)
+    assert late.stepped == 0 and late.launched_ahead >= late.computed - 1
+    assert_as_alone(texts, 8)

@@ -40,9 +40,11 @@ OUTPUTS = (
 
 
 class Queued(stepping.Worker):
-    """Every forward is queued, as if none were plain."""
+    """Every forward is queued, as if there were never room for all."""
 
-    sends_columns = False
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.loop._scheduler._has_room = lambda plain: False  # type: ignore[method-assign]
 
 
 class Callers:

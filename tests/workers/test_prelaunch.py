@@ -210,6 +210,24 @@ def test_a_prelaunched_forward_that_fails_has_no_answer(
     assert isinstance(failed, Failed) and failed.reason is FailureReason.FAULT
 
 
+def test_a_verify_that_fails_leaves_nothing_that_was_prelaunched(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    worker.round()
+    assert worker.lengths() == {7: 6}
+
+    def fail(_chunks: Sequence[Chunk], _decodes: Decodes) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as inner:
+        inner.setattr(worker, "_execute", fail)
+        failed = worker.answers(Forward(2, 7, 5, [token, 9], rows=2, kind=Kind.VERIFY))[2]
+    assert isinstance(failed, Failed) and worker.lengths() == {7: 5}
+    worker.answers(decode(3, 7, 5, token, told=False))
+    assert worker.lengths() == {7: 6}
+
+
 def test_no_forward_is_prelaunched_beyond_the_longest_sequence() -> None:
     worker = Worker(max_seq_tokens=6)
     token = chosen(worker.answers(prefill(1, 7))[1])

@@ -7,7 +7,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.api import append_codec
 from service.api.request_limits import RequestLimits
-from service.caches.effects import Attempt
+from tests.forwards import SentForward, command_of
 from tests.sim.model_worker import message_of
 from tests.workers.scheduling import Bench
 from workers.operations import Forward, Priority
@@ -124,9 +124,8 @@ def test_what_a_caller_asks_for_reaches_the_queue(asked: types_pb2.Priority, pri
     limits = RequestLimits(vocab_size=100, max_response_bytes=1 << 20)
     request = executor_pb2.PrefillRequest(token_ids=[1, 2], priority=asked)
     append = append_codec.prefill(request, limits, None)
-    command = Attempt(
-        op_id=1, number=2, position=0, append=append, seed=3, prompt_len=2, caller=4, keep_all=False,
-        ephemeral=False,
-    )  # fmt: skip
+    command = command_of(
+        SentForward(op_id=1, number=2, position=0, append=append, seed=3, prompt_len=2, caller=4)
+    )
     forward = to_command(message_of(command))
     assert isinstance(forward, Forward) and forward.priority is priority

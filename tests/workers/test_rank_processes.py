@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.in_process import LlmExecutor
 from tests.families import settings_of
 from tests.model_factory import (
     TinyModel,
@@ -23,7 +24,6 @@ from tests.model_factory import (
 )
 from tests.token_trees import random_tree
 from tests.workers.stepping import Worker
-from workers.executors.llm import LlmExecutor
 from workers.executors.memory import LoraLimits
 from workers.given_experts import GivenExperts
 from workers.models.errors import ModelError

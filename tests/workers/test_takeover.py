@@ -160,7 +160,8 @@ async def test_what_the_next_gateway_knows_is_kept_and_the_rest_dropped(bench: B
         sequence=1, position=30, token_ids=[9], options=LAST_ROW, kind="OPERATION_KIND_DECODE"
     )
     second.ask(op_id=8, forward=forward)
-    assert (await second.next("forward")).op_id == 8
+    done = (await second.next("decodes")).decodes
+    assert np.frombuffer(done.rows, "<i8")[0] == 8
     bench.executor.engine.kv_table.check_integrity()
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.in_process import InProcess, LlmExecutor
 from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.token_trees import Tree, random_tree
 from tests.workers.test_library_model import tiny_config
-from workers.executors.base import ModelExecutor
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
-from workers.executors.llm import LlmExecutor
 from workers.kv.page_pool import OutOfPages
 from workers.operations import GREEDY, Accept, Chunk, Forward, Kind, LogitsFormat, OutputSpec, Sampling
 from workers.token_trees import children_of, kept_path, path_to
@@ -32,11 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def executor(model: Path) -> ModelExecutor:
+def executor(model: Path) -> InProcess:
     return LlmExecutor.load(model, kv_pages=64, self_check=False)
 
 
-def row_of(executor: ModelExecutor, sequence: int, token: int) -> torch.Tensor:
+def row_of(executor: InProcess, sequence: int, token: int) -> torch.Tensor:
     """What follows one more token, which is taken back."""
     length = executor.engine.length(sequence)
     assert length is not None
@@ -46,7 +45,7 @@ def row_of(executor: ModelExecutor, sequence: int, token: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(logits), dtype=torch.float32)
 
 
-def assert_holds(executor: ModelExecutor, model: Path, sequence: int, tokens: list[int]) -> None:
+def assert_holds(executor: InProcess, model: Path, sequence: int, tokens: list[int]) -> None:
     """A sequence has these tokens, and what follows it is what follows them where they are computed anew."""
     known = next(one for one in executor.engine.kv_table if one.key == sequence)
     assert list(known.token_ids) == tokens
@@ -55,7 +54,7 @@ def assert_holds(executor: ModelExecutor, model: Path, sequence: int, tokens: li
     torch.testing.assert_close(row_of(executor, sequence, 7), row_of(other, 1, 7), rtol=1e-4, atol=1e-4)
 
 
-def operation(executor: ModelExecutor, sequence: int, tree: Tree) -> Forward:
+def operation(executor: InProcess, sequence: int, tree: Tree) -> Forward:
     return Forward(
         op_id=1,
         sequence=sequence,
@@ -68,7 +67,7 @@ def operation(executor: ModelExecutor, sequence: int, tree: Tree) -> Forward:
     )
 
 
-def in_parts(executor: ModelExecutor, op: Forward, dice: random.Random) -> Forward:
+def in_parts(executor: InProcess, op: Forward, dice: random.Random) -> Forward:
     """Runs a forward in steps of random sizes, from its begin on unless it has begun."""
     if not op.has_begun:
         executor.engine.begin(op)
@@ -81,7 +80,7 @@ def in_parts(executor: ModelExecutor, op: Forward, dice: random.Random) -> Forwa
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_tree_in_steps_of_any_size(executor: ModelExecutor, model: Path, seed: int) -> None:
+def test_a_tree_in_steps_of_any_size(executor: InProcess, model: Path, seed: int) -> None:
     """Beside a fork that shares the last page, which stays as it is."""
     dice = random.Random(seed)
     text = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))]
@@ -109,7 +108,7 @@ def test_a_tree_in_steps_of_any_size(executor: ModelExecutor, model: Path, seed:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_tree_that_ends_in_between_leaves_nothing(
-    executor: ModelExecutor, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    executor: InProcess, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aborted between two of its steps, or with a step that fails; then the same tree is run again."""
     dice, engine = random.Random(seed), executor.engine
@@ -135,7 +134,7 @@ def test_a_tree_that_ends_in_between_leaves_nothing(
 
 
 def test_what_may_fail_comes_before_what_cannot_be_undone(
-    executor: ModelExecutor, model: Path, monkeypatch: pytest.MonkeyPatch
+    executor: InProcess, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KV that cannot be moved fails the step, which may be run again."""
     said = executor.prefill(1, [1, 2, 3]).token_id
@@ -152,7 +151,7 @@ def test_what_may_fail_comes_before_what_cannot_be_undone(
     assert_holds(executor, model, 1, [1, 2, 3, said, following])
 
 
-def test_where_nothing_is_accepted_the_root_stays(executor: ModelExecutor) -> None:
+def test_where_nothing_is_accepted_the_root_stays(executor: InProcess) -> None:
     """As of a repetition, which is computed on a copy."""
     said = executor.prefill(1, [1, 2, 3]).token_id
     executor.fork(1, [2])
@@ -162,7 +161,7 @@ def test_where_nothing_is_accepted_the_root_stays(executor: ModelExecutor) -> No
     assert (done.kept, done.kept_path) == (1, [0]) and len(done.outputs) == 2
 
 
-def test_penalties_count_a_path_and_nothing_beside_it(executor: ModelExecutor) -> None:
+def test_penalties_count_a_path_and_nothing_beside_it(executor: InProcess) -> None:
     spec = OutputSpec(sampling=Sampling(frequency_penalty=2.0, repetition_penalty=3.0), logprob=True)
     text, tree = [4, 5, 6], random_tree(random.Random(2), 9, 30, 8)
     executor.prefill(1, text)
@@ -175,7 +174,7 @@ def test_penalties_count_a_path_and_nothing_beside_it(executor: ModelExecutor) -
         assert output.logprob == pytest.approx(alone[-1].logprob, abs=1e-4)
 
 
-def test_what_is_refused_leaves_nothing(executor: ModelExecutor) -> None:
+def test_what_is_refused_leaves_nothing(executor: InProcess) -> None:
     executor.prefill(1, [1, 2, 3])
     before = executor.cache_metrics_snapshot()
     for tokens, parents in (([1, 2], [1]), ([1, 2, 3], [0]), ([1] * 65, [0] * 64), ([1, 2], [-1])):

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.in_process import LlmExecutor
 from tests.families import settings_of
 from tests.model_factory import TinyModel, make_family_model, make_model
 from workers import batch
 from workers.decodes import NO_DECODES, Decodes
-from workers.executors.llm import LlmExecutor
 from workers.operations import Chunk, Forward, OutputSpec, RowChoice, Sampling
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingRow

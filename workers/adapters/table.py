@@ -16,9 +16,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from workers.adapters.errors import AdapterError
 from workers.adapters.reader import AdapterReader, OnThread, on_thread
 from workers.adapters.slots import KnownAdapter, LoadedAdapter, LoraAdapterMetrics, ResidentAdapters, Slots
+from workers.decodes import ADAPTER, LORA_SLOT, Decodes, Mask
 from workers.operations import (
     AdapterLoaded,
     AdapterRead,
@@ -118,6 +121,11 @@ class AdapterTable(Generic[_Weights]):
             if known.slot >= 0:
                 self._resident.used(known)
 
+    def count_decodes(self, decodes: Decodes) -> None:
+        """As `count`, for those of some plain decodes that have an adapter."""
+        for index in decodes.columns[ADAPTER].nonzero()[0].tolist():
+            self.count(decodes.forward(index))
+
     def admit(self, forward: Forward) -> bool:
         """Whether a forward can run: its adapter is resident. If not, the forward waits here.
 
@@ -126,7 +134,9 @@ class AdapterTable(Generic[_Weights]):
         known = self._known.get(forward.adapter)
         if known is None:
             raise AdapterError("the version of the adapter is gone")
-        if self.assign_slot(forward):
+        slot = self._slot_for(forward.adapter)
+        if slot is not None:
+            forward.lora_slot = slot
             return True
         self._waiting.append(forward)
         self._has_changed = True
@@ -135,13 +145,22 @@ class AdapterTable(Generic[_Weights]):
             self._want(known)
         return False
 
-    def assign_slot(self, forward: Forward) -> bool:
-        """Sets the slot of a forward, for as long as it is scheduled. False: it cannot run now."""
-        known = self._known.get(forward.adapter)
+    def assign_slots(self, decodes: Decodes) -> Mask:
+        """Sets the slots of plain decodes, for as long as they are scheduled. Returns which can run now."""
+        can_run = np.ones(decodes.size, np.bool_)
+        for index in decodes.columns[ADAPTER].nonzero()[0].tolist():
+            slot = self._slot_for(decodes.columns[ADAPTER].item(index))
+            can_run[index] = slot is not None
+            decodes.columns[LORA_SLOT, index] = -1 if slot is None else slot
+        return can_run
+
+    def _slot_for(self, adapter: int) -> int | None:
+        """The slot of an adapter, for a forward that is scheduled now. None: it cannot run now."""
+        known = self._known.get(adapter)
         if known is None or known.slot < 0 or self.is_full:
-            return False
-        self._use(known, forward)
-        return True
+            return None
+        self._resident.used(known)
+        return known.slot
 
     def read(self, result: AdapterRead) -> None:
         """Takes what the reading thread has read, or why it could not."""
@@ -175,7 +194,8 @@ class AdapterTable(Generic[_Weights]):
                 known = self._known[forward.adapter]
                 if known.slot >= 0:
                     known.waiting -= 1
-                    self._use(known, forward)
+                    forward.lora_slot = known.slot
+                    self._resident.used(known)
                     ready.append(forward)
                 else:
                     # It may have been evicted while the forward waited.
@@ -250,10 +270,6 @@ class AdapterTable(Generic[_Weights]):
         self._unplaced = None
         self._has_changed = True
         self._read_next()
-
-    def _use(self, known: KnownAdapter[_Weights], forward: Forward) -> None:
-        forward.lora_slot = known.slot
-        self._resident.used(known)
 
     def _forget(self, number: int) -> None:
         """Removes an adapter. No sequence has it, so no forward does."""

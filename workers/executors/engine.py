@@ -319,24 +319,40 @@ class Engine:
             capture = captured_rows(specs) if specs else None
             result = self.runner.step(inputs, rows, capture)
             if result.failed:
-                kept = _without_failed(chunks, decodes, result, rows, specs, capture)
-                chunks, decodes, result, rows, specs = kept
-            first, chosen, outputs = decodes.size, result.chosen, list[RowOutput]()
-            if specs:
-                chosen = apply_drafts(result.logits, chosen, rows)
-                outputs = _row_outputs(result.logits, chosen, rows, specs)
-                if capture is not None:
-                    add_captured(outputs, specs, capture, self._num_experts)
-            scores = _scores(chunks, result.logits[first:]) if chunks else {}
-            draws = _draws(chunks, result.logits[first:], rows[first:]) if chunks else {}
-            # The last operation that may fail: it overwrites KV that a second attempt would need.
-            has_trees = inputs.attention.trees is not None
-            paths = self._keep_paths(chunks, outputs[first:]) if has_trees else {}
-            on_host = chosen.cpu().numpy()[:first]
+                good = _without_failed(chunks, decodes, result, rows, specs, capture)
+                return self._commit(*good, capture, items)
+            return self._commit(chunks, decodes, result, rows, specs, capture, items)
         except Exception as error:
             raise_if_lost(error)
             raise
-        done = self._append_decodes(decodes, on_host, None if is_bare else outputs[:first], items)
+
+    def _commit(
+        self,
+        chunks: Sequence[Chunk],
+        decodes: Decodes,
+        result: StepResult,
+        rows: Sequence[SamplingRow],
+        specs: Sequence[OutputSpec],
+        capture: RowCapture | None,
+        items: int,
+    ) -> DecodesDone:
+        """Appends the tokens of a step of which each row has one, and adds what was computed.
+
+        rows, specs: R of them, as of `result`. No specs: nobody wants more than tokens.
+        items: How many forwards were in the step.
+        """
+        first, chosen, outputs = decodes.size, result.chosen, list[RowOutput]()
+        if specs:
+            chosen = apply_drafts(result.logits, chosen, rows)
+            outputs = _row_outputs(result.logits, chosen, rows, specs)
+            if capture is not None:
+                add_captured(outputs, specs, capture, self._num_experts)
+        scores = _scores(chunks, result.logits[first:]) if chunks else {}
+        draws = _draws(chunks, result.logits[first:], rows[first:]) if chunks else {}
+        # The last operation that may fail: it overwrites KV that a second attempt would need.
+        paths = self._keep_paths(chunks, outputs[first:]) if chunks else {}
+        on_host = chosen.cpu().numpy()[:first]
+        done = self._append_decodes(decodes, on_host, outputs[:first] if specs else None, items)
         for chunk in chunks:
             forward, last = chunk.forward, first + chunk.rows
             self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)

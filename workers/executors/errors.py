@@ -17,7 +17,3 @@ class KvMissing(ExecutorError):
 
 class NoTrees(ExecutorError):
     """The model's attention does not support token trees."""
-
-
-class ExecutorClosed(ExecutorError):
-    """The executor was shut down. Only metadata and metrics are available."""

@@ -112,7 +112,7 @@ export class QuireClient extends Caller {
     );
   }
 
-  /** Loads another model and then serves it. Returns an async iterable of progress messages. */
+  /** Replaces the weights by others of the same config. Returns an async iterable of progress messages. */
   async *loadWeights(
     request: DeepPartial<LoadWeightsRequest>,
     options: CallOptions = {},

@@ -327,27 +327,20 @@ class AsyncClient(AsyncCaller):
         self,
         source: str,
         *,
-        replace: bool = False,
         recompute: bool = False,
-        drain_s: float | None = None,
         timeout_s: float | None = None,
     ) -> runner_pb2.LoadWeightsResponse:
-        """Serves other weights. Returns the last message, which says what is served now.
+        """Replaces the weights by others of the same config. Returns what is served now.
 
         It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
 
         Args:
             source: An absolute path of a directory of the server's machine, ORG/NAME on the hub, or what
                 `upload_weights` returned.
-            replace: In place, between two steps; the model must have the same config. Otherwise further
-                workers load them.
-            recompute: With `replace`: caches continue with the new weights. Otherwise they end.
-            drain_s: Without `replace`: how long caches of the previous weights can be used.
+            recompute: Caches continue with the new weights. Otherwise they end.
             timeout_s: The timeout of the call. None: the client's.
         """
-        request = runner_pb2.LoadWeightsRequest(source=source, drain=_calls.duration(drain_s))
-        if replace:
-            request.mode = runner_pb2.LOAD_WEIGHTS_MODE_REPLACE
+        request = runner_pb2.LoadWeightsRequest(source=source)
         if recompute:
             request.previous_caches = runner_pb2.PREVIOUS_CACHES_RECOMPUTE
         limit_s = self._timeout_s if timeout_s is None else timeout_s

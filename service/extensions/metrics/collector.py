@@ -79,9 +79,9 @@ class QuireCollector(Collector):
     def _requests(self) -> Iterator[Metric]:
         """What vLLM has by the same names."""
         appends, shards = self._figures.appends, self._of.shards()
-        counts, serving = shards[0].caches.parts.context.counts, shards[0].versions.serving
+        counts, first = shards[0].caches.parts.context.counts, shards[0].versions.first_ready
         running, waiting = running_and_waiting(self._of)
-        served = (slot for shard in shards for slot in shard.versions.serving.slots)
+        served = (slot for shard in shards for slot in shard.versions.slots)
         pools = [slot.snapshot.pool for slot in served if slot.state == _READY]
         total = sum(pool.pages_total for pool in pools)
         used = sum(pool.pages_referenced for pool in pools) / max(1, total)
@@ -93,8 +93,8 @@ class QuireCollector(Collector):
         yield _counter("quire_generation_tokens", "Tokens that were generated.", appends.generated_tokens)
         described: dict[tuple[str, ...], int] = {}
         sizes: dict[tuple[str, ...], int] = {}
-        if serving.first_ready is not None:
-            model, executor = serving.first_ready.model, serving.first_ready.executor
+        if first is not None:
+            model, executor = first.model, first.executor
             described[model.model_id, model.fingerprint] = 1
             sizes[str(executor.page_size_tokens), str(total)] = 1
         yield _gauge("quire_model_info", "What is served.", described, "model_name", "fingerprint")
@@ -187,7 +187,7 @@ class QuireCollector(Collector):
             yield _counter(name, text, {index: counts[name] for index, counts in totals.items()}, "worker")
 
     def _adapters(self) -> Iterator[Metric]:
-        slots, first = self._of.slots(), self._of.shards()[0].versions.serving.first_ready
+        slots, first = self._of.slots(), self._of.shards()[0].versions.first_ready
         known = [(str(slot.index), one) for slot in slots for one in slot.snapshot.lora_adapters]
         none = [(str(slot.index), 0) for slot in slots]
         resident = _summed([*none, *((index, one.resident) for index, one in known)])
@@ -214,9 +214,7 @@ def running_and_waiting(parts: GatewayParts) -> tuple[int, int]:
     sizes: defaultdict[object, list[int]] = defaultdict(list)
     for shard, attempts in enumerate(machines):
         for operation in attempts.running.values():
-            if operation.attempt is not None:
-                tokens = len(operation.attempt.append.token_ids)
-                sizes[shard, operation.entry.worker].append(tokens)
+            sizes[shard, operation.entry.worker].append(len(operation.token_ids))
     running = 0
     ready = [slot.ready for slot in parts.slots() if slot.ready is not None]
     step_tokens = max((each.executor.max_batch_tokens for each in ready), default=0)

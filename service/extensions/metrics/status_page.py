@@ -36,7 +36,7 @@ def status_json(parts: GatewayParts, figures: Figures) -> bytes:
 
 def _figures(parts: GatewayParts, figures: Figures) -> dict[str, Any]:
     state, shards, appends = parts.state, parts.shards(), figures.appends
-    ready = shards[0].versions.serving.first_ready
+    ready = shards[0].versions.first_ready
     running, waiting = running_and_waiting(parts)
     refusals = state.call_log.refusals
     return {

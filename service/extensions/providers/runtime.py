@@ -53,7 +53,7 @@ class RemoteRuntime:
             config=config,
             dialect=DIALECTS[config.dialect],
             connections=Connections(config),
-            limiter=Limiter(config, clock, spending or Spending()),
+            limiter=Limiter(config, clock, spending or Spending(clock=clock)),
             breaker=Breaker(config.breaker_failures, config.breaker_open_s),
             clock=clock,
         )
@@ -122,7 +122,6 @@ class RemoteRuntime:
     async def load_weights(
         self,
         request: runner_pb2.LoadWeightsRequest,  # noqa: ARG002
-        drain_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
         """The provider has loaded its model already."""
         phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED

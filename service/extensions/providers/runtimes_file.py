@@ -19,6 +19,7 @@ from service.extension import Extension
 from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.spending import Spending
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.printable import escaped
 from service.runtimes.base import Runtime
@@ -57,9 +58,9 @@ class RuntimesFile(Extension):
         self._providers: list[RemoteRuntime] = []
         self.runtimes = self
 
-    def open_router(self, local: Runtime, data_dir: Path | None) -> Router:
-        """Makes the providers of the file, and the router. What was spent is kept in the directory."""
-        self._spending = Spending(data_dir)
+    def open_router(self, local: Runtime, values: StoredValues) -> Router:
+        """Makes the providers of the file, and the router. What was spent is kept in `values`."""
+        self._spending = Spending(values)
         self._providers = self._reuse_or_create(self._configured.runtimes.values())
         self.router = Router([local, *self._providers], self._configured.routing)
         return self.router
@@ -86,10 +87,6 @@ class RuntimesFile(Extension):
         made = [provider.name for provider in self._providers if provider not in before]
         _log.info("the file of runtimes was read again", providers=len(self._providers), made_anew=made)
         return len(made)
-
-    async def finish(self) -> None:
-        """Writes what was spent."""
-        await self._spending.flush()
 
     def _reuse_or_create(self, configs: Iterable[ProviderConfig], renewed: str = "") -> list[RemoteRuntime]:
         """A provider for each configuration. An existing one with the same settings is reused."""

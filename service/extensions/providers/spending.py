@@ -1,6 +1,6 @@
-"""Hourly budgets of all providers, stored in `spending.json` for the next server.
+"""Hourly budgets of all providers, stored in the journal for the next server.
 
-The expected cost of a request is on disk before it is sent. So after a crash at any moment the next server
+The expected cost of a request is stored before it is sent. So after a crash at any moment the next server
 counts at least what was spent.
 """
 
@@ -10,15 +10,16 @@ import asyncio
 import json
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
-from service import durable_file
+from service.errors import StorageUnavailable
 from service.extensions.providers.clock import Clock
+from service.journal.values import StoredValues
 from service.logging import get_logger
 
 _log = get_logger(__name__)
-_NAME = "spending.json"
-_MAX_BYTES = 1 << 24
+_NAME = "providers/spending"
+# No request waits longer until its cost is stored.
+_LONGEST_S = 10.0
 _HOUR_S = 3600.0
 # Spending is grouped by minute, which bounds the number of entries per hour.
 _GRAIN_S = 60.0
@@ -76,18 +77,15 @@ def _expires_s(now_s: float) -> float:
 
 
 class Spending:
-    """Owner of the budgets, by runtime name. Without a directory nothing is stored."""
+    """Owner of the budgets, by runtime name."""
 
-    def __init__(self, data_dir: Path | None = None, clock: Clock | None = None) -> None:
-        """Reads the file. Unusable contents are logged and ignored. Raises nothing."""
-        self._path = None if data_dir is None else data_dir / _NAME
+    def __init__(self, values: StoredValues | None = None, clock: Clock | None = None) -> None:
+        """Restores what was spent. Without `values` nothing is stored."""
+        self._values = StoredValues() if values is None else values
         self._clock = clock or Clock()
         self._budgets: dict[str, HourlyBudget] = {}
-        # At most one write is running, and one waits for it, which writes the state as it is by then.
-        self._is_writing = asyncio.Lock()
-        self._next: asyncio.Task[None] | None = None
         self._has_failed = False
-        self._read()
+        self._restore()
 
     def budget(self, runtime: str, limit_usd: float) -> HourlyBudget:
         """The budget of a runtime. Sets its limit."""
@@ -96,47 +94,35 @@ class Spending:
         return budget
 
     def save(self) -> None:
-        """Starts to store the current use."""
-        if self._path is not None and self._next is None:
-            self._next = asyncio.create_task(self._write(self._path), name="spending")
+        """Stores the current use."""
+        self._values.put(_NAME, self._encode())
 
     async def flush(self) -> None:
         """Returns when the current use is stored. A failure is logged; the budgets in memory still apply."""
-        self.save()
-        if self._next is not None:
-            await asyncio.shield(self._next)
-
-    async def _write(self, path: Path) -> None:
-        async with self._is_writing:
-            self._next = None
-            now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
-            used = {
-                runtime: [(wall_s + left_s, usd) for left_s, usd in remaining_usage]
-                for runtime, budget in self._budgets.items()
-                if (remaining_usage := budget.remaining_usage(now_s))
-            }
-            try:
-                await asyncio.to_thread(durable_file.write, path, json.dumps(used))
-            except OSError as error:
-                if not self._has_failed:
-                    _log.warning("a restart will forget what providers have cost", error=error.strerror)
-                self._has_failed = True
-            else:
-                self._has_failed = False
-
-    def _read(self) -> None:
-        if self._path is None:
-            return
-        now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
         try:
-            with self._path.open("rb") as file:
-                written = json.loads(file.read(_MAX_BYTES))
-            for runtime, used in written.items():
-                remaining_usage = [(float(until_s) - wall_s, float(usd)) for until_s, usd in used]
-                if not all(math.isfinite(left_s) and 0 <= usd < math.inf for left_s, usd in remaining_usage):
-                    raise ValueError("a number is not what it should be")
-                self.budget(runtime, 0.0).restore(remaining_usage, now_s)
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            _log.warning("cannot tell what providers have cost", path=str(self._path), error=str(error))
+            async with asyncio.timeout(_LONGEST_S):
+                await self._values.set({_NAME: self._encode()})
+        except (StorageUnavailable, TimeoutError) as error:
+            if not self._has_failed:
+                why = (
+                    error.message if isinstance(error, StorageUnavailable) else "the journal does not answer"
+                )
+                _log.warning("a restart will forget what providers have cost", error=why)
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+    def _encode(self) -> bytes:
+        now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
+        used = {
+            runtime: [(wall_s + left_s, usd) for left_s, usd in remaining_usage]
+            for runtime, budget in self._budgets.items()
+            if (remaining_usage := budget.remaining_usage(now_s))
+        }
+        return json.dumps(used).encode()
+
+    def _restore(self) -> None:
+        now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
+        for runtime, used in json.loads(self._values.get(_NAME) or b"{}").items():
+            remaining_usage = [(until_s - wall_s, usd) for until_s, usd in used]
+            self.budget(runtime, 0.0).restore(remaining_usage, now_s)

@@ -129,8 +129,7 @@ async def test_a_batch_may_be_resumed_with_more_samples() -> None:
 async def test_a_batch_is_not_resumed_with_other_weights() -> None:
     world = KeptBatch(ONE, MANY)
     await world.begin_and_leave()
-    world.gateway.start_worker("worker-1", weights=1)
-    world.gateway.dispatcher.weights_switched(1, drain=False)
+    world.gateway.replace_weights(1, recompute=False)
     reader, second = world.begin(*(replace(item, weights=1) for item in world.items))
     await world.finish(second)
     assert reader.reasons("one") == ["WEIGHTS_CHANGED"] and reader.reasons("many") == ["WEIGHTS_CHANGED"] * 4

@@ -80,10 +80,10 @@ class FakeRuntime:
         return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
 
     async def load_weights(
-        self, request: runner_pb2.LoadWeightsRequest, drain_s: float
+        self, request: runner_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
-        for what in (request, drain_s):
-            raise NotImplementedError(what)
+        if request.source != "never":
+            raise NotImplementedError
         yield runner_pb2.LoadWeightsResponse()
 
     async def close(self) -> None:
@@ -318,7 +318,7 @@ def test_where_workers_compute_is_told_before_one_is_ready(
     settings: dict[str, Any], has_gpus: bool, kind: str
 ) -> None:
     state = state_of(Config(**settings), worker_pb2.WorkerReady())
-    state.slots[0].version.first_ready = None
+    state._versions.first_ready = None
     found = [Gpu("0", "GPU-a")] if has_gpus else []
     nothing = cast(Any, None)
     local = LocalRuntime(nothing, state, nothing, nothing, nothing, nothing, found)
@@ -326,7 +326,7 @@ def test_where_workers_compute_is_told_before_one_is_ready(
     assert runner_pb2.TransportKind.Name(described.transport_kind) == f"TRANSPORT_KIND_{kind}"
     # What a worker says counts.
     ready = worker_pb2.WorkerReady(executor=types_pb2.ExecutorCapabilities(device="cpu"))
-    state.slots[0].version.first_ready = ready
+    state._versions.first_ready = ready
     assert local.describe().transport_kind == runner_pb2.TRANSPORT_KIND_LOCAL_CPU
 
 

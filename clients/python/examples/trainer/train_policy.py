@@ -2,7 +2,7 @@
 
 The policy learns to count: after "34" the reward is the share of tokens that are the digit before them plus
 one. Each step samples a group of rollouts of each prompt, updates the policy by how much better each is than
-its group, and pushes the result: all weights, which begin at random (LoadWeights with REPLACE), or with
+its group, and pushes the result: all weights, which begin at random (LoadWeights), or with
 --lora an adapter of DIR's (LoadAdapter with the same id), which the server loads first. It needs torch and
 transformers, and peft for --lora.
 
@@ -133,7 +133,7 @@ class WeightsPush:
         source = self._client.upload_weights(save(policy.weights()))
         sent_s = time.monotonic()
         # With recompute=True rollouts under way would continue.
-        self._client.load_weights(source, replace=True)
+        self._client.load_weights(source)
         self._number += 1
         return sent_s - began_s, time.monotonic() - sent_s
 
@@ -273,7 +273,7 @@ def main() -> None:
         dtype = getattr(torch, client.model_info().model.dtype)
         if options.lora:
             # Another run may have left others.
-            client.load_weights(str(options.model.resolve()), replace=True)
+            client.load_weights(str(options.model.resolve()))
         policy = Policy(options.model, dtype, lora=options.lora, learning_rate=options.learning_rate)
         pushed = AdapterPush(client) if options.lora else WeightsPush(client)
         for figures in train(client, policy, pushed, options.steps, options.group):

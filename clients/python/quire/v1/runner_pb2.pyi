@@ -59,12 +59,6 @@ class BreakerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BREAKER_STATE_OPEN: _ClassVar[BreakerState]
     BREAKER_STATE_HALF_OPEN: _ClassVar[BreakerState]
 
-class LoadWeightsMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    LOAD_WEIGHTS_MODE_UNSPECIFIED: _ClassVar[LoadWeightsMode]
-    LOAD_WEIGHTS_MODE_BESIDE: _ClassVar[LoadWeightsMode]
-    LOAD_WEIGHTS_MODE_REPLACE: _ClassVar[LoadWeightsMode]
-
 class PreviousCaches(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PREVIOUS_CACHES_UNSPECIFIED: _ClassVar[PreviousCaches]
@@ -75,8 +69,6 @@ class LoadWeightsPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LOAD_WEIGHTS_PHASE_UNSPECIFIED: _ClassVar[LoadWeightsPhase]
     LOAD_WEIGHTS_PHASE_LOADING: _ClassVar[LoadWeightsPhase]
-    LOAD_WEIGHTS_PHASE_CHECKING: _ClassVar[LoadWeightsPhase]
-    LOAD_WEIGHTS_PHASE_DRAINING: _ClassVar[LoadWeightsPhase]
     LOAD_WEIGHTS_PHASE_SERVING: _ClassVar[LoadWeightsPhase]
     LOAD_WEIGHTS_PHASE_NOT_NEEDED: _ClassVar[LoadWeightsPhase]
 
@@ -116,16 +108,11 @@ BREAKER_STATE_UNSPECIFIED: BreakerState
 BREAKER_STATE_CLOSED: BreakerState
 BREAKER_STATE_OPEN: BreakerState
 BREAKER_STATE_HALF_OPEN: BreakerState
-LOAD_WEIGHTS_MODE_UNSPECIFIED: LoadWeightsMode
-LOAD_WEIGHTS_MODE_BESIDE: LoadWeightsMode
-LOAD_WEIGHTS_MODE_REPLACE: LoadWeightsMode
 PREVIOUS_CACHES_UNSPECIFIED: PreviousCaches
 PREVIOUS_CACHES_END: PreviousCaches
 PREVIOUS_CACHES_RECOMPUTE: PreviousCaches
 LOAD_WEIGHTS_PHASE_UNSPECIFIED: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_LOADING: LoadWeightsPhase
-LOAD_WEIGHTS_PHASE_CHECKING: LoadWeightsPhase
-LOAD_WEIGHTS_PHASE_DRAINING: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_SERVING: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_NOT_NEEDED: LoadWeightsPhase
 REBUILD_CAUSE_UNSPECIFIED: RebuildCause
@@ -461,18 +448,14 @@ class CostEstimate(_message.Message):
     def __init__(self, runtime: _Optional[str] = ..., input_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_cost_usd: _Optional[float] = ..., is_counted: _Optional[bool] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("runtime", "source", "drain", "mode", "previous_caches")
+    __slots__ = ("runtime", "source", "previous_caches")
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_CACHES_FIELD_NUMBER: _ClassVar[int]
     runtime: str
     source: str
-    drain: _duration_pb2.Duration
-    mode: LoadWeightsMode
     previous_caches: PreviousCaches
-    def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., mode: _Optional[_Union[LoadWeightsMode, str]] = ..., previous_caches: _Optional[_Union[PreviousCaches, str]] = ...) -> None: ...
+    def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., previous_caches: _Optional[_Union[PreviousCaches, str]] = ...) -> None: ...
 
 class LoadWeightsResponse(_message.Message):
     __slots__ = ("phase", "progress", "model_id", "fingerprint")

@@ -129,9 +129,9 @@ class ModelRunnerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadWeights(self, request, context):
-        """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
-        Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
-        returns immediately.
+        """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+        first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
+        if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

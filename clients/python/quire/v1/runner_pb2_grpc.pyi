@@ -56,9 +56,9 @@ class ModelRunnerServiceStub:
     because it is prepared like one that is run.
     """
     LoadWeights: _grpc.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]
-    """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
-    Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
-    returns immediately.
+    """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+    first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
+    if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
     """
     UploadWeights: _grpc.StreamUnaryMultiCallable[_runner_pb2.UploadWeightsRequest, _runner_pb2.UploadWeightsResponse]
     """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
@@ -99,9 +99,9 @@ class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
     because it is prepared like one that is run.
     """
     LoadWeights: _aio.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]  # type: ignore[assignment]
-    """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
-    Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
-    returns immediately.
+    """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+    first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
+    if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
     """
     UploadWeights: _aio.StreamUnaryMultiCallable[_runner_pb2.UploadWeightsRequest, _runner_pb2.UploadWeightsResponse]  # type: ignore[assignment]
     """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
@@ -175,9 +175,9 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.LoadWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_runner_pb2.LoadWeightsResponse], _abc.AsyncIterator[_runner_pb2.LoadWeightsResponse]]:
-        """Loads another model and then serves it. The current model is served until the new one has passed its self-check.
-        Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
-        returns immediately.
+        """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+        first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
+        if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
         """
 
     @_abc_1.abstractmethod

@@ -140,7 +140,7 @@ class PostgresJournal(StoredJournal):
                 " rows before it, remove those of quire.log with this shard and this seq or a greater one;"
                 " or, to start without caches, all rows of the shard."
             ) from None
-        self.model_fingerprint, self._size_bytes = recovery.model, recovery.size_bytes
+        self._size_bytes = recovery.size_bytes
 
     def _frame(self, seq: int, at: int, row: bytes) -> Frame:
         """Raises Unrecoverable."""

@@ -326,7 +326,7 @@ async def test_describing_a_runtime(provider: FakeProvider) -> None:
         await run(runtime, item(max_tokens=100))
         after = runtime.describe()
         request = runner_pb2.LoadWeightsRequest(source="else")
-        loads = [answer async for answer in runtime.load_weights(request, 0.0)]
+        loads = [answer async for answer in runtime.load_weights(request)]
 
     assert (before.name, before.provider, before.model_id) == ("there", "somebody", "m")
     assert before.runtime_kind == runner_pb2.RUNTIME_KIND_OPENAI_CHAT

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from service.caches.requests import Priority
 from service.caches.tenants import Quota, Tenant
 from service.extensions.providers.prices import Prices
 from service.extensions.providers.spending import Spending
+from service.journal.values import StoredValues
 from service.runtimes.base import Batch
 from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
@@ -39,6 +39,7 @@ from tests.service.extensions.providers.fake_provider import (
     status,
     stream,
 )
+from tests.sim.harness import FailingJournal
 
 HEAD = EVENT_STREAM.encode()
 GOOD = said("good")
@@ -454,13 +455,14 @@ async def test_the_hourly_budget(provider: FakeProvider) -> None:
     assert [reason(out.last()) for out in outs] == ["", "", "BUDGET_EXCEEDED"]
 
 
-async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider, tmp_path: Path) -> None:
+async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider) -> None:
     provider.script.append(GOOD)
+    values = StoredValues()
     virtual = VirtualTime()
     made = config(provider, prices=DEAR, budget_usd_per_hour=13)
 
     async def of_a_server(*max_tokens: int) -> list[str]:
-        spending = Spending(tmp_path, virtual.clock())
+        spending = Spending(values, virtual.clock())
         async with remote(made, virtual, spending) as runtime:
             reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in max_tokens]
         await spending.flush()
@@ -479,33 +481,33 @@ async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider, tmp_
 
 
 async def test_requests_in_flight_when_the_server_is_killed_count(
-    provider: FakeProvider, tmp_path: Path
+    provider: FakeProvider,
 ) -> None:
+    values = StoredValues()
     provider.script += [stalled(HEAD + TEXT), GOOD]
     made = config(provider, prices=DEAR, budget_usd_per_hour=13)
     sink = Collected()
 
-    async with remote(made, spending=Spending(tmp_path)) as runtime:
+    async with remote(made, spending=Spending(values)) as runtime:
         batch = Batch("k", None, [item(max_tokens=10)])
         running = asyncio.create_task(runtime.execute(batch, sink))
         await sink.first.wait()
-        async with remote(made, spending=Spending(tmp_path)) as after:
+        async with remote(made, spending=Spending(values)) as after:
             out = await run(after, item(max_tokens=4), item(item_id="b", max_tokens=3))
         assert [reason(out.last("a")), reason(out.last("b"))] == ["BUDGET_EXCEEDED", ""]
         running.cancel()
         await asyncio.wait({running})
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"there": 1}', '{"there": [[NaN, 13]]}', '{"there": [[9e99, -1]]}']
-)
-async def test_an_unreadable_spending_file_is_logged_and_ignored(
-    provider: FakeProvider, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+async def test_a_journal_that_cannot_be_written_is_logged_and_the_budget_applies(
+    provider: FakeProvider, capsys: pytest.CaptureFixture[str]
 ) -> None:
     provider.script.append(GOOD)
-    (tmp_path / "spending.json").write_text(content)
-    async with remote(
-        config(provider, prices=DEAR, budget_usd_per_hour=13), spending=Spending(tmp_path)
-    ) as runtime:
-        out = await run(runtime, item(max_tokens=13))
-    assert reason(out.last()) == "" and "cannot tell what providers have cost" in capsys.readouterr().out
+    journal = FailingJournal()
+    spending = Spending(StoredValues(journal))
+    journal.fails = True
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+    async with remote(made, spending=spending) as runtime:
+        reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in (13, 13)]
+    assert reasons == ["", "BUDGET_EXCEEDED"]
+    assert capsys.readouterr().out.count("a restart will forget what providers have cost") == 1

@@ -13,6 +13,7 @@ from service.config import Config
 from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.runtimes_file import RuntimesFile, load
+from service.journal.values import StoredValues
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
@@ -119,7 +120,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def opened(path: Path) -> RuntimesFile:
     file = RuntimesFile(path)
-    file.open_router(FakeRuntime("local"), None)
+    file.open_router(FakeRuntime("local"), StoredValues())
     return file
 
 

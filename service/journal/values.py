@@ -1,0 +1,97 @@
+"""Values that survive the gateway beside the caches, each under a name: the journal has the last one of each.
+
+They are in the journal's order. So whoever finds a cache there finds what was stored before it was made, and
+none of what was stored afterwards, whichever write was the last one before a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from service.caches.ledger import Ledger
+from service.caches.records import ValueStored
+from service.errors import StorageUnavailable
+from service.journal.base import Journal
+from service.logging import get_logger
+
+_log = get_logger(__name__)
+_RETRY_S = 1.0
+
+
+class StoredValues:
+    """Commits values, and applies them to the ledger. All methods are called on the event loop.
+
+    Attributes:
+        survive: Whether the next gateway finds them.
+    """
+
+    def __init__(self, journal: Journal | None = None, ledger: Ledger | None = None) -> None:
+        """The ledger has what was recovered. Without a journal nothing survives."""
+        self._journal = Journal() if journal is None else journal
+        self._ledger = Ledger() if ledger is None else ledger
+        self.survive = self._journal.is_durable
+        # Those of `put` that are not durable yet, by name.
+        self._wanted: dict[str, bytes] = {}
+        self._closed = False
+
+    def get(self, name: str) -> bytes:
+        """The value of a name. Empty: there is none."""
+        return self._ledger.values.get(name, b"")
+
+    def all(self, prefix: str) -> dict[str, bytes]:
+        """The values whose names have this beginning, by the rest of their names."""
+        values = self._ledger.values.items()
+        return {name.removeprefix(prefix): value for name, value in values if name.startswith(prefix)}
+
+    async def set(self, values: Mapping[str, bytes]) -> None:
+        """Stores all of them, or none. Empty ones are removed. Raises StorageUnavailable.
+
+        They are as durable then as the system can make them, whatever the journal promises of tokens.
+        """
+        for name in values:
+            self._wanted.pop(name, None)
+        stored = asyncio.get_running_loop().create_future()
+
+        def on_committed(ok: bool) -> None:
+            if ok:
+                self._apply(values)
+            if not stored.done():
+                stored.set_result(ok)
+
+        self._journal.commit([ValueStored(name, value) for name, value in values.items()], on_committed)
+        if not await stored:
+            raise StorageUnavailable("the journal cannot be written")
+        await self._journal.sync()
+
+    def put(self, name: str, value: bytes) -> None:
+        """Stores a value before anything that is committed later. Tries again if that fails."""
+        if value != self.get(name) or name in self._wanted:
+            self._wanted[name] = value
+            self._commit(name, value)
+
+    def close(self) -> None:
+        """Nothing is tried again from now on."""
+        self._closed = True
+
+    def _commit(self, name: str, value: bytes) -> None:
+        def on_committed(ok: bool) -> None:
+            if ok:
+                self._apply({name: value})
+            if self._wanted.get(name) is not value:
+                return
+            if ok:
+                del self._wanted[name]
+            elif not self._closed:
+                _log.warning("a value cannot be stored yet", name=name)
+                asyncio.get_running_loop().call_later(_RETRY_S, self._again, name, value)
+
+        self._journal.commit([ValueStored(name, value)], on_committed)
+
+    def _again(self, name: str, value: bytes) -> None:
+        if self._wanted.get(name) is value and not self._closed:
+            self._commit(name, value)
+
+    def _apply(self, values: Mapping[str, bytes]) -> None:
+        for name, value in values.items():
+            self._ledger.apply(ValueStored(name, value))

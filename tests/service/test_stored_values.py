@@ -1,0 +1,69 @@
+"""Values beside the caches, where the journal cannot be written for a while."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from service.caches.ledger import Ledger
+from service.errors import StorageUnavailable
+from service.journal import values as values_module
+from service.journal.values import StoredValues
+from tests.sim.harness import FailingJournal
+
+
+async def test_values_that_cannot_be_written_are_refused_all_together() -> None:
+    journal, ledger = FailingJournal(), Ledger()
+    values = StoredValues(journal, ledger)
+    await values.set({"a": b"1"})
+    journal.fails = True
+    with pytest.raises(StorageUnavailable):
+        await values.set({"a": b"", "b": b"2"})
+    assert values.all("") == {"a": b"1"}
+    journal.fails = False
+    await values.set({"a": b"", "b": b"2"})
+    assert values.all("") == {"b": b"2"} and ledger.size_bytes == 1
+
+
+async def test_a_value_that_has_to_be_there_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values_module, "_RETRY_S", 0.0)
+    journal = FailingJournal()
+    values = StoredValues(journal)
+    journal.fails = True
+    values.put("a", b"1")
+    values.put("a", b"2")
+    values.put("b", b"3")
+    with pytest.raises(StorageUnavailable):
+        await values.set({"c": b"1"})
+    journal.fails = False
+    while values.all("") != {"a": b"2", "b": b"3"}:
+        await asyncio.sleep(0)
+    # What is there already is not written again, nor is what was given up.
+    journal.written.clear()
+    values.put("a", b"2")
+    journal.fails = True
+    values.put("a", b"4")
+    values.close()
+    journal.fails = False
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert journal.written == [] and values.get("a") == b"2"
+
+
+async def test_a_later_value_is_not_undone_by_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values_module, "_RETRY_S", 0.0)
+    journal = FailingJournal()
+    values = StoredValues(journal)
+    journal.fails = True
+    values.put("a", b"1")
+    journal.fails = False
+    await values.set({"a": b"2"})
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert values.get("a") == b"2"
+    journal.is_slow = True
+    values.put("a", b"3")
+    values.put("a", b"2")
+    journal.settle()
+    assert values.get("a") == b"2"
