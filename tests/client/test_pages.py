@@ -108,6 +108,7 @@ def block(page: str, language: str, part: str) -> Block:
 
 
 LOOP = block("README.md", "python", "tokenizer.encode")
+CACHES = block("docs/tutorial.md", "python", "cache.fork()")
 SESSION = block("docs/tutorial.md", "python", "client.session()")
 TEXTS = block("docs/tutorial.md", "python", "client.generate")
 DEATH = block("docs/tutorial.md", "python", "subprocess")
@@ -235,6 +236,7 @@ def here(tmp_path: Path) -> Path:
 
 def test_loops_in_python(served: Served, tmp_path: Path) -> None:
     assert served.printed(LOOP, tmp_path) == "46\n"
+    assert served.printed(CACHES, tmp_path).splitlines() == ["6 ['4', '3']", "0 6 7", "6"]
     assert len(served.printed(SESSION, tmp_path).split(", ")) == 2, "a token for each prompt"
     assert served.printed(TEXTS, tmp_path).splitlines() == ["46", "123", "['1', '2', '3']"]
     assert served.printed(OVERLOAD, tmp_path) == "3\n"
