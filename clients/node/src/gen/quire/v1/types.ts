@@ -355,6 +355,8 @@ export interface ModelDescription {
   moeLayers: number;
   numExperts: number;
   expertsPerToken: number;
+  /** The format to which the weights were quantised while they were loaded, such as "q8_0". Empty: they have the dtype. */
+  quantization: string;
 }
 
 /**
@@ -2084,6 +2086,7 @@ function createBaseModelDescription(): ModelDescription {
     moeLayers: 0,
     numExperts: 0,
     expertsPerToken: 0,
+    quantization: "",
   };
 }
 
@@ -2158,6 +2161,9 @@ export const ModelDescription: MessageFns<ModelDescription> = {
     }
     if (message.expertsPerToken !== 0) {
       writer.uint32(160).uint32(message.expertsPerToken);
+    }
+    if (message.quantization !== "") {
+      writer.uint32(170).string(message.quantization);
     }
     return writer;
   },
@@ -2345,6 +2351,14 @@ export const ModelDescription: MessageFns<ModelDescription> = {
             message.expertsPerToken = reader.uint32();
             continue;
           }
+          case 21: {
+            if (tag !== 170) {
+              break;
+            }
+
+            message.quantization = reader.string();
+            continue;
+          }
         }
         if ((tag & 7) === 4 || tag === 0) {
           break;
@@ -2386,6 +2400,7 @@ export const ModelDescription: MessageFns<ModelDescription> = {
     message.moeLayers = object.moeLayers ?? 0;
     message.numExperts = object.numExperts ?? 0;
     message.expertsPerToken = object.expertsPerToken ?? 0;
+    message.quantization = object.quantization ?? "";
     return message;
   },
 };
