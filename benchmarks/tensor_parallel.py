@@ -1,7 +1,7 @@
 """A model split over ranks on this CPU, beside one process: `python -m benchmarks.tensor_parallel`.
 
 Both have the same number of threads in all, and their turns alternate. Before that, how long ranks take to
-add up a tensor. Numbers are those of docs/performance.md.
+add up a tensor. Numbers are those of docs/reports/performance.md.
 """
 
 from __future__ import annotations
