@@ -271,15 +271,24 @@ class WorkerPort:
                 self._warn("a worker does not have the secret of its lease")
                 return "it does not have the secret of its lease"
         self._drop_ended()
-        return "too many workers wait already" if len(self._waiting) >= _MAX_WAITING else ""
+        if len(self._waiting) >= _MAX_WAITING and self._taker_of(hello) is None:
+            return "too many workers wait already"
+        return ""
+
+    def _taker_of(self, hello: worker_pb2.Hello) -> asyncio.Future[DialledWorker] | None:
+        """Who wants it, the one that has waited longest. None: nobody who waits."""
+        for found, wants in self._takers.items():
+            if not found.done() and wants(hello):
+                return found
+        return None
 
     def _offer(self, worker: DialledWorker) -> None:
         """Hands it to the first that wants it, or lets it wait."""
-        for found, wants in self._takers.items():
-            if not found.done() and wants(worker.hello):
-                found.set_result(worker)
-                return
-        self._waiting.append(worker)
+        found = self._taker_of(worker.hello)
+        if found is not None:
+            found.set_result(worker)
+        else:
+            self._waiting.append(worker)
 
     def _drop_ended(self) -> None:
         now_s = time.monotonic()

@@ -240,6 +240,19 @@ async def test_workers_without_need_are_bounded(site: Site, monkeypatch: pytest.
     await site.leased(third, 1)
 
 
+async def test_one_that_is_wanted_is_let_in_although_too_many_wait(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them may be the worker that a gateway has started, and one that has its KV."""
+    monkeypatch.setattr(worker_port, "_MAX_WAITING", 1)
+    await site.waits()
+    taking = asyncio.create_task(site.take("a"))
+    await asyncio.sleep(0)
+    wanted = await site.dial()
+    await wanted.says(name="a")
+    assert (await taking).hello.name == "a"
+
+
 async def test_one_that_is_gone_or_silent_takes_no_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_port, "_ANSWER_TIMEOUT_S", 0.2)
     silent = await site.waits()
