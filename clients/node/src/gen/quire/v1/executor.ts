@@ -667,7 +667,10 @@ export interface WorkerStatus {
   suspect: boolean;
   /** Why the worker is not ready. Empty if it is. */
   trouble: string;
-  /** Of a worker on another host, as HOST:PORT; its pid is then 0. Empty for a process of the gateway's machine. */
+  /**
+   * Of a worker on another host, as HOST:PORT, or HOST while it starts; its pid is then 0. Empty for a process of the
+   * gateway's machine.
+   */
   address: string;
 }
 

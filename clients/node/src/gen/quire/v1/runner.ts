@@ -83,20 +83,6 @@ export enum BreakerState {
   UNRECOGNIZED = -1,
 }
 
-/** Where new weights are loaded. */
-export enum LoadWeightsMode {
-  /** LOAD_WEIGHTS_MODE_UNSPECIFIED - BESIDE. */
-  LOAD_WEIGHTS_MODE_UNSPECIFIED = 0,
-  /** LOAD_WEIGHTS_MODE_BESIDE - By further workers, which take over when all of them are ready. Any model; both have to fit on the devices. */
-  LOAD_WEIGHTS_MODE_BESIDE = 1,
-  /**
-   * LOAD_WEIGHTS_MODE_REPLACE - By the workers that serve, between two steps. The model must have the same config. The new weights are read and
-   * checked first, which takes main memory for them, also on a GPU; then steps wait until they are in place.
-   */
-  LOAD_WEIGHTS_MODE_REPLACE = 2,
-  UNRECOGNIZED = -1,
-}
-
 export enum PreviousCaches {
   /** PREVIOUS_CACHES_UNSPECIFIED - END. */
   PREVIOUS_CACHES_UNSPECIFIED = 0,
@@ -109,14 +95,11 @@ export enum PreviousCaches {
 
 export enum LoadWeightsPhase {
   LOAD_WEIGHTS_PHASE_UNSPECIFIED = 0,
+  /** LOAD_WEIGHTS_PHASE_LOADING - A download; then the workers read and check the weights. */
   LOAD_WEIGHTS_PHASE_LOADING = 1,
-  /** LOAD_WEIGHTS_PHASE_CHECKING - The model's outputs are compared with those of its reference forward, and one forward runs. */
-  LOAD_WEIGHTS_PHASE_CHECKING = 2,
-  /** LOAD_WEIGHTS_PHASE_DRAINING - Callers may still use caches of the previous weights. */
-  LOAD_WEIGHTS_PHASE_DRAINING = 3,
-  LOAD_WEIGHTS_PHASE_SERVING = 4,
+  LOAD_WEIGHTS_PHASE_SERVING = 2,
   /** LOAD_WEIGHTS_PHASE_NOT_NEEDED - The runtime has nothing to load. */
-  LOAD_WEIGHTS_PHASE_NOT_NEEDED = 5,
+  LOAD_WEIGHTS_PHASE_NOT_NEEDED = 3,
   UNRECOGNIZED = -1,
 }
 
@@ -518,13 +501,7 @@ export interface LoadWeightsRequest {
    * it; or what UploadWeights answered.
    */
   source: string;
-  /**
-   * How long caches of the previous weights stay usable before calls on them fail with WEIGHTS_CHANGED. Unset: not at
-   * all.
-   */
-  drain: Duration | undefined;
-  mode: LoadWeightsMode;
-  /** With REPLACE: what becomes of caches of the previous weights. */
+  /** What becomes of caches of the previous weights. */
   previousCaches: PreviousCaches;
 }
 
@@ -3181,7 +3158,7 @@ export const CostEstimate: MessageFns<CostEstimate> = {
 };
 
 function createBaseLoadWeightsRequest(): LoadWeightsRequest {
-  return { runtime: "", source: "", drain: undefined, mode: 0, previousCaches: 0 };
+  return { runtime: "", source: "", previousCaches: 0 };
 }
 
 export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
@@ -3192,14 +3169,8 @@ export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
     if (message.source !== "") {
       writer.uint32(18).string(message.source);
     }
-    if (message.drain !== undefined) {
-      Duration.encode(message.drain, writer.uint32(26).fork()).join();
-    }
-    if (message.mode !== 0) {
-      writer.uint32(32).int32(message.mode);
-    }
     if (message.previousCaches !== 0) {
-      writer.uint32(40).int32(message.previousCaches);
+      writer.uint32(24).int32(message.previousCaches);
     }
     return writer;
   },
@@ -3234,23 +3205,7 @@ export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
             continue;
           }
           case 3: {
-            if (tag !== 26) {
-              break;
-            }
-
-            message.drain = Duration.decode(reader, reader.uint32());
-            continue;
-          }
-          case 4: {
-            if (tag !== 32) {
-              break;
-            }
-
-            message.mode = reader.int32() as any;
-            continue;
-          }
-          case 5: {
-            if (tag !== 40) {
+            if (tag !== 24) {
               break;
             }
 
@@ -3276,10 +3231,6 @@ export const LoadWeightsRequest: MessageFns<LoadWeightsRequest> = {
     const message = createBaseLoadWeightsRequest();
     message.runtime = object.runtime ?? "";
     message.source = object.source ?? "";
-    message.drain = (object.drain !== undefined && object.drain !== null)
-      ? Duration.fromPartial(object.drain)
-      : undefined;
-    message.mode = object.mode ?? 0;
     message.previousCaches = object.previousCaches ?? 0;
     return message;
   },
@@ -3715,9 +3666,9 @@ export const ModelRunnerServiceDefinition = {
       options: {},
     },
     /**
-     * Loads another model and then serves it. The current model is served until the new one has passed its self-check.
-     * Requires the role `administer` if the server requires tokens. A provider's runtime has nothing to load and
-     * returns immediately.
+     * Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+     * first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
+     * if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
      */
     loadWeights: {
       name: "LoadWeights",
