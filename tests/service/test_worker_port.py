@@ -240,6 +240,26 @@ async def test_workers_without_need_are_bounded(site: Site, monkeypatch: pytest.
     await site.leased(third, 1)
 
 
+async def test_who_is_refused_holds_few_connections(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_port, "_MAX_REFUSED", 1)
+    monkeypatch.setattr(worker_port, "_FAREWELL_S", PATIENCE_S)
+    told, other = await site.dial(), await site.dial()
+    await told.says(protocol="another")
+    said = await told.next()
+    assert said is not None and said.refusal
+    await other.says(protocol="another")
+    assert await other.next() is None
+    # Who closes the stream makes room.
+    told.stream.close()
+    assert await told.next() is None
+    while site.port._refusing:
+        await asyncio.sleep(0.01)
+    third = await site.dial()
+    await third.says(protocol="another")
+    said = await third.next()
+    assert said is not None and said.refusal
+
+
 async def test_one_that_is_wanted_is_let_in_although_too_many_wait(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
