@@ -18,8 +18,10 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import library
+from kernels.grouped_weight import FORMATS, GroupedWeight
 from kernels.linear import linear
 from kernels.packed_weight import PackedWeight
+from kernels.weight import Weight
 
 _OUTPUTS, _INPUTS, _WEIGHTS = 3072, 1024, 60
 _ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
@@ -41,6 +43,11 @@ def main() -> None:
         products = {"ours": _ours(weights)}
         if dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
             products["torch"] = _torch(weights)
+        sizes = dict.fromkeys(products, weights[0].nbytes)
+        if dtype is torch.bfloat16:
+            for name, bits in FORMATS.items():
+                quantised = [_quantised(weight, bits) for weight in weights]
+                sizes[name], products[name] = quantised[0].nbytes, _by_linear(quantised)
         for rows in _ROWS:
             x = torch.randn(rows, _INPUTS).to(dtype)
             count = max(_TURN_ROWS // rows, 1)
@@ -49,7 +56,7 @@ def main() -> None:
                 for product in products.values()
             ]
             for name, taken_s in zip(products, _least_s(runs), strict=True):
-                read, flop = count * weights[0].nbytes, 2 * rows * count * _OUTPUTS * _INPUTS
+                read, flop = count * sizes[name], 2 * rows * count * _OUTPUTS * _INPUTS
                 rates = f"{read / taken_s / 1e9:6.1f} GB/s {flop / taken_s / 1e9:7.0f} GFLOP/s"
                 print(f"{dtype} {rows:5} rows, {name:5} {rates}")
 
@@ -60,8 +67,19 @@ def _run(product: Product, x: torch.Tensor, indices: Iterator[int], count: int) 
 
 
 def _ours(weights: list[torch.Tensor]) -> Product:
-    packed = [PackedWeight(weight) for weight in weights]
-    return lambda x, index: linear(x, packed[index])
+    return _by_linear([PackedWeight(weight) for weight in weights])
+
+
+def _by_linear(weights: Sequence[Weight]) -> Product:
+    return lambda x, index: linear(x, weights[index])
+
+
+def _quantised(weight: torch.Tensor, bits: int) -> Weight:
+    made = GroupedWeight(
+        _OUTPUTS, _INPUTS, weight.dtype, bits, lambda size: torch.empty(size, dtype=torch.uint8)
+    )
+    made.write(0, weight)
+    return made
 
 
 def _torch(weights: list[torch.Tensor]) -> Product:

@@ -25,8 +25,8 @@ from typing import Any
 
 import grpc
 import psutil
+from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2_grpc
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, runner_pb2, runner_pb2_grpc
 
 from benchmarks import machine
 from benchmarks.checkout import ROOT
@@ -95,17 +95,17 @@ def _write(model: Path, into: Path) -> None:
         shutil.copyfile(model / name, into / name)
 
 
-async def one_sync(runner: Any, callers: Sequence[Caller], weights: int, model: Path, into: Path) -> Sync:
+async def one_sync(admin: Any, callers: Sequence[Caller], weights: int, model: Path, into: Path) -> Sync:
     """Writes and loads the weights of this number while the callers decode."""
     settled_s = time.time()
     await asyncio.sleep(_SETTLED_S)
     began_s = time.time()
     await asyncio.to_thread(_write, model, into)
     written_s = time.time()
-    request = runner_pb2.LoadWeightsRequest(
-        source=str(into), previous_caches=runner_pb2.PREVIOUS_CACHES_RECOMPUTE
+    request = admin_pb2.LoadWeightsRequest(
+        source=str(into), previous_caches=admin_pb2.PREVIOUS_CACHES_RECOMPUTE
     )
-    async for _ in runner.LoadWeights(request, timeout=_TIMEOUT_S):
+    async for _ in admin.LoadWeights(request, timeout=_TIMEOUT_S):
         pass
     loaded_s = time.time()
     while any(caller.answers[-1][1] < weights for caller in callers):  # noqa: ASYNC110 - of several, in any order
@@ -124,7 +124,7 @@ async def measure(gateway: GatewayProcess, model: Path, scratch: Path, options: 
     found = []
     async with grpc.aio.insecure_channel(gateway.address, options=CHANNEL_OPTIONS) as channel:
         stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-        runner = runner_pb2_grpc.ModelRunnerServiceStub(channel)
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
         callers = []
         for first in range(options.callers):
             request = pb.PrefillRequest(token_ids=[first])
@@ -132,7 +132,7 @@ async def measure(gateway: GatewayProcess, model: Path, scratch: Path, options: 
             callers.append(Caller(stub, answer.kv_cache, answer.output.token_id))
         loops = [asyncio.create_task(caller.run()) for caller in callers]
         for number in range(1, options.syncs + 1):
-            found.append(await one_sync(runner, callers, number, model, scratch / f"weights-{number % 2}"))
+            found.append(await one_sync(admin, callers, number, model, scratch / f"weights-{number % 2}"))
             said = f"{found[-1].load_s:.2f} s, pause {max(found[-1].pauses_s):.3f} s"
             print(f"{number} of {options.syncs}: {said}", file=sys.stderr, flush=True)
         for loop in loops:

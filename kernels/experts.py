@@ -26,8 +26,7 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
 from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
-from kernels.linear import linear, pack_weight
-from kernels.packed_weight import PackedWeight
+from kernels.linear import linear_reference, pack_weight
 
 # One matrix per expert: a tensor [E, O, I], or E tensors [O, I].
 PlainWeights = torch.Tensor | Sequence[torch.Tensor]
@@ -97,8 +96,7 @@ def pack_experts(weight: ExpertWeights) -> ExpertWeights:
     if isinstance(weight, cpu.PackedWeights):
         return weight
     packed = [pack_weight(weight[expert], in_place=isinstance(weight, list)) for expert in range(len(weight))]
-    matrices = [matrix for matrix in packed if isinstance(matrix, PackedWeight)]
-    return cpu.PackedWeights(matrices) if len(matrices) == len(packed) else weight
+    return weight if any(matrix.address is None for matrix in packed) else cpu.PackedWeights(packed)
 
 
 def experts_reference(
@@ -157,15 +155,17 @@ def experts(
         return cuda.experts(
             x, gate_up, down, expert_ids, expert_weights, activation, batch_invariant=batch_invariant
         )
-    if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
+    if isinstance(gate_up, cpu.PackedWeights):
+        assert isinstance(down, cpu.PackedWeights), "both have the dtype of x"
         return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation)
+    assert not isinstance(down, cpu.PackedWeights), "both have the dtype of x"
     return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation)
 
 
 def _one_by_one(
     x: torch.Tensor,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
+    gate_up: PlainWeights,
+    down: PlainWeights,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: Activation,
@@ -183,8 +183,8 @@ def _one_by_one(
         if count:
             of_expert = pairs[begin:end]  # [n]
             rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
-            inner = gated_activation(linear(rows, gate_up[expert]), activation)  # [n, I]
-            outputs.index_copy_(0, of_expert, linear(inner, down[expert]))
+            inner = gated_activation(linear_reference(rows, gate_up[expert]), activation)  # [n, I]
+            outputs.index_copy_(0, of_expert, linear_reference(inner, down[expert]))
     return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
 
 

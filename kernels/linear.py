@@ -1,7 +1,7 @@
 """Projections: x W^T + b, with W packed on the CPU if there is a compiled product for its dtype.
 
 The compiled product reads a packed weight once and in order. The packed weight replaces the plain one: it has
-about the same size, and only `linear` can read it.
+about the same size.
 
 The bits of a row do not depend on the other rows if the weight is packed, or on a GPU if that is asked for.
 
@@ -16,33 +16,70 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import linear as cpu
 from kernels.packed_weight import PackedWeight
-
-# A matrix [O, I], plain or packed.
-Weight = torch.Tensor | PackedWeight
+from kernels.weight import Weight
 
 
-def can_pack(weight: Weight) -> bool:
-    """Whether `pack_weight` packs this weight."""
-    return isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and cpu.can_multiply(weight.dtype)
+class DenseWeight(Weight):
+    """A plain tensor [O, I], or a vector."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        """Take ownership of the tensor."""
+        self.shape, self.dtype, self.data = data.shape, data.dtype, data
+
+    @property
+    def address(self) -> None:
+        """None: compiled kernels read no plain matrices."""
+        return None
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The tensor."""
+        return self.data
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
+    ) -> torch.Tensor:
+        """See `Weight`."""
+        if batch_invariant and x.is_cuda:
+            from kernels.cuda import linear as cuda
+
+            return cuda.linear(x, self.data, bias)
+        return functional.linear(x, self.data, bias)
+
+    def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """See `Weight`."""
+        return self.data[first : first + len(rows)].copy_(rows, non_blocking=True)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See `Weight`."""
+        return functional.embedding(indices, self.data)
+
+    def dense(self) -> torch.Tensor:
+        """See `Weight`."""
+        return self.data
+
+    def packed(self) -> Weight:
+        """See `Weight`."""
+        return pack_weight(self.data, in_place=True)
 
 
-def pack_weight(weight: Weight, *, in_place: bool = False) -> Weight:
-    """Pack a weight [O, I] for `linear`.
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether `pack_weight` packs this matrix."""
+    return weight.device.type == "cpu" and cpu.can_multiply(weight.dtype)
+
+
+def pack_weight(weight: torch.Tensor, *, in_place: bool = False) -> Weight:
+    """Pack a matrix [O, I], if there is a compiled product for it.
 
     Args:
-        weight: The weight.
-        in_place: The memory of the weight may be overwritten, so that the weight is not in memory twice.
-
-    Returns:
-        The packed weight, or the weight itself if it cannot be packed.
+        weight: The matrix.
+        in_place: Its memory may be overwritten, so that it is not in memory twice.
     """
-    if isinstance(weight, torch.Tensor) and can_pack(weight):
-        return PackedWeight(weight, in_place=in_place)
-    return weight
+    return PackedWeight(weight, in_place=in_place) if can_pack(weight) else DenseWeight(weight)
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """X W^T + b in plain torch; see `linear`. `weight` is not packed."""
+    """X W^T + b in plain torch; see `linear`."""
     return functional.linear(x, weight, bias)
 
 
@@ -53,7 +90,7 @@ def linear(
 
     Args:
         x: [T, I]; float32, bfloat16 or float16.
-        weight: [O, I] of the same dtype, plain or from `pack_weight`.
+        weight: [O, I] of the same dtype.
         bias: [O] of the same dtype.
         batch_invariant: On a GPU, the bits of a row must not depend on the others; the weight is contiguous.
 
@@ -68,10 +105,4 @@ def linear(
         raise TypeError(f"x: must have the weight's dtype, {weight.dtype}, got {x.dtype}")
     if not len(x):
         return x.new_empty(0, weight.shape[0])
-    if isinstance(weight, PackedWeight):
-        return cpu.multiply(x, weight, bias)
-    if batch_invariant and x.is_cuda:
-        from kernels.cuda import linear as cuda
-
-        return cuda.linear(x, weight, bias)
-    return linear_reference(x, weight, bias)
+    return weight.multiply(x, bias, batch_invariant=batch_invariant)

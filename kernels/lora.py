@@ -21,9 +21,8 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_same, check_tensor
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu import lora as cpu
-from kernels.linear import Weight, linear
+from kernels.linear import linear_reference
 from kernels.lora_pairs import LoraPairs, SortedRows
-from kernels.packed_weight import PackedWeight
 
 if TYPE_CHECKING:
     from kernels.cuda.lora import StackedLora
@@ -62,13 +61,7 @@ class LoraTable:
         if self.compiled is not None and pairs is None:
             self.compiled.set(slot, None)
         elif self.compiled is not None and pairs is not None:
-            b = [None if each is None else _packed(each) for each in pairs.b]
-            self.compiled.set(slot, _packed(pairs.a), b, pairs.ranks)
-
-
-def _packed(weight: Weight) -> PackedWeight:
-    assert isinstance(weight, PackedWeight), "compiled kernels read packed matrices only"
-    return weight
+            self.compiled.set(slot, pairs.a, pairs.b, pairs.ranks)
 
 
 # By the device.
@@ -138,11 +131,11 @@ def lora_reference(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: to
         if pairs is None:
             continue
         rows = (slots == slot).nonzero()[:, 0]  # [n]
-        inner = linear(x.index_select(0, rows), _plain(pairs.a, x))  # [n, sum of the ranks]
+        inner = linear_reference(x.index_select(0, rows), pairs.a.plain.to(x.device))  # [n, sum of the ranks]
         ranks = pairwise(accumulate(pairs.ranks, initial=0))
         for b, (first, last), (begin, end) in zip(pairs.b, ranks, outputs, strict=True):
             if b is not None:
-                added = functional.linear(inner[:, first:last].float(), _plain(b, x).float())
+                added = functional.linear(inner[:, first:last].float(), b.plain.to(x.device).float())
                 y[rows, begin:end] = (y[rows, begin:end].float() + added).to(y.dtype)
 
 
@@ -179,8 +172,3 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: RowSlots) ->
         cpu.add_lora(y, x, table.compiled, slots)
     else:
         lora_reference(y, x, table, slots)
-
-
-def _plain(weight: Weight, like: torch.Tensor) -> torch.Tensor:
-    assert isinstance(weight, torch.Tensor), "only compiled kernels read packed matrices"
-    return weight.to(like.device)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.linear import Weight, pack_weight
+from kernels.linear import DenseWeight, pack_weight
+from kernels.weight import Weight
 
 MAX_RANK = 256
 
@@ -46,7 +47,7 @@ class LoraPairs:
 
         def converted(matrix: torch.Tensor) -> Weight:
             matrix = matrix.to(dtype)
-            return pack_weight(matrix) if pack else matrix
+            return pack_weight(matrix) if pack else DenseWeight(matrix)
 
         even = [_even(pair, inputs, width) for pair, width in zip(pairs, outputs, strict=True)]
         self.ranks = tuple(0 if pair is None else len(pair[0]) for pair in even)

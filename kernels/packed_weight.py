@@ -5,8 +5,15 @@ Dimension letters: I inputs; O outputs.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch.nn import functional
+
+from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.linear import COPIED_ROWS, Arguments, copied_rows
+from kernels.weight import Weight
 
 _BLOCK_OUTPUTS = 16
 _GROUP_INPUTS = 32
@@ -14,16 +21,14 @@ _GROUP_INPUTS = 32
 _PART_BYTES = 1 << 20
 
 
-class PackedWeight:
-    """A packed weight [O, I] of bfloat16 or float32.
+class PackedWeight(Weight):
+    """A packed weight [O, I] of bfloat16 or float32. The bits of a product's row do not depend on other rows.
 
     Attributes:
         shape: [O, I], without what fills up the last blocks.
         dtype: The dtype of the weight.
         data: The blocks, flat.
     """
-
-    device = torch.device("cpu")
 
     def __init__(self, weight: torch.Tensor, *, in_place: bool = False) -> None:
         """Pack a weight [O, I].
@@ -46,15 +51,38 @@ class PackedWeight:
                 weight = functional.pad(weight, (0, inputs - weight.shape[1], 0, outputs - weight.shape[0]))
             self.data = _in_blocks(weight)
 
-    def __len__(self) -> int:
-        return self.shape[0]
+    def multiply(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        batch_invariant: bool = False,  # noqa: ARG002 - it always is
+    ) -> torch.Tensor:
+        """See `Weight`. Requires `kernels.cpu.linear.can_multiply`."""
+        rows, (outputs, inputs) = x.shape[0], self.shape
+        out = torch.empty(rows, outputs, dtype=x.dtype)  # [T, O]
+        scratch = copied_rows(x.dtype, min(rows, COPIED_ROWS), inputs)
+        arguments = Arguments(
+            out.data_ptr(),
+            x.data_ptr(),
+            self.data.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if scratch is None else scratch.data_ptr(),
+            rows,
+            inputs,
+            outputs,
+            x.stride(0),
+        )
+        run = library.function(f"quire_linear_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
+        run(ctypes.addressof(arguments), torch.get_num_threads())
+        return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, a new tensor: [n] -> [n, I]. The indices must be from 0 to O - 1."""
         blocks = self._blocks()[indices // _BLOCK_OUTPUTS, :, indices % _BLOCK_OUTPUTS]  # [n, steps, step]
         return blocks.flatten(1)[:, : self.shape[1]].contiguous()
 
-    def to_dense(self) -> torch.Tensor:
+    def dense(self) -> torch.Tensor:
         """The weight [O, I] as a new tensor."""
         plain = self._blocks().transpose(1, 2).flatten(2).flatten(0, 1)
         return plain[: self.shape[0], : self.shape[1]].contiguous()

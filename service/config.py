@@ -51,6 +51,8 @@ from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 # The group of their entry points.
 EXTENSIONS = "quire.extensions"
 
+UNQUANTISED = "none"
+
 _DEFAULT_LEASE_S = 1800.0
 _Own = TypeVar("_Own", bound="ExtensionSettings")
 
@@ -140,6 +142,12 @@ class Config:
         AUTO,
         "data type of weights and KV cache; auto is the model's, but float32 for float16 on a CPU",
         DTYPES,
+    )
+    quantization: str = setting(
+        UNQUANTISED,
+        "quantise the weights while they are loaded, to a format of GGUF: q8_0 takes 8.5 bits for each, q4_0"
+        " 4.5; none leaves them as they are; for models without experts, on the CPU",
+        (UNQUANTISED, "q8_0", "q4_0"),
     )
     model_backend: str = setting(
         AUTO,

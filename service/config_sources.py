@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.config import Config, all_settings
-from service.model_names import is_hub_id, is_model, model_problem
+from service.config import UNQUANTISED, Config, all_settings
+from service.model_names import WEIGHTLESS_MODEL, is_hub_id, is_model, model_problem
 from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.trusted import require_trusted
@@ -141,6 +141,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
         if getattr(config, name) and not getattr(config, other):
             yield (name, other), f"needs {other} too"
     yield from _pool_conflicts(config)
+    yield from _quantization_conflicts(config)
     for extension in config.extensions:
         yield from extension.conflicts(config)
     yield from _port_conflicts(config)
@@ -187,6 +188,20 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     if config.devices and (config.has_remote_workers or config.device == "cpu"):
         problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
         yield ("devices", "device", "pool_listen"), problem
+
+
+def _quantization_conflicts(config: Config) -> Iterator[Conflict]:
+    """As `_conflicts`, about what quantised weights cannot do yet."""
+    if config.quantization == UNQUANTISED:
+        return
+    if config.tensor_parallel > 1:
+        yield ("quantization", "tensor_parallel"), "needs tensor_parallel = 1"
+    if config.device == "cuda":
+        yield ("quantization", "device"), "needs device = cpu"
+    if config.model_backend == "transformers":
+        yield ("quantization", "model_backend"), "needs a model that native code runs: model_backend = native"
+    if config.model == WEIGHTLESS_MODEL:
+        yield ("quantization", "model"), "needs a model that has weights"
 
 
 def _line_of(file: str, name: str) -> str:

@@ -73,9 +73,11 @@ def make_model(directory: Path, spec: TinyModel) -> Path:
     return _save_with_random_weights(model, directory, spec.dtype, spec.seed, spec.max_shard_bytes)
 
 
-def load_decoder(directory: Path, dtype: torch.dtype | str = "auto", *, pack: bool = False) -> Decoder:
+def load_decoder(
+    directory: Path, dtype: torch.dtype | str = "auto", *, pack: bool = False, quantization: str | None = None
+) -> Decoder:
     """The model of a directory in native code."""
-    return load_planned(plan_load(directory, dtype), pack=pack)[0]
+    return load_planned(plan_load(directory, dtype, quantization=quantization), pack=pack)[0]
 
 
 def make_family_model(directory: Path, model_type: str, settings: dict[str, Any], *, seed: int = 0) -> Path:

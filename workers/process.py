@@ -16,9 +16,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.v1.worker_pb2 import WorkerConfig
-
 from workers.common.protocol import EXIT_CONFIG
+from workers.common.worker_pb2 import WorkerConfig
 from workers.logging import background_log, configure, get_logger
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
@@ -91,6 +90,9 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda, and this machine has no CUDA device")
+    if config.device == "auto" and _quantization(config) is not None:
+        _log.info("the model runs on the CPU: there are no GPU kernels for quantised weights")
+        return "cpu"
     if config.device == "auto" and not _runs_on_cuda(config):
         _log.info("the model runs on the CPU: there are no GPU kernels for its head_dim")
         return "cpu"
@@ -193,6 +195,7 @@ def _make_executor(
             backend=config.model_backend or "auto",
             self_check=config.no_self_check != "on" and not config.model_was_proved,
             batch_invariant=config.batch_invariant == "on",
+            quantization=_quantization(config),
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
             progress=lambda done, total: progress("weights", done, total),
             ranks=None if ranks is None else RankGroup(ranks),
@@ -200,6 +203,10 @@ def _make_executor(
     parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
     executor.set_threads(min(threads, max(1, parameters // _LEAST_PARAMETERS_PER_THREAD)))
     return executor
+
+
+def _quantization(config: WorkerConfig) -> str | None:
+    return config.quantization if config.quantization not in ("", "none") else None
 
 
 def _kv_pages(config: WorkerConfig) -> int | None:

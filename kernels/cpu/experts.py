@@ -10,7 +10,7 @@ import torch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import copied_rows
-from kernels.packed_weight import PackedWeight
+from kernels.weight import Weight
 
 
 class _Arguments(ctypes.Structure):
@@ -32,16 +32,16 @@ class PackedWeights:
         addresses: A C array of the weights' addresses.
     """
 
-    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+    def __init__(self, weights: Sequence[Weight]) -> None:
         """Take ownership of weights, all of one shape and dtype."""
         self._weights = tuple(weights)
-        addresses = [weight.data.data_ptr() for weight in self._weights]
+        addresses = [weight.address for weight in self._weights]
         self.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
 
     def __len__(self) -> int:
         return len(self._weights)
 
-    def __getitem__(self, expert: int) -> PackedWeight:
+    def __getitem__(self, expert: int) -> Weight:
         return self._weights[expert]
 
 

@@ -65,13 +65,15 @@ _V4_FLAGS = _V3_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512v
 _V3_COMPILER_FLAG = "-march=x86-64-v3"
 _AVX512 = ("-march=x86-64-v4", "-DQUIRE_AVX512")
 _BFLOAT16_MACRO = "-DQUIRE_AVX512_BF16"
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16", _BFLOAT16_MACRO)
+# Every CPU with products of bfloat16 has those of bytes.
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", _BFLOAT16_MACRO, "-mavx512vnni", "-DQUIRE_VNNI")
+_AVX512_BF16_FLAGS = _V4_FLAGS | {"avx512_bf16", "avx512_vnni"}
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-DQUIRE_AMX")
 _TILES_FLAG = "amx_tile"
 # Of x86, the best first.
 X86_SETS = (
-    InstructionSet("amx", _AMX, _V4_FLAGS | {"avx512_bf16", "amx_bf16", _TILES_FLAG}),
-    InstructionSet("avx512bf16", _AVX512_BF16, _V4_FLAGS | {"avx512_bf16"}),
+    InstructionSet("amx", _AMX, _AVX512_BF16_FLAGS | {"amx_bf16", _TILES_FLAG}),
+    InstructionSet("avx512bf16", _AVX512_BF16, _AVX512_BF16_FLAGS),
     InstructionSet("avx512", _AVX512, _V4_FLAGS),
     InstructionSet("avx2", (_V3_COMPILER_FLAG,), _V3_FLAGS),
 )

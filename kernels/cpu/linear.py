@@ -1,4 +1,4 @@
-"""Calls the compiled product in linear.cpp."""
+"""What calls of the compiled product in linear.cpp need: see `kernels.packed_weight`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
-from kernels.packed_weight import PackedWeight
 
 # The rows that are copied at a time where the CPU has no instructions for their dtype.
-_COPIED_ROWS = 256
+COPIED_ROWS = 256
 
 
-class _Arguments(ctypes.Structure):
+class Arguments(ctypes.Structure):
     """LinearArguments of linear.h: the fields must agree."""
 
     _fields_ = (
@@ -33,24 +32,3 @@ def copied_rows(dtype: torch.dtype, rows: int, inputs: int) -> torch.Tensor | No
     if dtype is torch.float32 or (library.multiplies_bfloat16() and inputs % 2 == 0):
         return None
     return torch.empty(rows * (inputs + 1), dtype=torch.float32)
-
-
-def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """See `kernels.linear.linear`, which checks the arguments. Requires `can_multiply`."""
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    out = torch.empty(rows, outputs, dtype=x.dtype)  # [T, O]
-    scratch = copied_rows(x.dtype, min(rows, _COPIED_ROWS), inputs)
-    arguments = _Arguments(
-        out.data_ptr(),
-        x.data_ptr(),
-        weight.data.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if scratch is None else scratch.data_ptr(),
-        rows,
-        inputs,
-        outputs,
-        x.stride(0),
-    )
-    run = library.function(f"quire_linear_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
-    run(ctypes.addressof(arguments), torch.get_num_threads())
-    return out

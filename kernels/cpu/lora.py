@@ -10,7 +10,7 @@ import torch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import copied_rows
-from kernels.packed_weight import PackedWeight
+from kernels.weight import Weight
 
 # kLoraRows, kLoraParts and kLoraRanks of lora.h.
 _ROWS, _PARTS, _RANKS = 256, 3, 768
@@ -62,13 +62,13 @@ class Table:
     def set(
         self,
         slot: int,
-        a: PackedWeight | None,
-        b: Sequence[PackedWeight | None] = (),
+        a: Weight | None,
+        b: Sequence[Weight | None] = (),
         ranks: Sequence[int] = (),
     ) -> None:
         """Replace what is in a slot; without `a` it is empty. See `kernels.lora_pairs.LoraPairs`."""
-        addresses = [None if each is None else each.data.data_ptr() for each in b]
-        self._slots[slot] = _Pairs(None if a is None else a.data.data_ptr(), tuple(addresses), tuple(ranks))
+        addresses = [None if each is None else each.address for each in b]
+        self._slots[slot] = _Pairs(None if a is None else a.address, tuple(addresses), tuple(ranks))
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: torch.Tensor) -> None:

@@ -14,6 +14,7 @@
 
 #include "attention.h"
 #include "gated_activation.h"
+#include "grouped_product.h"
 #include "kv_pages.h"
 #include "linear.h"
 #include "lora.h"
@@ -36,6 +37,9 @@ struct Matrix {
   const void *weight, *bias;  // packed [outputs, inputs]; [outputs] or null
   int64_t outputs, inputs;
   const LoraTable* lora;  // or null
+  int64_t bits;           // of a quantised weight, see grouped_product.h; or 0
+
+  int64_t bytes(int64_t element_bytes) const { return outputs * inputs * (bits == 0 ? 8 * element_bytes : bits) / 8; }
 };
 
 // What is the same in every step.
@@ -88,10 +92,10 @@ struct Sublayers {
   int64_t num_lora_slots() const { return all.front().into.lora == nullptr ? 0 : all.front().into.lora->num_slots; }
 
   // The mean size of a matrix.
-  int64_t mean_elements() const {
-    int64_t elements = 0;
-    for (const Sublayer& one : all) elements += one.into.inputs * one.into.outputs + one.out.inputs * one.out.outputs;
-    return elements / (2 * static_cast<int64_t>(all.size()));
+  int64_t mean_bytes(int64_t element_bytes) const {
+    int64_t bytes = 0;
+    for (const Sublayer& one : all) bytes += one.into.bytes(element_bytes) + one.out.bytes(element_bytes);
+    return bytes / (2 * static_cast<int64_t>(all.size()));
   }
 };
 
@@ -110,10 +114,11 @@ struct Buffers {
       outputs = std::max(outputs, one.into.outputs);
       inputs = std::max(inputs, one.out.inputs);
     }
-    const int64_t copied = std::min(rows, kCopiedRows) * copied_row(std::max(width, inputs));
+    const int64_t widest = std::max(width, inputs);
+    const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(InputOf<T>));
     const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
-                             whole(rows * inputs * sizeof(T)), whole(copied * sizeof(InputOf<T>)),
+                             whole(rows * inputs * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
                              whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>))};
     const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
@@ -165,8 +170,10 @@ struct Run {
   }
 
   void project(T* to, const Matrix& matrix, const T* from) {
-    linear<T>({to, from, matrix.weight, matrix.bias, buffers.copies, rows, matrix.inputs, matrix.outputs, matrix.inputs},
-              worker);
+    const LinearArguments product{to,   from,          matrix.weight,  matrix.bias,  buffers.copies,
+                                  rows, matrix.inputs, matrix.outputs, matrix.inputs};
+    if (matrix.bits == 0) linear<T>(product, worker);
+    else grouped_linear<T>(product, matrix.bits, worker);
     if (lora != nullptr && matrix.lora != nullptr)
       add_lora<T>(to, from, matrix.inputs, matrix.inputs, *matrix.lora, *lora, buffers.lora, worker);
   }
@@ -266,7 +273,7 @@ Outcome run(Sublayers& sublayers, const Step& step) {
     wanted_lora.find(step.lora_slots, step.wanted, step.num_wanted, num_slots);
   Buffers<T> buffers;
   if (!buffers.find(sublayers, step.rows, has_lora)) return kNoMemory;
-  const int64_t bytes = sublayers.mean_elements() * static_cast<int64_t>(sizeof(T)) * (1 + step.rows / 8);
+  const int64_t bytes = sublayers.mean_bytes(sizeof(T)) * (1 + step.rows / 8);
   run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
     Run<T> mine{step, buffers, sublayers.memory.attention, worker, wanted_lora, step.rows,
                 has_lora ? &lora : nullptr};

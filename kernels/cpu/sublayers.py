@@ -34,12 +34,13 @@ class Norm(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """A packed matrix, its bias, and the adapters of its rows."""
+    """A matrix as `Weight.address` has it, its bias, the adapters of its rows, and `Weight.bits`."""
 
     _fields_ = (
         *_fields(ctypes.c_void_p, "weight", "bias"),
         *_fields(ctypes.c_int64, "outputs", "inputs"),
         *_fields(ctypes.c_void_p, "lora"),
+        *_fields(ctypes.c_int64, "bits"),
     )
 
 

@@ -100,8 +100,8 @@ inline void for_lanes(int64_t width, Body body) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-template <typename Combine>
-inline float reduce(Floats x, Combine combine) {
+template <typename V, typename Combine>
+inline auto reduce(V x, Combine combine) {
   x = combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
   x = combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
   x = combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));

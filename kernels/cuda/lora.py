@@ -76,12 +76,11 @@ class StackedLora:
             pairs: Not packed, of ranks up to R, on any device.
         """
         if pairs is not None:
-            assert isinstance(pairs.a, torch.Tensor), "these kernels read plain matrices"
-            matrices = zip(torch.split(pairs.a, list(pairs.ranks)), pairs.b, strict=True)
+            matrices = zip(torch.split(pairs.a.plain, list(pairs.ranks)), pairs.b, strict=True)
             for part, (a, b) in enumerate(matrices):
-                if isinstance(b, torch.Tensor):
+                if b is not None:
                     self.a[slot, part, : len(a)].copy_(a)
-                    self.b[slot, self.offsets[part] : self.offsets[part + 1], : len(a)].copy_(b)
+                    self.b[slot, self.offsets[part] : self.offsets[part + 1], : len(a)].copy_(b.plain)
         ranks = (0,) * len(self.outputs) if pairs is None else pairs.ranks
         self.ranks[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.cli.machine import warn_of_machine
 from service.cli.one_gateway import run_gateway
-from service.config import Config, ExtensionUnusable
+from service.config import UNQUANTISED, Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
 from service.extension import Extension, find_server
@@ -23,7 +23,7 @@ from service.journal.base import Journal
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_id
 from service.printable import escaped
-from service.quantised import quantised
+from service.quantised import has_experts, quantised
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 
@@ -64,7 +64,7 @@ def _check(settings: Settings) -> int:
         value = json.dumps("auto" if values[name] is None else values[name])
         print(escaped(f"{name} = {value}  # {settings.where(name)}"))
     config = settings.config
-    if not config.has_remote_workers and (problem := quantised(Path(config.model))):
+    if problem := _model_problem(config):
         raise ConfigError("model", "", config.model, problem)
     alone = _ALONE | {name: default for name, default in _OF_OTHERS.items() if name in values}
     with tempfile.TemporaryDirectory() as directory:
@@ -77,6 +77,15 @@ def _check(settings: Settings) -> int:
             raise ConfigError("max_connections", "", config.max_connections, str(error)) from None
     print(f"no problems; {len(values) - len(settings.sources)} settings have their defaults")
     return 0
+
+
+def _model_problem(config: Config) -> str:
+    """What keeps a model from being served, as far as it is seen before workers look at it; "": nothing."""
+    if config.has_remote_workers:
+        return ""
+    if config.quantization != UNQUANTISED and has_experts(Path(config.model)):
+        return f"quantization = {config.quantization} is not for mixtures of experts yet: leave it out"
+    return quantised(Path(config.model))
 
 
 async def _make_parts(config: Config) -> bool:
@@ -108,7 +117,7 @@ def _run(config: Config) -> int:
             return _failed(error, error.status)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
     prepare(config)
-    if not config.has_remote_workers and (problem := quantised(Path(config.model))):
+    if problem := _model_problem(config):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
     serve = find_server(config)

@@ -14,6 +14,9 @@ typedef short __m512bh __attribute__((vector_size(64), aligned(64)));
 
 namespace quire::plain {
 
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef int8_t Bytes __attribute__((vector_size(64)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 
 constexpr int kLanes = 16;
@@ -96,6 +99,14 @@ inline __m512 _mm512_set1_ps(float x) { return (__m512)_mm512_set1_epi32(quire::
 inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
 inline __m512i _mm512_slli_epi32(__m512i words, unsigned count) { return (__m512i)((quire::plain::Words)words << count); }
 inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { return quire::plain::fused(a, b, c); }
+
+__attribute__((noinline)) inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
+  const auto left = (quire::plain::UnsignedBytes)a;
+  const auto right = (quire::plain::Bytes)b;
+  auto found = (quire::plain::Ints)sums;
+  for (int byte = 0; byte < 64; byte++) found[byte / 4] += left[byte] * right[byte];
+  return (__m512i)found;
+}
 
 inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
   const quire::plain::Flushing flushing;

@@ -155,7 +155,7 @@ def test_a_list_is_packed_in_place() -> None:
     assert isinstance(packed, PackedWeights)
     for expert, each in enumerate(held):
         assert packed[expert].data.data_ptr() == each.data_ptr()
-        assert torch.equal(packed[expert].to_dense(), gate_up[expert])
+        assert torch.equal(packed[expert].dense(), gate_up[expert])
 
 
 def test_what_is_not_packed_stays_one_tensor() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels import experts as module
+from kernels.cpu.experts import PackedWeights
 from kernels.experts import experts, pack_experts
 from kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
 from kernels.linear import linear
@@ -50,6 +51,7 @@ class Case:
 
     def one_by_one(self, activation: Activation = "silu") -> torch.Tensor:
         """Each pair of a token and an expert by itself, by the kernels for its parts."""
+        assert isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
         totals = []
         for row, ids, weights in zip(self.x[:, None], self.ids.tolist(), self.weights.float(), strict=True):
             total = torch.tensor(-0.0)
@@ -68,7 +70,7 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("not computed by the kernel")
 
-    monkeypatch.setattr(module, "linear", refuse)
+    monkeypatch.setattr(module, "linear_reference", refuse)
 
 
 @pytest.mark.usefixtures("one_call")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.linear import can_pack, linear, linear_reference, pack_weight
+from kernels.linear import linear, linear_reference, pack_weight
 from kernels.packed_weight import PackedWeight
 from tests.kernels.instruction_sets import need_compiled
 
@@ -96,7 +96,7 @@ def test_a_packed_weight_can_be_unpacked(
     weight = torch.randn(outputs, inputs).to(dtype)
     before = weight.clone()
     packed = PackedWeight(weight, in_place=in_place)
-    assert torch.equal(packed.to_dense(), before)
+    assert torch.equal(packed.dense(), before)
     if in_place and (outputs, inputs) == (4096, 1056):
         assert packed.data.data_ptr() == weight.data_ptr(), "it is in memory twice"
     elif not in_place:
@@ -105,18 +105,18 @@ def test_a_packed_weight_can_be_unpacked(
 
 def test_a_dtype_without_a_kernel_stays_plain() -> None:
     weight = torch.randn(8, 16).half()
-    assert pack_weight(weight) is weight
+    plain = pack_weight(weight)
+    assert plain.plain is weight
     x = torch.randn(3, 16).half()
-    assert torch.equal(linear(x, weight), linear_reference(x, weight))
+    assert torch.equal(linear(x, plain), linear_reference(x, weight))
 
 
 def test_packing_twice_changes_nothing() -> None:
     need_compiled()
     packed = pack_weight(torch.randn(8, 16).bfloat16())
-    assert not can_pack(packed)
-    assert pack_weight(packed) is packed
+    assert packed.packed() is packed
 
 
 def test_rows_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match="x"):
-        linear(torch.randn(2, 15), torch.randn(8, 16))
+        linear(torch.randn(2, 15), pack_weight(torch.randn(8, 16)))

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import worker_pb2
 
 from service import config
 from service.config import Config, ExtensionSettings, ExtensionUnusable, all_settings
@@ -23,6 +22,7 @@ from service.model_names import is_hub_id
 from service.setting_rules import SWITCH
 from service.settings import ConfigError, setting
 from tests.load_config import load_config
+from workers.common import worker_pb2
 
 MODELS = (
     "must be adder, paged-attention, a directory that holds config.json, or ORG/NAME on the Hugging Face hub"
@@ -145,6 +145,26 @@ def test_a_directory_of_adapters_needs_room_for_one(tmp_path: Path) -> None:
     assert load_config({"max_lora_adapters": "0"}, {}).max_lora_adapters == 0
     with pytest.raises(ConfigError, match=r"adapters = .* needs max_lora_adapters to be at least 1"):
         load_config({"adapters": str(tmp_path), "max_lora_adapters": "0"}, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"tensor_parallel": "2"}, r"quantization = 'q8_0' .*needs tensor_parallel = 1"),
+        ({"device": "cuda"}, r"quantization = 'q8_0' .*needs device = cpu"),
+        ({"model_backend": "transformers"}, r"quantization = 'q8_0' .*needs a model that native code runs"),
+        ({"model": "paged-attention"}, r"quantization = 'q8_0' .*needs a model that has weights"),
+    ],
+)
+def test_what_quantised_weights_cannot_do_is_refused(settings: dict[str, str], says: str) -> None:
+    for format_name in ("none", "q8_0"):
+        given = {"model": "adder", "quantization": format_name, **settings}
+        if format_name == "none":
+            assert load_config(given, {}).quantization == "none"
+        else:
+            with pytest.raises(ConfigError, match=says):
+                load_config(given, {})
+    assert load_config({"model": "adder", "quantization": "q4_0"}, {}).quantization == "q4_0"
 
 
 @pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/1", "a" * 40, "x"])

@@ -9,7 +9,6 @@ from hashlib import blake2b
 from typing import Any, BinaryIO
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.caches.append import is_repeated
 from service.caches.effects import AbortForward, Effects, ReleaseSequences
@@ -28,6 +27,7 @@ from tests.sim.machine import PlantedMachine
 from tests.sim.planted import begins_at, everywhere
 from tests.sim.truth import Asked
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
+from workers.common import worker_pb2
 
 # What is kept would show a bug at once; callers are to.
 KEPT = "tests.sim.watched.check_ledger"

@@ -1,6 +1,6 @@
 """Prints the peak resident bytes before and after a load, and the bytes of the weights.
 
-python -m tests.workers.peak_memory DIRECTORY SMALL_DIRECTORY PART_BYTES
+python -m tests.workers.peak_memory DIRECTORY SMALL_DIRECTORY PART_BYTES [QUANTIZATION]
 
 The model in SMALL_DIRECTORY is loaded first: what the first load imports, and the pages of libraries that
 it runs through, are not a model's, and how many become resident depends on what the system has cached.
@@ -26,9 +26,10 @@ def main() -> None:
     """See the module's docstring."""
     torch.set_num_threads(1)
     checkpoint.PART_BYTES = int(sys.argv[3])
-    load_planned(plan_load(Path(sys.argv[2])), pack=True)
+    quantization = next(iter(sys.argv[4:]), None)
+    load_planned(plan_load(Path(sys.argv[2]), quantization=quantization), pack=True)
     before = peak_bytes()
-    _, model = load_planned(plan_load(Path(sys.argv[1])), pack=True)
+    _, model = load_planned(plan_load(Path(sys.argv[1]), quantization=quantization), pack=True)
     print(before, peak_bytes(), model.weight_bytes)
 
 

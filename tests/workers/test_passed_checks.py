@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ class Checks:
         self.ran = 0
         self.error: float | ModelError | None = 1e-6
 
-    def run(self, *_: object, batch_invariant: bool) -> float | None:
-        assert not batch_invariant
+    def run(self, *_: object, batch_invariant: bool, quantization: str | None) -> float | None:
+        assert not batch_invariant and quantization is None
         self.ran += 1
         if isinstance(self.error, ModelError):
             raise self.error
@@ -109,12 +110,11 @@ def test_code_that_is_replaced_during_a_check_is_not_remembered(
 def test_a_key_differs_with_what_a_check_depends_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig.from_directory(model)
 
-    def key(
-        read: ModelConfig = config, dtype: torch.dtype = torch.float32, *, batch_invariant: bool = False
-    ) -> str:
-        return passed_checks.key_of(model, read, dtype, CPU, batch_invariant=batch_invariant)
+    def key(read: ModelConfig = config, dtype: torch.dtype = torch.float32, **options: Any) -> str:
+        return passed_checks.key_of(model, read, dtype, CPU, **{"batch_invariant": False, **options})
 
     keys = [key(), key(dtype=torch.bfloat16), key(batch_invariant=True)]
+    keys += [key(quantization=name) for name in ("q8_0", "q4_0")]
     keys.append(key(dataclasses.replace(config, rms_norm_eps=0.1)))
     monkeypatch.setattr(passed_checks, "worker_code", lambda: "other code")
     keys.append(key())

@@ -58,7 +58,7 @@ def replace(patch: pytest.MonkeyPatch, owner: Any, name: str, other: Callable[..
 
 def in_halves(x: torch.Tensor, weight: Any) -> torch.Tensor:
     """A product whose sums are those of the first inputs plus those of the last."""
-    wide, matrix, half = x.float(), weight.to_dense().float().T, x.shape[1] // 2
+    wide, matrix, half = x.float(), weight.dense().float().T, x.shape[1] // 2
     product: torch.Tensor = wide[:, :half] @ matrix[:half] + wide[:, half:] @ matrix[half:]
     return product.to(x.dtype)
 
@@ -92,7 +92,7 @@ def experts_of_a_single_row_by_torch(patch: pytest.MonkeyPatch) -> None:
     def mixture(original: Any, x: torch.Tensor, gate_up: Any, down: Any, *others: Any) -> Any:
         if len(x) > 1:
             return original(x, gate_up, down, *others)
-        plain_gate_up, plain_down = ([each.to_dense() for each in packed] for packed in (gate_up, down))
+        plain_gate_up, plain_down = ([each.dense() for each in packed] for packed in (gate_up, down))
         return experts_reference(x, plain_gate_up, plain_down, *others)
 
     replace(patch, experts, "experts", mixture)

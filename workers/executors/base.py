@@ -176,7 +176,12 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         executor=name,
         runner=engine.runner.name,
         kernels=active_kernels(kv.device),
-        products=active_products(kv.device, model.dtype, batch_invariant=engine.batch_invariant),
+        products=active_products(
+            kv.device,
+            model.dtype,
+            batch_invariant=engine.batch_invariant,
+            quantization=model.quantization or None,
+        ),
         device=str(kv.device),
         # Models that run one sequence at a time, in the library's code, are those that take no trees.
         supports_native_unified_decode=engine.takes_trees,

@@ -59,6 +59,7 @@ class LlmExecutor(ModelExecutor):
         backend: str = AUTO,
         self_check: bool = True,
         batch_invariant: bool = False,
+        quantization: str | None = None,
         max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
         ranks: RankGroup | None = None,
@@ -74,6 +75,7 @@ class LlmExecutor(ModelExecutor):
         self_check: whether to check the model's outputs before it is served, with either backend.
         batch_invariant: refuse a model whose rows depend on the rest of the batch. On a GPU this selects
             other, slower kernels.
+        quantization: a format to which native weights are quantised on a CPU; None: they are not.
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
         ranks: over which the model is split; None: this process runs all of it.
@@ -109,6 +111,7 @@ class LlmExecutor(ModelExecutor):
                     self_check=self_check,
                     batch_invariant=batch_invariant,
                     group=group,
+                    quantization=quantization,
                 )
                 description = on_all(description)
         except torch.OutOfMemoryError as error:
@@ -142,13 +145,13 @@ class LlmExecutor(ModelExecutor):
         executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
         if device.type != "cuda" or backend == NATIVE:
-            executor.replacement = executor._new_replacement(served, description, backend)
+            executor.replacement = executor._new_replacement(served, description, backend, quantization)
         return executor
 
     def _new_replacement(
-        self, served: Served, description: ModelDescription, backend: str
+        self, served: Served, description: ModelDescription, backend: str, quantization: str | None
     ) -> WeightsReplacement[Model]:
-        """What replaces the weights of `served`, which has this description."""
+        """What replaces the weights of `served`, which has this description, and whose format they get."""
         ranks = self.ranks
 
         def read(source: Path) -> tuple[Model, ModelDescription]:
@@ -167,6 +170,7 @@ class LlmExecutor(ModelExecutor):
                     self_check=False,
                     pack=not on_gpu,
                     group=None if ranks is None else ranks.collectives,
+                    quantization=quantization,
                 )
                 read_description = on_all(read_description)
             _check_same_config(served.model, description, read_model, read_description)

@@ -125,18 +125,21 @@ def load_served(  # noqa: PLR0913 - the settings of a load
     batch_invariant: bool = False,
     pack: bool = True,
     group: Group | None = None,
+    quantization: str | None = None,
 ) -> tuple[Model, ModelDescription]:
     """Load a directory with the backend from `choose_backend`; batch_invariant: for the self-check on a GPU.
 
     With `pack`, native weights are packed, if there are kernels. With a group a rank's part is loaded.
-    Messages have the `reason` of the choice.
+    With `quantization`, a format, native weights are quantised. Messages have the `reason` of the choice.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
     try:
         if backend == TRANSFORMERS:
+            if quantization is not None:
+                raise UnsupportedError("quantization needs a model that native code runs")
             return _load_library(directory, dtype, device, progress, self_check=self_check)
-        plan = plan_load(directory, dtype, device, group)
+        plan = plan_load(directory, dtype, device, group, quantization)
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)
         return load_planned(plan, progress, pack=pack)
@@ -187,9 +190,10 @@ def _explained(error: ModelError, directory: Path, reason: str) -> ModelError:
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
     checked = directory, plan.config, plan.dtype, plan.device
+    quantization = plan.quantization
 
     def key() -> str:
-        return passed_checks.key_of(*checked, batch_invariant=batch_invariant)
+        return passed_checks.key_of(*checked, batch_invariant=batch_invariant, quantization=quantization)
 
     before = ""
     with contextlib.suppress(OSError):
@@ -202,7 +206,7 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = check_native(*checked, batch_invariant=batch_invariant)
+    error = check_native(*checked, batch_invariant=batch_invariant, quantization=quantization)
     if error is not None:
         with contextlib.suppress(OSError):
             # Not if files were replaced meanwhile: the code that was checked may be the older one.

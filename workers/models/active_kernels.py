@@ -28,7 +28,9 @@ def active_kernels(device: torch.device) -> tuple[str, ...]:
     return ("torch", kernel_name() or NOT_COMPILED)
 
 
-def active_products(device: torch.device, dtype: str, *, batch_invariant: bool = False) -> str:
+def active_products(
+    device: torch.device, dtype: str, *, batch_invariant: bool = False, quantization: str | None = None
+) -> str:
     """What multiplies by weights of a dtype, as an operator reads it; with `SLOW` if the CPU could do better.
 
     "cpu-avx2 (bfloat16 weights, float32 inputs and sums)".
@@ -38,6 +40,8 @@ def active_products(device: torch.device, dtype: str, *, batch_invariant: bool =
     if getattr(torch, dtype) not in SUFFIXES:
         reason = f"there are no {dtype} products for a CPU"
     elif name := kernel_name():
+        if quantization is not None:
+            return f"{name} ({quantization} weights, inputs of 8 bits in groups of 32, float32 sums)"
         if dtype == "float32":
             return f"{name} (float32 weights, inputs and sums)"
         if library.multiplies_bfloat16():

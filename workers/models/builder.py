@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from kernels.experts import ExpertWeights
+from kernels.grouped_weight import FORMATS, GroupedWeight
+from kernels.linear import DenseWeight
+from kernels.weight import Weight
 from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
@@ -24,10 +27,12 @@ def build_decoder(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     group: Group | None = None,
+    quantization: str | None = None,
 ) -> Decoder:
     """Allocate a decoder, or with a group a rank's part of it. Parameters are uninitialised until filled.
 
     On the device "meta" nothing is allocated, and its `targets` list the tensors that a checkpoint must have.
+    With a `quantization`, a format of `kernels.grouped_weight`, matrices are quantised as they are filled.
 
     Raises UnsupportedError if the model cannot be split over the group.
     """
@@ -36,7 +41,7 @@ def build_decoder(
         # Of the process. Else cuBLAS may add up the parts of a sum in half precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    parts = _Parts(config, dtype, device, shard)
+    parts = _Parts(config, dtype, device, shard, quantization)
     embedding = parts.of_vocabulary()
     lm_head = embedding if config.tie_word_embeddings else parts.of_vocabulary()
     layers = [parts.layer(index) for index in range(config.num_hidden_layers)]
@@ -49,21 +54,41 @@ class _Parts:
     """Makes the parts of one model, or of a rank's part of it."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, shard: Shard
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        shard: Shard,
+        quantization: str | None,
     ) -> None:
         self._config = config
         self._shard = shard
         self._family = config.family
         self._dtype = dtype
         self._device = device
+        self._quantization = quantization
 
     def empty(self, *shape: int) -> torch.Tensor:
         return huge_pages.empty(shape, self._dtype, self._device)
 
-    def of_vocabulary(self) -> torch.Tensor:
+    def matrix(self, outputs: int, inputs: int) -> Weight:
+        if self._quantization is None:
+            return DenseWeight(self.empty(outputs, inputs))
+        bits = FORMATS[self._quantization]
+        return GroupedWeight(
+            outputs,
+            inputs,
+            self._dtype,
+            bits,
+            lambda size: huge_pages.empty((size,), torch.uint8, self._device),
+        )
+
+    def of_vocabulary(self) -> Weight:
         """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
-        matrix = self.empty(self._shard.vocabulary_rows, self._config.hidden_size)
-        matrix[len(self._shard.vocabulary) :].zero_()
+        matrix = self.matrix(self._shard.vocabulary_rows, self._config.hidden_size)
+        missing = len(matrix) - len(self._shard.vocabulary)
+        if missing:
+            matrix.write(len(matrix) - missing, torch.zeros(missing, matrix.shape[1], device=self._device))
         return matrix
 
     def _into(
@@ -78,14 +103,14 @@ class _Parts:
             name: Slice((size, width), own, range(width))
             for name, size, own in zip(names, sizes, rows, strict=True)
         }
-        return Linear(self.empty, width, taken, bias=bias)
+        return Linear(self, width, taken, bias=bias)
 
     def _back(self, name: str, size: int, part: range, *, bias: bool) -> Linear:
         """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
         taken = {name: Slice((width, size), (range(width),), part)}
         group = self._shard.group
-        return Linear(self.empty, len(part), taken, bias=bias and (group is None or group.rank == 0))
+        return Linear(self, len(part), taken, bias=bias and (group is None or group.rank == 0))
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -152,7 +177,7 @@ class _Parts:
             self._config,
             part,
             index,
-            router=self.empty(experts.count, width),
+            router=DenseWeight(self.empty(experts.count, width)),
             gate_up=self._expert_weights(experts.count, 2 * len(part), width),
             down=self._expert_weights(experts.count, width, len(part)),
         )

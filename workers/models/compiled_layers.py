@@ -14,7 +14,6 @@ from kernels.gated_activation import ACTIVATIONS
 from kernels.lora import LoraTable
 from kernels.lora_pairs import SortedRows
 from kernels.packed_pages import can_pack_width
-from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
 from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Sublayer
@@ -118,7 +117,7 @@ def _can_compile(sublayer: Sublayer) -> bool:
         isinstance(body, Attention | GatedMlp)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
-        and all(isinstance(matrix.weight, PackedWeight) for matrix in _matrices(body))
+        and all(matrix.weight.address is not None for matrix in _matrices(body))
         and (isinstance(body, GatedMlp) or can_pack_width(body.config.head_dim))
     )
 
@@ -167,7 +166,6 @@ def _norm_of(weight: torch.Tensor, eps: float) -> sublayers.Norm:
 
 
 def _matrix(linear: Linear) -> sublayers.Matrix:
-    assert isinstance(linear.weight, PackedWeight)
     bias = None if linear.bias is None else linear.bias.data_ptr()
     lora = linear.lora.address if isinstance(linear.lora, LoraTable) else None
-    return sublayers.Matrix(linear.weight.data.data_ptr(), bias, *linear.weight.shape, lora)
+    return sublayers.Matrix(linear.weight.address, bias, *linear.weight.shape, lora, linear.weight.bits)

@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch.nn import functional
 
 from kernels.cpu.sublayers import Memory
-from kernels.linear import Weight, linear, pack_weight
+from kernels.linear import linear
 from kernels.lora import row_slots
 from kernels.lora_pairs import MAX_RANK
 from kernels.packed_pages import can_pack_width, packed_width
-from kernels.packed_weight import PackedWeight
 from kernels.rope import RopeSpec, rope_table
+from kernels.weight import Weight
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture, routing_of
 from workers.models.compiled_layers import Stage, compiled
@@ -52,10 +51,10 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: torch.Tensor,
+        embedding: Weight,
         layers: Sequence[Layer],
         final_norm: Norm,
-        lm_head: torch.Tensor,
+        lm_head: Weight,
         shard: Shard,
     ) -> None:
         """Take ownership of parameters, all of one dtype and device.
@@ -65,15 +64,15 @@ class Decoder:
             embedding: [V, C], where V is `shard.vocabulary_rows`.
             layers: All layers, in order.
             final_norm: The norm before the head.
-            lm_head: [V, C]; the same tensor as `embedding` if the two are tied.
+            lm_head: [V, C]; the same object as `embedding` if the two are tied.
             shard: The part of the model that the parameters are.
         """
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
-        self.embedding: Weight = embedding
+        self.embedding = embedding
         self.layers = list(layers)
-        self.lm_head: Weight = lm_head
+        self.lm_head = lm_head
         # On a GPU the caller may set this. On the CPU it cannot be chosen: `pack` sets it.
         self.batch_invariant = False
         self._final_norm = final_norm
@@ -102,17 +101,15 @@ class Decoder:
 
         The targets cover every element of every parameter once. Writing to a target changes the model.
         """
-        assert isinstance(self.embedding, torch.Tensor), "targets are of plain weights"
         found = {"model.embed_tokens.weight": self._of_vocabulary(self.embedding)}
         found.update(self._final_norm.targets("model."))
         if not self.config.tie_word_embeddings:
-            assert isinstance(self.lm_head, torch.Tensor), "targets are of plain weights"
             found["lm_head.weight"] = self._of_vocabulary(self.lm_head)
         for index, sublayer in enumerate(self._sublayers()):
             found.update(sublayer.targets(f"model.layers.{index // 2}."))
         return found
 
-    def _of_vocabulary(self, matrix: torch.Tensor) -> LoadTarget:
+    def _of_vocabulary(self, matrix: Weight) -> LoadTarget:
         shape, rows = (self.config.vocab_size, self.config.hidden_size), self._shard.vocabulary
         return LoadTarget(matrix, shape, taken=Slice(shape, (rows,), range(shape[1])))
 
@@ -120,13 +117,13 @@ class Decoder:
     def pack(self) -> None:
         """Pack the filled parameters in place. Do not use `targets` afterwards."""
         tied = self.lm_head is self.embedding
-        self.lm_head = pack_weight(self.lm_head, in_place=True)
+        self.lm_head = self.lm_head.packed()
         if tied:
             self.embedding = self.lm_head
         for sublayer in self._sublayers():
             sublayer.body.pack()
         self._compile()
-        is_packed = isinstance(self.lm_head, PackedWeight)
+        is_packed = self.lm_head.address is not None
         # Heads of other widths are normalised, and may be attended to, in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
@@ -158,8 +155,7 @@ class Decoder:
             return {}
 
         def rows(matrix: Weight, which: range) -> torch.Tensor:
-            indices = torch.tensor(which, device=self.device)
-            return matrix.rows(indices) if isinstance(matrix, PackedWeight) else matrix[indices]
+            return matrix.rows(torch.tensor(which, device=self.device))
 
         shape = self.config.vocab_size, self.config.hidden_size
         named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
@@ -233,7 +229,7 @@ class Decoder:
         Returns:
             [R, C] the hidden rows of `inputs.wanted_rows` after the final norm, in that order.
         """
-        residual = self._shard.embedded(inputs.token_ids, self._embedded)
+        residual = self._shard.embedded(inputs.token_ids, self.embedding.rows)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         rotations = self._rotations(inputs.positions, kv)
@@ -284,12 +280,6 @@ class Decoder:
             logits = logits.div_(self.config.logits_divisor)
         cap = self.config.logits_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, C], new; in a group of tokens that this rank has, counted from its first one."""
-        if isinstance(self.embedding, PackedWeight):
-            return self.embedding.rows(token_ids)
-        return functional.embedding(token_ids, self.embedding)
 
     def _rotations(self, positions: torch.Tensor, kv: KvTensors) -> dict[RopeSpec, torch.Tensor]:
         """Cosines and sines [T, R] of each rotary embedding at the positions of the tokens."""

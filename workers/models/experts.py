@@ -11,8 +11,8 @@ import torch
 
 from kernels.cpu.experts import PackedWeights
 from kernels.experts import ExpertWeights, experts, pack_experts, route
-from kernels.linear import Weight, linear, pack_weight
-from kernels.packed_weight import PackedWeight
+from kernels.linear import DenseWeight, linear
+from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext
 from workers.models.linear import Linear, LoadTarget
@@ -28,7 +28,7 @@ class Experts:
         part: range,
         index: int,
         *,
-        router: torch.Tensor,
+        router: Weight,
         gate_up: ExpertWeights,
         down: ExpertWeights,
     ) -> None:
@@ -42,7 +42,7 @@ class Experts:
             gate_up: [E, 2 * I, C], rows of gate, then up; I: the width of `part`.
             down: [E, C, I].
         """
-        self.router: Weight = router
+        self.router = router
         self.gate_up = gate_up
         self.down = down
         assert config.experts is not None and config.family.experts is not None
@@ -55,7 +55,6 @@ class Experts:
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
-        assert not isinstance(self.router, PackedWeight), "targets are of plain weights"
         assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
         whole = Slice.whole(*self.router.shape)
         yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, whole.shape, taken=whole)
@@ -68,7 +67,10 @@ class Experts:
             for name, part, taken in zip(
                 (names.gate, names.up, names.down), parts, (rows, rows, columns), strict=True
             ):
-                yield f"{prefix}{name.format(index)}.weight", LoadTarget(part, taken.shape, taken=taken)
+                yield (
+                    f"{prefix}{name.format(index)}.weight",
+                    LoadTarget(DenseWeight(part), taken.shape, taken=taken),
+                )
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """None: experts take no adapters."""
@@ -76,7 +78,7 @@ class Experts:
 
     def pack(self) -> None:
         """Pack the filled weights in place."""
-        self.router = pack_weight(self.router, in_place=True)
+        self.router = self.router.packed()
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
 

@@ -77,14 +77,13 @@ class _Product:
         self, x: torch.Tensor, tiles: Tiles, squares: torch.Tensor | None, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All in one; without squares x is normalised already. See `few_rows_product`."""
-        assert isinstance(self.linear.weight, torch.Tensor), "weights of a GPU are not packed"
         norm = None
         if squares is not None:
             assert self.norm is not None
             norm = NormBefore(self.norm.weight, self.norm.eps, squares)
         return few_rows_product(
             x,
-            self.linear.weight,
+            self.linear.weight.plain,
             self.linear.bias,
             tiles,
             norm=norm,
@@ -124,12 +123,11 @@ class TilesOfPlaces:
     def choose(self, place: Place, rows: int) -> Tiles | None:
         """Measure each way with the weights of several layers, one after the other, as a step reads them."""
         products = self._products[place][:_LAYERS]
-        weight = products[0].linear.weight
-        assert isinstance(weight, torch.Tensor)
-        x = torch.zeros(rows, place.shape[1], dtype=place.dtype, device=weight.device)
+        device = products[0].linear.weight.device
+        x = torch.zeros(rows, place.shape[1], dtype=place.dtype, device=device)
         added = place.norm_dtype is None
         residual = x.new_zeros(rows, place.shape[0]) if added else x.clone()
-        squares = None if added else torch.ones(MOST_ROWS, MOST_ROWS, device=weight.device)
+        squares = None if added else torch.ones(MOST_ROWS, MOST_ROWS, device=device)
 
         def separate() -> None:
             for product in products:

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from kernels.gated_activation import Activation, gated_activation
+from kernels.linear import DenseWeight
 from kernels.lora import RowSlots
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -66,7 +67,10 @@ class Norm:
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
         whole = Slice.whole(len(self.weight))
-        yield f"{prefix}{self.name}.weight", LoadTarget(self.weight, whole.shape[:1], self._offset, whole)
+        yield (
+            f"{prefix}{self.name}.weight",
+            LoadTarget(DenseWeight(self.weight), whole.shape[:1], self._offset, whole),
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, C] -> [T, C], a new tensor."""
@@ -193,10 +197,10 @@ class Attention:
         if self.head_norm is not None:
             parts = torch.split(self.head_norm, [len(self.shard.heads), len(self.shard.kv_heads)])
             for name, part in zip(names, parts, strict=True):
-                yield name, LoadTarget(part, (self.config.head_dim,), offset)
+                yield name, LoadTarget(DenseWeight(part), (self.config.head_dim,), offset)
         slices = row_norm_slices(self.shard, *(len(weight) for weight in self.row_norms or ()))
         for name, weight, taken in zip(names, self.row_norms or (), slices, strict=False):
-            yield name, LoadTarget(weight, taken.shape[:1], offset, taken)
+            yield name, LoadTarget(DenseWeight(weight), taken.shape[:1], offset, taken)
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""

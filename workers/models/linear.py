@@ -5,18 +5,26 @@ Dimension letters: T rows; I inputs; O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from kernels.linear import Weight, linear, pack_weight
+from kernels.linear import DenseWeight, linear
 from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
-from kernels.packed_weight import PackedWeight
+from kernels.weight import Weight
 from workers.models.shard import Slice
 
-Allocate = Callable[..., torch.Tensor]
-"""Allocates a tensor of the given sizes, in the model's dtype and on its device."""
+
+class Allocator(Protocol):
+    """Allocates what is uninitialised, in the model's dtype and on its device."""
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """A tensor."""
+
+    def matrix(self, outputs: int, inputs: int) -> Weight:
+        """The weight of a projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,44 +32,54 @@ class LoadTarget:
     """The destination of a tensor of a checkpoint.
 
     Attributes:
-        tensor: A view into a parameter.
+        into: What it is a part of.
         shape: The shape of the tensor in the checkpoint.
         offset: Added to the checkpoint's values.
         taken: The part of the checkpoint's tensor. Of a vector, the rows are taken. None: it is a vector that
             is broadcast, such as the norm of a head.
+        first: Its first row in `into`.
     """
 
-    tensor: torch.Tensor
+    into: Weight
     shape: tuple[int, ...]
     offset: float = 0.0
     taken: Slice | None = None
+    first: int = 0
 
-    def fill(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Write a checkpoint's tensor, or its rows from `first` on. Returns the view that was written to.
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A view into a parameter. Raises TypeError if that is not plain."""
+        return self.into.plain[self.first : self.first + self._num_rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Its memory."""
+        return self.into.nbytes * self._num_rows // max(1, len(self.into))
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self.into) if self.taken is None else self.taken.num_rows
+
+    def fill(self, part: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
+        """Write a checkpoint's tensor, or its rows from `first` on. Returns what `Weight.write` does.
 
         To a GPU, from pinned memory, the copies are only queued.
         """
-        filled = (
-            self.tensor.copy_(part, non_blocking=True)
-            if self.taken is None
-            else self._fill_taken(part, first, self.taken)
-        )
-        return filled.add_(self.offset) if self.offset else filled
+        if self.taken is None:
+            written = [self.into.plain.copy_(part, non_blocking=True)]
+        else:
+            written = [*self._fill_taken(part, first, self.taken)]
+        return [each.add_(self.offset) for each in written] if self.offset else written
 
-    def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> torch.Tensor:
-        written = []
-        into = 0  # of the next range
+    def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> Iterator[torch.Tensor]:
+        into = self.first  # of the next range
         for rows in taken.rows:
             begin, end = max(rows.start, first), min(rows.stop, first + len(part))
             if begin < end:
-                view = self.tensor[into + begin - rows.start : into + end - rows.start]
                 source = part[begin - first : end - first]
                 columns = source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source
-                view.copy_(columns, non_blocking=True)
-                written.append((into + begin - rows.start, into + end - rows.start))
+                yield self.into.write(into + begin - rows.start, columns)
             into += len(rows)
-        # Next to each other, as the ranges are.
-        return self.tensor[written[0][0] : written[-1][1]] if written else self.tensor[:0]
 
 
 class Linear:
@@ -75,23 +93,24 @@ class Linear:
         lora: What adapters add; None: the model takes none.
     """
 
-    def __init__(self, empty: Allocate, inputs: int, taken: Mapping[str, Slice], *, bias: bool) -> None:
+    def __init__(self, new: Allocator, inputs: int, taken: Mapping[str, Slice], *, bias: bool) -> None:
         """Allocate parameters for `inputs` columns. They are uninitialised until the targets are filled."""
         self.taken = taken
         self.parts = {name: part.num_rows for name, part in taken.items()}
         outputs = sum(self.parts.values())
-        self.weight: Weight = empty(outputs, inputs)
-        self.bias = empty(outputs) if bias else None
+        self.weight = new.matrix(outputs, inputs)
+        self.bias = new.empty(outputs) if bias else None
         self.lora: Table | None = None
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by its name, which begins with `prefix`."""
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            assert not isinstance(tensor, PackedWeight), "targets are of plain weights"
-            if tensor is not None:
-                parts = torch.split(tensor, list(self.parts.values()))
-                for (name, taken), part in zip(self.taken.items(), parts, strict=True):
-                    yield f"{prefix}{name}.{kind}", LoadTarget(part, taken.shape[: part.dim()], taken=taken)
+        bias = None if self.bias is None else DenseWeight(self.bias)
+        first = 0
+        for name, taken in self.taken.items():
+            yield f"{prefix}{name}.weight", LoadTarget(self.weight, taken.shape, taken=taken, first=first)
+            if bias is not None:
+                yield f"{prefix}{name}.bias", LoadTarget(bias, taken.shape[:1], taken=taken, first=first)
+            first += taken.num_rows
 
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Outputs and inputs of each projection in the checkpoint, by its name."""
@@ -100,7 +119,7 @@ class Linear:
 
     def pack(self) -> None:
         """Pack the filled weight in place. The targets must not be used afterwards."""
-        self.weight = pack_weight(self.weight, in_place=True)
+        self.weight = self.weight.packed()
 
     def lora_slot_bytes(self, max_rank: int) -> int:
         """The memory of a slot on a GPU, for the part of the projection that this rank has."""

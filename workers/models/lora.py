@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from kernels.lora_pairs import LoraPairs
-from kernels.packed_weight import PackedWeight
 from workers import huge_pages
 from workers.models.errors import UnsupportedError
 from workers.models.linear import Linear
@@ -107,19 +106,17 @@ def _taken(pair: LoraPair, linear: Linear, name: str) -> tuple[torch.Tensor, tor
 
 
 def _keep_together(pairs: Sequence[LoraPairs], dtype: torch.dtype) -> int:
-    """Move packed matrices next to each other, in the order in which steps read them.
+    """Move matrices next to each other, in the order in which steps read them.
 
     Returns:
         The bytes of all matrices.
     """
     weights = [weight for each in pairs for weight in each.weights()]
-    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-    sizes = [weight.data.numel() for weight in packed]
+    sizes = [weight.data.numel() for weight in weights]
     memory = huge_pages.empty((sum(sizes),), dtype, "cpu")
-    for weight, part in zip(packed, torch.split(memory, sizes), strict=True):
-        weight.data = part.copy_(weight.data)
-    plain = sum(weight.nbytes for weight in weights if isinstance(weight, torch.Tensor))
-    return memory.nbytes + plain
+    for weight, part in zip(weights, torch.split(memory, sizes), strict=True):
+        weight.data = part.view_as(weight.data).copy_(weight.data)
+    return memory.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class ModelDescription:
         fingerprint: 32 hexadecimal digits that distinguish models: a hash of the config and of the weights in
             the files. It does not depend on the loaded dtype or on the sharding.
         backend: "native" or "transformers".
+        quantization: The format of the weights, such as "q8_0"; "": they have the dtype.
         moe_layers: The layers with experts, if these can be captured and given.
     """
 
@@ -53,6 +54,7 @@ class ModelDescription:
     moe_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    quantization: str = ""
 
 
 class Model(Protocol):

@@ -24,6 +24,7 @@ from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.library.errors import library_errors
+from workers.models.library.quantised_module import quantise_module
 from workers.models.library.scaled_down_model import scaled_down_model
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.self_check import check_parity
@@ -43,6 +44,7 @@ def check_native(
     device: torch.device,
     *,
     batch_invariant: bool = False,
+    quantization: str | None = None,
 ) -> float | None:
     """The relative error of a scaled-down model in float32. The weights are not read.
 
@@ -54,6 +56,7 @@ def check_native(
         dtype: The dtype that will serve.
         device: The device that will serve.
         batch_invariant: Whether it will serve with the batch-invariant kernels of a GPU.
+        quantization: The format in which it will serve; see `workers.models.library.quantised_module`.
 
     Raises:
         ModelError: The library reads the config differently, or the error is too large.
@@ -68,6 +71,8 @@ def check_native(
     error = _check_logits(directory, module, torch.float32, torch.device("cpu"))
     if dtype != torch.float32 or device.type != "cpu":
         _check_logits(directory, module, dtype, device, batch_invariant=batch_invariant)
+    if quantization is not None:
+        _check_logits(directory, module, dtype, device, quantization=quantization)
     return error
 
 
@@ -120,6 +125,7 @@ def _check_logits(
     device: torch.device,
     *,
     batch_invariant: bool = False,
+    quantization: str | None = None,
 ) -> float:
     """The relative error of native code with the weights of `module`, which is moved to dtype and device."""
     with library_errors("run a scaled-down model"):
@@ -128,13 +134,17 @@ def _check_logits(
         # In the layout of checkpoints: each expert by itself, projections fused or not.
         tensors = revert_weight_conversion(module, module.state_dict())
     config = ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
-    decoder = build_decoder(config, dtype, device)
+    decoder = build_decoder(config, dtype, device, quantization=quantization)
     with torch.inference_mode():
         for name, target in decoder.targets().items():
             if name not in tensors:
                 raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
             target.fill(tensors[name])
     decoder.pack()
+    if quantization is not None:
+        # In float32: the format holds what the dtype cannot.
+        module.to(dtype=torch.float32)  # type: ignore[call-arg]  # as above
+        quantise_module(module, quantization)
     if device.type == "cuda":
         decoder.batch_invariant = batch_invariant
 
@@ -146,7 +156,8 @@ def _check_logits(
         return check_parity(
             decoder,
             plain,
-            what=f"{directory}: native code for {config.model_type} in {name_of(dtype)}",
+            what=f"{directory}: native code for {config.model_type} in {quantization or name_of(dtype)}",
             vocab_size=config.vocab_size,
             max_seq_len=config.max_position_embeddings,
+            rounding=None if quantization is None else torch.bfloat16,
         )

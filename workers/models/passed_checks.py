@@ -25,7 +25,13 @@ _VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_",
 
 
 def key_of(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    batch_invariant: bool,
+    quantization: str | None = None,
 ) -> str:
     """What a check depends on, as a digest. The arguments are those of `check_native`. Raises OSError.
 
@@ -34,7 +40,7 @@ def key_of(
     gpu = (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
     machine = library.build_name(), sorted(library.cpu_flags()), torch.get_num_threads(), gpu
     environment = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
-    settings = config, dtype, device.type, batch_invariant
+    settings = config, dtype, device.type, batch_invariant, quantization
     parts = worker_code(), machine, environment, settings, (directory / CONFIG_FILE).read_bytes()
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

@@ -10,7 +10,8 @@ about a hundred times the error of correct models, and holds for every row. **In
 forwards round at different places (probabilities, partial sums). The errors add up to a few roundings of a
 logit; eight are allowed. A router may then choose another expert where two are nearly equal, which changes
 the whole row; so the limit holds for the median of the rows. That finds gross errors only. The check in
-float32, for which a scaled-down model suffices, finds the others.
+float32, for which a scaled-down model suffices, finds the others. **Quantised models** round what projections
+multiply to 8 bits, as many as bfloat16 has, so their limit is that of bfloat16, whatever their dtype.
 
 Dimension letters: T tokens of a sequence; R rows of a step; V vocabulary.
 """
@@ -43,7 +44,15 @@ def tolerance(dtype: torch.dtype) -> float:
     return _FLOAT32_TOLERANCE if dtype == torch.float32 else _ALLOWED_ROUNDINGS * torch.finfo(dtype).eps
 
 
-def check_parity(model: Model, plain: PlainForward, *, what: str, vocab_size: int, max_seq_len: int) -> float:
+def check_parity(
+    model: Model,
+    plain: PlainForward,
+    *,
+    what: str,
+    vocab_size: int,
+    max_seq_len: int,
+    rounding: torch.dtype | None = None,
+) -> float:
     """Compare a model over pages with its plain forward.
 
     Args:
@@ -52,14 +61,15 @@ def check_parity(model: Model, plain: PlainForward, *, what: str, vocab_size: in
         what: The name of the model in messages.
         vocab_size: V; tokens are drawn from all of it.
         max_seq_len: The longest sequence that the model takes.
+        rounding: The dtype that rounds as much as the model does; None: its own.
 
     Returns:
         The relative error.
 
     Raises:
-        ModelError: The error is above the `tolerance` of the model's dtype, or not a number.
+        ModelError: The error is above the `tolerance` of this dtype, or not a number.
     """
-    sequences, dtype = _random_sequences(vocab_size, max_seq_len), model.dtype
+    sequences, dtype = _random_sequences(vocab_size, max_seq_len), rounding or model.dtype
     with torch.inference_mode():
         found = torch.cat(_run_paged(model, sequences))
         expected = torch.cat([plain(torch.tensor(tokens, device=model.device)) for tokens in sequences])

@@ -54,6 +54,7 @@ class LoadPlan:
         num_parameters: See `ModelDescription`.
         weight_bytes: See `ModelDescription`; in a group, of this rank.
         group: The ranks over which the model is split; None: it is not.
+        quantization: The format to which matrices are quantised; None: they have the dtype.
     """
 
     config: ModelConfig
@@ -63,6 +64,7 @@ class LoadPlan:
     num_parameters: int
     weight_bytes: int
     group: Group | None = None
+    quantization: str | None = None
 
 
 def plan_load(
@@ -70,6 +72,7 @@ def plan_load(
     dtype: torch.dtype | str = AUTO,
     device: torch.device | str = "cpu",
     group: Group | None = None,
+    quantization: str | None = None,
 ) -> LoadPlan:
     """Check a directory without reading its weights.
 
@@ -79,6 +82,7 @@ def plan_load(
             names, else that of the embedding in the files; on a CPU float32 for float16.
         device: The device of the parameters.
         group: Only the part of `group.rank` is loaded; None: all of it.
+        quantization: See `LoadPlan`.
 
     Raises:
         ModelError: The model is not supported or not complete, or cannot be split over the group; the message
@@ -87,6 +91,8 @@ def plan_load(
     """
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
+    if quantization is not None:
+        _check_can_quantise(config, device, group)
     entries = _of_text(checkpoint.read_entries(directory), config)
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
@@ -103,14 +109,24 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    if group is not None:
-        targets = build_decoder(config, chosen, "meta", group).targets()
-    weight_bytes = sum(target.tensor.nbytes for target in targets.values())
+    if group is not None or quantization is not None:
+        targets = build_decoder(config, chosen, "meta", group, quantization).targets()
+    weight_bytes = sum(target.nbytes for target in targets.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
-    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group)
+    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization)
+
+
+def _check_can_quantise(config: ModelConfig, device: torch.device, group: Group | None) -> None:
+    """Raises UnsupportedError for what quantised weights cannot do yet."""
+    if device.type != "cpu":
+        raise UnsupportedError("quantization needs device = cpu")
+    if group is not None:
+        raise UnsupportedError("quantization needs tensor_parallel = 1")
+    if config.experts is not None:
+        raise UnsupportedError("quantization is not supported for mixtures of experts: leave it out")
 
 
 def check_names(directory: Path, config: ModelConfig) -> None:
@@ -137,10 +153,12 @@ def load_planned(
         ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     config = plan.config
-    decoder = build_decoder(config, plan.dtype, plan.device, plan.group)
+    decoder = build_decoder(config, plan.dtype, plan.device, plan.group, plan.quantization)
     _load_weights(decoder, plan.entries, progress, _staging_for(plan.device))
-    # The hash of the parsed config: two spellings of a config give the same fingerprint.
-    digest = checkpoint.fingerprint(plan.entries, repr(config))
+    # The hash of the parsed config: two spellings of a config give the same fingerprint. The KV of quantised
+    # weights is another one.
+    quantised = "" if plan.quantization is None else f" as {plan.quantization}"
+    digest = checkpoint.fingerprint(plan.entries, repr(config) + quantised)
     if pack:
         decoder.pack()
     return decoder, ModelDescription(
@@ -161,6 +179,7 @@ def load_planned(
         moe_layers=sum(layer.sparse for layer in config.layers),
         num_experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
+        quantization=plan.quantization or "",
     )
 
 
@@ -192,7 +211,8 @@ def _load_weights(
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
             if staging is None:
-                checkpoint.check_finite(filled, where)
+                for written in filled:
+                    checkpoint.check_finite(written, where)
             if progress is not None:
                 progress(done_bytes, total_bytes)
         if staging is not None:

@@ -12,6 +12,7 @@ import torch
 
 from kernels.cuda.lora import StackedLora
 from kernels.cuda.variant import Variant
+from kernels.linear import DenseWeight
 from kernels.lora import add_lora, new_table, row_slots
 from kernels.lora_pairs import LoraPairs
 from tests.kernels.cuda.poison import same_bits
@@ -27,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter too, also for adapters that a model on the CPU packs otherwise."""
     monkeypatch.setattr("kernels.lora._has_triton_kernels", lambda _: True)
-    monkeypatch.setattr("kernels.lora_pairs.pack_weight", lambda weight: weight)
+    monkeypatch.setattr("kernels.lora_pairs.pack_weight", DenseWeight)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ class _Packed(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """[O, I]. Unpacks the weight, and turns the layer into an ordinary one."""
-        plain = self._packed.to_dense()
+        plain = self._packed.dense()
         if self._plain_kind is Conv1D:
             plain = plain.T.contiguous()
         self.__class__ = self._plain_kind  # type: ignore[assignment]
@@ -50,7 +50,7 @@ class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]  # of an attri
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the library's name
         """[..., I] -> [..., O]."""
         if self._use_plain_product or input.dtype is not self._packed.dtype:
-            return functional.linear(input, self._packed.to_dense(), self.bias)
+            return functional.linear(input, self._packed.dense(), self.bias)
         if not input.numel():
             return input.new_empty(*input.shape[:-1], self.out_features)
         rows = input.reshape(-1, self.in_features)

@@ -1,0 +1,80 @@
+"""What a projection multiplies by: a matrix, whatever its layout in memory.
+
+Each layout is a class: `kernels.linear.DenseWeight`, and those that compiled kernels of the CPU read.
+
+Dimension letters: T rows; I inputs; O outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class Weight(ABC):
+    """A matrix [O, I].
+
+    Attributes:
+        shape: [O, I].
+        dtype: That of the rows that it is multiplied by, and of the results.
+        data: Its memory. What moves it replaces this tensor.
+        bits: Those of a value, if it is quantised; 0: it has the dtype.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    data: torch.Tensor
+    bits = 0
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        return self.data.nbytes
+
+    @property
+    def address(self) -> int | None:
+        """That of what the compiled kernels of the CPU read; None: they cannot read it."""
+        return self.data.data_ptr()
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The matrix as it is in memory: [O, I]. Raises TypeError if it has another layout."""
+        raise TypeError(f"a {type(self).__name__} is not plain")
+
+    @abstractmethod
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
+    ) -> torch.Tensor:
+        """See `kernels.linear.linear`, which checks the arguments. `x` has rows."""
+
+    def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - of those below
+        """Fill it: replace the rows from `first` on. To a GPU, from pinned memory, a copy is only queued.
+
+        Returns:
+            What was written, or the scales of it, in any shape: finite if the rows are, and fit into it.
+
+        Raises:
+            TypeError: It is not to be filled any more.
+        """
+        raise TypeError(f"a {type(self).__name__} is not filled")
+
+    @abstractmethod
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix, a new tensor: [n] -> [n, I]. The indices must be from 0 to O - 1."""
+
+    @abstractmethod
+    def dense(self) -> torch.Tensor:
+        """The matrix [O, I] in `dtype`; a new tensor, unless it is plain."""
+
+    def packed(self) -> Weight:
+        """The same weight as the kernels of its device read it. It may take over the memory of this one."""
+        return self

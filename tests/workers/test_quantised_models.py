@@ -1,0 +1,208 @@
+"""Models that are quantised while they are loaded, against the library's with the dequantised weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.cpu import library
+from kernels.grouped_weight import FORMATS, GroupedWeight
+from tests.families import settings_of
+from tests.kernels.instruction_sets import need_compiled
+from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
+from tests.workers.company import assert_same_bits
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from workers.executors.llm import LlmExecutor
+from workers.executors.loading import NATIVE, TRANSFORMERS, load_served
+from workers.executors.memory import LoraLimits
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.lora import LoraPair
+from workers.models.native_parity_check import check_native
+from workers.models.weights import plan_load
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+LENGTHS = (20, 33, 1, 50, 17)
+
+
+def run_check(directory: Path, format_name: str, dtype: torch.dtype = torch.float32) -> float | None:
+    config = ModelConfig.from_directory(directory)
+    return check_native(directory, config, dtype, CPU, quantization=format_name)
+
+
+# Tied and not, with biases, with two norms around a sublayer, and with projections that are fused in files.
+@pytest.mark.parametrize("name", ["qwen3", "llama with biases", "gemma2", "phi3", "olmo2"])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_families_prove_themselves(name: str, format_name: str, tmp_path: Path) -> None:
+    make_family_model(tmp_path, *settings_of(name))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert run_check(tmp_path, format_name, dtype) is not None
+
+
+def scales_of_other_groups(weight: GroupedWeight) -> None:
+    weight.scales.copy_(weight.scales.roll(1, dims=1))
+
+
+def values_of_other_outputs(weight: GroupedWeight) -> None:
+    weight.values.copy_(weight.values.roll(1, dims=3))
+
+
+def halves_swapped(weight: GroupedWeight) -> None:
+    weight.values.copy_(weight.values << 4 | weight.values >> 4)
+
+
+@pytest.mark.parametrize("mistake", [scales_of_other_groups, values_of_other_outputs, halves_swapped])
+def test_a_mistake_is_noticed(
+    mistake: Callable[[GroupedWeight], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_family_model(tmp_path, *settings_of("qwen3"))
+    right = GroupedWeight.write
+
+    def write(self: GroupedWeight, first: int, rows: torch.Tensor) -> torch.Tensor:
+        scales = right(self, first, rows)
+        mistake(self)
+        return scales
+
+    monkeypatch.setattr(GroupedWeight, "write", write)
+    with pytest.raises(ModelError, match=r"native code for qwen3 in q4_0: .*the results would be wrong"):
+        run_check(tmp_path, "q4_0")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_head_and_description(tied: bool, tmp_path: Path) -> None:
+    make_model(tmp_path, TinyModel(tied=tied))
+    plain = load_decoder(tmp_path)
+    fingerprints = {plan_and_describe(tmp_path, None)[1].fingerprint}
+    for format_name, bits in FORMATS.items():
+        made, description = plan_and_describe(tmp_path, format_name)
+        assert (made.lm_head is made.embedding) == tied
+        for name in ("embedding", "lm_head"):
+            weight, before = getattr(made, name), getattr(plain, name).dense()
+            assert isinstance(weight, GroupedWeight) and weight.bits == bits
+            assert torch.equal(weight.rows(torch.tensor([96, 3, 3])), weight.dense()[[96, 3, 3]])
+            assert (weight.dense() - before).norm() < {8: 0.01, 4: 0.12}[bits] * before.norm()
+        assert description.quantization == format_name and description.dtype == "float32"
+        assert description.weight_bytes < plain_bytes(plain) * (bits + 2) / 32
+        fingerprints.add(description.fingerprint)
+    assert len(fingerprints) == 3, "KV of one could be taken for that of another"
+
+
+def plan_and_describe(directory: Path, format_name: str | None) -> tuple[Decoder, Any]:
+    made, description = load_served(
+        directory, "auto", CPU, None, backend=NATIVE, self_check=False, quantization=format_name
+    )
+    assert isinstance(made, Decoder)
+    return made, description
+
+
+def plain_bytes(decoder: Decoder) -> int:
+    return sum(target.nbytes for target in decoder.targets().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_bits_depend_on_nothing_else_in_the_batch(
+    format_name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Nor on chunks, nor on whether sublayers run one by one; with adapters and without."""
+    need_compiled()
+    make_family_model(tmp_path, *settings_of("llama with biases"))
+    decoder = load_decoder(tmp_path, dtype, pack=True, quantization=format_name)
+    assert decoder.batch_invariant
+    assert_same_bits(decoder, random_texts(4, LENGTHS), "plain")
+    add_adapters(decoder)
+    assert_same_bits(decoder, random_texts(4, LENGTHS), "adapters", lora_slots=(1, -1, 0, 1, -1))
+
+
+def add_adapters(decoder: Decoder) -> None:
+    decoder.allocate_lora(2, 16)
+    for slot in range(2):
+        generator = torch.Generator().manual_seed(slot)
+        pairs = {
+            name: LoraPair(*(torch.randn(*size, generator=generator) for size in ((4, inputs), (outputs, 4))))
+            for name, (outputs, inputs) in decoder.lora_modules().items()
+        }
+        decoder.set_lora(slot, decoder.pack_lora(pairs))
+
+
+def test_an_adapter_adds_to_a_quantised_projection_what_it_adds_to_another(tmp_path: Path) -> None:
+    """Of one projection: what the adapter adds is not quantised."""
+    make_model(tmp_path, TinyModel())
+    plain, quantised = (load_decoder(tmp_path, pack=True, quantization=name) for name in (None, "q8_0"))
+    x, added = torch.randn(5, 64), []
+    for decoder in (plain, quantised):
+        add_adapters(decoder)
+        projection = decoder.layers[0].attention.body.qkv  # type: ignore[attr-defined]
+        slots = torch.tensor([1, 0, -1, 1, 0], dtype=torch.int32)
+        with_adapters, without = (projection(x, each, batch_invariant=False) for each in (slots, None))
+        added.append(with_adapters - without)
+        assert torch.equal(with_adapters[2], without[2])
+    torch.testing.assert_close(added[0], added[1], rtol=0, atol=1e-5 * float(added[0].abs().max()))
+
+
+def test_without_compiled_kernels_the_results_are_the_same_ones_nearly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products have the same bits in torch; norms and attention add up in another order."""
+    need_compiled()
+    make_model(tmp_path, TinyModel())
+    found = []
+    for compiled in (True, False):
+        with monkeypatch.context() as patch:
+            if not compiled:
+                patch.setattr(library, "available", lambda: False)
+            decoder = load_decoder(tmp_path, pack=True, quantization="q8_0")
+            (text,) = random_texts(1, (40,))
+            inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
+            found.append(decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))))
+    rows = (found[0] - found[1]).norm(dim=1) / found[0].norm(dim=1)
+    assert rows.median() < 0.03
+
+
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    make_model(tmp_path, TinyModel())
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for wrong in (float("nan"), float("inf"), 1e30):
+        tensors["model.layers.1.mlp.down_proj.weight"][5, 7] = wrong
+        save_file(tensors, file)
+        with pytest.raises(
+            ModelError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight is not finite"
+        ):
+            load_decoder(tmp_path, quantization=random.choice([*FORMATS]))
+
+
+def test_what_cannot_be_quantised_yet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dense").mkdir()
+    dense = make_model(tmp_path / "dense", TinyModel())
+    (tmp_path / "moe").mkdir()
+    sparse = make_family_model(tmp_path / "moe", *settings_of("qwen3_moe"))
+    with pytest.raises(UnsupportedError, match="quantization is not supported for mixtures of experts"):
+        plan_load(sparse, quantization="q8_0")
+    with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
+        plan_load(dense, device="cuda", quantization="q8_0")
+    with pytest.raises(ModelError, match="quantization needs a model that native code runs"):
+        load_served(dense, "auto", CPU, None, backend=TRANSFORMERS, self_check=False, quantization="q8_0")
+
+
+def test_other_weights_get_the_same_format(tmp_path: Path) -> None:
+    directories = []
+    for seed in (0, 1):
+        (tmp_path / f"{seed}").mkdir()
+        directories.append(make_model(tmp_path / f"{seed}", TinyModel(seed=seed)))
+    executor = LlmExecutor.load(
+        directories[0], kv_pages=4, lora=LoraLimits(4, 16, 1 << 20), quantization="q8_0"
+    )
+    assert "q8_0 weights" in executor.capabilities().products or not library.available()
+    assert executor.replacement is not None
+    model, description = executor.replacement._read(directories[1])
+    assert isinstance(model, Decoder) and isinstance(model.lm_head, GroupedWeight)
+    assert description.quantization == "q8_0" and description.fingerprint != executor.info().fingerprint
