@@ -13,8 +13,9 @@ import { fileURLToPath } from "node:url";
 const HERE = fileURLToPath(new URL(".", import.meta.url));
 const PROTOS = join(HERE, "..", "..", "protos");
 const GENERATED = join(HERE, "src", "gen");
+const PLUGIN = join(HERE, "node_modules", ".bin", "protoc-gen-es");
 const PYTHON = join(HERE, "..", "..", ".venv", "bin", "python");
-// What callers use: worker.proto is internal. settings.proto declares options that types.proto uses. The errors' details are in
+// What callers use: quire.internal.v1 is not. settings.proto declares options that types.proto uses. The errors' details are in
 // no file that these import.
 const SOURCES = ["admin", "executor", "runner", "settings", "types"].map((name) => `quire/v1/${name}.proto`);
 const DETAILS = ["error_details", "status"].map((name) => `google/rpc/${name}.proto`);
@@ -32,7 +33,7 @@ function generate(directory) {
     [
       ...first,
       `-I${PROTOS}`,
-      `--plugin=protoc-gen-es=${join(HERE, "node_modules", ".bin", "protoc-gen-es")}`,
+      `--plugin=protoc-gen-es=${PLUGIN}`,
       `--es_out=${directory}`,
       `--es_opt=${OPTIONS.join(",")}`,
       ...SOURCES,
@@ -56,6 +57,11 @@ function contents(directory) {
   );
 }
 
+// Before anything is deleted.
+if (!existsSync(PLUGIN)) {
+  console.error("protoc-gen-es is not installed: run `npm ci` first");
+  process.exit(1);
+}
 if (process.argv.includes("--check")) {
   const scratch = mkdtempSync(join(tmpdir(), "quire-node-"));
   try {

@@ -127,6 +127,21 @@ def test_the_generated_code_is_that_of_the_protos() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_without_its_plugin_the_generator_deletes_nothing(tmp_path: Path) -> None:
+    if shutil.which("node") is None:
+        pytest.skip("there is no node")
+    shutil.copy(CLIENT / "generate.mjs", tmp_path)
+    kept = tmp_path / "src" / "gen" / "kept.ts"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("// generated")
+    done = subprocess.run(
+        ["node", "generate.mjs"], cwd=tmp_path, capture_output=True, text=True, timeout=TEST_TIMEOUT_S
+    )
+    assert done.returncode == 1
+    assert "npm ci" in done.stderr
+    assert kept.read_text() == "// generated"
+
+
 def test_versions_are_ranges_for_users_and_pinned_for_us_and_no_registry_is_named() -> None:
     package = json.loads((CLIENT / "package.json").read_text(encoding="utf-8"))
     ranges, pins = package["dependencies"], package["devDependencies"]

@@ -41,7 +41,7 @@ export interface PrefillItem extends PrefillSettings {
 
 /** The settings of a scoring. */
 export interface ScoreSettings {
-  /** Tokens before this index are context: not scored, and not computed if their KV is cached. */
+  /** Tokens before this index are context: not scored, and not computed if their KV is cached. Undefined: 1. */
   scoreFrom?: number | undefined;
   output?: Output | undefined;
   cacheSalt?: string | undefined;
@@ -67,8 +67,8 @@ export interface Scored {
   outputs: StepOutput[];
   /** Tokens of the context whose KV was cached. */
   reusedTokens: number;
-  /** The number of the weights that it was computed with; see LoadWeights. */
-  weights: bigint;
+  /** The version of the weights that it was computed with; see LoadWeights. */
+  weightsVersion: bigint;
   /** That of the adapter, 0n without one. */
   adapterVersion: bigint;
   /** Log-probability of the scored tokens as a sequence, in nats. */
@@ -118,7 +118,7 @@ export function prefillRequest(item: PrefillItem, output?: Output): MessageInitS
 
 /** A request for a scoring. */
 export function forwardRequest(item: ScoreItem, output?: Output): MessageInitShape<typeof ForwardRequestSchema> {
-  const { scoreFrom = 0, cacheSalt, adapterId, experts } = item;
+  const { scoreFrom, cacheSalt, adapterId, experts } = item;
   return {
     tokenIds: tokensOf(item.tokenIds),
     output: item.output ?? output,
@@ -126,14 +126,14 @@ export function forwardRequest(item: ScoreItem, output?: Output): MessageInitSha
     cacheSalt,
     adapterId,
     experts,
-    expertsFrom: item.expertsFrom ?? (experts?.length ? Math.max(scoreFrom, 1) - 1 : 0),
+    expertsFrom: item.expertsFrom ?? (experts?.length ? Math.max(scoreFrom ?? 1, 1) - 1 : 0),
   };
 }
 
 export function scoredOf(response: ForwardResponse): Scored {
-  const { tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weights, adapterVersion } = response;
+  const { tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weightsVersion, adapterVersion } = response;
   return {
-    ...{ tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weights, adapterVersion },
+    ...{ tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weightsVersion, adapterVersion },
     logprob: tokenLogprobs.reduce((sum, each) => sum + each, 0),
     isGreedy: tokenIsArgmax.every(Boolean),
   };

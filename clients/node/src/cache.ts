@@ -198,8 +198,8 @@ export class Cache implements AsyncDisposable {
   seqLen: number;
   /** The output of the last append; undefined before the first one. */
   output: StepOutput | undefined;
-  /** The number of the weights with which the last append was computed; see LoadWeights. */
-  weights: bigint;
+  /** The version of the weights with which the last append was computed; see LoadWeights. */
+  weightsVersion: bigint;
   /** Tokens of the prompt whose KV was cached. */
   readonly reusedTokens: number;
   /** Tokens that the last append had to recompute, because their KV was lost or evicted. */
@@ -223,7 +223,7 @@ export class Cache implements AsyncDisposable {
     this.caller = caller;
     this.cacheId = kvCache!.cacheId;
     this.seqLen = kvCache!.seqLen;
-    this.weights = kvCache!.weights;
+    this.weightsVersion = kvCache!.weightsVersion;
     this.output = output;
     this.reusedTokens = reusedTokens;
     this.replayedTokens = replayedTokens;
@@ -346,7 +346,7 @@ export class Cache implements AsyncDisposable {
 
   #took({ kvCache, replayedTokens }: { kvCache?: KvCacheHandle | undefined; replayedTokens: number }): void {
     this.seqLen = kvCache!.seqLen;
-    this.weights = kvCache!.weights;
+    this.weightsVersion = kvCache!.weightsVersion;
     this.replayedTokens = replayedTokens;
   }
 }

@@ -13,7 +13,14 @@ import { type Cause, causeOf, policyOf, type Priority, priorityOf } from "./enum
 import { errorFromCall, QuireError } from "./errors.js";
 import { Execution, type ExecuteSettings } from "./execution.js";
 import { targetsOf } from "./gateways.js";
-import { type Adapter, AdminService, type MoveCacheResponse, type ReplacedWorker } from "./gen/quire/v1/admin_pb.js";
+import {
+  type Adapter,
+  AdminService,
+  type LoadWeightsResponse,
+  type MoveCacheResponse,
+  PreviousCaches,
+  type ReplacedWorker,
+} from "./gen/quire/v1/admin_pb.js";
 import {
   type GetCapabilitiesResponse,
   type GetModelInfoResponse,
@@ -28,9 +35,7 @@ import {
   type CostEstimate,
   type ExecuteItem,
   ExecuteRequestSchema,
-  type LoadWeightsResponse,
   ModelRunnerService,
-  PreviousCaches,
   type Runtime,
 } from "./gen/quire/v1/runner_pb.js";
 import type { KvCacheHandle } from "./gen/quire/v1/types_pb.js";
@@ -206,7 +211,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
    */
   async uploadWeights(files: WeightFiles, options: CallOptions = {}): Promise<string> {
     const requests = weightRequests(files, this.#maxRequestBytes);
-    return (await this.#connection.clientStream(RUNNER.uploadWeights, requests, options)).source;
+    return (await this.#connection.clientStream(ADMIN.uploadWeights, requests, options)).source;
   }
 
   /**
@@ -219,7 +224,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
     settings: CallOptions & { recompute?: boolean; onProgress?: (update: LoadWeightsResponse) => void } = {},
   ): Promise<LoadWeightsResponse> {
     const request = { source, previousCaches: settings.recompute ? PreviousCaches.RECOMPUTE : undefined };
-    const { call, proxy } = this.#connection.serverStream(RUNNER.loadWeights, request, settings);
+    const { call, proxy } = this.#connection.serverStream(ADMIN.loadWeights, request, settings);
     const updates: AsyncIterable<LoadWeightsResponse> = call;
     let served: LoadWeightsResponse | undefined;
     const next = updates[Symbol.asyncIterator]();
@@ -265,11 +270,6 @@ export class QuireClient extends Caller implements AsyncDisposable {
     return (await this.call(RUNNER.listRuntimes, {}, options)).runtimes;
   }
 
-  /** One runtime. Empty: the server's own. Throws RuntimeNotFound. */
-  async runtime(name = "", options: CallOptions = {}): Promise<Runtime> {
-    return (await this.call(RUNNER.getRuntime, { runtime: name }, options)).runtime!;
-  }
-
   /** The maximum cost of what `execute` would do, on one runtime or, without a name, on each. */
   async estimateCost(
     items: Prompt | readonly Prompt[] | readonly ExecuteItem[],
@@ -285,7 +285,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
    */
   async rebuildSession(runtime = "", options: CallOptions & { cause?: Cause } = {}): Promise<number> {
     const cause = causeOf(options.cause ?? "manual");
-    return (await this.call(RUNNER.rebuildSession, { runtime, cause }, options)).rebuilt;
+    return (await this.call(ADMIN.rebuildSession, { runtime, cause }, options)).rebuilt;
   }
 
   /** Waits until this many workers are ready; 0: all. Returns how many are. */

@@ -47,7 +47,6 @@ const REPEATABLE = new Map<string, (request: any) => boolean>([
   ["ListCaches", always],
   ["ListAdapters", always],
   ["ListRuntimes", always],
-  ["GetRuntime", always],
   ["GetModelInfo", always],
   ["GetCapabilities", always],
   ["GetStatus", always],

@@ -4,7 +4,7 @@ import { deflateSync } from "node:zlib";
 
 import type { MessageInitShape } from "@bufbuild/protobuf";
 
-import { dataTypeOf, logitsOf, type NumberFormat } from "./enums.js";
+import { dataTypeOf, type NumberFormat } from "./enums.js";
 import { type OutputOptionsSchema, SamplingParamsSchema, type TokenMaskSchema } from "./gen/quire/v1/types_pb.js";
 
 /** What an append computes and returns: fields of OutputOptions. `outputOptions` makes it from plain values. */
@@ -48,8 +48,8 @@ export function outputOptions(settings: OutputSettings): Output {
   const [own, rest] = splitSampling(others);
   return {
     ...rest,
-    logits: logitsOf(logits),
-    hidden: hidden ? { layers: hidden === true ? [] : hidden, dtype: dataTypeOf(hiddenFormat) } : undefined,
+    logits: dataTypeOf("logits", logits),
+    hidden: hidden ? { layers: hidden === true ? [] : hidden, dtype: dataTypeOf("hiddenFormat", hiddenFormat) } : undefined,
     mask: allowed && tokenMask(allowed),
     sampling: samplingOf(sampling, own),
   } as Output;

@@ -4,8 +4,7 @@ import { createHash } from "node:crypto";
 import { open, readdir, stat } from "node:fs/promises";
 import { join } from "node:path";
 
-import type { LoadAdapterRequestSchema } from "./gen/quire/v1/admin_pb.js";
-import type { UploadWeightsRequestSchema } from "./gen/quire/v1/runner_pb.js";
+import type { LoadAdapterRequestSchema, UploadWeightsRequestSchema } from "./gen/quire/v1/admin_pb.js";
 import type { Request } from "./methods.js";
 
 type AdapterRequest = Request<typeof LoadAdapterRequestSchema>;

@@ -6,7 +6,7 @@ import { join } from "node:path";
 import { after, test } from "node:test";
 import { fileURLToPath } from "node:url";
 
-import { Aborted, AdapterNotFound, InvalidRequest, QuireClient, QuireError, runner } from "quire-llm";
+import { Aborted, AdapterNotFound, admin, InvalidRequest, QuireClient, QuireError } from "quire-llm";
 
 import { TARGET, TIMEOUT_MS } from "./servers.mjs";
 
@@ -85,10 +85,13 @@ test("weights are sent and replace those that are served, and it is told how far
     assert.ok(served.fingerprint);
     assert.equal(phases.at(-1), served.phase);
   }
+  const { weightsVersion } = cache;
   await cache.truncate(2);
   assert.equal((await cache.extend([3])).tokenId, expected);
+  assert.ok(cache.weightsVersion > weightsVersion);
+  assert.equal((await client.score([1, 2, 3])).weightsVersion, cache.weightsVersion);
   await cache.release();
-  assert.equal((await client.loadWeights("adder")).phase, runner.LoadWeightsPhase.SERVING);
+  assert.equal((await client.loadWeights("adder")).phase, admin.LoadWeightsPhase.SERVING);
   await assert.rejects(client.loadWeights("/nothing"), { reason: "BAD_SOURCE" });
 });
 

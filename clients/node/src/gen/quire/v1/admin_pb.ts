@@ -2,8 +2,8 @@
 // @generated from file quire/v1/admin.proto (package quire.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Message } from "@bufbuild/protobuf";
@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/admin.proto.
  */
 export const file_quire_v1_admin: GenFile = /*@__PURE__*/
-  fileDesc("ChRxdWlyZS92MS9hZG1pbi5wcm90bxIIcXVpcmUudjEiIAoNV2FybXVwUmVxdWVzdBIPCgd3b3JrZXJzGAEgASgNIicKDldhcm11cFJlc3BvbnNlEhUKDXdvcmtlcnNfcmVhZHkYASABKA0iSwoMRHJhaW5SZXF1ZXN0EhEKCXdvcmtlcl9pZBgBIAEoCRIoCgVncmFjZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI6Cg1EcmFpblJlc3BvbnNlEikKB3dvcmtlcnMYASADKAsyGC5xdWlyZS52MS5SZXBsYWNlZFdvcmtlciJFCg5SZXBsYWNlZFdvcmtlchIRCgl3b3JrZXJfaWQYASABKAkSDwoHb2xkX3BpZBgCIAEoDRIPCgduZXdfcGlkGAMgASgNIjcKEE1vdmVDYWNoZVJlcXVlc3QSEAoIY2FjaGVfaWQYASABKAkSEQoJd29ya2VyX2lkGAIgASgJIoIBChFNb3ZlQ2FjaGVSZXNwb25zZRIVCg1jb3BpZWRfdG9rZW5zGAEgASgNEhcKD3JlcGxheWVkX3Rva2VucxgCIAEoDRIUCgxjb3BpZWRfYnl0ZXMYAyABKAQSJwoEdGltZRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiIoCg9TaHV0ZG93blJlcXVlc3QSFQoNbGVhdmVfd29ya2VycxgBIAEoCCISChBTaHV0ZG93blJlc3BvbnNlIn0KEkxvYWRBZGFwdGVyUmVxdWVzdBISCgphZGFwdGVyX2lkGAEgASgJEg4KBnNvdXJjZRgCIAEoCRIOCgZwaW5uZWQYAyABKAgSDgoGc2hhcmVkGAQgASgIEiMKBGZpbGUYBSABKAsyFS5xdWlyZS52MS5BZGFwdGVyRmlsZSIpCgtBZGFwdGVyRmlsZRIMCgRuYW1lGAEgASgJEgwKBGRhdGEYAiABKAwiOQoTTG9hZEFkYXB0ZXJSZXNwb25zZRIiCgdhZGFwdGVyGAEgASgLMhEucXVpcmUudjEuQWRhcHRlciI6ChRVbmxvYWRBZGFwdGVyUmVxdWVzdBISCgphZGFwdGVyX2lkGAEgASgJEg4KBnNoYXJlZBgCIAEoCCIpChVVbmxvYWRBZGFwdGVyUmVzcG9uc2USEAoIdW5sb2FkZWQYASABKAgiFQoTTGlzdEFkYXB0ZXJzUmVxdWVzdCI7ChRMaXN0QWRhcHRlcnNSZXNwb25zZRIjCghhZGFwdGVycxgBIAMoCzIRLnF1aXJlLnYxLkFkYXB0ZXIigAEKB0FkYXB0ZXISEgoKYWRhcHRlcl9pZBgBIAEoCRIPCgd2ZXJzaW9uGAIgASgEEg4KBnBpbm5lZBgDIAEoCBIOCgZzaGFyZWQYBCABKAgSDAoEcmFuaxgFIAEoDRISCgpzaXplX2J5dGVzGAYgASgEEg4KBmNhY2hlcxgHIAEoDTL9AwoMQWRtaW5TZXJ2aWNlEjsKBldhcm11cBIXLnF1aXJlLnYxLldhcm11cFJlcXVlc3QaGC5xdWlyZS52MS5XYXJtdXBSZXNwb25zZRI4CgVEcmFpbhIWLnF1aXJlLnYxLkRyYWluUmVxdWVzdBoXLnF1aXJlLnYxLkRyYWluUmVzcG9uc2USRAoJTW92ZUNhY2hlEhoucXVpcmUudjEuTW92ZUNhY2hlUmVxdWVzdBobLnF1aXJlLnYxLk1vdmVDYWNoZVJlc3BvbnNlEkwKC0xvYWRBZGFwdGVyEhwucXVpcmUudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0Gh0ucXVpcmUudjEuTG9hZEFkYXB0ZXJSZXNwb25zZSgBElAKDVVubG9hZEFkYXB0ZXISHi5xdWlyZS52MS5VbmxvYWRBZGFwdGVyUmVxdWVzdBofLnF1aXJlLnYxLlVubG9hZEFkYXB0ZXJSZXNwb25zZRJNCgxMaXN0QWRhcHRlcnMSHS5xdWlyZS52MS5MaXN0QWRhcHRlcnNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdEFkYXB0ZXJzUmVzcG9uc2USQQoIU2h1dGRvd24SGS5xdWlyZS52MS5TaHV0ZG93blJlcXVlc3QaGi5xdWlyZS52MS5TaHV0ZG93blJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration]);
+  fileDesc("ChRxdWlyZS92MS9hZG1pbi5wcm90bxIIcXVpcmUudjEiIAoNV2FybXVwUmVxdWVzdBIPCgd3b3JrZXJzGAEgASgNIicKDldhcm11cFJlc3BvbnNlEhUKDXdvcmtlcnNfcmVhZHkYASABKA0iSwoMRHJhaW5SZXF1ZXN0EhEKCXdvcmtlcl9pZBgBIAEoCRIoCgVncmFjZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI6Cg1EcmFpblJlc3BvbnNlEikKB3dvcmtlcnMYASADKAsyGC5xdWlyZS52MS5SZXBsYWNlZFdvcmtlciJFCg5SZXBsYWNlZFdvcmtlchIRCgl3b3JrZXJfaWQYASABKAkSDwoHb2xkX3BpZBgCIAEoDRIPCgduZXdfcGlkGAMgASgNIjcKEE1vdmVDYWNoZVJlcXVlc3QSEAoIY2FjaGVfaWQYASABKAkSEQoJd29ya2VyX2lkGAIgASgJIoIBChFNb3ZlQ2FjaGVSZXNwb25zZRIVCg1jb3BpZWRfdG9rZW5zGAEgASgNEhcKD3JlcGxheWVkX3Rva2VucxgCIAEoDRIUCgxjb3BpZWRfYnl0ZXMYAyABKAQSJwoEdGltZRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJoChJMb2FkV2VpZ2h0c1JlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIOCgZzb3VyY2UYAiABKAkSMQoPcHJldmlvdXNfY2FjaGVzGAMgASgOMhgucXVpcmUudjEuUHJldmlvdXNDYWNoZXMieQoTTG9hZFdlaWdodHNSZXNwb25zZRIpCgVwaGFzZRgBIAEoDjIaLnF1aXJlLnYxLkxvYWRXZWlnaHRzUGhhc2USEAoIcHJvZ3Jlc3MYAiABKAESEAoIbW9kZWxfaWQYAyABKAkSEwoLZmluZ2VycHJpbnQYBCABKAkiVgoUVXBsb2FkV2VpZ2h0c1JlcXVlc3QSDAoEbmFtZRgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgEEgwKBGRhdGEYAyABKAwSDgoGc2hhMjU2GAQgASgMIicKFVVwbG9hZFdlaWdodHNSZXNwb25zZRIOCgZzb3VyY2UYASABKAkiTwoVUmVidWlsZFNlc3Npb25SZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkSJQoFY2F1c2UYAiABKA4yFi5xdWlyZS52MS5SZWJ1aWxkQ2F1c2UiKQoWUmVidWlsZFNlc3Npb25SZXNwb25zZRIPCgdyZWJ1aWx0GAEgASgNIigKD1NodXRkb3duUmVxdWVzdBIVCg1sZWF2ZV93b3JrZXJzGAEgASgIIhIKEFNodXRkb3duUmVzcG9uc2UifQoSTG9hZEFkYXB0ZXJSZXF1ZXN0EhIKCmFkYXB0ZXJfaWQYASABKAkSDgoGc291cmNlGAIgASgJEg4KBnBpbm5lZBgDIAEoCBIOCgZzaGFyZWQYBCABKAgSIwoEZmlsZRgFIAEoCzIVLnF1aXJlLnYxLkFkYXB0ZXJGaWxlIikKC0FkYXB0ZXJGaWxlEgwKBG5hbWUYASABKAkSDAoEZGF0YRgCIAEoDCI5ChNMb2FkQWRhcHRlclJlc3BvbnNlEiIKB2FkYXB0ZXIYASABKAsyES5xdWlyZS52MS5BZGFwdGVyIjoKFFVubG9hZEFkYXB0ZXJSZXF1ZXN0EhIKCmFkYXB0ZXJfaWQYASABKAkSDgoGc2hhcmVkGAIgASgIIikKFVVubG9hZEFkYXB0ZXJSZXNwb25zZRIQCgh1bmxvYWRlZBgBIAEoCCIVChNMaXN0QWRhcHRlcnNSZXF1ZXN0IjsKFExpc3RBZGFwdGVyc1Jlc3BvbnNlEiMKCGFkYXB0ZXJzGAEgAygLMhEucXVpcmUudjEuQWRhcHRlciKAAQoHQWRhcHRlchISCgphZGFwdGVyX2lkGAEgASgJEg8KB3ZlcnNpb24YAiABKAQSDgoGcGlubmVkGAMgASgIEg4KBnNoYXJlZBgEIAEoCBIMCgRyYW5rGAUgASgNEhIKCnNpemVfYnl0ZXMYBiABKAQSDgoGY2FjaGVzGAcgASgNKmkKDlByZXZpb3VzQ2FjaGVzEh8KG1BSRVZJT1VTX0NBQ0hFU19VTlNQRUNJRklFRBAAEhcKE1BSRVZJT1VTX0NBQ0hFU19FTkQQARIdChlQUkVWSU9VU19DQUNIRVNfUkVDT01QVVRFEAIqmQEKEExvYWRXZWlnaHRzUGhhc2USIgoeTE9BRF9XRUlHSFRTX1BIQVNFX1VOU1BFQ0lGSUVEEAASHgoaTE9BRF9XRUlHSFRTX1BIQVNFX0xPQURJTkcQARIeChpMT0FEX1dFSUdIVFNfUEhBU0VfU0VSVklORxACEiEKHUxPQURfV0VJR0hUU19QSEFTRV9OT1RfTkVFREVEEAMqvwEKDFJlYnVpbGRDYXVzZRIdChlSRUJVSUxEX0NBVVNFX1VOU1BFQ0lGSUVEEAASJwojUkVCVUlMRF9DQVVTRV9DVURBX0NPTlRFWFRfUE9JU09ORUQQARIlCiFSRUJVSUxEX0NBVVNFX1JFTU9URV9BVVRIX0ZBSUxVUkUQAhImCiJSRUJVSUxEX0NBVVNFX1JFTU9URV9DT05GSUdfQ0hBTkdFEAMSGAoUUkVCVUlMRF9DQVVTRV9NQU5VQUwQBDL0BQoMQWRtaW5TZXJ2aWNlEjsKBldhcm11cBIXLnF1aXJlLnYxLldhcm11cFJlcXVlc3QaGC5xdWlyZS52MS5XYXJtdXBSZXNwb25zZRI4CgVEcmFpbhIWLnF1aXJlLnYxLkRyYWluUmVxdWVzdBoXLnF1aXJlLnYxLkRyYWluUmVzcG9uc2USRAoJTW92ZUNhY2hlEhoucXVpcmUudjEuTW92ZUNhY2hlUmVxdWVzdBobLnF1aXJlLnYxLk1vdmVDYWNoZVJlc3BvbnNlEkwKC0xvYWRBZGFwdGVyEhwucXVpcmUudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0Gh0ucXVpcmUudjEuTG9hZEFkYXB0ZXJSZXNwb25zZSgBElAKDVVubG9hZEFkYXB0ZXISHi5xdWlyZS52MS5VbmxvYWRBZGFwdGVyUmVxdWVzdBofLnF1aXJlLnYxLlVubG9hZEFkYXB0ZXJSZXNwb25zZRJNCgxMaXN0QWRhcHRlcnMSHS5xdWlyZS52MS5MaXN0QWRhcHRlcnNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdEFkYXB0ZXJzUmVzcG9uc2USTAoLTG9hZFdlaWdodHMSHC5xdWlyZS52MS5Mb2FkV2VpZ2h0c1JlcXVlc3QaHS5xdWlyZS52MS5Mb2FkV2VpZ2h0c1Jlc3BvbnNlMAESUgoNVXBsb2FkV2VpZ2h0cxIeLnF1aXJlLnYxLlVwbG9hZFdlaWdodHNSZXF1ZXN0Gh8ucXVpcmUudjEuVXBsb2FkV2VpZ2h0c1Jlc3BvbnNlKAESUwoOUmVidWlsZFNlc3Npb24SHy5xdWlyZS52MS5SZWJ1aWxkU2Vzc2lvblJlcXVlc3QaIC5xdWlyZS52MS5SZWJ1aWxkU2Vzc2lvblJlc3BvbnNlEkEKCFNodXRkb3duEhkucXVpcmUudjEuU2h1dGRvd25SZXF1ZXN0GhoucXVpcmUudjEuU2h1dGRvd25SZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration]);
 
 /**
  * @generated from message quire.v1.WarmupRequest
@@ -188,6 +188,180 @@ export const MoveCacheResponseSchema: GenMessage<MoveCacheResponse> = /*@__PURE_
   messageDesc(file_quire_v1_admin, 6);
 
 /**
+ * @generated from message quire.v1.LoadWeightsRequest
+ */
+export type LoadWeightsRequest = Message<"quire.v1.LoadWeightsRequest"> & {
+  /**
+   * Empty: the server's own.
+   *
+   * @generated from field: string runtime = 1;
+   */
+  runtime: string;
+
+  /**
+   * A directory on the server's machine, or a model's name on the Hugging Face hub, as `quire serve --model` takes
+   * it; or what UploadWeights answered.
+   *
+   * @generated from field: string source = 2;
+   */
+  source: string;
+
+  /**
+   * What becomes of caches of the previous weights. Unset: PREVIOUS_CACHES_END.
+   *
+   * @generated from field: quire.v1.PreviousCaches previous_caches = 3;
+   */
+  previousCaches: PreviousCaches;
+};
+
+/**
+ * Describes the message quire.v1.LoadWeightsRequest.
+ * Use `create(LoadWeightsRequestSchema)` to create a new message.
+ */
+export const LoadWeightsRequestSchema: GenMessage<LoadWeightsRequest> = /*@__PURE__*/
+  messageDesc(file_quire_v1_admin, 7);
+
+/**
+ * @generated from message quire.v1.LoadWeightsResponse
+ */
+export type LoadWeightsResponse = Message<"quire.v1.LoadWeightsResponse"> & {
+  /**
+   * @generated from field: quire.v1.LoadWeightsPhase phase = 1;
+   */
+  phase: LoadWeightsPhase;
+
+  /**
+   * Progress of the phase, from 0 to 1.
+   *
+   * @generated from field: double progress = 2;
+   */
+  progress: number;
+
+  /**
+   * In the last message: the model that is served now.
+   *
+   * @generated from field: string model_id = 3;
+   */
+  modelId: string;
+
+  /**
+   * @generated from field: string fingerprint = 4;
+   */
+  fingerprint: string;
+};
+
+/**
+ * Describes the message quire.v1.LoadWeightsResponse.
+ * Use `create(LoadWeightsResponseSchema)` to create a new message.
+ */
+export const LoadWeightsResponseSchema: GenMessage<LoadWeightsResponse> = /*@__PURE__*/
+  messageDesc(file_quire_v1_admin, 8);
+
+/**
+ * A part of a file, in order. The parts of one file follow each other. The files are "model.safetensors", or
+ * "model.safetensors.index.json" and at most 1,024 shards NAME.safetensors.
+ *
+ * @generated from message quire.v1.UploadWeightsRequest
+ */
+export type UploadWeightsRequest = Message<"quire.v1.UploadWeightsRequest"> & {
+  /**
+   * In the first part of a file: its name, of letters, digits and characters of ._-, and its size. All files together
+   * may have twice the bytes of those of the served model.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * @generated from field: uint64 size_bytes = 2;
+   */
+  sizeBytes: bigint;
+
+  /**
+   * @generated from field: bytes data = 3;
+   */
+  data: Uint8Array;
+
+  /**
+   * In the last part of a file: the SHA-256 of its contents, 32 bytes.
+   *
+   * @generated from field: bytes sha256 = 4;
+   */
+  sha256: Uint8Array;
+};
+
+/**
+ * Describes the message quire.v1.UploadWeightsRequest.
+ * Use `create(UploadWeightsRequestSchema)` to create a new message.
+ */
+export const UploadWeightsRequestSchema: GenMessage<UploadWeightsRequest> = /*@__PURE__*/
+  messageDesc(file_quire_v1_admin, 9);
+
+/**
+ * @generated from message quire.v1.UploadWeightsResponse
+ */
+export type UploadWeightsResponse = Message<"quire.v1.UploadWeightsResponse"> & {
+  /**
+   * The source for LoadWeights.
+   *
+   * @generated from field: string source = 1;
+   */
+  source: string;
+};
+
+/**
+ * Describes the message quire.v1.UploadWeightsResponse.
+ * Use `create(UploadWeightsResponseSchema)` to create a new message.
+ */
+export const UploadWeightsResponseSchema: GenMessage<UploadWeightsResponse> = /*@__PURE__*/
+  messageDesc(file_quire_v1_admin, 10);
+
+/**
+ * @generated from message quire.v1.RebuildSessionRequest
+ */
+export type RebuildSessionRequest = Message<"quire.v1.RebuildSessionRequest"> & {
+  /**
+   * Empty: the server's own. With REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: only the runtimes whose settings have changed.
+   *
+   * @generated from field: string runtime = 1;
+   */
+  runtime: string;
+
+  /**
+   * Unset: REBUILD_CAUSE_MANUAL.
+   *
+   * @generated from field: quire.v1.RebuildCause cause = 2;
+   */
+  cause: RebuildCause;
+};
+
+/**
+ * Describes the message quire.v1.RebuildSessionRequest.
+ * Use `create(RebuildSessionRequestSchema)` to create a new message.
+ */
+export const RebuildSessionRequestSchema: GenMessage<RebuildSessionRequest> = /*@__PURE__*/
+  messageDesc(file_quire_v1_admin, 11);
+
+/**
+ * @generated from message quire.v1.RebuildSessionResponse
+ */
+export type RebuildSessionResponse = Message<"quire.v1.RebuildSessionResponse"> & {
+  /**
+   * The number of restarted processes, or of connections rebuilt with the current credentials.
+   *
+   * @generated from field: uint32 rebuilt = 1;
+   */
+  rebuilt: number;
+};
+
+/**
+ * Describes the message quire.v1.RebuildSessionResponse.
+ * Use `create(RebuildSessionResponseSchema)` to create a new message.
+ */
+export const RebuildSessionResponseSchema: GenMessage<RebuildSessionResponse> = /*@__PURE__*/
+  messageDesc(file_quire_v1_admin, 12);
+
+/**
  * @generated from message quire.v1.ShutdownRequest
  */
 export type ShutdownRequest = Message<"quire.v1.ShutdownRequest"> & {
@@ -204,7 +378,7 @@ export type ShutdownRequest = Message<"quire.v1.ShutdownRequest"> & {
  * Use `create(ShutdownRequestSchema)` to create a new message.
  */
 export const ShutdownRequestSchema: GenMessage<ShutdownRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 7);
+  messageDesc(file_quire_v1_admin, 13);
 
 /**
  * @generated from message quire.v1.ShutdownResponse
@@ -217,7 +391,7 @@ export type ShutdownResponse = Message<"quire.v1.ShutdownResponse"> & {
  * Use `create(ShutdownResponseSchema)` to create a new message.
  */
 export const ShutdownResponseSchema: GenMessage<ShutdownResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 8);
+  messageDesc(file_quire_v1_admin, 14);
 
 /**
  * The first message has all fields but the file. Without a `source`, it or further ones have the files in parts.
@@ -266,7 +440,7 @@ export type LoadAdapterRequest = Message<"quire.v1.LoadAdapterRequest"> & {
  * Use `create(LoadAdapterRequestSchema)` to create a new message.
  */
 export const LoadAdapterRequestSchema: GenMessage<LoadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 9);
+  messageDesc(file_quire_v1_admin, 15);
 
 /**
  * @generated from message quire.v1.AdapterFile
@@ -290,7 +464,7 @@ export type AdapterFile = Message<"quire.v1.AdapterFile"> & {
  * Use `create(AdapterFileSchema)` to create a new message.
  */
 export const AdapterFileSchema: GenMessage<AdapterFile> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 10);
+  messageDesc(file_quire_v1_admin, 16);
 
 /**
  * @generated from message quire.v1.LoadAdapterResponse
@@ -307,7 +481,7 @@ export type LoadAdapterResponse = Message<"quire.v1.LoadAdapterResponse"> & {
  * Use `create(LoadAdapterResponseSchema)` to create a new message.
  */
 export const LoadAdapterResponseSchema: GenMessage<LoadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 11);
+  messageDesc(file_quire_v1_admin, 17);
 
 /**
  * @generated from message quire.v1.UnloadAdapterRequest
@@ -331,7 +505,7 @@ export type UnloadAdapterRequest = Message<"quire.v1.UnloadAdapterRequest"> & {
  * Use `create(UnloadAdapterRequestSchema)` to create a new message.
  */
 export const UnloadAdapterRequestSchema: GenMessage<UnloadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 12);
+  messageDesc(file_quire_v1_admin, 18);
 
 /**
  * @generated from message quire.v1.UnloadAdapterResponse
@@ -350,7 +524,7 @@ export type UnloadAdapterResponse = Message<"quire.v1.UnloadAdapterResponse"> & 
  * Use `create(UnloadAdapterResponseSchema)` to create a new message.
  */
 export const UnloadAdapterResponseSchema: GenMessage<UnloadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 13);
+  messageDesc(file_quire_v1_admin, 19);
 
 /**
  * @generated from message quire.v1.ListAdaptersRequest
@@ -363,7 +537,7 @@ export type ListAdaptersRequest = Message<"quire.v1.ListAdaptersRequest"> & {
  * Use `create(ListAdaptersRequestSchema)` to create a new message.
  */
 export const ListAdaptersRequestSchema: GenMessage<ListAdaptersRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 14);
+  messageDesc(file_quire_v1_admin, 20);
 
 /**
  * @generated from message quire.v1.ListAdaptersResponse
@@ -380,7 +554,7 @@ export type ListAdaptersResponse = Message<"quire.v1.ListAdaptersResponse"> & {
  * Use `create(ListAdaptersResponseSchema)` to create a new message.
  */
 export const ListAdaptersResponseSchema: GenMessage<ListAdaptersResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 15);
+  messageDesc(file_quire_v1_admin, 21);
 
 /**
  * @generated from message quire.v1.Adapter
@@ -433,7 +607,117 @@ export type Adapter = Message<"quire.v1.Adapter"> & {
  * Use `create(AdapterSchema)` to create a new message.
  */
 export const AdapterSchema: GenMessage<Adapter> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 16);
+  messageDesc(file_quire_v1_admin, 22);
+
+/**
+ * @generated from enum quire.v1.PreviousCaches
+ */
+export enum PreviousCaches {
+  /**
+   * @generated from enum value: PREVIOUS_CACHES_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Calls on them fail with WEIGHTS_CHANGED.
+   *
+   * @generated from enum value: PREVIOUS_CACHES_END = 1;
+   */
+  END = 1,
+
+  /**
+   * They continue: their tokens stay, and their KV is recomputed with the new weights when they are next used.
+   *
+   * @generated from enum value: PREVIOUS_CACHES_RECOMPUTE = 2;
+   */
+  RECOMPUTE = 2,
+}
+
+/**
+ * Describes the enum quire.v1.PreviousCaches.
+ */
+export const PreviousCachesSchema: GenEnum<PreviousCaches> = /*@__PURE__*/
+  enumDesc(file_quire_v1_admin, 0);
+
+/**
+ * @generated from enum quire.v1.LoadWeightsPhase
+ */
+export enum LoadWeightsPhase {
+  /**
+   * @generated from enum value: LOAD_WEIGHTS_PHASE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * A download; then the workers read and check the weights.
+   *
+   * @generated from enum value: LOAD_WEIGHTS_PHASE_LOADING = 1;
+   */
+  LOADING = 1,
+
+  /**
+   * @generated from enum value: LOAD_WEIGHTS_PHASE_SERVING = 2;
+   */
+  SERVING = 2,
+
+  /**
+   * The runtime has nothing to load.
+   *
+   * @generated from enum value: LOAD_WEIGHTS_PHASE_NOT_NEEDED = 3;
+   */
+  NOT_NEEDED = 3,
+}
+
+/**
+ * Describes the enum quire.v1.LoadWeightsPhase.
+ */
+export const LoadWeightsPhaseSchema: GenEnum<LoadWeightsPhase> = /*@__PURE__*/
+  enumDesc(file_quire_v1_admin, 1);
+
+/**
+ * A cause that does not fit the runtime is BAD_CAUSE.
+ *
+ * @generated from enum quire.v1.RebuildCause
+ */
+export enum RebuildCause {
+  /**
+   * @generated from enum value: REBUILD_CAUSE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Of the server's own workers: running calls are not waited for.
+   *
+   * @generated from enum value: REBUILD_CAUSE_CUDA_CONTEXT_POISONED = 1;
+   */
+  CUDA_CONTEXT_POISONED = 1,
+
+  /**
+   * Of a provider.
+   *
+   * @generated from enum value: REBUILD_CAUSE_REMOTE_AUTH_FAILURE = 2;
+   */
+  REMOTE_AUTH_FAILURE = 2,
+
+  /**
+   * Of providers. The runtimes file is read again. Connections are rebuilt for providers whose settings have changed and for the
+   * named runtime; workers are not restarted. An invalid file changes nothing.
+   *
+   * @generated from enum value: REBUILD_CAUSE_REMOTE_CONFIG_CHANGE = 3;
+   */
+  REMOTE_CONFIG_CHANGE = 3,
+
+  /**
+   * @generated from enum value: REBUILD_CAUSE_MANUAL = 4;
+   */
+  MANUAL = 4,
+}
+
+/**
+ * Describes the enum quire.v1.RebuildCause.
+ */
+export const RebuildCauseSchema: GenEnum<RebuildCause> = /*@__PURE__*/
+  enumDesc(file_quire_v1_admin, 2);
 
 /**
  * Operator calls. If the server requires tokens or certificates, the caller needs the role `administer`. If it
@@ -510,6 +794,41 @@ export const AdminService: GenService<{
     methodKind: "unary";
     input: typeof ListAdaptersRequestSchema;
     output: typeof ListAdaptersResponseSchema;
+  },
+  /**
+   * Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+   * first, which takes main memory for them, also on a GPU; a failure changes nothing. A provider's
+   * runtime has nothing to load and returns immediately.
+   *
+   * @generated from rpc quire.v1.AdminService.LoadWeights
+   */
+  loadWeights: {
+    methodKind: "server_streaming";
+    input: typeof LoadWeightsRequestSchema;
+    output: typeof LoadWeightsResponseSchema;
+  },
+  /**
+   * Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+   * of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+   * until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+   * does a LoadWeights that refuses it.
+   *
+   * @generated from rpc quire.v1.AdminService.UploadWeights
+   */
+  uploadWeights: {
+    methodKind: "client_streaming";
+    input: typeof UploadWeightsRequestSchema;
+    output: typeof UploadWeightsResponseSchema;
+  },
+  /**
+   * Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
+   *
+   * @generated from rpc quire.v1.AdminService.RebuildSession
+   */
+  rebuildSession: {
+    methodKind: "unary";
+    input: typeof RebuildSessionRequestSchema;
+    output: typeof RebuildSessionResponseSchema;
   },
   /**
    * Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately.

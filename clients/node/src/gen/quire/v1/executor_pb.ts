@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/executor.proto.
  */
 export const file_quire_v1_executor: GenFile = /*@__PURE__*/
-  fileDesc("ChdxdWlyZS92MS9leGVjdXRvci5wcm90bxIIcXVpcmUudjEizAIKDlByZWZpbGxSZXF1ZXN0EhAKCGNhY2hlX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRIVCghwb3NpdGlvbhgDIAEoDUgAiAEBEicKBm91dHB1dBgEIAEoCzIXLnF1aXJlLnYxLk91dHB1dE9wdGlvbnMSEgoKYWRhcHRlcl9pZBgFIAEoCRIoCgVsZWFzZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgpyZXF1ZXN0X2lkGAcgASgJEhIKCmNhY2hlX3NhbHQYCCABKAkSJAoIcHJpb3JpdHkYCSABKA4yEi5xdWlyZS52MS5Qcmlvcml0eRIXCgpzY29yZV9mcm9tGAogASgNSAGIAQESFAoMc2FtcGxlX3NlZWRzGAsgAygEQgsKCV9wb3NpdGlvbkINCgtfc2NvcmVfZnJvbSKSAgoPUHJlZmlsbFJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIkCgZvdXRwdXQYAiABKAsyFC5xdWlyZS52MS5TdGVwT3V0cHV0EhUKDXJldXNlZF90b2tlbnMYAyABKA0SJAoGdGltaW5nGAQgASgLMhQucXVpcmUudjEuU3RlcFRpbWluZxIXCg9yZXBsYXllZF90b2tlbnMYBSABKA0SFgoOdG9rZW5fbG9ncHJvYnMYBiADKAISFwoPdG9rZW5faXNfYXJnbWF4GAcgAygIEicKB3NhbXBsZXMYCCADKAsyFi5xdWlyZS52MS5TYW1wbGVkVG9rZW4iPgoTQmF0Y2hQcmVmaWxsUmVxdWVzdBInCgVpdGVtcxgBIAMoCzIYLnF1aXJlLnYxLlByZWZpbGxSZXF1ZXN0IkUKFEJhdGNoUHJlZmlsbFJlc3BvbnNlEi0KB3Jlc3VsdHMYASADKAsyHC5xdWlyZS52MS5CYXRjaFByZWZpbGxSZXN1bHQicgoSQmF0Y2hQcmVmaWxsUmVzdWx0Ei0KCHJlc3BvbnNlGAEgASgLMhkucXVpcmUudjEuUHJlZmlsbFJlc3BvbnNlSAASIwoFZXJyb3IYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQggKBnJlc3VsdCK4AQoNRGVjb2RlUmVxdWVzdBIQCghjYWNoZV9pZBgBIAEoCRIVCgh0b2tlbl9pZBgCIAEoDUgAiAEBEhUKCHBvc2l0aW9uGAMgASgNSAGIAQESJwoGb3V0cHV0GAQgASgLMhcucXVpcmUudjEuT3V0cHV0T3B0aW9ucxIkCghwcmlvcml0eRgFIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgsKCV90b2tlbl9pZEILCglfcG9zaXRpb24ioAEKDkRlY29kZVJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIkCgZvdXRwdXQYAiABKAsyFC5xdWlyZS52MS5TdGVwT3V0cHV0EiQKBnRpbWluZxgDIAEoCzIULnF1aXJlLnYxLlN0ZXBUaW1pbmcSFwoPcmVwbGF5ZWRfdG9rZW5zGAQgASgNIjwKEkJhdGNoRGVjb2RlUmVxdWVzdBImCgVpdGVtcxgBIAMoCzIXLnF1aXJlLnYxLkRlY29kZVJlcXVlc3QiQwoTQmF0Y2hEZWNvZGVSZXNwb25zZRIsCgdyZXN1bHRzGAEgAygLMhsucXVpcmUudjEuQmF0Y2hEZWNvZGVSZXN1bHQicAoRQmF0Y2hEZWNvZGVSZXN1bHQSLAoIcmVzcG9uc2UYASABKAsyGC5xdWlyZS52MS5EZWNvZGVSZXNwb25zZUgAEiMKBWVycm9yGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIICgZyZXN1bHQimQIKFEZvcndhcmRWZXJpZnlSZXF1ZXN0EhAKCGNhY2hlX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRIVCghwb3NpdGlvbhgDIAEoDUgAiAEBEicKBm91dHB1dBgEIAEoCzIXLnF1aXJlLnYxLk91dHB1dE9wdGlvbnMSJgoGYWNjZXB0GAUgASgOMhYucXVpcmUudjEuVmVyaWZ5QWNjZXB0EiQKCHByaW9yaXR5GAYgASgOMhIucXVpcmUudjEuUHJpb3JpdHkSDQoFc2NvcmUYByABKAgSIQoEcm93cxgIIAMoCzITLnF1aXJlLnYxLlZlcmlmeVJvdxIPCgdwYXJlbnRzGAkgAygNQgsKCV9wb3NpdGlvbiKCAgoVRm9yd2FyZFZlcmlmeVJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIlCgdvdXRwdXRzGAIgAygLMhQucXVpcmUudjEuU3RlcE91dHB1dBIQCghhY2NlcHRlZBgDIAEoDRIkCgZ0aW1pbmcYBCABKAsyFC5xdWlyZS52MS5TdGVwVGltaW5nEhcKD3JlcGxheWVkX3Rva2VucxgFIAEoDRIWCg50b2tlbl9sb2dwcm9icxgGIAMoAhIXCg90b2tlbl9pc19hcmdtYXgYByADKAgSFQoNYWNjZXB0ZWRfcGF0aBgIIAMoDSJEChVVbmlmaWVkRm9yd2FyZFJlcXVlc3QSKwoFaXRlbXMYASADKAsyHC5xdWlyZS52MS5VbmlmaWVkRm9yd2FyZEl0ZW0i8AEKElVuaWZpZWRGb3J3YXJkSXRlbRIQCghjYWNoZV9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SFQoIcG9zaXRpb24YAyABKA1IAIgBARIbCg5pc19maW5hbF9jaHVuaxgEIAEoCEgBiAEBEicKBm91dHB1dBgFIAEoCzIXLnF1aXJlLnYxLk91dHB1dE9wdGlvbnMSJAoIcHJpb3JpdHkYBiABKA4yEi5xdWlyZS52MS5Qcmlvcml0eRISCgphZGFwdGVyX2lkGAcgASgJQgsKCV9wb3NpdGlvbkIRCg9faXNfZmluYWxfY2h1bmsiSQoWVW5pZmllZEZvcndhcmRSZXNwb25zZRIvCgdyZXN1bHRzGAEgAygLMh4ucXVpcmUudjEuVW5pZmllZEZvcndhcmRSZXN1bHQifwoUVW5pZmllZEZvcndhcmRSZXN1bHQSOAoIcmVzcG9uc2UYASABKAsyJC5xdWlyZS52MS5VbmlmaWVkRm9yd2FyZEl0ZW1SZXNwb25zZUgAEiMKBWVycm9yGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIICgZyZXN1bHQiwwEKGlVuaWZpZWRGb3J3YXJkSXRlbVJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIkCgZvdXRwdXQYAiABKAsyFC5xdWlyZS52MS5TdGVwT3V0cHV0EhUKDXJldXNlZF90b2tlbnMYAyABKA0SJAoGdGltaW5nGAQgASgLMhQucXVpcmUudjEuU3RlcFRpbWluZxIXCg9yZXBsYXllZF90b2tlbnMYBSABKA0i1QEKDkZvcndhcmRSZXF1ZXN0EhEKCXRva2VuX2lkcxgBIAMoDRInCgZvdXRwdXQYAiABKAsyFy5xdWlyZS52MS5PdXRwdXRPcHRpb25zEiQKCHByaW9yaXR5GAMgASgOMhIucXVpcmUudjEuUHJpb3JpdHkSEgoKc2NvcmVfZnJvbRgEIAEoDRISCgpjYWNoZV9zYWx0GAUgASgJEhIKCmFkYXB0ZXJfaWQYBiABKAkSDwoHZXhwZXJ0cxgHIAEoDBIUCgxleHBlcnRzX2Zyb20YCCABKA0i0AEKD0ZvcndhcmRSZXNwb25zZRIlCgdvdXRwdXRzGAEgAygLMhQucXVpcmUudjEuU3RlcE91dHB1dBIWCg50b2tlbl9sb2dwcm9icxgCIAMoAhIkCgZ0aW1pbmcYAyABKAsyFC5xdWlyZS52MS5TdGVwVGltaW5nEhcKD3Rva2VuX2lzX2FyZ21heBgEIAMoCBIVCg1yZXVzZWRfdG9rZW5zGAUgASgNEg8KB3dlaWdodHMYBiABKAQSFwoPYWRhcHRlcl92ZXJzaW9uGAcgASgEIj4KE0JhdGNoRm9yd2FyZFJlcXVlc3QSJwoFaXRlbXMYASADKAsyGC5xdWlyZS52MS5Gb3J3YXJkUmVxdWVzdCJFChRCYXRjaEZvcndhcmRSZXNwb25zZRItCgdyZXN1bHRzGAEgAygLMhwucXVpcmUudjEuQmF0Y2hGb3J3YXJkUmVzdWx0InIKEkJhdGNoRm9yd2FyZFJlc3VsdBItCghyZXNwb25zZRgBIAEoCzIZLnF1aXJlLnYxLkZvcndhcmRSZXNwb25zZUgAEiMKBWVycm9yGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIICgZyZXN1bHQiWAoQRm9ya0NhY2hlUmVxdWVzdBIQCghjYWNoZV9pZBgBIAEoCRINCgVjb3VudBgCIAEoDRIPCgdyZWxlYXNlGAMgAygJEhIKCnJlcXVlc3RfaWQYBCABKAkiPwoRRm9ya0NhY2hlUmVzcG9uc2USKgoJa3ZfY2FjaGVzGAEgAygLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZSJdChFGb3JrQ2FjaGVzUmVxdWVzdBIjCgVmb3JrcxgBIAMoCzIULnF1aXJlLnYxLkZvcmtTb3VyY2USDwoHcmVsZWFzZRgCIAMoCRISCgpyZXF1ZXN0X2lkGAMgASgJIlEKCkZvcmtTb3VyY2USEAoIY2FjaGVfaWQYASABKAkSDQoFY291bnQYAiABKA0SFQoIcG9zaXRpb24YAyABKA1IAIgBAUILCglfcG9zaXRpb24iPQoSRm9ya0NhY2hlc1Jlc3BvbnNlEicKB3Jlc3VsdHMYASADKAsyFi5xdWlyZS52MS5Gb3JrZWRDYWNoZXMiOgoMRm9ya2VkQ2FjaGVzEioKCWt2X2NhY2hlcxgBIAMoCzIXLnF1aXJlLnYxLkt2Q2FjaGVIYW5kbGUiawoRVHJ1bmNhdGVLVlJlcXVlc3QSEAoIY2FjaGVfaWQYASABKAkSFAoHbmV3X2xlbhgCIAEoDUgAiAEBEhUKCHBvc2l0aW9uGAMgASgNSAGIAQFCCgoIX25ld19sZW5CCwoJX3Bvc2l0aW9uIj8KElRydW5jYXRlS1ZSZXNwb25zZRIpCghrdl9jYWNoZRgBIAEoCzIXLnF1aXJlLnYxLkt2Q2FjaGVIYW5kbGUiJwoTUmVsZWFzZUNhY2hlUmVxdWVzdBIQCghjYWNoZV9pZBgBIAEoCSIoChRSZWxlYXNlQ2FjaGVSZXNwb25zZRIQCghyZWxlYXNlZBgBIAEoCCI6ChFMaXN0Q2FjaGVzUmVxdWVzdBIRCglwYWdlX3NpemUYASABKA0SEgoKcGFnZV90b2tlbhgCIAEoCSJZChJMaXN0Q2FjaGVzUmVzcG9uc2USKgoJa3ZfY2FjaGVzGAEgAygLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiTwoRUmVuZXdDYWNoZVJlcXVlc3QSEAoIY2FjaGVfaWQYASABKAkSKAoFbGVhc2UYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iPwoSUmVuZXdDYWNoZVJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZSI2Cg5TZXNzaW9uUmVxdWVzdBIkCgVjYWxscxgBIAMoCzIVLnF1aXJlLnYxLlNlc3Npb25DYWxsIvUFCgtTZXNzaW9uQ2FsbBILCgN0YWcYASABKAQSKwoHcHJlZmlsbBgCIAEoCzIYLnF1aXJlLnYxLlByZWZpbGxSZXF1ZXN0SAASKQoGZGVjb2RlGAMgASgLMhcucXVpcmUudjEuRGVjb2RlUmVxdWVzdEgAEjgKDmZvcndhcmRfdmVyaWZ5GAQgASgLMh4ucXVpcmUudjEuRm9yd2FyZFZlcmlmeVJlcXVlc3RIABIrCgdmb3J3YXJkGAUgASgLMhgucXVpcmUudjEuRm9yd2FyZFJlcXVlc3RIABI2Cg1iYXRjaF9wcmVmaWxsGAYgASgLMh0ucXVpcmUudjEuQmF0Y2hQcmVmaWxsUmVxdWVzdEgAEjQKDGJhdGNoX2RlY29kZRgHIAEoCzIcLnF1aXJlLnYxLkJhdGNoRGVjb2RlUmVxdWVzdEgAEjoKD3VuaWZpZWRfZm9yd2FyZBgIIAEoCzIfLnF1aXJlLnYxLlVuaWZpZWRGb3J3YXJkUmVxdWVzdEgAEjAKCmZvcmtfY2FjaGUYCSABKAsyGi5xdWlyZS52MS5Gb3JrQ2FjaGVSZXF1ZXN0SAASMgoLdHJ1bmNhdGVfa3YYCiABKAsyGy5xdWlyZS52MS5UcnVuY2F0ZUtWUmVxdWVzdEgAEjYKDXJlbGVhc2VfY2FjaGUYCyABKAsyHS5xdWlyZS52MS5SZWxlYXNlQ2FjaGVSZXF1ZXN0SAASMgoLcmVuZXdfY2FjaGUYDCABKAsyGy5xdWlyZS52MS5SZW5ld0NhY2hlUmVxdWVzdEgAEjYKDWJhdGNoX2ZvcndhcmQYDiABKAsyHS5xdWlyZS52MS5CYXRjaEZvcndhcmRSZXF1ZXN0SAASMgoLZm9ya19jYWNoZXMYDyABKAsyGy5xdWlyZS52MS5Gb3JrQ2FjaGVzUmVxdWVzdEgAEioKB3RpbWVvdXQYDSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb25CBgoEY2FsbCI7Cg9TZXNzaW9uUmVzcG9uc2USKAoHcmVzdWx0cxgBIAMoCzIXLnF1aXJlLnYxLlNlc3Npb25SZXN1bHQi/wUKDVNlc3Npb25SZXN1bHQSCwoDdGFnGAEgASgEEiMKBWVycm9yGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIABIsCgdwcmVmaWxsGAMgASgLMhkucXVpcmUudjEuUHJlZmlsbFJlc3BvbnNlSAASKgoGZGVjb2RlGAQgASgLMhgucXVpcmUudjEuRGVjb2RlUmVzcG9uc2VIABI5Cg5mb3J3YXJkX3ZlcmlmeRgFIAEoCzIfLnF1aXJlLnYxLkZvcndhcmRWZXJpZnlSZXNwb25zZUgAEiwKB2ZvcndhcmQYBiABKAsyGS5xdWlyZS52MS5Gb3J3YXJkUmVzcG9uc2VIABI3Cg1iYXRjaF9wcmVmaWxsGAcgASgLMh4ucXVpcmUudjEuQmF0Y2hQcmVmaWxsUmVzcG9uc2VIABI1CgxiYXRjaF9kZWNvZGUYCCABKAsyHS5xdWlyZS52MS5CYXRjaERlY29kZVJlc3BvbnNlSAASOwoPdW5pZmllZF9mb3J3YXJkGAkgASgLMiAucXVpcmUudjEuVW5pZmllZEZvcndhcmRSZXNwb25zZUgAEjEKCmZvcmtfY2FjaGUYCiABKAsyGy5xdWlyZS52MS5Gb3JrQ2FjaGVSZXNwb25zZUgAEjMKC3RydW5jYXRlX2t2GAsgASgLMhwucXVpcmUudjEuVHJ1bmNhdGVLVlJlc3BvbnNlSAASNwoNcmVsZWFzZV9jYWNoZRgMIAEoCzIeLnF1aXJlLnYxLlJlbGVhc2VDYWNoZVJlc3BvbnNlSAASMwoLcmVuZXdfY2FjaGUYDSABKAsyHC5xdWlyZS52MS5SZW5ld0NhY2hlUmVzcG9uc2VIABI3Cg1iYXRjaF9mb3J3YXJkGA4gASgLMh4ucXVpcmUudjEuQmF0Y2hGb3J3YXJkUmVzcG9uc2VIABIzCgtmb3JrX2NhY2hlcxgPIAEoCzIcLnF1aXJlLnYxLkZvcmtDYWNoZXNSZXNwb25zZUgAQggKBnJlc3VsdCJPChNHZXRNb2RlbEluZm9SZXF1ZXN0EhkKEWluY2x1ZGVfdG9rZW5pemVyGAEgASgIEh0KFWluY2x1ZGVfY2hhdF90ZW1wbGF0ZRgCIAEoCCLOAgoUR2V0TW9kZWxJbmZvUmVzcG9uc2USKQoFbW9kZWwYASABKAsyGi5xdWlyZS52MS5Nb2RlbERlc2NyaXB0aW9uEhYKDnRva2VuaXplcl9qc29uGAIgASgMEi0KDWNoYXRfdGVtcGxhdGUYAyABKAsyFi5xdWlyZS52MS5DaGF0VGVtcGxhdGUSMwoRc2FtcGxpbmdfZGVmYXVsdHMYBCABKAsyGC5xdWlyZS52MS5TYW1wbGluZ1BhcmFtcxIOCgZkZXZpY2UYBSABKAkSSQoOc3BlY2lhbF90b2tlbnMYBiADKAsyMS5xdWlyZS52MS5HZXRNb2RlbEluZm9SZXNwb25zZS5TcGVjaWFsVG9rZW5zRW50cnkaNAoSU3BlY2lhbFRva2Vuc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiGAoWR2V0Q2FwYWJpbGl0aWVzUmVxdWVzdCKfAQoXR2V0Q2FwYWJpbGl0aWVzUmVzcG9uc2USDwoHdmVyc2lvbhgBIAEoCRIwCghleGVjdXRvchgCIAEoCzIeLnF1aXJlLnYxLkV4ZWN1dG9yQ2FwYWJpbGl0aWVzEicKBmxpbWl0cxgDIAEoCzIXLnF1aXJlLnYxLkdhdGV3YXlMaW1pdHMSGAoQbWF4X3RvcF9sb2dwcm9icxgEIAEoDSKWAwoNR2F0ZXdheUxpbWl0cxIZChFtYXhfcmVxdWVzdF9ieXRlcxgBIAEoBBIaChJtYXhfcmVzcG9uc2VfYnl0ZXMYAiABKAQSHQoVbWF4X2NhbGxzX3Blcl9tZXNzYWdlGAMgASgNEhoKEm1heF9pdGVtc19wZXJfY2FsbBgEIAEoDRIZChFtYXhfc2Vzc2lvbl9jYWxscxgFIAEoDRIdChVtYXhfcXVldWVkX29wZXJhdGlvbnMYBiABKA0SEgoKbWF4X2NhY2hlcxgHIAEoDRIZChFtYXhfam91cm5hbF9ieXRlcxgIIAEoBBIYChBtYXhfdW5yZWFkX2J5dGVzGAkgASgEEhIKCm1heF93YWl0X3MYCiABKAESGgoSbWF4X2Fycml2aW5nX2J5dGVzGAsgASgEEhQKDG1heF9zZXNzaW9ucxgMIAEoDRIXCg9tYXhfY29ubmVjdGlvbnMYDSABKA0SGQoRbWVzc2FnZV90aW1lb3V0X3MYDiABKAESFgoObWF4X2V4ZWN1dGlvbnMYDyABKA0iEgoQR2V0U3RhdHVzUmVxdWVzdCKIBAoRR2V0U3RhdHVzUmVzcG9uc2USJAoFc3RhdGUYASABKA4yFS5xdWlyZS52MS5TZXJ2ZXJTdGF0ZRInCgd3b3JrZXJzGAIgAygLMhYucXVpcmUudjEuV29ya2VyU3RhdHVzEhEKCXVwdGltZV9tcxgDIAEoBBIOCgZjYWNoZXMYBCABKA0SHAoUb3BlcmF0aW9uc19pbl9mbGlnaHQYBSABKA0SFAoMbWVtb3J5X2J5dGVzGAYgASgEEg8KB3ZlcnNpb24YByABKAkSDQoFdGFza3MYCCABKA0SGAoQbG9uZ2VzdF9zdGFsbF9tcxgJIAEoBBIVCg1qb3VybmFsX2J5dGVzGAogASgEEhQKDHVucmVhZF9ieXRlcxgLIAEoBBIZChFhcnJpdmluZ19yZXF1ZXN0cxgMIAEoDRIQCghzZXNzaW9ucxgNIAEoDRITCgtjb25uZWN0aW9ucxgOIAEoDRI7CghyZWZ1c2FscxgPIAMoCzIpLnF1aXJlLnYxLkdldFN0YXR1c1Jlc3BvbnNlLlJlZnVzYWxzRW50cnkSEAoIbW9kZWxfaWQYECABKAkSEwoLZmluZ2VycHJpbnQYESABKAkSDwoHd2VpZ2h0cxgSIAEoBBovCg1SZWZ1c2Fsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoBDoCOAEisAMKDFdvcmtlclN0YXR1cxIRCgl3b3JrZXJfaWQYASABKAkSCwoDcGlkGAIgASgNEg0KBWVwb2NoGAMgASgEEiQKBXN0YXRlGAQgASgOMhUucXVpcmUudjEuV29ya2VyU3RhdGUSFQoNbG9hZF9wcm9ncmVzcxgFIAEoAhIwCghleGVjdXRvchgGIAEoCzIeLnF1aXJlLnYxLkV4ZWN1dG9yQ2FwYWJpbGl0aWVzEiEKBHBvb2wYByABKAsyEy5xdWlyZS52MS5Qb29sVXNhZ2USJAoGY291bnRzGAggASgLMhQucXVpcmUudjEuU3RlcENvdW50cxIcChRvcGVyYXRpb25zX2luX2ZsaWdodBgJIAEoDRIUCgxtZW1vcnlfYnl0ZXMYCiABKAQSGwoTZGV2aWNlX21lbW9yeV9ieXRlcxgLIAEoBBIgChhkZXZpY2VfbWVtb3J5X3BlYWtfYnl0ZXMYDCABKAQSEwoLc3RlcF9hZ2VfbnMYDSABKAQSDwoHc3VzcGVjdBgOIAEoCBIPCgd0cm91YmxlGA8gASgJEg8KB2FkZHJlc3MYECABKAkiMQoWR2V0Q2FjaGVNZXRyaWNzUmVxdWVzdBIXCg9jaGVja19pbnRlZ3JpdHkYASABKAgiSAoXR2V0Q2FjaGVNZXRyaWNzUmVzcG9uc2USLQoHd29ya2VycxgBIAMoCzIcLnF1aXJlLnYxLldvcmtlckNhY2hlTWV0cmljcyJ0ChJXb3JrZXJDYWNoZU1ldHJpY3MSEQoJd29ya2VyX2lkGAEgASgJEiEKBHBvb2wYAiABKAsyEy5xdWlyZS52MS5Qb29sVXNhZ2USGAoLcG9vbF9pbnRhY3QYAyABKAhIAIgBAUIOCgxfcG9vbF9pbnRhY3QiFwoVR2V0TG9yYU1ldHJpY3NSZXF1ZXN0IkYKFkdldExvcmFNZXRyaWNzUmVzcG9uc2USLAoHd29ya2VycxgBIAMoCzIbLnF1aXJlLnYxLldvcmtlckxvcmFNZXRyaWNzIlYKEVdvcmtlckxvcmFNZXRyaWNzEhEKCXdvcmtlcl9pZBgBIAEoCRIuCghhZGFwdGVycxgCIAMoCzIcLnF1aXJlLnYxLkxvcmFBZGFwdGVyTWV0cmljcyp7CgtTZXJ2ZXJTdGF0ZRIcChhTRVJWRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIZChVTRVJWRVJfU1RBVEVfU1RBUlRJTkcQARIYChRTRVJWRVJfU1RBVEVfU0VSVklORxACEhkKFVNFUlZFUl9TVEFURV9EUkFJTklORxADKpABCgtXb3JrZXJTdGF0ZRIcChhXT1JLRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIZChVXT1JLRVJfU1RBVEVfU1RBUlRJTkcQARIWChJXT1JLRVJfU1RBVEVfUkVBRFkQAhIZChVXT1JLRVJfU1RBVEVfRFJBSU5JTkcQAxIVChFXT1JLRVJfU1RBVEVfREVBRBAEMvsLChRNb2RlbEV4ZWN1dG9yU2VydmljZRI+CgdQcmVmaWxsEhgucXVpcmUudjEuUHJlZmlsbFJlcXVlc3QaGS5xdWlyZS52MS5QcmVmaWxsUmVzcG9uc2USTQoMQmF0Y2hQcmVmaWxsEh0ucXVpcmUudjEuQmF0Y2hQcmVmaWxsUmVxdWVzdBoeLnF1aXJlLnYxLkJhdGNoUHJlZmlsbFJlc3BvbnNlEjsKBkRlY29kZRIXLnF1aXJlLnYxLkRlY29kZVJlcXVlc3QaGC5xdWlyZS52MS5EZWNvZGVSZXNwb25zZRJKCgtCYXRjaERlY29kZRIcLnF1aXJlLnYxLkJhdGNoRGVjb2RlUmVxdWVzdBodLnF1aXJlLnYxLkJhdGNoRGVjb2RlUmVzcG9uc2USUAoNRm9yd2FyZFZlcmlmeRIeLnF1aXJlLnYxLkZvcndhcmRWZXJpZnlSZXF1ZXN0Gh8ucXVpcmUudjEuRm9yd2FyZFZlcmlmeVJlc3BvbnNlElMKDlVuaWZpZWRGb3J3YXJkEh8ucXVpcmUudjEuVW5pZmllZEZvcndhcmRSZXF1ZXN0GiAucXVpcmUudjEuVW5pZmllZEZvcndhcmRSZXNwb25zZRI+CgdGb3J3YXJkEhgucXVpcmUudjEuRm9yd2FyZFJlcXVlc3QaGS5xdWlyZS52MS5Gb3J3YXJkUmVzcG9uc2USTQoMQmF0Y2hGb3J3YXJkEh0ucXVpcmUudjEuQmF0Y2hGb3J3YXJkUmVxdWVzdBoeLnF1aXJlLnYxLkJhdGNoRm9yd2FyZFJlc3BvbnNlEkQKCUZvcmtDYWNoZRIaLnF1aXJlLnYxLkZvcmtDYWNoZVJlcXVlc3QaGy5xdWlyZS52MS5Gb3JrQ2FjaGVSZXNwb25zZRJHCgpGb3JrQ2FjaGVzEhsucXVpcmUudjEuRm9ya0NhY2hlc1JlcXVlc3QaHC5xdWlyZS52MS5Gb3JrQ2FjaGVzUmVzcG9uc2USRwoKVHJ1bmNhdGVLVhIbLnF1aXJlLnYxLlRydW5jYXRlS1ZSZXF1ZXN0GhwucXVpcmUudjEuVHJ1bmNhdGVLVlJlc3BvbnNlEk0KDFJlbGVhc2VDYWNoZRIdLnF1aXJlLnYxLlJlbGVhc2VDYWNoZVJlcXVlc3QaHi5xdWlyZS52MS5SZWxlYXNlQ2FjaGVSZXNwb25zZRJHCgpMaXN0Q2FjaGVzEhsucXVpcmUudjEuTGlzdENhY2hlc1JlcXVlc3QaHC5xdWlyZS52MS5MaXN0Q2FjaGVzUmVzcG9uc2USRwoKUmVuZXdDYWNoZRIbLnF1aXJlLnYxLlJlbmV3Q2FjaGVSZXF1ZXN0GhwucXVpcmUudjEuUmVuZXdDYWNoZVJlc3BvbnNlEkIKB1Nlc3Npb24SGC5xdWlyZS52MS5TZXNzaW9uUmVxdWVzdBoZLnF1aXJlLnYxLlNlc3Npb25SZXNwb25zZSgBMAESTQoMR2V0TW9kZWxJbmZvEh0ucXVpcmUudjEuR2V0TW9kZWxJbmZvUmVxdWVzdBoeLnF1aXJlLnYxLkdldE1vZGVsSW5mb1Jlc3BvbnNlElYKD0dldENhcGFiaWxpdGllcxIgLnF1aXJlLnYxLkdldENhcGFiaWxpdGllc1JlcXVlc3QaIS5xdWlyZS52MS5HZXRDYXBhYmlsaXRpZXNSZXNwb25zZRJECglHZXRTdGF0dXMSGi5xdWlyZS52MS5HZXRTdGF0dXNSZXF1ZXN0GhsucXVpcmUudjEuR2V0U3RhdHVzUmVzcG9uc2USVgoPR2V0Q2FjaGVNZXRyaWNzEiAucXVpcmUudjEuR2V0Q2FjaGVNZXRyaWNzUmVxdWVzdBohLnF1aXJlLnYxLkdldENhY2hlTWV0cmljc1Jlc3BvbnNlElMKDkdldExvcmFNZXRyaWNzEh8ucXVpcmUudjEuR2V0TG9yYU1ldHJpY3NSZXF1ZXN0GiAucXVpcmUudjEuR2V0TG9yYU1ldHJpY3NSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
+  fileDesc("ChdxdWlyZS92MS9leGVjdXRvci5wcm90bxIIcXVpcmUudjEizAIKDlByZWZpbGxSZXF1ZXN0EhAKCGNhY2hlX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRIVCghwb3NpdGlvbhgDIAEoDUgAiAEBEicKBm91dHB1dBgEIAEoCzIXLnF1aXJlLnYxLk91dHB1dE9wdGlvbnMSEgoKYWRhcHRlcl9pZBgFIAEoCRIoCgVsZWFzZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgpyZXF1ZXN0X2lkGAcgASgJEhIKCmNhY2hlX3NhbHQYCCABKAkSJAoIcHJpb3JpdHkYCSABKA4yEi5xdWlyZS52MS5Qcmlvcml0eRIXCgpzY29yZV9mcm9tGAogASgNSAGIAQESFAoMc2FtcGxlX3NlZWRzGAsgAygEQgsKCV9wb3NpdGlvbkINCgtfc2NvcmVfZnJvbSKSAgoPUHJlZmlsbFJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIkCgZvdXRwdXQYAiABKAsyFC5xdWlyZS52MS5TdGVwT3V0cHV0EhUKDXJldXNlZF90b2tlbnMYAyABKA0SJAoGdGltaW5nGAQgASgLMhQucXVpcmUudjEuU3RlcFRpbWluZxIXCg9yZXBsYXllZF90b2tlbnMYBSABKA0SFgoOdG9rZW5fbG9ncHJvYnMYBiADKAISFwoPdG9rZW5faXNfYXJnbWF4GAcgAygIEicKB3NhbXBsZXMYCCADKAsyFi5xdWlyZS52MS5TYW1wbGVkVG9rZW4iPgoTQmF0Y2hQcmVmaWxsUmVxdWVzdBInCgVpdGVtcxgBIAMoCzIYLnF1aXJlLnYxLlByZWZpbGxSZXF1ZXN0IkUKFEJhdGNoUHJlZmlsbFJlc3BvbnNlEi0KB3Jlc3VsdHMYASADKAsyHC5xdWlyZS52MS5CYXRjaFByZWZpbGxSZXN1bHQicgoSQmF0Y2hQcmVmaWxsUmVzdWx0Ei0KCHJlc3BvbnNlGAEgASgLMhkucXVpcmUudjEuUHJlZmlsbFJlc3BvbnNlSAASIwoFZXJyb3IYAiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0gAQggKBnJlc3VsdCK4AQoNRGVjb2RlUmVxdWVzdBIQCghjYWNoZV9pZBgBIAEoCRIVCgh0b2tlbl9pZBgCIAEoDUgAiAEBEhUKCHBvc2l0aW9uGAMgASgNSAGIAQESJwoGb3V0cHV0GAQgASgLMhcucXVpcmUudjEuT3V0cHV0T3B0aW9ucxIkCghwcmlvcml0eRgFIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgsKCV90b2tlbl9pZEILCglfcG9zaXRpb24ioAEKDkRlY29kZVJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIkCgZvdXRwdXQYAiABKAsyFC5xdWlyZS52MS5TdGVwT3V0cHV0EiQKBnRpbWluZxgDIAEoCzIULnF1aXJlLnYxLlN0ZXBUaW1pbmcSFwoPcmVwbGF5ZWRfdG9rZW5zGAQgASgNIjwKEkJhdGNoRGVjb2RlUmVxdWVzdBImCgVpdGVtcxgBIAMoCzIXLnF1aXJlLnYxLkRlY29kZVJlcXVlc3QiQwoTQmF0Y2hEZWNvZGVSZXNwb25zZRIsCgdyZXN1bHRzGAEgAygLMhsucXVpcmUudjEuQmF0Y2hEZWNvZGVSZXN1bHQicAoRQmF0Y2hEZWNvZGVSZXN1bHQSLAoIcmVzcG9uc2UYASABKAsyGC5xdWlyZS52MS5EZWNvZGVSZXNwb25zZUgAEiMKBWVycm9yGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIICgZyZXN1bHQimQIKFEZvcndhcmRWZXJpZnlSZXF1ZXN0EhAKCGNhY2hlX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRIVCghwb3NpdGlvbhgDIAEoDUgAiAEBEicKBm91dHB1dBgEIAEoCzIXLnF1aXJlLnYxLk91dHB1dE9wdGlvbnMSJgoGYWNjZXB0GAUgASgOMhYucXVpcmUudjEuVmVyaWZ5QWNjZXB0EiQKCHByaW9yaXR5GAYgASgOMhIucXVpcmUudjEuUHJpb3JpdHkSDQoFc2NvcmUYByABKAgSIQoEcm93cxgIIAMoCzITLnF1aXJlLnYxLlZlcmlmeVJvdxIPCgdwYXJlbnRzGAkgAygNQgsKCV9wb3NpdGlvbiKCAgoVRm9yd2FyZFZlcmlmeVJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIlCgdvdXRwdXRzGAIgAygLMhQucXVpcmUudjEuU3RlcE91dHB1dBIQCghhY2NlcHRlZBgDIAEoDRIkCgZ0aW1pbmcYBCABKAsyFC5xdWlyZS52MS5TdGVwVGltaW5nEhcKD3JlcGxheWVkX3Rva2VucxgFIAEoDRIWCg50b2tlbl9sb2dwcm9icxgGIAMoAhIXCg90b2tlbl9pc19hcmdtYXgYByADKAgSFQoNYWNjZXB0ZWRfcGF0aBgIIAMoDSJEChVVbmlmaWVkRm9yd2FyZFJlcXVlc3QSKwoFaXRlbXMYASADKAsyHC5xdWlyZS52MS5VbmlmaWVkRm9yd2FyZEl0ZW0i8AEKElVuaWZpZWRGb3J3YXJkSXRlbRIQCghjYWNoZV9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SFQoIcG9zaXRpb24YAyABKA1IAIgBARIbCg5pc19maW5hbF9jaHVuaxgEIAEoCEgBiAEBEicKBm91dHB1dBgFIAEoCzIXLnF1aXJlLnYxLk91dHB1dE9wdGlvbnMSJAoIcHJpb3JpdHkYBiABKA4yEi5xdWlyZS52MS5Qcmlvcml0eRISCgphZGFwdGVyX2lkGAcgASgJQgsKCV9wb3NpdGlvbkIRCg9faXNfZmluYWxfY2h1bmsiSQoWVW5pZmllZEZvcndhcmRSZXNwb25zZRIvCgdyZXN1bHRzGAEgAygLMh4ucXVpcmUudjEuVW5pZmllZEZvcndhcmRSZXN1bHQifwoUVW5pZmllZEZvcndhcmRSZXN1bHQSOAoIcmVzcG9uc2UYASABKAsyJC5xdWlyZS52MS5VbmlmaWVkRm9yd2FyZEl0ZW1SZXNwb25zZUgAEiMKBWVycm9yGAIgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIICgZyZXN1bHQiwwEKGlVuaWZpZWRGb3J3YXJkSXRlbVJlc3BvbnNlEikKCGt2X2NhY2hlGAEgASgLMhcucXVpcmUudjEuS3ZDYWNoZUhhbmRsZRIkCgZvdXRwdXQYAiABKAsyFC5xdWlyZS52MS5TdGVwT3V0cHV0EhUKDXJldXNlZF90b2tlbnMYAyABKA0SJAoGdGltaW5nGAQgASgLMhQucXVpcmUudjEuU3RlcFRpbWluZxIXCg9yZXBsYXllZF90b2tlbnMYBSABKA0i6QEKDkZvcndhcmRSZXF1ZXN0EhEKCXRva2VuX2lkcxgBIAMoDRInCgZvdXRwdXQYAiABKAsyFy5xdWlyZS52MS5PdXRwdXRPcHRpb25zEiQKCHByaW9yaXR5GAMgASgOMhIucXVpcmUudjEuUHJpb3JpdHkSFwoKc2NvcmVfZnJvbRgEIAEoDUgAiAEBEhIKCmNhY2hlX3NhbHQYBSABKAkSEgoKYWRhcHRlcl9pZBgGIAEoCRIPCgdleHBlcnRzGAcgASgMEhQKDGV4cGVydHNfZnJvbRgIIAEoDUINCgtfc2NvcmVfZnJvbSLYAQoPRm9yd2FyZFJlc3BvbnNlEiUKB291dHB1dHMYASADKAsyFC5xdWlyZS52MS5TdGVwT3V0cHV0EhYKDnRva2VuX2xvZ3Byb2JzGAIgAygCEiQKBnRpbWluZxgDIAEoCzIULnF1aXJlLnYxLlN0ZXBUaW1pbmcSFwoPdG9rZW5faXNfYXJnbWF4GAQgAygIEhUKDXJldXNlZF90b2tlbnMYBSABKA0SFwoPd2VpZ2h0c192ZXJzaW9uGAYgASgEEhcKD2FkYXB0ZXJfdmVyc2lvbhgHIAEoBCI+ChNCYXRjaEZvcndhcmRSZXF1ZXN0EicKBWl0ZW1zGAEgAygLMhgucXVpcmUudjEuRm9yd2FyZFJlcXVlc3QiRQoUQmF0Y2hGb3J3YXJkUmVzcG9uc2USLQoHcmVzdWx0cxgBIAMoCzIcLnF1aXJlLnYxLkJhdGNoRm9yd2FyZFJlc3VsdCJyChJCYXRjaEZvcndhcmRSZXN1bHQSLQoIcmVzcG9uc2UYASABKAsyGS5xdWlyZS52MS5Gb3J3YXJkUmVzcG9uc2VIABIjCgVlcnJvchgCIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzSABCCAoGcmVzdWx0IlgKEEZvcmtDYWNoZVJlcXVlc3QSEAoIY2FjaGVfaWQYASABKAkSDQoFY291bnQYAiABKA0SDwoHcmVsZWFzZRgDIAMoCRISCgpyZXF1ZXN0X2lkGAQgASgJIj8KEUZvcmtDYWNoZVJlc3BvbnNlEioKCWt2X2NhY2hlcxgBIAMoCzIXLnF1aXJlLnYxLkt2Q2FjaGVIYW5kbGUiXQoRRm9ya0NhY2hlc1JlcXVlc3QSIwoFZm9ya3MYASADKAsyFC5xdWlyZS52MS5Gb3JrU291cmNlEg8KB3JlbGVhc2UYAiADKAkSEgoKcmVxdWVzdF9pZBgDIAEoCSJRCgpGb3JrU291cmNlEhAKCGNhY2hlX2lkGAEgASgJEg0KBWNvdW50GAIgASgNEhUKCHBvc2l0aW9uGAMgASgNSACIAQFCCwoJX3Bvc2l0aW9uIj0KEkZvcmtDYWNoZXNSZXNwb25zZRInCgdyZXN1bHRzGAEgAygLMhYucXVpcmUudjEuRm9ya2VkQ2FjaGVzIjoKDEZvcmtlZENhY2hlcxIqCglrdl9jYWNoZXMYASADKAsyFy5xdWlyZS52MS5LdkNhY2hlSGFuZGxlImsKEVRydW5jYXRlS1ZSZXF1ZXN0EhAKCGNhY2hlX2lkGAEgASgJEhQKB25ld19sZW4YAiABKA1IAIgBARIVCghwb3NpdGlvbhgDIAEoDUgBiAEBQgoKCF9uZXdfbGVuQgsKCV9wb3NpdGlvbiI/ChJUcnVuY2F0ZUtWUmVzcG9uc2USKQoIa3ZfY2FjaGUYASABKAsyFy5xdWlyZS52MS5LdkNhY2hlSGFuZGxlIicKE1JlbGVhc2VDYWNoZVJlcXVlc3QSEAoIY2FjaGVfaWQYASABKAkiKAoUUmVsZWFzZUNhY2hlUmVzcG9uc2USEAoIcmVsZWFzZWQYASABKAgiOgoRTGlzdENhY2hlc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgNEhIKCnBhZ2VfdG9rZW4YAiABKAkiWQoSTGlzdENhY2hlc1Jlc3BvbnNlEioKCWt2X2NhY2hlcxgBIAMoCzIXLnF1aXJlLnYxLkt2Q2FjaGVIYW5kbGUSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIk8KEVJlbmV3Q2FjaGVSZXF1ZXN0EhAKCGNhY2hlX2lkGAEgASgJEigKBWxlYXNlGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIj8KElJlbmV3Q2FjaGVSZXNwb25zZRIpCghrdl9jYWNoZRgBIAEoCzIXLnF1aXJlLnYxLkt2Q2FjaGVIYW5kbGUiNgoOU2Vzc2lvblJlcXVlc3QSJAoFY2FsbHMYASADKAsyFS5xdWlyZS52MS5TZXNzaW9uQ2FsbCL1BQoLU2Vzc2lvbkNhbGwSCwoDdGFnGAEgASgEEisKB3ByZWZpbGwYAiABKAsyGC5xdWlyZS52MS5QcmVmaWxsUmVxdWVzdEgAEikKBmRlY29kZRgDIAEoCzIXLnF1aXJlLnYxLkRlY29kZVJlcXVlc3RIABI4Cg5mb3J3YXJkX3ZlcmlmeRgEIAEoCzIeLnF1aXJlLnYxLkZvcndhcmRWZXJpZnlSZXF1ZXN0SAASKwoHZm9yd2FyZBgFIAEoCzIYLnF1aXJlLnYxLkZvcndhcmRSZXF1ZXN0SAASNgoNYmF0Y2hfcHJlZmlsbBgGIAEoCzIdLnF1aXJlLnYxLkJhdGNoUHJlZmlsbFJlcXVlc3RIABI0CgxiYXRjaF9kZWNvZGUYByABKAsyHC5xdWlyZS52MS5CYXRjaERlY29kZVJlcXVlc3RIABI6Cg91bmlmaWVkX2ZvcndhcmQYCCABKAsyHy5xdWlyZS52MS5VbmlmaWVkRm9yd2FyZFJlcXVlc3RIABI2Cg1iYXRjaF9mb3J3YXJkGAkgASgLMh0ucXVpcmUudjEuQmF0Y2hGb3J3YXJkUmVxdWVzdEgAEjAKCmZvcmtfY2FjaGUYCiABKAsyGi5xdWlyZS52MS5Gb3JrQ2FjaGVSZXF1ZXN0SAASMgoLZm9ya19jYWNoZXMYCyABKAsyGy5xdWlyZS52MS5Gb3JrQ2FjaGVzUmVxdWVzdEgAEjIKC3RydW5jYXRlX2t2GAwgASgLMhsucXVpcmUudjEuVHJ1bmNhdGVLVlJlcXVlc3RIABI2Cg1yZWxlYXNlX2NhY2hlGA0gASgLMh0ucXVpcmUudjEuUmVsZWFzZUNhY2hlUmVxdWVzdEgAEjIKC3JlbmV3X2NhY2hlGA4gASgLMhsucXVpcmUudjEuUmVuZXdDYWNoZVJlcXVlc3RIABIqCgd0aW1lb3V0GA8gASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgYKBGNhbGwiOwoPU2Vzc2lvblJlc3BvbnNlEigKB3Jlc3VsdHMYASADKAsyFy5xdWlyZS52MS5TZXNzaW9uUmVzdWx0Iv8FCg1TZXNzaW9uUmVzdWx0EgsKA3RhZxgBIAEoBBIsCgdwcmVmaWxsGAIgASgLMhkucXVpcmUudjEuUHJlZmlsbFJlc3BvbnNlSAASKgoGZGVjb2RlGAMgASgLMhgucXVpcmUudjEuRGVjb2RlUmVzcG9uc2VIABI5Cg5mb3J3YXJkX3ZlcmlmeRgEIAEoCzIfLnF1aXJlLnYxLkZvcndhcmRWZXJpZnlSZXNwb25zZUgAEiwKB2ZvcndhcmQYBSABKAsyGS5xdWlyZS52MS5Gb3J3YXJkUmVzcG9uc2VIABI3Cg1iYXRjaF9wcmVmaWxsGAYgASgLMh4ucXVpcmUudjEuQmF0Y2hQcmVmaWxsUmVzcG9uc2VIABI1CgxiYXRjaF9kZWNvZGUYByABKAsyHS5xdWlyZS52MS5CYXRjaERlY29kZVJlc3BvbnNlSAASOwoPdW5pZmllZF9mb3J3YXJkGAggASgLMiAucXVpcmUudjEuVW5pZmllZEZvcndhcmRSZXNwb25zZUgAEjcKDWJhdGNoX2ZvcndhcmQYCSABKAsyHi5xdWlyZS52MS5CYXRjaEZvcndhcmRSZXNwb25zZUgAEjEKCmZvcmtfY2FjaGUYCiABKAsyGy5xdWlyZS52MS5Gb3JrQ2FjaGVSZXNwb25zZUgAEjMKC2ZvcmtfY2FjaGVzGAsgASgLMhwucXVpcmUudjEuRm9ya0NhY2hlc1Jlc3BvbnNlSAASMwoLdHJ1bmNhdGVfa3YYDCABKAsyHC5xdWlyZS52MS5UcnVuY2F0ZUtWUmVzcG9uc2VIABI3Cg1yZWxlYXNlX2NhY2hlGA0gASgLMh4ucXVpcmUudjEuUmVsZWFzZUNhY2hlUmVzcG9uc2VIABIzCgtyZW5ld19jYWNoZRgOIAEoCzIcLnF1aXJlLnYxLlJlbmV3Q2FjaGVSZXNwb25zZUgAEiMKBWVycm9yGA8gASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNIAEIICgZyZXN1bHQiTwoTR2V0TW9kZWxJbmZvUmVxdWVzdBIZChFpbmNsdWRlX3Rva2VuaXplchgBIAEoCBIdChVpbmNsdWRlX2NoYXRfdGVtcGxhdGUYAiABKAgizgIKFEdldE1vZGVsSW5mb1Jlc3BvbnNlEikKBW1vZGVsGAEgASgLMhoucXVpcmUudjEuTW9kZWxEZXNjcmlwdGlvbhIWCg50b2tlbml6ZXJfanNvbhgCIAEoDBItCg1jaGF0X3RlbXBsYXRlGAMgASgLMhYucXVpcmUudjEuQ2hhdFRlbXBsYXRlEjMKEXNhbXBsaW5nX2RlZmF1bHRzGAQgASgLMhgucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMSDgoGZGV2aWNlGAUgASgJEkkKDnNwZWNpYWxfdG9rZW5zGAYgAygLMjEucXVpcmUudjEuR2V0TW9kZWxJbmZvUmVzcG9uc2UuU3BlY2lhbFRva2Vuc0VudHJ5GjQKElNwZWNpYWxUb2tlbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIhgKFkdldENhcGFiaWxpdGllc1JlcXVlc3QinwEKF0dldENhcGFiaWxpdGllc1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSMAoIZXhlY3V0b3IYAiABKAsyHi5xdWlyZS52MS5FeGVjdXRvckNhcGFiaWxpdGllcxInCgZsaW1pdHMYAyABKAsyFy5xdWlyZS52MS5HYXRld2F5TGltaXRzEhgKEG1heF90b3BfbG9ncHJvYnMYBCABKA0iyAMKDUdhdGV3YXlMaW1pdHMSGQoRbWF4X3JlcXVlc3RfYnl0ZXMYASABKAQSGgoSbWF4X3Jlc3BvbnNlX2J5dGVzGAIgASgEEh0KFW1heF9jYWxsc19wZXJfbWVzc2FnZRgDIAEoDRIaChJtYXhfaXRlbXNfcGVyX2NhbGwYBCABKA0SGQoRbWF4X3Nlc3Npb25fY2FsbHMYBSABKA0SHQoVbWF4X3F1ZXVlZF9vcGVyYXRpb25zGAYgASgNEhIKCm1heF9jYWNoZXMYByABKA0SGQoRbWF4X2pvdXJuYWxfYnl0ZXMYCCABKAQSGAoQbWF4X3VucmVhZF9ieXRlcxgJIAEoBBIrCghtYXhfd2FpdBgKIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIaChJtYXhfYXJyaXZpbmdfYnl0ZXMYCyABKAQSFAoMbWF4X3Nlc3Npb25zGAwgASgNEhcKD21heF9jb25uZWN0aW9ucxgNIAEoDRIyCg9tZXNzYWdlX3RpbWVvdXQYDiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SFgoObWF4X2V4ZWN1dGlvbnMYDyABKA0iEgoQR2V0U3RhdHVzUmVxdWVzdCLVBAoRR2V0U3RhdHVzUmVzcG9uc2USJAoFc3RhdGUYASABKA4yFS5xdWlyZS52MS5TZXJ2ZXJTdGF0ZRInCgd3b3JrZXJzGAIgAygLMhYucXVpcmUudjEuV29ya2VyU3RhdHVzEikKBnVwdGltZRgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIOCgZjYWNoZXMYBCABKA0SHAoUb3BlcmF0aW9uc19pbl9mbGlnaHQYBSABKA0SFAoMbWVtb3J5X2J5dGVzGAYgASgEEg8KB3ZlcnNpb24YByABKAkSDQoFdGFza3MYCCABKA0SMAoNbG9uZ2VzdF9zdGFsbBgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIVCg1qb3VybmFsX2J5dGVzGAogASgEEhQKDHVucmVhZF9ieXRlcxgLIAEoBBIZChFhcnJpdmluZ19yZXF1ZXN0cxgMIAEoDRIQCghzZXNzaW9ucxgNIAEoDRIYCgtjb25uZWN0aW9ucxgOIAEoDUgAiAEBEjsKCHJlZnVzYWxzGA8gAygLMikucXVpcmUudjEuR2V0U3RhdHVzUmVzcG9uc2UuUmVmdXNhbHNFbnRyeRIQCghtb2RlbF9pZBgQIAEoCRITCgtmaW5nZXJwcmludBgRIAEoCRIXCg93ZWlnaHRzX3ZlcnNpb24YEiABKAQaLwoNUmVmdXNhbHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAQ6AjgBQg4KDF9jb25uZWN0aW9ucyLIAwoMV29ya2VyU3RhdHVzEhEKCXdvcmtlcl9pZBgBIAEoCRILCgNwaWQYAiABKA0SDQoFZXBvY2gYAyABKAQSJAoFc3RhdGUYBCABKA4yFS5xdWlyZS52MS5Xb3JrZXJTdGF0ZRIVCg1sb2FkX3Byb2dyZXNzGAUgASgCEjAKCGV4ZWN1dG9yGAYgASgLMh4ucXVpcmUudjEuRXhlY3V0b3JDYXBhYmlsaXRpZXMSIQoEcG9vbBgHIAEoCzITLnF1aXJlLnYxLlBvb2xVc2FnZRIkCgZjb3VudHMYCCABKAsyFC5xdWlyZS52MS5TdGVwQ291bnRzEhwKFG9wZXJhdGlvbnNfaW5fZmxpZ2h0GAkgASgNEhQKDG1lbW9yeV9ieXRlcxgKIAEoBBIbChNkZXZpY2VfbWVtb3J5X2J5dGVzGAsgASgEEiAKGGRldmljZV9tZW1vcnlfcGVha19ieXRlcxgMIAEoBBIrCghzdGVwX2FnZRgNIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIPCgdzdXNwZWN0GA4gASgIEg8KB3Ryb3VibGUYDyABKAkSDwoHYWRkcmVzcxgQIAEoCSIxChZHZXRDYWNoZU1ldHJpY3NSZXF1ZXN0EhcKD2NoZWNrX2ludGVncml0eRgBIAEoCCJIChdHZXRDYWNoZU1ldHJpY3NSZXNwb25zZRItCgd3b3JrZXJzGAEgAygLMhwucXVpcmUudjEuV29ya2VyQ2FjaGVNZXRyaWNzInQKEldvcmtlckNhY2hlTWV0cmljcxIRCgl3b3JrZXJfaWQYASABKAkSIQoEcG9vbBgCIAEoCzITLnF1aXJlLnYxLlBvb2xVc2FnZRIYCgtwb29sX2ludGFjdBgDIAEoCEgAiAEBQg4KDF9wb29sX2ludGFjdCIXChVHZXRMb3JhTWV0cmljc1JlcXVlc3QiRgoWR2V0TG9yYU1ldHJpY3NSZXNwb25zZRIsCgd3b3JrZXJzGAEgAygLMhsucXVpcmUudjEuV29ya2VyTG9yYU1ldHJpY3MiVgoRV29ya2VyTG9yYU1ldHJpY3MSEQoJd29ya2VyX2lkGAEgASgJEi4KCGFkYXB0ZXJzGAIgAygLMhwucXVpcmUudjEuTG9yYUFkYXB0ZXJNZXRyaWNzKnsKC1NlcnZlclN0YXRlEhwKGFNFUlZFUl9TVEFURV9VTlNQRUNJRklFRBAAEhkKFVNFUlZFUl9TVEFURV9TVEFSVElORxABEhgKFFNFUlZFUl9TVEFURV9TRVJWSU5HEAISGQoVU0VSVkVSX1NUQVRFX0RSQUlOSU5HEAMqkAEKC1dvcmtlclN0YXRlEhwKGFdPUktFUl9TVEFURV9VTlNQRUNJRklFRBAAEhkKFVdPUktFUl9TVEFURV9TVEFSVElORxABEhYKEldPUktFUl9TVEFURV9SRUFEWRACEhkKFVdPUktFUl9TVEFURV9EUkFJTklORxADEhUKEVdPUktFUl9TVEFURV9ERUFEEAQy+wsKFE1vZGVsRXhlY3V0b3JTZXJ2aWNlEj4KB1ByZWZpbGwSGC5xdWlyZS52MS5QcmVmaWxsUmVxdWVzdBoZLnF1aXJlLnYxLlByZWZpbGxSZXNwb25zZRJNCgxCYXRjaFByZWZpbGwSHS5xdWlyZS52MS5CYXRjaFByZWZpbGxSZXF1ZXN0Gh4ucXVpcmUudjEuQmF0Y2hQcmVmaWxsUmVzcG9uc2USOwoGRGVjb2RlEhcucXVpcmUudjEuRGVjb2RlUmVxdWVzdBoYLnF1aXJlLnYxLkRlY29kZVJlc3BvbnNlEkoKC0JhdGNoRGVjb2RlEhwucXVpcmUudjEuQmF0Y2hEZWNvZGVSZXF1ZXN0Gh0ucXVpcmUudjEuQmF0Y2hEZWNvZGVSZXNwb25zZRJQCg1Gb3J3YXJkVmVyaWZ5Eh4ucXVpcmUudjEuRm9yd2FyZFZlcmlmeVJlcXVlc3QaHy5xdWlyZS52MS5Gb3J3YXJkVmVyaWZ5UmVzcG9uc2USUwoOVW5pZmllZEZvcndhcmQSHy5xdWlyZS52MS5VbmlmaWVkRm9yd2FyZFJlcXVlc3QaIC5xdWlyZS52MS5VbmlmaWVkRm9yd2FyZFJlc3BvbnNlEj4KB0ZvcndhcmQSGC5xdWlyZS52MS5Gb3J3YXJkUmVxdWVzdBoZLnF1aXJlLnYxLkZvcndhcmRSZXNwb25zZRJNCgxCYXRjaEZvcndhcmQSHS5xdWlyZS52MS5CYXRjaEZvcndhcmRSZXF1ZXN0Gh4ucXVpcmUudjEuQmF0Y2hGb3J3YXJkUmVzcG9uc2USRAoJRm9ya0NhY2hlEhoucXVpcmUudjEuRm9ya0NhY2hlUmVxdWVzdBobLnF1aXJlLnYxLkZvcmtDYWNoZVJlc3BvbnNlEkcKCkZvcmtDYWNoZXMSGy5xdWlyZS52MS5Gb3JrQ2FjaGVzUmVxdWVzdBocLnF1aXJlLnYxLkZvcmtDYWNoZXNSZXNwb25zZRJHCgpUcnVuY2F0ZUtWEhsucXVpcmUudjEuVHJ1bmNhdGVLVlJlcXVlc3QaHC5xdWlyZS52MS5UcnVuY2F0ZUtWUmVzcG9uc2USTQoMUmVsZWFzZUNhY2hlEh0ucXVpcmUudjEuUmVsZWFzZUNhY2hlUmVxdWVzdBoeLnF1aXJlLnYxLlJlbGVhc2VDYWNoZVJlc3BvbnNlEkcKCkxpc3RDYWNoZXMSGy5xdWlyZS52MS5MaXN0Q2FjaGVzUmVxdWVzdBocLnF1aXJlLnYxLkxpc3RDYWNoZXNSZXNwb25zZRJHCgpSZW5ld0NhY2hlEhsucXVpcmUudjEuUmVuZXdDYWNoZVJlcXVlc3QaHC5xdWlyZS52MS5SZW5ld0NhY2hlUmVzcG9uc2USQgoHU2Vzc2lvbhIYLnF1aXJlLnYxLlNlc3Npb25SZXF1ZXN0GhkucXVpcmUudjEuU2Vzc2lvblJlc3BvbnNlKAEwARJNCgxHZXRNb2RlbEluZm8SHS5xdWlyZS52MS5HZXRNb2RlbEluZm9SZXF1ZXN0Gh4ucXVpcmUudjEuR2V0TW9kZWxJbmZvUmVzcG9uc2USVgoPR2V0Q2FwYWJpbGl0aWVzEiAucXVpcmUudjEuR2V0Q2FwYWJpbGl0aWVzUmVxdWVzdBohLnF1aXJlLnYxLkdldENhcGFiaWxpdGllc1Jlc3BvbnNlEkQKCUdldFN0YXR1cxIaLnF1aXJlLnYxLkdldFN0YXR1c1JlcXVlc3QaGy5xdWlyZS52MS5HZXRTdGF0dXNSZXNwb25zZRJWCg9HZXRDYWNoZU1ldHJpY3MSIC5xdWlyZS52MS5HZXRDYWNoZU1ldHJpY3NSZXF1ZXN0GiEucXVpcmUudjEuR2V0Q2FjaGVNZXRyaWNzUmVzcG9uc2USUwoOR2V0TG9yYU1ldHJpY3MSHy5xdWlyZS52MS5HZXRMb3JhTWV0cmljc1JlcXVlc3QaIC5xdWlyZS52MS5HZXRMb3JhTWV0cmljc1Jlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
 
 /**
  * @generated from message quire.v1.PrefillRequest
@@ -412,7 +412,7 @@ export type ForwardVerifyRequest = Message<"quire.v1.ForwardVerifyRequest"> & {
   output?: OutputOptions | undefined;
 
   /**
-   * Which drafts are accepted. The cache is truncated to these.
+   * Which drafts are accepted. The cache is truncated to these. Unset: BAD_ACCEPT.
    *
    * @generated from field: quire.v1.VerifyAccept accept = 5;
    */
@@ -713,12 +713,13 @@ export type ForwardRequest = Message<"quire.v1.ForwardRequest"> & {
   priority: Priority;
 
   /**
-   * The first index of `token_ids` that is scored. The tokens before it are context: they have no outputs, and are
-   * not computed if their KV is cached. 0 is treated as 1, because the first token has no prediction.
+   * Score the tokens from this index of `token_ids` on. The tokens before it are context: they have no outputs, and are
+   * not computed if their KV is cached. 0 is treated as 1, because the first token has no prediction. Unset: 1, all
+   * are scored.
    *
-   * @generated from field: uint32 score_from = 4;
+   * @generated from field: optional uint32 score_from = 4;
    */
-  scoreFrom: number;
+  scoreFrom?: number | undefined;
 
   /**
    * As in PrefillRequest: the context shares KV only with caches of the same tenant, the same salt and the same adapter.
@@ -796,9 +797,9 @@ export type ForwardResponse = Message<"quire.v1.ForwardResponse"> & {
   /**
    * As in KvCacheHandle.
    *
-   * @generated from field: uint64 weights = 6;
+   * @generated from field: uint64 weights_version = 6;
    */
-  weights: bigint;
+  weightsVersion: bigint;
 
   /**
    * @generated from field: uint64 adapter_version = 7;
@@ -1300,40 +1301,40 @@ export type SessionCall = Message<"quire.v1.SessionCall"> & {
     case: "unifiedForward";
   } | {
     /**
-     * @generated from field: quire.v1.ForkCacheRequest fork_cache = 9;
-     */
-    value: ForkCacheRequest;
-    case: "forkCache";
-  } | {
-    /**
-     * @generated from field: quire.v1.TruncateKVRequest truncate_kv = 10;
-     */
-    value: TruncateKVRequest;
-    case: "truncateKv";
-  } | {
-    /**
-     * @generated from field: quire.v1.ReleaseCacheRequest release_cache = 11;
-     */
-    value: ReleaseCacheRequest;
-    case: "releaseCache";
-  } | {
-    /**
-     * @generated from field: quire.v1.RenewCacheRequest renew_cache = 12;
-     */
-    value: RenewCacheRequest;
-    case: "renewCache";
-  } | {
-    /**
-     * @generated from field: quire.v1.BatchForwardRequest batch_forward = 14;
+     * @generated from field: quire.v1.BatchForwardRequest batch_forward = 9;
      */
     value: BatchForwardRequest;
     case: "batchForward";
   } | {
     /**
-     * @generated from field: quire.v1.ForkCachesRequest fork_caches = 15;
+     * @generated from field: quire.v1.ForkCacheRequest fork_cache = 10;
+     */
+    value: ForkCacheRequest;
+    case: "forkCache";
+  } | {
+    /**
+     * @generated from field: quire.v1.ForkCachesRequest fork_caches = 11;
      */
     value: ForkCachesRequest;
     case: "forkCaches";
+  } | {
+    /**
+     * @generated from field: quire.v1.TruncateKVRequest truncate_kv = 12;
+     */
+    value: TruncateKVRequest;
+    case: "truncateKv";
+  } | {
+    /**
+     * @generated from field: quire.v1.ReleaseCacheRequest release_cache = 13;
+     */
+    value: ReleaseCacheRequest;
+    case: "releaseCache";
+  } | {
+    /**
+     * @generated from field: quire.v1.RenewCacheRequest renew_cache = 14;
+     */
+    value: RenewCacheRequest;
+    case: "renewCache";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -1341,7 +1342,7 @@ export type SessionCall = Message<"quire.v1.SessionCall"> & {
    * deadline. An append that cannot finish in time is refused, and one that has not started by then is dropped. One
    * that has started is answered, even if late. Unset: none.
    *
-   * @generated from field: google.protobuf.Duration timeout = 13;
+   * @generated from field: google.protobuf.Duration timeout = 15;
    */
   timeout?: Duration | undefined;
 };
@@ -1373,6 +1374,8 @@ export const SessionResponseSchema: GenMessage<SessionResponse> = /*@__PURE__*/
   messageDesc(file_quire_v1_executor, 38);
 
 /**
+ * A call and its response have the same number.
+ *
  * @generated from message quire.v1.SessionResult
  */
 export type SessionResult = Message<"quire.v1.SessionResult"> & {
@@ -1388,52 +1391,52 @@ export type SessionResult = Message<"quire.v1.SessionResult"> & {
    */
   result: {
     /**
-     * @generated from field: google.rpc.Status error = 2;
-     */
-    value: Status;
-    case: "error";
-  } | {
-    /**
-     * @generated from field: quire.v1.PrefillResponse prefill = 3;
+     * @generated from field: quire.v1.PrefillResponse prefill = 2;
      */
     value: PrefillResponse;
     case: "prefill";
   } | {
     /**
-     * @generated from field: quire.v1.DecodeResponse decode = 4;
+     * @generated from field: quire.v1.DecodeResponse decode = 3;
      */
     value: DecodeResponse;
     case: "decode";
   } | {
     /**
-     * @generated from field: quire.v1.ForwardVerifyResponse forward_verify = 5;
+     * @generated from field: quire.v1.ForwardVerifyResponse forward_verify = 4;
      */
     value: ForwardVerifyResponse;
     case: "forwardVerify";
   } | {
     /**
-     * @generated from field: quire.v1.ForwardResponse forward = 6;
+     * @generated from field: quire.v1.ForwardResponse forward = 5;
      */
     value: ForwardResponse;
     case: "forward";
   } | {
     /**
-     * @generated from field: quire.v1.BatchPrefillResponse batch_prefill = 7;
+     * @generated from field: quire.v1.BatchPrefillResponse batch_prefill = 6;
      */
     value: BatchPrefillResponse;
     case: "batchPrefill";
   } | {
     /**
-     * @generated from field: quire.v1.BatchDecodeResponse batch_decode = 8;
+     * @generated from field: quire.v1.BatchDecodeResponse batch_decode = 7;
      */
     value: BatchDecodeResponse;
     case: "batchDecode";
   } | {
     /**
-     * @generated from field: quire.v1.UnifiedForwardResponse unified_forward = 9;
+     * @generated from field: quire.v1.UnifiedForwardResponse unified_forward = 8;
      */
     value: UnifiedForwardResponse;
     case: "unifiedForward";
+  } | {
+    /**
+     * @generated from field: quire.v1.BatchForwardResponse batch_forward = 9;
+     */
+    value: BatchForwardResponse;
+    case: "batchForward";
   } | {
     /**
      * @generated from field: quire.v1.ForkCacheResponse fork_cache = 10;
@@ -1442,34 +1445,34 @@ export type SessionResult = Message<"quire.v1.SessionResult"> & {
     case: "forkCache";
   } | {
     /**
-     * @generated from field: quire.v1.TruncateKVResponse truncate_kv = 11;
+     * @generated from field: quire.v1.ForkCachesResponse fork_caches = 11;
+     */
+    value: ForkCachesResponse;
+    case: "forkCaches";
+  } | {
+    /**
+     * @generated from field: quire.v1.TruncateKVResponse truncate_kv = 12;
      */
     value: TruncateKVResponse;
     case: "truncateKv";
   } | {
     /**
-     * @generated from field: quire.v1.ReleaseCacheResponse release_cache = 12;
+     * @generated from field: quire.v1.ReleaseCacheResponse release_cache = 13;
      */
     value: ReleaseCacheResponse;
     case: "releaseCache";
   } | {
     /**
-     * @generated from field: quire.v1.RenewCacheResponse renew_cache = 13;
+     * @generated from field: quire.v1.RenewCacheResponse renew_cache = 14;
      */
     value: RenewCacheResponse;
     case: "renewCache";
   } | {
     /**
-     * @generated from field: quire.v1.BatchForwardResponse batch_forward = 14;
+     * @generated from field: google.rpc.Status error = 15;
      */
-    value: BatchForwardResponse;
-    case: "batchForward";
-  } | {
-    /**
-     * @generated from field: quire.v1.ForkCachesResponse fork_caches = 15;
-     */
-    value: ForkCachesResponse;
-    case: "forkCaches";
+    value: Status;
+    case: "error";
   } | { case: undefined; value?: undefined };
 };
 
@@ -1676,9 +1679,9 @@ export type GatewayLimits = Message<"quire.v1.GatewayLimits"> & {
   /**
    * How long a call may be queued, whatever its deadline: OVERLOADED.
    *
-   * @generated from field: double max_wait_s = 10;
+   * @generated from field: google.protobuf.Duration max_wait = 10;
    */
-  maxWaitS: number;
+  maxWait?: Duration | undefined;
 
   /**
    * Bytes of requests that arrive slowly, of all callers; each counts as max_request_bytes: ARRIVING_FULL.
@@ -1704,9 +1707,9 @@ export type GatewayLimits = Message<"quire.v1.GatewayLimits"> & {
   /**
    * How long the request of a unary call may take to arrive: MESSAGE_TIMEOUT.
    *
-   * @generated from field: double message_timeout_s = 14;
+   * @generated from field: google.protobuf.Duration message_timeout = 14;
    */
-  messageTimeoutS: number;
+  messageTimeout?: Duration | undefined;
 
   /**
    * Executions that run or are being read, of all callers: QUEUE_FULL. As many finished executions may be kept.
@@ -1751,9 +1754,11 @@ export type GetStatusResponse = Message<"quire.v1.GetStatusResponse"> & {
   workers: WorkerStatus[];
 
   /**
-   * @generated from field: uint64 uptime_ms = 3;
+   * Since the gateway started.
+   *
+   * @generated from field: google.protobuf.Duration uptime = 3;
    */
-  uptimeMs: bigint;
+  uptime?: Duration | undefined;
 
   /**
    * All caches, including those whose KV is on no worker.
@@ -1791,9 +1796,9 @@ export type GetStatusResponse = Message<"quire.v1.GetStatusResponse"> & {
   /**
    * The longest time since the start for which the gateway's event loop was blocked or the process paused.
    *
-   * @generated from field: uint64 longest_stall_ms = 9;
+   * @generated from field: google.protobuf.Duration longest_stall = 9;
    */
-  longestStallMs: bigint;
+  longestStall?: Duration | undefined;
 
   /**
    * The parts of GatewayLimits.max_journal_bytes and max_unread_bytes in use. Kept executions have limits of their
@@ -1816,7 +1821,7 @@ export type GetStatusResponse = Message<"quire.v1.GetStatusResponse"> & {
   arrivingRequests: number;
 
   /**
-   * The parts of GatewayLimits.max_sessions and max_connections in use. Connections are counted once a second; 0 if
+   * The parts of GatewayLimits.max_sessions and max_connections in use. Connections are counted once a second. Unset:
    * the gateway cannot count them.
    *
    * @generated from field: uint32 sessions = 13;
@@ -1824,9 +1829,9 @@ export type GetStatusResponse = Message<"quire.v1.GetStatusResponse"> & {
   sessions: number;
 
   /**
-   * @generated from field: uint32 connections = 14;
+   * @generated from field: optional uint32 connections = 14;
    */
-  connections: number;
+  connections?: number | undefined;
 
   /**
    * Refused calls since the start, by reason. Calls on a Session count, items of batches do not.
@@ -1848,11 +1853,11 @@ export type GetStatusResponse = Message<"quire.v1.GetStatusResponse"> & {
   fingerprint: string;
 
   /**
-   * The number of its weights, as in KvCacheHandle.
+   * The version of its weights, as in KvCacheHandle.
    *
-   * @generated from field: uint64 weights = 18;
+   * @generated from field: uint64 weights_version = 18;
    */
-  weights: bigint;
+  weightsVersion: bigint;
 };
 
 /**
@@ -1940,11 +1945,11 @@ export type WorkerStatus = Message<"quire.v1.WorkerStatus"> & {
   deviceMemoryPeakBytes: bigint;
 
   /**
-   * How long the current step has been running. 0: no step is running.
+   * How long the current step has been running. Unset: no step is running.
    *
-   * @generated from field: uint64 step_age_ns = 13;
+   * @generated from field: google.protobuf.Duration step_age = 13;
    */
-  stepAgeNs: bigint;
+  stepAge?: Duration | undefined;
 
   /**
    * The worker has not responded recently. It gets no new sequences while another worker is available.
@@ -2239,7 +2244,8 @@ export const ModelExecutorService: GenService<{
     output: typeof ForwardVerifyResponseSchema;
   },
   /**
-   * A mixed batch of decodes, prefills and chunks of prefills. Each item fails separately.
+   * A mixed batch of decodes, prefills and chunks of prefills, which no batch of one kind can be. Each item fails
+   * separately.
    *
    * @generated from rpc quire.v1.ModelExecutorService.UnifiedForward
    */
@@ -2269,7 +2275,8 @@ export const ModelExecutorService: GenService<{
     output: typeof BatchForwardResponseSchema;
   },
   /**
-   * Copies a cache. The copies share its pages. Can release other caches in the same call.
+   * Copies a cache. The copies share its pages. Can release other caches in the same call. A ForkCaches of one cache,
+   * which most callers need: without nested lists, as Decode beside BatchDecode.
    *
    * @generated from rpc quire.v1.ModelExecutorService.ForkCache
    */

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/runner.proto.
  */
 export const file_quire_v1_runner: GenFile = /*@__PURE__*/
-  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIq8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSJwoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeRIkCgVpdGVtcxgEIAMoCzIVLnF1aXJlLnYxLkV4ZWN1dGVJdGVtEi4KDHJlc3VtZV9hZnRlchgFIAMoCzIYLnF1aXJlLnYxLlNhbXBsZVByb2dyZXNzEicKBGtlZXAYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoMbWF4X2Nvc3RfdXNkGAcgASgBSACIAQESJAoIcHJpb3JpdHkYCCABKA4yEi5xdWlyZS52MS5Qcmlvcml0eUIPCg1fbWF4X2Nvc3RfdXNkIocECgtFeGVjdXRlSXRlbRIPCgdpdGVtX2lkGAEgASgJEicKBnRva2VucxgCIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJvbXB0SAASDgoEdGV4dBgDIAEoCUgAEh4KBGNoYXQYBCABKAsyDi5xdWlyZS52MS5DaGF0SAASKgoIc2FtcGxpbmcYBSABKAsyGC5xdWlyZS52MS5TYW1wbGluZ1BhcmFtcxISCgptYXhfdG9rZW5zGAYgASgNEgwKBHN0b3AYByADKAkSFgoOc3RvcF90b2tlbl9pZHMYCCADKA0SEgoKaWdub3JlX2VvcxgJIAEoCBIQCghsb2dwcm9icxgKIAEoCBIUCgx0b3BfbG9ncHJvYnMYCyABKA0SCQoBbhgMIAEoDRIoCgpjb25zdHJhaW50GA0gASgLMhQucXVpcmUudjEuQ29uc3RyYWludBITCgt0b2tlbnNfb25seRgOIAEoCBIqCgd0aW1lb3V0GA8gASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhkKDG1heF9jb3N0X3VzZBgQIAEoAUgBiAEBEhIKCmFkYXB0ZXJfaWQYESABKAkSGAoQc2FtcGxlZF9sb2dwcm9icxgSIAEoCBISCgpjYWNoZV9zYWx0GBMgASgJQggKBnByb21wdEIPCg1fbWF4X2Nvc3RfdXNkIiAKC1Rva2VuUHJvbXB0EhEKCXRva2VuX2lkcxgBIAMoDSJVCgRDaGF0EicKCG1lc3NhZ2VzGAEgAygLMhUucXVpcmUudjEuQ2hhdE1lc3NhZ2USEAoIdGVtcGxhdGUYAiABKAkSEgoKdG9vbHNfanNvbhgDIAEoCSLTAQoLQ2hhdE1lc3NhZ2USIAoEcm9sZRgBIAEoDjISLnF1aXJlLnYxLkNoYXRSb2xlEhQKB2NvbnRlbnQYAiABKAlIAIgBARImCgp0b29sX2NhbGxzGAMgAygLMhIucXVpcmUudjEuVG9vbENhbGwSFAoMdG9vbF9jYWxsX2lkGAQgASgJEgwKBG5hbWUYBSABKAkSHgoRcmVhc29uaW5nX2NvbnRlbnQYBiABKAlIAYgBAUIKCghfY29udGVudEIUChJfcmVhc29uaW5nX2NvbnRlbnQiSwoIVG9vbENhbGwSDQoFaW5kZXgYASABKA0SCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIWCg5hcmd1bWVudHNfanNvbhgEIAEoCSJxCgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASIwoEbWFzaxgEIAEoCzITLnF1aXJlLnYxLlRva2VuTWFza0gAQgYKBGtpbmQiQwoOU2FtcGxlUHJvZ3Jlc3MSDwoHaXRlbV9pZBgBIAEoCRIOCgZzYW1wbGUYAiABKA0SEAoIcG9zaXRpb24YAyABKA0iZQoPRXhlY3V0ZVJlc3BvbnNlEisKB3N0YXJ0ZWQYASABKAsyGi5xdWlyZS52MS5FeGVjdXRpb25TdGFydGVkEiUKBmNodW5rcxgCIAMoCzIVLnF1aXJlLnYxLlNhbXBsZUNodW5rIrABChBFeGVjdXRpb25TdGFydGVkEhIKCnJlcXVlc3RfaWQYASABKAkSDwoHcnVudGltZRgCIAEoCRIvCg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmQSDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAgixAIKC1NhbXBsZUNodW5rEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNEhEKCXRva2VuX2lkcxgEIAMoDRIMCgR0ZXh0GAUgASgJEigKCGxvZ3Byb2JzGAYgAygLMhYucXVpcmUudjEuVG9rZW5Mb2dwcm9iEiYKCnRvb2xfY2FsbHMYByADKAsyEi5xdWlyZS52MS5Ub29sQ2FsbBItCg1maW5pc2hfcmVhc29uGAggASgOMhYucXVpcmUudjEuRmluaXNoUmVhc29uEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAkinwEKDFRva2VuTG9ncHJvYhIPCgdsb2dwcm9iGAEgASgCEiIKA3RvcBgCIAEoCzIVLnF1aXJlLnYxLlRvcExvZ3Byb2JzEhwKD3NhbXBsZWRfbG9ncHJvYhgDIAEoAkgAiAEBEhgKC3RleHRfb2Zmc2V0GAQgASgNSAGIAQFCEgoQX3NhbXBsZWRfbG9ncHJvYkIOCgxfdGV4dF9vZmZzZXQiiQEKBVVzYWdlEhQKDGlucHV0X3Rva2VucxgBIAEoDRIVCg1vdXRwdXRfdG9rZW5zGAIgASgNEhgKEHJlYXNvbmluZ190b2tlbnMYAyABKA0SFQoNY2FjaGVkX3Rva2VucxgEIAEoDRIVCghjb3N0X3VzZBgFIAEoAUgAiAEBQgsKCV9jb3N0X3VzZCKVAgoKUmF0ZUxpbWl0cxIgChNyZXF1ZXN0c19wZXJfbWludXRlGAEgASgBSACIAQESHgoRdG9rZW5zX3Blcl9taW51dGUYAiABKAFIAYgBARIbCg5tYXhfY29uY3VycmVudBgDIAEoDUgCiAEBEhoKDXJlcXVlc3RzX2xlZnQYBCABKAFIA4gBARIYCgt0b2tlbnNfbGVmdBgFIAEoAUgEiAEBEg8KB3J1bm5pbmcYBiABKA1CFgoUX3JlcXVlc3RzX3Blcl9taW51dGVCFAoSX3Rva2Vuc19wZXJfbWludXRlQhEKD19tYXhfY29uY3VycmVudEIQCg5fcmVxdWVzdHNfbGVmdEIOCgxfdG9rZW5zX2xlZnQiaAoLVG9rZW5QcmljZXMSEQoJaW5wdXRfdXNkGAEgASgBEhIKCm91dHB1dF91c2QYAiABKAESHQoQY2FjaGVkX2lucHV0X3VzZBgDIAEoAUgAiAEBQhMKEV9jYWNoZWRfaW5wdXRfdXNkIuYCCgdSdW50aW1lEgwKBG5hbWUYASABKAkSKwoMcnVudGltZV9raW5kGAIgASgOMhUucXVpcmUudjEuUnVudGltZUtpbmQSLwoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kEhAKCHByb3ZpZGVyGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEhYKCmdpbF9waW5uZWQYByABKAhCAhgBEikKC3JhdGVfbGltaXRzGAggASgLMhQucXVpcmUudjEuUmF0ZUxpbWl0cxInCgdicmVha2VyGAkgASgOMhYucXVpcmUudjEuQnJlYWtlclN0YXRlEiUKBnByaWNlcxgKIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJpY2VzEg8KB3Ryb3VibGUYCyABKAkSEgoKZXhlY3V0aW9ucxgMIAEoDSIsChZDYW5jZWxFeGVjdXRpb25SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkiLAoXQ2FuY2VsRXhlY3V0aW9uUmVzcG9uc2USEQoJY2FuY2VsbGVkGAEgASgIIhUKE0xpc3RSdW50aW1lc1JlcXVlc3QiOwoUTGlzdFJ1bnRpbWVzUmVzcG9uc2USIwoIcnVudGltZXMYASADKAsyES5xdWlyZS52MS5SdW50aW1lIiQKEUdldFJ1bnRpbWVSZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkiOAoSR2V0UnVudGltZVJlc3BvbnNlEiIKB3J1bnRpbWUYASABKAsyES5xdWlyZS52MS5SdW50aW1lIkwKE0VzdGltYXRlQ29zdFJlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIkCgVpdGVtcxgCIAMoCzIVLnF1aXJlLnYxLkV4ZWN1dGVJdGVtIkEKFEVzdGltYXRlQ29zdFJlc3BvbnNlEikKCWVzdGltYXRlcxgBIAMoCzIWLnF1aXJlLnYxLkNvc3RFc3RpbWF0ZSKzAQoMQ29zdEVzdGltYXRlEg8KB3J1bnRpbWUYASABKAkSFAoMaW5wdXRfdG9rZW5zGAIgASgEEhkKEW1heF9vdXRwdXRfdG9rZW5zGAMgASgEEhkKDG1heF9jb3N0X3VzZBgEIAEoAUgAiAEBEhIKCmlzX2NvdW50ZWQYBSABKAgSIQoFZXJyb3IYBiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0IPCg1fbWF4X2Nvc3RfdXNkImgKEkxvYWRXZWlnaHRzUmVxdWVzdBIPCgdydW50aW1lGAEgASgJEg4KBnNvdXJjZRgCIAEoCRIxCg9wcmV2aW91c19jYWNoZXMYAyABKA4yGC5xdWlyZS52MS5QcmV2aW91c0NhY2hlcyJ5ChNMb2FkV2VpZ2h0c1Jlc3BvbnNlEikKBXBoYXNlGAEgASgOMhoucXVpcmUudjEuTG9hZFdlaWdodHNQaGFzZRIQCghwcm9ncmVzcxgCIAEoARIQCghtb2RlbF9pZBgDIAEoCRITCgtmaW5nZXJwcmludBgEIAEoCSJWChRVcGxvYWRXZWlnaHRzUmVxdWVzdBIMCgRuYW1lGAEgASgJEhIKCnNpemVfYnl0ZXMYAiABKAQSDAoEZGF0YRgDIAEoDBIOCgZzaGEyNTYYBCABKAwiJwoVVXBsb2FkV2VpZ2h0c1Jlc3BvbnNlEg4KBnNvdXJjZRgBIAEoCSJPChVSZWJ1aWxkU2Vzc2lvblJlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIlCgVjYXVzZRgCIAEoDjIWLnF1aXJlLnYxLlJlYnVpbGRDYXVzZSIpChZSZWJ1aWxkU2Vzc2lvblJlc3BvbnNlEg8KB3JlYnVpbHQYASABKA0qhgEKDVJvdXRpbmdQb2xpY3kSHgoaUk9VVElOR19QT0xJQ1lfVU5TUEVDSUZJRUQQABIYChRST1VUSU5HX1BPTElDWV9PUkRFUhABEh4KGlJPVVRJTkdfUE9MSUNZX0xPQ0FMX0ZJUlNUEAISGwoXUk9VVElOR19QT0xJQ1lfQ0hFQVBFU1QQAyp8CghDaGF0Um9sZRIZChVDSEFUX1JPTEVfVU5TUEVDSUZJRUQQABIUChBDSEFUX1JPTEVfU1lTVEVNEAESEgoOQ0hBVF9ST0xFX1VTRVIQAhIXChNDSEFUX1JPTEVfQVNTSVNUQU5UEAMSEgoOQ0hBVF9ST0xFX1RPT0wQBCrVAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEiAKHEZJTklTSF9SRUFTT05fQ09OVEVOVF9GSUxURVIQAxIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBBIXChNGSU5JU0hfUkVBU09OX0VSUk9SEAUSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBiqOAQoNVHJhbnNwb3J0S2luZBIeChpUUkFOU1BPUlRfS0lORF9VTlNQRUNJRklFRBAAEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0NQVRABEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0dQVRACEiEKHVRSQU5TUE9SVF9LSU5EX1JFTU9URV9ORVRXT1JLEAMqqwEKC1J1bnRpbWVLaW5kEhwKGFJVTlRJTUVfS0lORF9VTlNQRUNJRklFRBAAEhYKElJVTlRJTUVfS0lORF9MT0NBTBABEhwKGFJVTlRJTUVfS0lORF9PUEVOQUlfQ0hBVBACEiMKH1JVTlRJTUVfS0lORF9PUEVOQUlfQ09NUExFVElPTlMQAxIjCh9SVU5USU1FX0tJTkRfQU5USFJPUElDX01FU1NBR0VTEAQqfAoMQnJlYWtlclN0YXRlEh0KGUJSRUFLRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIYChRCUkVBS0VSX1NUQVRFX0NMT1NFRBABEhYKEkJSRUFLRVJfU1RBVEVfT1BFThACEhsKF0JSRUFLRVJfU1RBVEVfSEFMRl9PUEVOEAMqaQoOUHJldmlvdXNDYWNoZXMSHwobUFJFVklPVVNfQ0FDSEVTX1VOU1BFQ0lGSUVEEAASFwoTUFJFVklPVVNfQ0FDSEVTX0VORBABEh0KGVBSRVZJT1VTX0NBQ0hFU19SRUNPTVBVVEUQAiqZAQoQTG9hZFdlaWdodHNQaGFzZRIiCh5MT0FEX1dFSUdIVFNfUEhBU0VfVU5TUEVDSUZJRUQQABIeChpMT0FEX1dFSUdIVFNfUEhBU0VfTE9BRElORxABEh4KGkxPQURfV0VJR0hUU19QSEFTRV9TRVJWSU5HEAISIQodTE9BRF9XRUlHSFRTX1BIQVNFX05PVF9ORUVERUQQAyq/AQoMUmVidWlsZENhdXNlEh0KGVJFQlVJTERfQ0FVU0VfVU5TUEVDSUZJRUQQABInCiNSRUJVSUxEX0NBVVNFX0NVREFfQ09OVEVYVF9QT0lTT05FRBABEiUKIVJFQlVJTERfQ0FVU0VfUkVNT1RFX0FVVEhfRkFJTFVSRRACEiYKIlJFQlVJTERfQ0FVU0VfUkVNT1RFX0NPTkZJR19DSEFOR0UQAxIYChRSRUJVSUxEX0NBVVNFX01BTlVBTBAEMowFChJNb2RlbFJ1bm5lclNlcnZpY2USQAoHRXhlY3V0ZRIYLnF1aXJlLnYxLkV4ZWN1dGVSZXF1ZXN0GhkucXVpcmUudjEuRXhlY3V0ZVJlc3BvbnNlMAESVgoPQ2FuY2VsRXhlY3V0aW9uEiAucXVpcmUudjEuQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBohLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEk0KDExpc3RSdW50aW1lcxIdLnF1aXJlLnYxLkxpc3RSdW50aW1lc1JlcXVlc3QaHi5xdWlyZS52MS5MaXN0UnVudGltZXNSZXNwb25zZRJHCgpHZXRSdW50aW1lEhsucXVpcmUudjEuR2V0UnVudGltZVJlcXVlc3QaHC5xdWlyZS52MS5HZXRSdW50aW1lUmVzcG9uc2USTQoMRXN0aW1hdGVDb3N0Eh0ucXVpcmUudjEuRXN0aW1hdGVDb3N0UmVxdWVzdBoeLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlc3BvbnNlEkwKC0xvYWRXZWlnaHRzEhwucXVpcmUudjEuTG9hZFdlaWdodHNSZXF1ZXN0Gh0ucXVpcmUudjEuTG9hZFdlaWdodHNSZXNwb25zZTABElIKDVVwbG9hZFdlaWdodHMSHi5xdWlyZS52MS5VcGxvYWRXZWlnaHRzUmVxdWVzdBofLnF1aXJlLnYxLlVwbG9hZFdlaWdodHNSZXNwb25zZSgBElMKDlJlYnVpbGRTZXNzaW9uEh8ucXVpcmUudjEuUmVidWlsZFNlc3Npb25SZXF1ZXN0GiAucXVpcmUudjEuUmVidWlsZFNlc3Npb25SZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
+  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKHBAoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEioKCHNhbXBsaW5nGAUgASgLMhgucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMSEgoKbWF4X3Rva2VucxgGIAEoDRIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEhIKCmlnbm9yZV9lb3MYCSABKAgSEAoIbG9ncHJvYnMYCiABKAgSFAoMdG9wX2xvZ3Byb2JzGAsgASgNEgkKAW4YDCABKA0SKAoKY29uc3RyYWludBgNIAEoCzIULnF1aXJlLnYxLkNvbnN0cmFpbnQSEwoLdG9rZW5zX29ubHkYDiABKAgSKgoHdGltZW91dBgPIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYECABKAFIAYgBARISCgphZGFwdGVyX2lkGBEgASgJEhgKEHNhbXBsZWRfbG9ncHJvYnMYEiABKAgSEgoKY2FjaGVfc2FsdBgTIAEoCUIICgZwcm9tcHRCDwoNX21heF9jb3N0X3VzZCIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAki0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kItsCCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAlCEAoOX2ZpbmlzaF9yZWFzb24isAEKDFRva2VuTG9ncHJvYhIUCgdsb2dwcm9iGAEgASgCSACIAQESIgoDdG9wGAIgASgLMhUucXVpcmUudjEuVG9wTG9ncHJvYnMSHAoPc2FtcGxlZF9sb2dwcm9iGAMgASgCSAGIAQESGAoLdGV4dF9vZmZzZXQYBCABKA1IAogBAUIKCghfbG9ncHJvYkISChBfc2FtcGxlZF9sb2dwcm9iQg4KDF90ZXh0X29mZnNldCKJAQoFVXNhZ2USFAoMaW5wdXRfdG9rZW5zGAEgASgNEhUKDW91dHB1dF90b2tlbnMYAiABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgDIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAQgASgNEhUKCGNvc3RfdXNkGAUgASgBSACIAQFCCwoJX2Nvc3RfdXNkIpUCCgpSYXRlTGltaXRzEiAKE3JlcXVlc3RzX3Blcl9taW51dGUYASABKAFIAIgBARIeChF0b2tlbnNfcGVyX21pbnV0ZRgCIAEoAUgBiAEBEhsKDm1heF9jb25jdXJyZW50GAMgASgNSAKIAQESGgoNcmVxdWVzdHNfbGVmdBgEIAEoAUgDiAEBEhgKC3Rva2Vuc19sZWZ0GAUgASgBSASIAQESDwoHcnVubmluZxgGIAEoDUIWChRfcmVxdWVzdHNfcGVyX21pbnV0ZUIUChJfdG9rZW5zX3Blcl9taW51dGVCEQoPX21heF9jb25jdXJyZW50QhAKDl9yZXF1ZXN0c19sZWZ0Qg4KDF90b2tlbnNfbGVmdCJoCgtUb2tlblByaWNlcxIRCglpbnB1dF91c2QYASABKAESEgoKb3V0cHV0X3VzZBgCIAEoARIdChBjYWNoZWRfaW5wdXRfdXNkGAMgASgBSACIAQFCEwoRX2NhY2hlZF9pbnB1dF91c2Qi9wIKB1J1bnRpbWUSDAoEbmFtZRgBIAEoCRIrCgxydW50aW1lX2tpbmQYAiABKA4yFS5xdWlyZS52MS5SdW50aW1lS2luZBI0Cg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmRIAIgBARIQCghwcm92aWRlchgEIAEoCRIQCghtb2RlbF9pZBgFIAEoCRITCgtmaW5nZXJwcmludBgGIAEoCRIpCgtyYXRlX2xpbWl0cxgHIAEoCzIULnF1aXJlLnYxLlJhdGVMaW1pdHMSLAoHYnJlYWtlchgIIAEoDjIWLnF1aXJlLnYxLkJyZWFrZXJTdGF0ZUgBiAEBEiUKBnByaWNlcxgJIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJpY2VzEg8KB3Ryb3VibGUYCiABKAkSEgoKZXhlY3V0aW9ucxgLIAEoDUIRCg9fdHJhbnNwb3J0X2tpbmRCCgoIX2JyZWFrZXIiLAoWQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJIiwKF0NhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEhEKCWNhbmNlbGxlZBgBIAEoCCIVChNMaXN0UnVudGltZXNSZXF1ZXN0IjsKFExpc3RSdW50aW1lc1Jlc3BvbnNlEiMKCHJ1bnRpbWVzGAEgAygLMhEucXVpcmUudjEuUnVudGltZSJMChNFc3RpbWF0ZUNvc3RSZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkSJAoFaXRlbXMYAiADKAsyFS5xdWlyZS52MS5FeGVjdXRlSXRlbSJBChRFc3RpbWF0ZUNvc3RSZXNwb25zZRIpCgllc3RpbWF0ZXMYASADKAsyFi5xdWlyZS52MS5Db3N0RXN0aW1hdGUiswEKDENvc3RFc3RpbWF0ZRIPCgdydW50aW1lGAEgASgJEhQKDGlucHV0X3Rva2VucxgCIAEoBBIZChFtYXhfb3V0cHV0X3Rva2VucxgDIAEoBBIZCgxtYXhfY29zdF91c2QYBCABKAFIAIgBARISCgppc19jb3VudGVkGAUgASgIEiEKBWVycm9yGAYgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNCDwoNX21heF9jb3N0X3VzZCqGAQoNUm91dGluZ1BvbGljeRIeChpST1VUSU5HX1BPTElDWV9VTlNQRUNJRklFRBAAEhgKFFJPVVRJTkdfUE9MSUNZX09SREVSEAESHgoaUk9VVElOR19QT0xJQ1lfTE9DQUxfRklSU1QQAhIbChdST1VUSU5HX1BPTElDWV9DSEVBUEVTVBADKnwKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEKtUBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEEhcKE0ZJTklTSF9SRUFTT05fRVJST1IQBRIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAGKo4BCg1UcmFuc3BvcnRLaW5kEh4KGlRSQU5TUE9SVF9LSU5EX1VOU1BFQ0lGSUVEEAASHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfQ1BVEAESHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfR1BVEAISIQodVFJBTlNQT1JUX0tJTkRfUkVNT1RFX05FVFdPUksQAyqrAQoLUnVudGltZUtpbmQSHAoYUlVOVElNRV9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSUlVOVElNRV9LSU5EX0xPQ0FMEAESHAoYUlVOVElNRV9LSU5EX09QRU5BSV9DSEFUEAISIwofUlVOVElNRV9LSU5EX09QRU5BSV9DT01QTEVUSU9OUxADEiMKH1JVTlRJTUVfS0lORF9BTlRIUk9QSUNfTUVTU0FHRVMQBCp8CgxCcmVha2VyU3RhdGUSHQoZQlJFQUtFUl9TVEFURV9VTlNQRUNJRklFRBAAEhgKFEJSRUFLRVJfU1RBVEVfQ0xPU0VEEAESFgoSQlJFQUtFUl9TVEFURV9PUEVOEAISGwoXQlJFQUtFUl9TVEFURV9IQUxGX09QRU4QAzLMAgoSTW9kZWxSdW5uZXJTZXJ2aWNlEkAKB0V4ZWN1dGUSGC5xdWlyZS52MS5FeGVjdXRlUmVxdWVzdBoZLnF1aXJlLnYxLkV4ZWN1dGVSZXNwb25zZTABElYKD0NhbmNlbEV4ZWN1dGlvbhIgLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QaIS5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXNwb25zZRJNCgxMaXN0UnVudGltZXMSHS5xdWlyZS52MS5MaXN0UnVudGltZXNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVzcG9uc2USTQoMRXN0aW1hdGVDb3N0Eh0ucXVpcmUudjEuRXN0aW1hdGVDb3N0UmVxdWVzdBoeLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
 
 /**
  * @generated from message quire.v1.ExecuteRequest
@@ -38,9 +38,11 @@ export type ExecuteRequest = Message<"quire.v1.ExecuteRequest"> & {
   runtime: string;
 
   /**
-   * @generated from field: quire.v1.RoutingPolicy policy = 3;
+   * Unset: the configured policy, or ROUTING_POLICY_ORDER if none is configured.
+   *
+   * @generated from field: optional quire.v1.RoutingPolicy policy = 3;
    */
-  policy: RoutingPolicy;
+  policy?: RoutingPolicy | undefined;
 
   /**
    * At least one.
@@ -520,9 +522,9 @@ export type ExecutionStarted = Message<"quire.v1.ExecutionStarted"> & {
   runtime: string;
 
   /**
-   * @generated from field: quire.v1.TransportKind transport_kind = 3;
+   * @generated from field: optional quire.v1.TransportKind transport_kind = 3;
    */
-  transportKind: TransportKind;
+  transportKind?: TransportKind | undefined;
 
   /**
    * Human-readable.
@@ -608,9 +610,11 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
   toolCalls: ToolCall[];
 
   /**
-   * @generated from field: quire.v1.FinishReason finish_reason = 8;
+   * Unset: the sample is not finished.
+   *
+   * @generated from field: optional quire.v1.FinishReason finish_reason = 8;
    */
-  finishReason: FinishReason;
+  finishReason?: FinishReason | undefined;
 
   /**
    * The stop text that ended the sample.
@@ -653,11 +657,11 @@ export const SampleChunkSchema: GenMessage<SampleChunk> = /*@__PURE__*/
  */
 export type TokenLogprob = Message<"quire.v1.TokenLogprob"> & {
   /**
-   * Under the model's own distribution. 0 if it was not requested.
+   * Under the model's own distribution. Unset: it was not requested.
    *
-   * @generated from field: float logprob = 1;
+   * @generated from field: optional float logprob = 1;
    */
-  logprob: number;
+  logprob?: number | undefined;
 
   /**
    * @generated from field: quire.v1.TopLogprobs top = 2;
@@ -823,9 +827,9 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
   runtimeKind: RuntimeKind;
 
   /**
-   * @generated from field: quire.v1.TransportKind transport_kind = 3;
+   * @generated from field: optional quire.v1.TransportKind transport_kind = 3;
    */
-  transportKind: TransportKind;
+  transportKind?: TransportKind | undefined;
 
   /**
    * The provider's name in the configuration, such as "openai". Empty: local.
@@ -847,44 +851,35 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
   fingerprint: string;
 
   /**
-   * Whether computing holds the GIL of the gateway's process. Always false, because workers are separate processes
-   * and providers are remote.
-   *
-   * @generated from field: bool gil_pinned = 7 [deprecated = true];
-   * @deprecated
-   */
-  gilPinned: boolean;
-
-  /**
-   * @generated from field: quire.v1.RateLimits rate_limits = 8;
+   * @generated from field: quire.v1.RateLimits rate_limits = 7;
    */
   rateLimits?: RateLimits | undefined;
 
   /**
-   * The state of a provider's circuit breaker.
+   * The state of a provider's circuit breaker. Unset: the server's own workers.
    *
-   * @generated from field: quire.v1.BreakerState breaker = 9;
+   * @generated from field: optional quire.v1.BreakerState breaker = 8;
    */
-  breaker: BreakerState;
+  breaker?: BreakerState | undefined;
 
   /**
    * Unset: not known.
    *
-   * @generated from field: quire.v1.TokenPrices prices = 10;
+   * @generated from field: quire.v1.TokenPrices prices = 9;
    */
   prices?: TokenPrices | undefined;
 
   /**
    * Why the runtime is unavailable. Empty: it is available.
    *
-   * @generated from field: string trouble = 11;
+   * @generated from field: string trouble = 10;
    */
   trouble: string;
 
   /**
    * Running executions.
    *
-   * @generated from field: uint32 executions = 12;
+   * @generated from field: uint32 executions = 11;
    */
   executions: number;
 };
@@ -964,42 +959,6 @@ export const ListRuntimesResponseSchema: GenMessage<ListRuntimesResponse> = /*@_
   messageDesc(file_quire_v1_runner, 19);
 
 /**
- * @generated from message quire.v1.GetRuntimeRequest
- */
-export type GetRuntimeRequest = Message<"quire.v1.GetRuntimeRequest"> & {
-  /**
-   * Empty: the server's own.
-   *
-   * @generated from field: string runtime = 1;
-   */
-  runtime: string;
-};
-
-/**
- * Describes the message quire.v1.GetRuntimeRequest.
- * Use `create(GetRuntimeRequestSchema)` to create a new message.
- */
-export const GetRuntimeRequestSchema: GenMessage<GetRuntimeRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 20);
-
-/**
- * @generated from message quire.v1.GetRuntimeResponse
- */
-export type GetRuntimeResponse = Message<"quire.v1.GetRuntimeResponse"> & {
-  /**
-   * @generated from field: quire.v1.Runtime runtime = 1;
-   */
-  runtime?: Runtime | undefined;
-};
-
-/**
- * Describes the message quire.v1.GetRuntimeResponse.
- * Use `create(GetRuntimeResponseSchema)` to create a new message.
- */
-export const GetRuntimeResponseSchema: GenMessage<GetRuntimeResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 21);
-
-/**
  * @generated from message quire.v1.EstimateCostRequest
  */
 export type EstimateCostRequest = Message<"quire.v1.EstimateCostRequest"> & {
@@ -1021,7 +980,7 @@ export type EstimateCostRequest = Message<"quire.v1.EstimateCostRequest"> & {
  * Use `create(EstimateCostRequestSchema)` to create a new message.
  */
 export const EstimateCostRequestSchema: GenMessage<EstimateCostRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 22);
+  messageDesc(file_quire_v1_runner, 20);
 
 /**
  * @generated from message quire.v1.EstimateCostResponse
@@ -1038,7 +997,7 @@ export type EstimateCostResponse = Message<"quire.v1.EstimateCostResponse"> & {
  * Use `create(EstimateCostResponseSchema)` to create a new message.
  */
 export const EstimateCostResponseSchema: GenMessage<EstimateCostResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 23);
+  messageDesc(file_quire_v1_runner, 21);
 
 /**
  * The maximum cost of a batch on one runtime.
@@ -1090,179 +1049,7 @@ export type CostEstimate = Message<"quire.v1.CostEstimate"> & {
  * Use `create(CostEstimateSchema)` to create a new message.
  */
 export const CostEstimateSchema: GenMessage<CostEstimate> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 24);
-
-/**
- * @generated from message quire.v1.LoadWeightsRequest
- */
-export type LoadWeightsRequest = Message<"quire.v1.LoadWeightsRequest"> & {
-  /**
-   * Empty: the server's own.
-   *
-   * @generated from field: string runtime = 1;
-   */
-  runtime: string;
-
-  /**
-   * A directory on the server's machine, or a model's name on the Hugging Face hub, as `quire serve --model` takes
-   * it; or what UploadWeights answered.
-   *
-   * @generated from field: string source = 2;
-   */
-  source: string;
-
-  /**
-   * What becomes of caches of the previous weights.
-   *
-   * @generated from field: quire.v1.PreviousCaches previous_caches = 3;
-   */
-  previousCaches: PreviousCaches;
-};
-
-/**
- * Describes the message quire.v1.LoadWeightsRequest.
- * Use `create(LoadWeightsRequestSchema)` to create a new message.
- */
-export const LoadWeightsRequestSchema: GenMessage<LoadWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 25);
-
-/**
- * @generated from message quire.v1.LoadWeightsResponse
- */
-export type LoadWeightsResponse = Message<"quire.v1.LoadWeightsResponse"> & {
-  /**
-   * @generated from field: quire.v1.LoadWeightsPhase phase = 1;
-   */
-  phase: LoadWeightsPhase;
-
-  /**
-   * Progress of the phase, from 0 to 1.
-   *
-   * @generated from field: double progress = 2;
-   */
-  progress: number;
-
-  /**
-   * In the last message: the model that is served now.
-   *
-   * @generated from field: string model_id = 3;
-   */
-  modelId: string;
-
-  /**
-   * @generated from field: string fingerprint = 4;
-   */
-  fingerprint: string;
-};
-
-/**
- * Describes the message quire.v1.LoadWeightsResponse.
- * Use `create(LoadWeightsResponseSchema)` to create a new message.
- */
-export const LoadWeightsResponseSchema: GenMessage<LoadWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 26);
-
-/**
- * A part of a file, in order. The parts of one file follow each other. The files are "model.safetensors", or
- * "model.safetensors.index.json" and at most 1,024 shards NAME.safetensors.
- *
- * @generated from message quire.v1.UploadWeightsRequest
- */
-export type UploadWeightsRequest = Message<"quire.v1.UploadWeightsRequest"> & {
-  /**
-   * In the first part of a file: its name, of letters, digits and characters of ._-, and its size. All files together
-   * may have twice the bytes of those of the served model.
-   *
-   * @generated from field: string name = 1;
-   */
-  name: string;
-
-  /**
-   * @generated from field: uint64 size_bytes = 2;
-   */
-  sizeBytes: bigint;
-
-  /**
-   * @generated from field: bytes data = 3;
-   */
-  data: Uint8Array;
-
-  /**
-   * In the last part of a file: the SHA-256 of its contents, 32 bytes.
-   *
-   * @generated from field: bytes sha256 = 4;
-   */
-  sha256: Uint8Array;
-};
-
-/**
- * Describes the message quire.v1.UploadWeightsRequest.
- * Use `create(UploadWeightsRequestSchema)` to create a new message.
- */
-export const UploadWeightsRequestSchema: GenMessage<UploadWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 27);
-
-/**
- * @generated from message quire.v1.UploadWeightsResponse
- */
-export type UploadWeightsResponse = Message<"quire.v1.UploadWeightsResponse"> & {
-  /**
-   * The source for LoadWeights.
-   *
-   * @generated from field: string source = 1;
-   */
-  source: string;
-};
-
-/**
- * Describes the message quire.v1.UploadWeightsResponse.
- * Use `create(UploadWeightsResponseSchema)` to create a new message.
- */
-export const UploadWeightsResponseSchema: GenMessage<UploadWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 28);
-
-/**
- * @generated from message quire.v1.RebuildSessionRequest
- */
-export type RebuildSessionRequest = Message<"quire.v1.RebuildSessionRequest"> & {
-  /**
-   * Empty: the server's own. With REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: only the runtimes whose settings have changed.
-   *
-   * @generated from field: string runtime = 1;
-   */
-  runtime: string;
-
-  /**
-   * @generated from field: quire.v1.RebuildCause cause = 2;
-   */
-  cause: RebuildCause;
-};
-
-/**
- * Describes the message quire.v1.RebuildSessionRequest.
- * Use `create(RebuildSessionRequestSchema)` to create a new message.
- */
-export const RebuildSessionRequestSchema: GenMessage<RebuildSessionRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 29);
-
-/**
- * @generated from message quire.v1.RebuildSessionResponse
- */
-export type RebuildSessionResponse = Message<"quire.v1.RebuildSessionResponse"> & {
-  /**
-   * The number of restarted processes, or of connections rebuilt with the current credentials.
-   *
-   * @generated from field: uint32 rebuilt = 1;
-   */
-  rebuilt: number;
-};
-
-/**
- * Describes the message quire.v1.RebuildSessionResponse.
- * Use `create(RebuildSessionResponseSchema)` to create a new message.
- */
-export const RebuildSessionResponseSchema: GenMessage<RebuildSessionResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 30);
+  messageDesc(file_quire_v1_runner, 22);
 
 /**
  * How a runtime is chosen for a request that does not name one.
@@ -1271,8 +1058,6 @@ export const RebuildSessionResponseSchema: GenMessage<RebuildSessionResponse> = 
  */
 export enum RoutingPolicy {
   /**
-   * The configured policy, or ORDER if none is configured.
-   *
    * @generated from enum value: ROUTING_POLICY_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
@@ -1346,8 +1131,6 @@ export const ChatRoleSchema: GenEnum<ChatRole> = /*@__PURE__*/
  */
 export enum FinishReason {
   /**
-   * The sample is not finished.
-   *
    * @generated from enum value: FINISH_REASON_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
@@ -1400,14 +1183,13 @@ export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
   enumDesc(file_quire_v1_runner, 2);
 
 /**
- * Of workers until the first one is ready: where they are expected to compute.
+ * Of workers until the first one is ready: where they are expected to compute. Unset: workers of other hosts, of which
+ * none was ready yet; or no runtime is chosen yet.
  *
  * @generated from enum quire.v1.TransportKind
  */
 export enum TransportKind {
   /**
-   * Workers of other hosts, of which none was ready yet; or no runtime is chosen yet.
-   *
    * @generated from enum value: TRANSPORT_KIND_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
@@ -1514,120 +1296,6 @@ export const BreakerStateSchema: GenEnum<BreakerState> = /*@__PURE__*/
   enumDesc(file_quire_v1_runner, 5);
 
 /**
- * @generated from enum quire.v1.PreviousCaches
- */
-export enum PreviousCaches {
-  /**
-   * END.
-   *
-   * @generated from enum value: PREVIOUS_CACHES_UNSPECIFIED = 0;
-   */
-  UNSPECIFIED = 0,
-
-  /**
-   * Calls on them fail with WEIGHTS_CHANGED.
-   *
-   * @generated from enum value: PREVIOUS_CACHES_END = 1;
-   */
-  END = 1,
-
-  /**
-   * They continue: their tokens stay, and their KV is recomputed with the new weights when they are next used.
-   *
-   * @generated from enum value: PREVIOUS_CACHES_RECOMPUTE = 2;
-   */
-  RECOMPUTE = 2,
-}
-
-/**
- * Describes the enum quire.v1.PreviousCaches.
- */
-export const PreviousCachesSchema: GenEnum<PreviousCaches> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 6);
-
-/**
- * @generated from enum quire.v1.LoadWeightsPhase
- */
-export enum LoadWeightsPhase {
-  /**
-   * @generated from enum value: LOAD_WEIGHTS_PHASE_UNSPECIFIED = 0;
-   */
-  UNSPECIFIED = 0,
-
-  /**
-   * A download; then the workers read and check the weights.
-   *
-   * @generated from enum value: LOAD_WEIGHTS_PHASE_LOADING = 1;
-   */
-  LOADING = 1,
-
-  /**
-   * @generated from enum value: LOAD_WEIGHTS_PHASE_SERVING = 2;
-   */
-  SERVING = 2,
-
-  /**
-   * The runtime has nothing to load.
-   *
-   * @generated from enum value: LOAD_WEIGHTS_PHASE_NOT_NEEDED = 3;
-   */
-  NOT_NEEDED = 3,
-}
-
-/**
- * Describes the enum quire.v1.LoadWeightsPhase.
- */
-export const LoadWeightsPhaseSchema: GenEnum<LoadWeightsPhase> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 7);
-
-/**
- * A cause that does not fit the runtime is BAD_CAUSE.
- *
- * @generated from enum quire.v1.RebuildCause
- */
-export enum RebuildCause {
-  /**
-   * MANUAL.
-   *
-   * @generated from enum value: REBUILD_CAUSE_UNSPECIFIED = 0;
-   */
-  UNSPECIFIED = 0,
-
-  /**
-   * Of the server's own workers: running calls are not waited for.
-   *
-   * @generated from enum value: REBUILD_CAUSE_CUDA_CONTEXT_POISONED = 1;
-   */
-  CUDA_CONTEXT_POISONED = 1,
-
-  /**
-   * Of a provider.
-   *
-   * @generated from enum value: REBUILD_CAUSE_REMOTE_AUTH_FAILURE = 2;
-   */
-  REMOTE_AUTH_FAILURE = 2,
-
-  /**
-   * Of providers. The runtimes file is read again. Connections are rebuilt for providers whose settings have changed and for the
-   * named runtime; workers are not restarted. An invalid file changes nothing.
-   *
-   * @generated from enum value: REBUILD_CAUSE_REMOTE_CONFIG_CHANGE = 3;
-   */
-  REMOTE_CONFIG_CHANGE = 3,
-
-  /**
-   * @generated from enum value: REBUILD_CAUSE_MANUAL = 4;
-   */
-  MANUAL = 4,
-}
-
-/**
- * Describes the enum quire.v1.RebuildCause.
- */
-export const RebuildCauseSchema: GenEnum<RebuildCause> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 8);
-
-/**
  * Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
  * each token, use ModelExecutorService.
  *
@@ -1661,7 +1329,7 @@ export const ModelRunnerService: GenService<{
     output: typeof CancelExecutionResponseSchema;
   },
   /**
-   * The runtimes that the caller may use, in the order of the configuration, the server's own first.
+   * The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first.
    *
    * @generated from rpc quire.v1.ModelRunnerService.ListRuntimes
    */
@@ -1669,16 +1337,6 @@ export const ModelRunnerService: GenService<{
     methodKind: "unary";
     input: typeof ListRuntimesRequestSchema;
     output: typeof ListRuntimesResponseSchema;
-  },
-  /**
-   * Describes a runtime and its state.
-   *
-   * @generated from rpc quire.v1.ModelRunnerService.GetRuntime
-   */
-  getRuntime: {
-    methodKind: "unary";
-    input: typeof GetRuntimeRequestSchema;
-    output: typeof GetRuntimeResponseSchema;
   },
   /**
    * The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
@@ -1690,42 +1348,6 @@ export const ModelRunnerService: GenService<{
     methodKind: "unary";
     input: typeof EstimateCostRequestSchema;
     output: typeof EstimateCostResponseSchema;
-  },
-  /**
-   * Replaces the weights that are served by others of the same config, between two steps. They are read and checked
-   * first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
-   * if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
-   *
-   * @generated from rpc quire.v1.ModelRunnerService.LoadWeights
-   */
-  loadWeights: {
-    methodKind: "server_streaming";
-    input: typeof LoadWeightsRequestSchema;
-    output: typeof LoadWeightsResponseSchema;
-  },
-  /**
-   * Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
-   * of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
-   * until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
-   * does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
-   *
-   * @generated from rpc quire.v1.ModelRunnerService.UploadWeights
-   */
-  uploadWeights: {
-    methodKind: "client_streaming";
-    input: typeof UploadWeightsRequestSchema;
-    output: typeof UploadWeightsResponseSchema;
-  },
-  /**
-   * Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
-   * Requires the role `administer` if the server requires tokens.
-   *
-   * @generated from rpc quire.v1.ModelRunnerService.RebuildSession
-   */
-  rebuildSession: {
-    methodKind: "unary";
-    input: typeof RebuildSessionRequestSchema;
-    output: typeof RebuildSessionResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_quire_v1_runner, 0);

@@ -13,7 +13,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/types.proto.
  */
 export const file_quire_v1_types: GenFile = /*@__PURE__*/
-  fileDesc("ChRxdWlyZS92MS90eXBlcy5wcm90bxIIcXVpcmUudjEirwEKDUt2Q2FjaGVIYW5kbGUSEAoIY2FjaGVfaWQYASABKAkSDwoHc2VxX2xlbhgCIAEoDRINCgVlcG9jaBgDIAEoBBIRCgl3b3JrZXJfaWQYBCABKAkSLwoLZXhwaXJlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEg8KB3dlaWdodHMYBiABKAQSFwoPYWRhcHRlcl92ZXJzaW9uGAcgASgEIpoCCg1PdXRwdXRPcHRpb25zEiYKBmxvZ2l0cxgBIAEoDjIWLnF1aXJlLnYxLkxvZ2l0c0Zvcm1hdBIUCgx0b3BfbG9ncHJvYnMYAiABKA0SGQoRbG9ncHJvYl90b2tlbl9pZHMYAyADKA0SKgoIc2FtcGxpbmcYBCABKAsyGC5xdWlyZS52MS5TYW1wbGluZ1BhcmFtcxIhCgRtYXNrGAUgASgLMhMucXVpcmUudjEuVG9rZW5NYXNrEg8KB2xvZ3Byb2IYBiABKAgSFwoPc2FtcGxlZF9sb2dwcm9iGAcgASgIEiYKBmhpZGRlbhgIIAEoCzIWLnF1aXJlLnYxLkhpZGRlblN0YXRlcxIPCgdleHBlcnRzGAkgASgIIkEKDEhpZGRlblN0YXRlcxIOCgZsYXllcnMYASADKA0SIQoFZHR5cGUYAiABKA4yEi5xdWlyZS52MS5EYXRhVHlwZSJNChJEcmFmdFByb2JhYmlsaXRpZXMSEQoJdG9rZW5faWRzGAEgAygNEhUKDXByb2JhYmlsaXRpZXMYAiADKAISDQoFZGVuc2UYAyABKAwiWwoJVmVyaWZ5Um93EiEKBG1hc2sYASABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2sSKwoFZHJhZnQYAiABKAsyHC5xdWlyZS52MS5EcmFmdFByb2JhYmlsaXRpZXMi7gUKDlNhbXBsaW5nUGFyYW1zEjAKC3RlbXBlcmF0dXJlGAEgASgCQhaiuxgSCQAAAAAAAAAAGQAAAAAAAFlASACIAQESKgoFdG9wX2sYAiABKA1CFqK7GBIJAAAAAAAAAAAZAADg////70FIAYgBARIzCgV0b3BfcBgDIAEoAkIforsYGxEAAAAAAAAAABkAAAAAAADwPyEAAAAAAADwP0gCiAEBEioKBW1pbl9wGAQgASgCQhaiuxgSCQAAAAAAAAAAGQAAAAAAAPA/SAOIAQESQAoScmVwZXRpdGlvbl9wZW5hbHR5GAUgASgCQh+iuxgbEQAAAAAAAAAAGQAAAAAAACRAIQAAAAAAAPA/SASIAQESNgoRZnJlcXVlbmN5X3BlbmFsdHkYBiABKAJCFqK7GBIJAAAAAAAAAMAZAAAAAAAAAEBIBYgBARI1ChBwcmVzZW5jZV9wZW5hbHR5GAcgASgCQhaiuxgSCQAAAAAAAADAGQAAAAAAAABASAaIAQESOwoKbG9naXRfYmlhcxgIIAMoCzInLnF1aXJlLnYxLlNhbXBsaW5nUGFyYW1zLkxvZ2l0Qmlhc0VudHJ5EhEKBHNlZWQYCSABKARIB4gBARIZCgxwZW5hbHR5X2Zyb20YCiABKA1ICIgBARI3Cgl0eXBpY2FsX3AYCyABKAJCH6K7GBsRAAAAAAAAAAAZAAAAAAAA8D8hAAAAAAAA8D9ICYgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX2tCCAoGX3RvcF9wQggKBl9taW5fcEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhQKEl9mcmVxdWVuY3lfcGVuYWx0eUITChFfcHJlc2VuY2VfcGVuYWx0eUIHCgVfc2VlZEIPCg1fcGVuYWx0eV9mcm9tQgwKCl90eXBpY2FsX3AiiQEKCVRva2VuTWFzaxIQCgZwYWNrZWQYASABKAxIABIlCgdhbGxvd2VkGAIgASgLMhIucXVpcmUudjEuVG9rZW5JZHNIABISCghkZWZsYXRlZBgDIAEoDEgAEicKCWZvcmJpZGRlbhgEIAEoCzISLnF1aXJlLnYxLlRva2VuSWRzSABCBgoEa2luZCIXCghUb2tlbklkcxILCgNpZHMYASADKA0ihAIKClN0ZXBPdXRwdXQSEAoIdG9rZW5faWQYASABKA0SFAoHbG9ncHJvYhgCIAEoAkgAiAEBEiIKA3RvcBgDIAEoCzIVLnF1aXJlLnYxLlRvcExvZ3Byb2JzEhcKD2Nob3Nlbl9sb2dwcm9icxgEIAMoAhIgCgZsb2dpdHMYBSABKAsyEC5xdWlyZS52MS5UZW5zb3ISHAoPc2FtcGxlZF9sb2dwcm9iGAYgASgCSAGIAQESIAoGaGlkZGVuGAcgAygLMhAucXVpcmUudjEuVGVuc29yEg8KB2V4cGVydHMYCCABKAxCCgoIX2xvZ3Byb2JCEgoQX3NhbXBsZWRfbG9ncHJvYiJ0CgxTYW1wbGVkVG9rZW4SEAoIdG9rZW5faWQYASABKA0SFAoHbG9ncHJvYhgCIAEoAkgAiAEBEhwKD3NhbXBsZWRfbG9ncHJvYhgDIAEoAkgBiAEBQgoKCF9sb2dwcm9iQhIKEF9zYW1wbGVkX2xvZ3Byb2IiMgoLVG9wTG9ncHJvYnMSEQoJdG9rZW5faWRzGAEgAygNEhAKCGxvZ3Byb2JzGAIgAygCIkgKBlRlbnNvchIhCgVkdHlwZRgBIAEoDjISLnF1aXJlLnYxLkRhdGFUeXBlEg0KBXNoYXBlGAIgAygNEgwKBGRhdGEYAyABKAwiVgoKU3RlcFRpbWluZxIQCghxdWV1ZV9ucxgBIAEoBBISCgpjb21wdXRlX25zGAIgASgEEg0KBXN0ZXBzGAMgASgNEhMKC2JhdGNoX2l0ZW1zGAQgASgNIuIDChBNb2RlbERlc2NyaXB0aW9uEhAKCG1vZGVsX2lkGAEgASgJEhQKDGFyY2hpdGVjdHVyZRgCIAEoCRISCgp2b2NhYl9zaXplGAMgASgNEhMKC21heF9zZXFfbGVuGAQgASgNEhIKCm51bV9sYXllcnMYBSABKA0SEwoLaGlkZGVuX3NpemUYBiABKA0SGwoTbnVtX2F0dGVudGlvbl9oZWFkcxgHIAEoDRIUCgxudW1fa3ZfaGVhZHMYCCABKA0SEAoIaGVhZF9kaW0YCSABKA0SDQoFZHR5cGUYCiABKAkSFgoObnVtX3BhcmFtZXRlcnMYCyABKAQSFAoMd2VpZ2h0X2J5dGVzGAwgASgEEhUKDWVvc190b2tlbl9pZHMYDSADKA0SGQoMYm9zX3Rva2VuX2lkGA4gASgNSACIAQESEwoLZmluZ2VycHJpbnQYDyABKAkSDwoHYmFja2VuZBgQIAEoCRIPCgdsaWNlbnNlGBEgASgJEhIKCm1vZV9sYXllcnMYEiABKA0SEwoLbnVtX2V4cGVydHMYEyABKA0SGQoRZXhwZXJ0c19wZXJfdG9rZW4YFCABKA0SFAoMcXVhbnRpemF0aW9uGBUgASgJQg8KDV9ib3NfdG9rZW5faWQi7QEKDENoYXRUZW1wbGF0ZRI0Cgdzb3VyY2VzGAEgAygLMiMucXVpcmUudjEuQ2hhdFRlbXBsYXRlLlNvdXJjZXNFbnRyeRJBCg5zcGVjaWFsX3Rva2VucxgCIAMoCzIpLnF1aXJlLnYxLkNoYXRUZW1wbGF0ZS5TcGVjaWFsVG9rZW5zRW50cnkaLgoMU291cmNlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaNAoSU3BlY2lhbFRva2Vuc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEinwQKFEV4ZWN1dG9yQ2FwYWJpbGl0aWVzEhAKCGV4ZWN1dG9yGAEgASgJEg4KBnJ1bm5lchgCIAEoCRIPCgdrZXJuZWxzGAMgAygJEg4KBmRldmljZRgEIAEoCRImCh5zdXBwb3J0c19uYXRpdmVfdW5pZmllZF9kZWNvZGUYBSABKAgSFwoPc3VwcG9ydHNfdmVyaWZ5GAYgASgIEhUKDXN1cHBvcnRzX2ZvcmsYByABKAgSGQoRc3VwcG9ydHNfc2FtcGxpbmcYCCABKAgSHQoVc3VwcG9ydHNfcHJlZml4X3JldXNlGAkgASgIEhUKDXN1cHBvcnRzX2xvcmEYCiABKAgSGAoQcGFnZV9zaXplX3Rva2VucxgLIAEoDRIWCg5ieXRlc19wZXJfcGFnZRgMIAEoBBIaChJrdl9jYXBhY2l0eV90b2tlbnMYDSABKA0SGQoRbWF4X2xvcmFfYWRhcHRlcnMYDiABKA0SGAoQbWF4X2JhdGNoX3Rva2VucxgPIAEoDRIXCg9tYXhfYmF0Y2hfaXRlbXMYECABKA0SHAoUc3VwcG9ydHNfdG9rZW5fdHJlZXMYESABKAgSHgoWc3VwcG9ydHNfaGlkZGVuX3N0YXRlcxgSIAEoCBIQCghwcm9kdWN0cxgTIAEoCRIXCg9iYXRjaF9pbnZhcmlhbnQYFCABKAgSFgoOYmFja2VuZF9yZWFzb24YFSABKAki7AEKCVBvb2xVc2FnZRIRCglzZXF1ZW5jZXMYASABKA0SDgoGdG9rZW5zGAIgASgEEhMKC3BhZ2VzX3RvdGFsGAMgASgNEhIKCnBhZ2VzX2ZyZWUYBCABKA0SFAoMcGFnZXNfY2FjaGVkGAUgASgNEhgKEHBhZ2VzX3JlZmVyZW5jZWQYBiABKA0SGQoRcHJlZml4X2hpdF90b2tlbnMYByABKAQSGwoTcHJlZml4X3F1ZXJ5X3Rva2VucxgIIAEoBBIVCg1ldmljdGVkX3BhZ2VzGAkgASgEEhQKDGNvcGllZF9wYWdlcxgKIAEoBCKrAgoKU3RlcENvdW50cxIaChJwcmVmaWxsX29wZXJhdGlvbnMYASABKAQSEgoKcHJlZmlsbF9ucxgCIAEoBBIZChFkZWNvZGVfb3BlcmF0aW9ucxgDIAEoBBIRCglkZWNvZGVfbnMYBCABKAQSGQoRdmVyaWZ5X29wZXJhdGlvbnMYBSABKAQSEQoJdmVyaWZ5X25zGAYgASgEEhgKEHNjb3JlX29wZXJhdGlvbnMYByABKAQSEAoIc2NvcmVfbnMYCCABKAQSDQoFc3RlcHMYCSABKAQSEwoLc3RlcF90b2tlbnMYCiABKAQSEwoLYmF0Y2hfaXRlbXMYCyABKAQSGQoRcmVwbGF5X29wZXJhdGlvbnMYDCABKAQSEQoJcmVwbGF5X25zGA0gASgEItcBChJMb3JhQWRhcHRlck1ldHJpY3MSEgoKYWRhcHRlcl9pZBgBIAEoCRIMCgRyYW5rGAIgASgNEhEKCXNlcXVlbmNlcxgDIAEoDRISCgpvcGVyYXRpb25zGAQgASgEEg4KBnRva2VucxgFIAEoBBIPCgd2ZXJzaW9uGAYgASgEEhAKCHJlc2lkZW50GAcgASgIEhIKCnNpemVfYnl0ZXMYCCABKAQSDQoFbG9hZHMYCSABKAQSEQoJZXZpY3Rpb25zGAogASgEEg8KB3dhaXRpbmcYCyABKA0qcwoMTG9naXRzRm9ybWF0Eh0KGUxPR0lUU19GT1JNQVRfVU5TUEVDSUZJRUQQABIVChFMT0dJVFNfRk9STUFUX0YzMhABEhYKEkxPR0lUU19GT1JNQVRfQkYxNhACEhUKEUxPR0lUU19GT1JNQVRfRjE2EAMqXgoIUHJpb3JpdHkSGAoUUFJJT1JJVFlfVU5TUEVDSUZJRUQQABIQCgxQUklPUklUWV9MT1cQARITCg9QUklPUklUWV9OT1JNQUwQAhIRCg1QUklPUklUWV9ISUdIEAMqXwoIRGF0YVR5cGUSGQoVREFUQV9UWVBFX1VOU1BFQ0lGSUVEEAASEQoNREFUQV9UWVBFX0YzMhABEhIKDkRBVEFfVFlQRV9CRjE2EAISEQoNREFUQV9UWVBFX0YxNhADKoEBCgxWZXJpZnlBY2NlcHQSHQoZVkVSSUZZX0FDQ0VQVF9VTlNQRUNJRklFRBAAEhgKFFZFUklGWV9BQ0NFUFRfR1JFRURZEAESGQoVVkVSSUZZX0FDQ0VQVF9TQU1QTEVEEAISHQoZVkVSSUZZX0FDQ0VQVF9TUEVDVUxBVElWRRADYgZwcm90bzM", [file_google_protobuf_timestamp, file_quire_v1_settings]);
+  fileDesc("ChRxdWlyZS92MS90eXBlcy5wcm90bxIIcXVpcmUudjEitwEKDUt2Q2FjaGVIYW5kbGUSEAoIY2FjaGVfaWQYASABKAkSDwoHc2VxX2xlbhgCIAEoDRINCgVlcG9jaBgDIAEoBBIRCgl3b3JrZXJfaWQYBCABKAkSLwoLZXhwaXJlX3RpbWUYBSABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhcKD3dlaWdodHNfdmVyc2lvbhgGIAEoBBIXCg9hZGFwdGVyX3ZlcnNpb24YByABKAQipgIKDU91dHB1dE9wdGlvbnMSJwoGbG9naXRzGAEgASgOMhIucXVpcmUudjEuRGF0YVR5cGVIAIgBARIUCgx0b3BfbG9ncHJvYnMYAiABKA0SGQoRbG9ncHJvYl90b2tlbl9pZHMYAyADKA0SKgoIc2FtcGxpbmcYBCABKAsyGC5xdWlyZS52MS5TYW1wbGluZ1BhcmFtcxIhCgRtYXNrGAUgASgLMhMucXVpcmUudjEuVG9rZW5NYXNrEg8KB2xvZ3Byb2IYBiABKAgSFwoPc2FtcGxlZF9sb2dwcm9iGAcgASgIEiYKBmhpZGRlbhgIIAEoCzIWLnF1aXJlLnYxLkhpZGRlblN0YXRlcxIPCgdleHBlcnRzGAkgASgIQgkKB19sb2dpdHMiQQoMSGlkZGVuU3RhdGVzEg4KBmxheWVycxgBIAMoDRIhCgVkdHlwZRgCIAEoDjISLnF1aXJlLnYxLkRhdGFUeXBlIk0KEkRyYWZ0UHJvYmFiaWxpdGllcxIRCgl0b2tlbl9pZHMYASADKA0SFQoNcHJvYmFiaWxpdGllcxgCIAMoAhINCgVkZW5zZRgDIAEoDCJbCglWZXJpZnlSb3cSIQoEbWFzaxgBIAEoCzITLnF1aXJlLnYxLlRva2VuTWFzaxIrCgVkcmFmdBgCIAEoCzIcLnF1aXJlLnYxLkRyYWZ0UHJvYmFiaWxpdGllcyLuBQoOU2FtcGxpbmdQYXJhbXMSMAoLdGVtcGVyYXR1cmUYASABKAJCFqK7GBIJAAAAAAAAAAAZAAAAAAAAWUBIAIgBARIqCgV0b3BfaxgCIAEoDUIWorsYEgkAAAAAAAAAABkAAOD////vQUgBiAEBEjMKBXRvcF9wGAMgASgCQh+iuxgbEQAAAAAAAAAAGQAAAAAAAPA/IQAAAAAAAPA/SAKIAQESKgoFbWluX3AYBCABKAJCFqK7GBIJAAAAAAAAAAAZAAAAAAAA8D9IA4gBARJAChJyZXBldGl0aW9uX3BlbmFsdHkYBSABKAJCH6K7GBsRAAAAAAAAAAAZAAAAAAAAJEAhAAAAAAAA8D9IBIgBARI2ChFmcmVxdWVuY3lfcGVuYWx0eRgGIAEoAkIWorsYEgkAAAAAAAAAwBkAAAAAAAAAQEgFiAEBEjUKEHByZXNlbmNlX3BlbmFsdHkYByABKAJCFqK7GBIJAAAAAAAAAMAZAAAAAAAAAEBIBogBARI7Cgpsb2dpdF9iaWFzGAggAygLMicucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMuTG9naXRCaWFzRW50cnkSEQoEc2VlZBgJIAEoBEgHiAEBEhkKDHBlbmFsdHlfZnJvbRgKIAEoDUgIiAEBEjcKCXR5cGljYWxfcBgLIAEoAkIforsYGxEAAAAAAAAAABkAAAAAAADwPyEAAAAAAADwP0gJiAEBGjAKDkxvZ2l0Qmlhc0VudHJ5EgsKA2tleRgBIAEoDRINCgV2YWx1ZRgCIAEoAjoCOAFCDgoMX3RlbXBlcmF0dXJlQggKBl90b3Bfa0IICgZfdG9wX3BCCAoGX21pbl9wQhUKE19yZXBldGl0aW9uX3BlbmFsdHlCFAoSX2ZyZXF1ZW5jeV9wZW5hbHR5QhMKEV9wcmVzZW5jZV9wZW5hbHR5QgcKBV9zZWVkQg8KDV9wZW5hbHR5X2Zyb21CDAoKX3R5cGljYWxfcCKJAQoJVG9rZW5NYXNrEhAKBnBhY2tlZBgBIAEoDEgAEiUKB2FsbG93ZWQYAiABKAsyEi5xdWlyZS52MS5Ub2tlbklkc0gAEhIKCGRlZmxhdGVkGAMgASgMSAASJwoJZm9yYmlkZGVuGAQgASgLMhIucXVpcmUudjEuVG9rZW5JZHNIAEIGCgRraW5kIhcKCFRva2VuSWRzEgsKA2lkcxgBIAMoDSKEAgoKU3RlcE91dHB1dBIQCgh0b2tlbl9pZBgBIAEoDRIUCgdsb2dwcm9iGAIgASgCSACIAQESIgoDdG9wGAMgASgLMhUucXVpcmUudjEuVG9wTG9ncHJvYnMSFwoPY2hvc2VuX2xvZ3Byb2JzGAQgAygCEiAKBmxvZ2l0cxgFIAEoCzIQLnF1aXJlLnYxLlRlbnNvchIcCg9zYW1wbGVkX2xvZ3Byb2IYBiABKAJIAYgBARIgCgZoaWRkZW4YByADKAsyEC5xdWlyZS52MS5UZW5zb3ISDwoHZXhwZXJ0cxgIIAEoDEIKCghfbG9ncHJvYkISChBfc2FtcGxlZF9sb2dwcm9iInQKDFNhbXBsZWRUb2tlbhIQCgh0b2tlbl9pZBgBIAEoDRIUCgdsb2dwcm9iGAIgASgCSACIAQESHAoPc2FtcGxlZF9sb2dwcm9iGAMgASgCSAGIAQFCCgoIX2xvZ3Byb2JCEgoQX3NhbXBsZWRfbG9ncHJvYiIyCgtUb3BMb2dwcm9icxIRCgl0b2tlbl9pZHMYASADKA0SEAoIbG9ncHJvYnMYAiADKAIiSAoGVGVuc29yEiEKBWR0eXBlGAEgASgOMhIucXVpcmUudjEuRGF0YVR5cGUSDQoFc2hhcGUYAiADKA0SDAoEZGF0YRgDIAEoDCJWCgpTdGVwVGltaW5nEhAKCHF1ZXVlX25zGAEgASgEEhIKCmNvbXB1dGVfbnMYAiABKAQSDQoFc3RlcHMYAyABKA0SEwoLYmF0Y2hfaXRlbXMYBCABKA0i9gMKEE1vZGVsRGVzY3JpcHRpb24SEAoIbW9kZWxfaWQYASABKAkSFAoMYXJjaGl0ZWN0dXJlGAIgASgJEhIKCnZvY2FiX3NpemUYAyABKA0SEwoLbWF4X3NlcV9sZW4YBCABKA0SEgoKbnVtX2xheWVycxgFIAEoDRITCgtoaWRkZW5fc2l6ZRgGIAEoDRIbChNudW1fYXR0ZW50aW9uX2hlYWRzGAcgASgNEhQKDG51bV9rdl9oZWFkcxgIIAEoDRIQCghoZWFkX2RpbRgJIAEoDRIhCgVkdHlwZRgKIAEoDjISLnF1aXJlLnYxLkRhdGFUeXBlEhYKDm51bV9wYXJhbWV0ZXJzGAsgASgEEhQKDHdlaWdodF9ieXRlcxgMIAEoBBIVCg1lb3NfdG9rZW5faWRzGA0gAygNEhkKDGJvc190b2tlbl9pZBgOIAEoDUgAiAEBEhMKC2ZpbmdlcnByaW50GA8gASgJEg8KB2JhY2tlbmQYECABKAkSDwoHbGljZW5zZRgRIAEoCRISCgptb2VfbGF5ZXJzGBIgASgNEhMKC251bV9leHBlcnRzGBMgASgNEhkKEWV4cGVydHNfcGVyX3Rva2VuGBQgASgNEhQKDHF1YW50aXphdGlvbhgVIAEoCUIPCg1fYm9zX3Rva2VuX2lkIu0BCgxDaGF0VGVtcGxhdGUSNAoHc291cmNlcxgBIAMoCzIjLnF1aXJlLnYxLkNoYXRUZW1wbGF0ZS5Tb3VyY2VzRW50cnkSQQoOc3BlY2lhbF90b2tlbnMYAiADKAsyKS5xdWlyZS52MS5DaGF0VGVtcGxhdGUuU3BlY2lhbFRva2Vuc0VudHJ5Gi4KDFNvdXJjZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBGjQKElNwZWNpYWxUb2tlbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBIp8EChRFeGVjdXRvckNhcGFiaWxpdGllcxIQCghleGVjdXRvchgBIAEoCRIOCgZydW5uZXIYAiABKAkSDwoHa2VybmVscxgDIAMoCRIOCgZkZXZpY2UYBCABKAkSJgoec3VwcG9ydHNfbmF0aXZlX3VuaWZpZWRfZGVjb2RlGAUgASgIEhcKD3N1cHBvcnRzX3ZlcmlmeRgGIAEoCBIVCg1zdXBwb3J0c19mb3JrGAcgASgIEhkKEXN1cHBvcnRzX3NhbXBsaW5nGAggASgIEh0KFXN1cHBvcnRzX3ByZWZpeF9yZXVzZRgJIAEoCBIVCg1zdXBwb3J0c19sb3JhGAogASgIEhgKEHBhZ2Vfc2l6ZV90b2tlbnMYCyABKA0SFgoOYnl0ZXNfcGVyX3BhZ2UYDCABKAQSGgoSa3ZfY2FwYWNpdHlfdG9rZW5zGA0gASgNEhkKEW1heF9sb3JhX2FkYXB0ZXJzGA4gASgNEhgKEG1heF9iYXRjaF90b2tlbnMYDyABKA0SFwoPbWF4X2JhdGNoX2l0ZW1zGBAgASgNEhwKFHN1cHBvcnRzX3Rva2VuX3RyZWVzGBEgASgIEh4KFnN1cHBvcnRzX2hpZGRlbl9zdGF0ZXMYEiABKAgSEAoIcHJvZHVjdHMYEyABKAkSFwoPYmF0Y2hfaW52YXJpYW50GBQgASgIEhYKDmJhY2tlbmRfcmVhc29uGBUgASgJIuwBCglQb29sVXNhZ2USEQoJc2VxdWVuY2VzGAEgASgNEg4KBnRva2VucxgCIAEoBBITCgtwYWdlc190b3RhbBgDIAEoDRISCgpwYWdlc19mcmVlGAQgASgNEhQKDHBhZ2VzX2NhY2hlZBgFIAEoDRIYChBwYWdlc19yZWZlcmVuY2VkGAYgASgNEhkKEXByZWZpeF9oaXRfdG9rZW5zGAcgASgEEhsKE3ByZWZpeF9xdWVyeV90b2tlbnMYCCABKAQSFQoNZXZpY3RlZF9wYWdlcxgJIAEoBBIUCgxjb3BpZWRfcGFnZXMYCiABKAQiqwIKClN0ZXBDb3VudHMSGgoScHJlZmlsbF9vcGVyYXRpb25zGAEgASgEEhIKCnByZWZpbGxfbnMYAiABKAQSGQoRZGVjb2RlX29wZXJhdGlvbnMYAyABKAQSEQoJZGVjb2RlX25zGAQgASgEEhkKEXZlcmlmeV9vcGVyYXRpb25zGAUgASgEEhEKCXZlcmlmeV9ucxgGIAEoBBIYChBzY29yZV9vcGVyYXRpb25zGAcgASgEEhAKCHNjb3JlX25zGAggASgEEg0KBXN0ZXBzGAkgASgEEhMKC3N0ZXBfdG9rZW5zGAogASgEEhMKC2JhdGNoX2l0ZW1zGAsgASgEEhkKEXJlcGxheV9vcGVyYXRpb25zGAwgASgEEhEKCXJlcGxheV9ucxgNIAEoBCLXAQoSTG9yYUFkYXB0ZXJNZXRyaWNzEhIKCmFkYXB0ZXJfaWQYASABKAkSDAoEcmFuaxgCIAEoDRIRCglzZXF1ZW5jZXMYAyABKA0SEgoKb3BlcmF0aW9ucxgEIAEoBBIOCgZ0b2tlbnMYBSABKAQSDwoHdmVyc2lvbhgGIAEoBBIQCghyZXNpZGVudBgHIAEoCBISCgpzaXplX2J5dGVzGAggASgEEg0KBWxvYWRzGAkgASgEEhEKCWV2aWN0aW9ucxgKIAEoBBIPCgd3YWl0aW5nGAsgASgNKl4KCFByaW9yaXR5EhgKFFBSSU9SSVRZX1VOU1BFQ0lGSUVEEAASEAoMUFJJT1JJVFlfTE9XEAESEwoPUFJJT1JJVFlfTk9STUFMEAISEQoNUFJJT1JJVFlfSElHSBADKl8KCERhdGFUeXBlEhkKFURBVEFfVFlQRV9VTlNQRUNJRklFRBAAEhEKDURBVEFfVFlQRV9GMzIQARISCg5EQVRBX1RZUEVfQkYxNhACEhEKDURBVEFfVFlQRV9GMTYQAyqYAQoMVmVyaWZ5QWNjZXB0Eh0KGVZFUklGWV9BQ0NFUFRfVU5TUEVDSUZJRUQQABIVChFWRVJJRllfQUNDRVBUX0FMTBABEhgKFFZFUklGWV9BQ0NFUFRfR1JFRURZEAISGQoVVkVSSUZZX0FDQ0VQVF9TQU1QTEVEEAMSHQoZVkVSSUZZX0FDQ0VQVF9TUEVDVUxBVElWRRAEYgZwcm90bzM", [file_google_protobuf_timestamp, file_quire_v1_settings]);
 
 /**
  * Identifies a sequence of token ids that the service stores, and the current location of its KV. The sequence
@@ -59,11 +59,11 @@ export type KvCacheHandle = Message<"quire.v1.KvCacheHandle"> & {
   expireTime?: Timestamp | undefined;
 
   /**
-   * The number of the weights with which the answer was computed. It grows with each LoadWeights.
+   * The version of the weights with which the answer was computed. It grows with each LoadWeights.
    *
-   * @generated from field: uint64 weights = 6;
+   * @generated from field: uint64 weights_version = 6;
    */
-  weights: bigint;
+  weightsVersion: bigint;
 
   /**
    * The version of the cache's LoRA adapter, see Adapter.version. 0: it has none.
@@ -87,11 +87,11 @@ export const KvCacheHandleSchema: GenMessage<KvCacheHandle> = /*@__PURE__*/
  */
 export type OutputOptions = Message<"quire.v1.OutputOptions"> & {
   /**
-   * Return full rows of logits: the model's own, before any sampling setting.
+   * Return full rows of logits, in this format: the model's own, before any sampling setting. Unset: none.
    *
-   * @generated from field: quire.v1.LogitsFormat logits = 1;
+   * @generated from field: optional quire.v1.DataType logits = 1;
    */
-  logits: LogitsFormat;
+  logits?: DataType | undefined;
 
   /**
    * Return the N most likely tokens with their log-probabilities. At most min(1024, vocab_size).
@@ -573,7 +573,8 @@ export const TensorSchema: GenMessage<Tensor> = /*@__PURE__*/
   messageDesc(file_quire_v1_types, 11);
 
 /**
- * Where the time of a call was spent. The parts of several calls overlap, because calls share steps.
+ * Where the time of a call was spent. The parts of several calls overlap, because calls share steps. Times that come
+ * with each token are integers in nanoseconds and not Durations, which would cost a message each.
  *
  * @generated from message quire.v1.StepTiming
  */
@@ -671,11 +672,11 @@ export type ModelDescription = Message<"quire.v1.ModelDescription"> & {
   headDim: number;
 
   /**
-   * "bfloat16", "float16" or "float32".
+   * Of the weights and the KV. Unset: an executor without weights.
    *
-   * @generated from field: string dtype = 10;
+   * @generated from field: quire.v1.DataType dtype = 10;
    */
-  dtype: string;
+  dtype: DataType;
 
   /**
    * @generated from field: uint64 num_parameters = 11;
@@ -1021,7 +1022,7 @@ export const PoolUsageSchema: GenMessage<PoolUsage> = /*@__PURE__*/
   messageDesc(file_quire_v1_types, 16);
 
 /**
- * What a worker has run since it started. `*_ns` is the sum, over the operations of that kind, of the time from the
+ * What a worker has run since it started. `*_ns`, in nanoseconds as in StepTiming, is the sum, over the operations of that kind, of the time from the
  * beginning of an operation to its result.
  *
  * @generated from message quire.v1.StepCounts
@@ -1190,50 +1191,14 @@ export const LoraAdapterMetricsSchema: GenMessage<LoraAdapterMetrics> = /*@__PUR
   messageDesc(file_quire_v1_types, 18);
 
 /**
- * Number format of a row of logits on the wire.
- *
- * @generated from enum quire.v1.LogitsFormat
- */
-export enum LogitsFormat {
-  /**
-   * No logits are returned.
-   *
-   * @generated from enum value: LOGITS_FORMAT_UNSPECIFIED = 0;
-   */
-  UNSPECIFIED = 0,
-
-  /**
-   * @generated from enum value: LOGITS_FORMAT_F32 = 1;
-   */
-  F32 = 1,
-
-  /**
-   * @generated from enum value: LOGITS_FORMAT_BF16 = 2;
-   */
-  BF16 = 2,
-
-  /**
-   * @generated from enum value: LOGITS_FORMAT_F16 = 3;
-   */
-  F16 = 3,
-}
-
-/**
- * Describes the enum quire.v1.LogitsFormat.
- */
-export const LogitsFormatSchema: GenEnum<LogitsFormat> = /*@__PURE__*/
-  enumDesc(file_quire_v1_types, 0);
-
-/**
  * Scheduling priority under load. Callers still take turns by cost: a caller with many high-priority requests gets no
- * larger share in the long run, and the priorities of others delay a request by at most about 128 steps.
+ * larger share in the long run, and the priorities of others delay a request by at most about 128 steps. Unset:
+ * PRIORITY_NORMAL.
  *
  * @generated from enum quire.v1.Priority
  */
 export enum Priority {
   /**
-   * Normal.
-   *
    * @generated from enum value: PRIORITY_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
@@ -1262,10 +1227,10 @@ export enum Priority {
  * Describes the enum quire.v1.Priority.
  */
 export const PrioritySchema: GenEnum<Priority> = /*@__PURE__*/
-  enumDesc(file_quire_v1_types, 1);
+  enumDesc(file_quire_v1_types, 0);
 
 /**
- * Element type of a Tensor.
+ * The type of numbers: of a Tensor's elements, or of a model's weights.
  *
  * @generated from enum quire.v1.DataType
  */
@@ -1295,7 +1260,7 @@ export enum DataType {
  * Describes the enum quire.v1.DataType.
  */
 export const DataTypeSchema: GenEnum<DataType> = /*@__PURE__*/
-  enumDesc(file_quire_v1_types, 2);
+  enumDesc(file_quire_v1_types, 1);
 
 /**
  * Which of the drafted tokens ForwardVerify keeps.
@@ -1304,40 +1269,45 @@ export const DataTypeSchema: GenEnum<DataType> = /*@__PURE__*/
  */
 export enum VerifyAccept {
   /**
-   * All tokens are kept. The caller truncates the cache.
-   *
    * @generated from enum value: VERIFY_ACCEPT_UNSPECIFIED = 0;
    */
   UNSPECIFIED = 0,
 
   /**
+   * All tokens are kept. The caller truncates the cache.
+   *
+   * @generated from enum value: VERIFY_ACCEPT_ALL = 1;
+   */
+  ALL = 1,
+
+  /**
    * Drafts are kept while each is the most likely token at its position.
    *
-   * @generated from enum value: VERIFY_ACCEPT_GREEDY = 1;
+   * @generated from enum value: VERIFY_ACCEPT_GREEDY = 2;
    */
-  GREEDY = 1,
+  GREEDY = 2,
 
   /**
    * Drafts are kept while each equals the token that `output.sampling` draws at its position. The result is identical
    * to that of one Decode after another with the same seed.
    *
-   * @generated from enum value: VERIFY_ACCEPT_SAMPLED = 2;
+   * @generated from enum value: VERIFY_ACCEPT_SAMPLED = 3;
    */
-  SAMPLED = 2,
+  SAMPLED = 3,
 
   /**
    * Rejection sampling: drafts are kept or replaced such that every token is distributed as the model's own draws,
    * whatever drew the drafts. A draft is kept with the ratio of the model's probability to that in `rows[i].draft`,
    * at most 1. The token that replaces the first rejected draft is outputs[accepted].token_id.
    *
-   * @generated from enum value: VERIFY_ACCEPT_SPECULATIVE = 3;
+   * @generated from enum value: VERIFY_ACCEPT_SPECULATIVE = 4;
    */
-  SPECULATIVE = 3,
+  SPECULATIVE = 4,
 }
 
 /**
  * Describes the enum quire.v1.VerifyAccept.
  */
 export const VerifyAcceptSchema: GenEnum<VerifyAccept> = /*@__PURE__*/
-  enumDesc(file_quire_v1_types, 3);
+  enumDesc(file_quire_v1_types, 2);
 
