@@ -114,8 +114,8 @@ cluster: $(SERVING) kernels ## Serve with two workers as if they were on other h
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal $(ARGS)
 
-# In an environment of its own, with the Triton that this torch needs. Compiled kernels, and records of what Triton compiles
-# and which mutations are found, are not of a torch.
+# In an environment of its own, with the Triton that this torch needs. Compiled kernels, records of what Triton compiles and
+# mutations of kernels are not of a torch.
 TORCH ?= 2.11.0
 TORCH_TESTS := tests/kernels tests/workers tests/gpu $(patsubst %,tests/e2e/test_%.py,parity_machine families library_backend \
   same_bits hidden_states tensor_parallel) --ignore=tests/kernels/cuda/test_compile_gate.py \
