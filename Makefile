@@ -30,7 +30,7 @@ UV_TORCH = { $(BIN)/python -m pip install --constraint constraints.txt uv && $(B
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels dist docs sbom bench gpu serve cluster test test-isa test-torch soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist docs sbom bench gpu serve cluster test test-isa test-torch explore soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ test-isa: setup ## Run the tests that depend on the CPU with other instruction s
 
 bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
 	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+explore: setup ## Look for failures with new seeds, for an hour (ARGS="--minutes 10 --only simulator --seed 7")
+	$(BIN)/python -m tests.explore $(ARGS)
 
 soak: setup ## Kill, stop and crash workers and gateway under callers, for an hour (ARGS="--faults 100 --minutes 5")
 	$(BIN)/python -m tests.soak $(ARGS)
