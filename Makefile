@@ -164,7 +164,7 @@ check-protos: setup
 	$(BIN)/python protos/generate.py --image $(PROTO_IMAGE)
 	$(BIN)/buf lint $(PROTO_IMAGE) --config protos/buf.yaml
 	$(BIN)/buf format protos --diff --exit-code
-	$(BIN)/buf breaking $(PROTO_IMAGE) --against protos/image.binpb --config protos/buf.yaml
+	! test -f protos/released.binpb || $(BIN)/buf breaking $(PROTO_IMAGE) --against protos/released.binpb --config protos/buf.yaml
 
 check-imports: setup
 	$(BIN)/python -m pytest -q tests/test_architecture.py
@@ -180,8 +180,8 @@ stubs: setup ## Generate the Python stubs from protos/, the blocking client, and
 	PYTHONPATH=. $(BIN)/python .ci/settings_page.py docs/settings.md
 	$(BIN)/python .ci/python_page.py docs/python.md
 
-proto-image: setup ## Accept the protos as they are as the base of the breaking-change check
-	$(BIN)/python protos/generate.py --image protos/image.binpb --without-comments
+proto-image: setup ## Record the protos of a release, with which check-protos compares later ones; for releases only
+	$(BIN)/python protos/generate.py --image protos/released.binpb --without-comments
 
 clean: ## Remove build outputs and caches; keeps .venv
 	rm -rf build dist kernels/cpu/build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info clients/python/*.egg-info \

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import grpc
-from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc
+from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc, types_pb2
 
 from benchmarks.peers.base import SETTLING_STEPS, Sample
 
@@ -229,7 +229,9 @@ async def _score_forks(stub: Stub, context: Sequence[int], choices: Sequence[Seq
     handles = [first.kv_cache, *(await stub.ForkCache(fork)).kv_caches]
     verifies = [
         stub.ForwardVerify(
-            executor_pb2.ForwardVerifyRequest(cache_id=handle.cache_id, token_ids=choice, score=True)
+            executor_pb2.ForwardVerifyRequest(
+                cache_id=handle.cache_id, token_ids=choice, score=True, accept=types_pb2.VERIFY_ACCEPT_ALL
+            )
         )
         for handle, choice in zip(handles[1:], choices, strict=True)
     ]

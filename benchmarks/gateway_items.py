@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import uvloop
-from quire.v1 import executor_pb2, worker_pb2
+from quire.v1 import executor_pb2
 
 from service.api.append_codec import held_bytes
 from service.api.calls import CALLS
@@ -33,6 +33,7 @@ from service.dispatcher import Dispatcher
 from service.journal import encoding
 from service.journal.base import Journal
 from service.pool import wire
+from workers.common import worker_pb2
 
 _PARTS = ("check", "begin", "answered", "write")
 _LIMITS = RequestLimits(vocab_size=32_000, max_response_bytes=1 << 26)

@@ -1,9 +1,11 @@
-"""Generates the Python stubs of quire.v1, checks that they are fresh, or builds a descriptor image for buf.
+"""Generates the Python stubs, checks that they are fresh, or builds a descriptor image for buf.
+
+Those of the API are part of the client. Those of quire.internal.v1 are the server's.
 
 Beside protoc's output there is `sampling_settings.py`: what types.proto declares of the fields of
 SamplingParams, as plain data, and the types of their values.
 
-    python protos/generate.py                writes clients/python/quire/v1
+    python protos/generate.py                writes clients/python/quire/v1 and workers/common
     python protos/generate.py --check        fails if that differs from what would be written; writes nothing
     python protos/generate.py --image FILE   writes a descriptor set of the protos and all they import
 
@@ -26,8 +28,12 @@ from google.rpc import status_pb2
 from grpc_tools import protoc
 
 PROTOS = Path(__file__).resolve().parent
-STUBS = PROTOS.parent / "clients" / "python"
+ROOT = PROTOS.parent
 PACKAGE = Path("quire") / "v1"
+INTERNAL = Path("quire") / "internal" / "v1"
+# Where the stubs of each package are.
+STUBS = {PACKAGE: ROOT / "clients" / "python" / PACKAGE, INTERNAL: ROOT / "workers" / "common"}
+INTERNAL_MODULES = b"workers.common."
 SETTINGS_FILE = "sampling_settings.py"
 # The oldest versions with which the stubs are tried (tests/client/test_oldest_dependencies.py), and what the
 # client asks for. protoc writes its own version instead, though its code is the same since protobuf 5.27, and
@@ -54,8 +60,8 @@ def main() -> int:
     return 0
 
 
-def generate(scratch: Path) -> dict[str, bytes]:
-    """Stubs by file name. Services get client and server code too; `scratch` is an empty directory."""
+def generate(scratch: Path) -> dict[Path, bytes]:
+    """Stubs by path. Services get client and server code too; `scratch` is an empty directory."""
     image = scratch / "image.binpb"
     write_image(image, comments=False)
     described = descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes())
@@ -73,7 +79,17 @@ def generate(scratch: Path) -> dict[str, bytes]:
     settings = scratch / PACKAGE / SETTINGS_FILE
     write_image(image, comments=True)
     settings.write_text(sampling_settings(descriptor_pb2.FileDescriptorSet.FromString(image.read_bytes())))
-    return {path.name: for_oldest(path.read_bytes()) for path in sorted((scratch / PACKAGE).iterdir())}
+    return {
+        directory / path.name: in_its_module(for_oldest(path.read_bytes()))
+        for package, directory in STUBS.items()
+        for path in sorted((scratch / package).iterdir())
+        if path.is_file()
+    }
+
+
+def in_its_module(stub: bytes) -> bytes:
+    """A stub that names the module in which it is, which for the server's is not what protoc expects."""
+    return re.sub(rb"'quire\.internal\.v1\.(\w+)'", rb'"' + INTERNAL_MODULES + rb'\g<1>"', stub)
 
 
 def for_oldest(stub: bytes) -> bytes:
@@ -166,34 +182,34 @@ def write_image(path: Path, *, comments: bool) -> None:
     run_protoc([*options, "--include_source_info"] if comments else options, sources())
 
 
-def write_stubs(fresh: dict[str, bytes]) -> None:
+def write_stubs(fresh: dict[Path, bytes]) -> None:
     """Makes the committed stubs those of `fresh`, and removes what is not generated any more."""
-    for name in committed().keys() - fresh.keys():
-        (STUBS / PACKAGE / name).unlink()
-        print(f"removed {PACKAGE / name}")
-    for name, content in fresh.items():
-        (STUBS / PACKAGE / name).write_bytes(content)
-        print(f"wrote {PACKAGE / name}")
+    for path in committed().keys() - fresh.keys():
+        path.unlink()
+        print(f"removed {path.relative_to(ROOT)}")
+    for path, content in fresh.items():
+        path.write_bytes(content)
+        print(f"wrote {path.relative_to(ROOT)}")
 
 
-def report_stale(fresh: dict[str, bytes]) -> int:
+def report_stale(fresh: dict[Path, bytes]) -> int:
     """Names every stub that is missing, stale or left over. Returns 1 if there is one."""
     present = committed()
-    stale = sorted(name for name in fresh.keys() | present.keys() if fresh.get(name) != present.get(name))
-    for name in stale:
-        print(f"{PACKAGE / name} does not match the protos: run `make stubs`", file=sys.stderr)
+    stale = sorted(path for path in fresh.keys() | present.keys() if fresh.get(path) != present.get(path))
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} does not match the protos: run `make stubs`", file=sys.stderr)
     return 1 if stale else 0
 
 
-def committed() -> dict[str, bytes]:
-    """The stubs in the tree, by file name."""
-    paths = [*(STUBS / PACKAGE).glob("*_pb2*.py*"), STUBS / PACKAGE / SETTINGS_FILE]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+def committed() -> dict[Path, bytes]:
+    """The stubs in the tree, by path."""
+    stubs = [path for directory in STUBS.values() for path in directory.glob("*_pb2*.py*")]
+    return {path: path.read_bytes() for path in [*stubs, STUBS[PACKAGE] / SETTINGS_FILE] if path.is_file()}
 
 
 def sources() -> list[str]:
     """Our protos, relative to the import root."""
-    return sorted(path.relative_to(PROTOS).as_posix() for path in (PROTOS / PACKAGE).glob("*.proto"))
+    return sorted(path.relative_to(PROTOS).as_posix() for path in (PROTOS / "quire").rglob("*.proto"))
 
 
 def is_ours(name: str) -> bool:

@@ -43,6 +43,7 @@ from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
 from service.runtimes.router import Router
+from service.runtimes.runtime_calls import RuntimeCalls
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
 from service.shard import OpenShard, open_own_journal, open_shard
@@ -119,15 +120,11 @@ class Gateway:
         local = self._local_runtime()
         self.router = Router([local]) if others is None else others.open_router(local, self.core.values)
         self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
-        self.runner = RunnerApi(
-            self.executions,
-            self.router,
-            self.state,
-            None if others is None else others.read_again,
-            self.core.weight_uploads,
-        )
+        self.runner = RunnerApi(self.executions, self.router, self.state)
+        read_again = None if others is None else others.read_again
+        calls = RuntimeCalls(self.router, self.state, read_again, self.core.weight_uploads)
         self._interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
-        self._admin = self._new_admin() if admin.is_available(config) else None
+        self._admin = self._new_admin(calls) if admin.is_available(config) else None
         self._attach_extensions()
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         self.core.versions.subscribe(self.health.on_change)
@@ -161,13 +158,14 @@ class Gateway:
         core.count_with(self.core)
         return core
 
-    def _new_admin(self) -> AdminApi:
+    def _new_admin(self, runtimes: RuntimeCalls) -> AdminApi:
         core, others = self.core, self._others
         calls, stop = core.operator_calls, None
         if others is not None:
             calls, stop = others.operator_calls, others.stop_all
         caches_of = core.caches.adapters_in_use
-        return AdminApi(self.state, core.adapter_loader, core.adapters, caches_of, stop or self.stop, calls)
+        parts = self.state, core.adapter_loader, core.adapters, caches_of, stop or self.stop
+        return AdminApi(*parts, calls, runtimes)
 
     def _local_runtime(self) -> LocalRuntime:
         core = self.core

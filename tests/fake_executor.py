@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -301,7 +302,7 @@ class FakeExecutor(
                 state=executor_pb2.SERVER_STATE_SERVING,
                 workers=[worker, starting],
                 version="9.9.9",
-                uptime_ms=61_000,
+                uptime=Duration(seconds=61),
             )
 
     def GetLoraMetrics(self, request: Any, context: Any) -> executor_pb2.GetLoraMetricsResponse:
@@ -431,9 +432,8 @@ class FakeExecutor(
     GetCacheMetrics: Any = _answers("GetCacheMetrics", executor_pb2.GetCacheMetricsResponse())
     GetCapabilities: Any = _answers("GetCapabilities", executor_pb2.GetCapabilitiesResponse())
     ListRuntimes: Any = _answers("ListRuntimes", runner_pb2.ListRuntimesResponse())
-    GetRuntime: Any = _answers("GetRuntime", runner_pb2.GetRuntimeResponse())
     EstimateCost: Any = _answers("EstimateCost", runner_pb2.EstimateCostResponse())
-    RebuildSession: Any = _answers("RebuildSession", runner_pb2.RebuildSessionResponse(rebuilt=1))
+    RebuildSession: Any = _answers("RebuildSession", admin_pb2.RebuildSessionResponse(rebuilt=1))
     Warmup: Any = _answers("Warmup", admin_pb2.WarmupResponse(workers_ready=2))
     Drain: Any = _answers("Drain", admin_pb2.DrainResponse())
     Shutdown: Any = _answers("Shutdown", admin_pb2.ShutdownResponse())

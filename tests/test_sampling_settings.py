@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from quire import output_options
 from quire.cli.options import add_generate
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 from quire.v1.sampling_settings import SETTINGS, SamplingSettings, Setting
 
 from service.api.request_limits import RequestLimits
@@ -24,6 +24,7 @@ from service.extensions.providers.dialects.anthropic import Messages
 from service.extensions.providers.dialects.base import refuse
 from service.extensions.providers.dialects.openai import Completions
 from workers import operations, wire
+from workers.common import worker_pb2
 from workers.device_sampling import limits
 
 NAMES = [setting.name for setting in SETTINGS]

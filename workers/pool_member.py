@@ -23,9 +23,9 @@ from typing import Any
 
 import uvloop
 from google.protobuf.message import DecodeError
-from quire.v1 import worker_pb2
 
 from workers import models
+from workers.common import worker_pb2
 from workers.common.addresses import UNIX, short_path
 from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.pool_tls import tls_context

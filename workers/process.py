@@ -16,9 +16,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.v1.worker_pb2 import WorkerConfig
-
 from workers.common.protocol import EXIT_CONFIG
+from workers.common.worker_pb2 import WorkerConfig
 from workers.logging import background_log, configure, get_logger
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer

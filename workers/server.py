@@ -21,9 +21,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
-from quire.v1 import worker_pb2
 
 from workers import wire
+from workers.common import worker_pb2
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import OP_ID, Decodes, DecodesDone
 from workers.logging import get_logger

@@ -11,9 +11,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from workers.adapters.slots import LoraAdapterMetrics
+from workers.common import worker_pb2
 from workers.common.unknown_fields import unknown_field
 from workers.decodes import (
     ARRIVED_NS,
@@ -94,15 +95,20 @@ _PRIORITIES = {types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL} | {
     types_pb2.Priority.Value(f"PRIORITY_{priority.name}"): priority for priority in Priority
 }
 _FORMATS = {
-    types_pb2.LOGITS_FORMAT_UNSPECIFIED: None,
-    types_pb2.LOGITS_FORMAT_F32: LogitsFormat.F32,
-    types_pb2.LOGITS_FORMAT_BF16: LogitsFormat.BF16,
-    types_pb2.LOGITS_FORMAT_F16: LogitsFormat.F16,
+    types_pb2.DATA_TYPE_UNSPECIFIED: None,
+    types_pb2.DATA_TYPE_F32: LogitsFormat.F32,
+    types_pb2.DATA_TYPE_BF16: LogitsFormat.BF16,
+    types_pb2.DATA_TYPE_F16: LogitsFormat.F16,
 }
 _DTYPES = {
     LogitsFormat.F32: types_pb2.DATA_TYPE_F32,
     LogitsFormat.BF16: types_pb2.DATA_TYPE_BF16,
     LogitsFormat.F16: types_pb2.DATA_TYPE_F16,
+}
+_DTYPES_BY_NAME = {
+    "float32": types_pb2.DATA_TYPE_F32,
+    "bfloat16": types_pb2.DATA_TYPE_BF16,
+    "float16": types_pb2.DATA_TYPE_F16,
 }
 _NUMBER_FORMATS = {dtype: number_format for number_format, dtype in _DTYPES.items()} | {
     types_pb2.DATA_TYPE_UNSPECIFIED: LogitsFormat.F32
@@ -462,7 +468,7 @@ def to_event(  # noqa: PLR0911 - one for each result
             loaded = worker_pb2.AdapterLoaded(rank=result.rank, size_bytes=result.size_bytes)
             return worker_pb2.WorkerEvent(op_id=result.op_id, adapter_loaded=loaded)
         case WeightsRead():
-            read = worker_pb2.WeightsRead(model=types_pb2.ModelDescription(**_fields(result.model)))
+            read = worker_pb2.WeightsRead(model=_description(result.model))
             return worker_pb2.WorkerEvent(op_id=result.op_id, weights_read=read)
         case Exported():
             pages = worker_pb2.KvPages(**_fields(result.pages))
@@ -526,6 +532,11 @@ def _write_row(data: bytes, number_format: LogitsFormat, into: types_pb2.Tensor)
     into.data = data
 
 
+def _description(model: ModelDescription) -> types_pb2.ModelDescription:
+    fields = _fields(model) | {"dtype": _DTYPES_BY_NAME.get(model.dtype)}
+    return types_pb2.ModelDescription(**fields)
+
+
 def to_ready(
     model: ModelDescription,
     capabilities: Capabilities,
@@ -541,7 +552,7 @@ def to_ready(
     defaults: Any = text.sampling_defaults
     return worker_pb2.WorkerReady(
         pid=pid,
-        model=types_pb2.ModelDescription(**_fields(model)),
+        model=_description(model),
         tokenizer_json=text.tokenizer_json,
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,

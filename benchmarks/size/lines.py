@@ -14,6 +14,7 @@ PACKAGES = (*PRODUCT, "tests", "benchmarks")
 _SUFFIXES = (".py", ".cpp", ".h", ".ts")
 _GENERATED = (
     "clients/python/quire/v1",
+    "workers/common/worker_pb2.py",
     "clients/python/quire/client.py",
     "clients/python/quire/_caches.py",
     "clients/node/src/gen",

@@ -21,7 +21,7 @@ TYPES = (
     "service.caches.entries.Operation",
     "service.caches.entries.CacheEntry",
     "service.caches.ledger.CacheState",
-    "quire.v1.worker_pb2.DecodesCommand",
+    "workers.common.worker_pb2.DecodesCommand",
     "workers.decodes.Decodes",
     "workers.models.inputs.ForwardInputs",
     "workers.decodes.DecodesDone",

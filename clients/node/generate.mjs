@@ -14,21 +14,11 @@ const HERE = fileURLToPath(new URL(".", import.meta.url));
 const PROTOS = join(HERE, "..", "..", "protos");
 const GENERATED = join(HERE, "src", "gen");
 const PYTHON = join(HERE, "..", "..", ".venv", "bin", "python");
-// What callers use: worker.proto is internal, and the errors' details are in no file that these import.
-const SOURCES = ["admin", "executor", "runner", "types"].map((name) => `quire/v1/${name}.proto`);
-const DETAILS = "google/rpc/error_details.proto";
-const OPTIONS = [
-  "outputServices=generic-definitions",
-  "oneof=unions-value",
-  "forceLong=bigint", // A tag, a seed and a duration may be larger than a number holds.
-  "env=node", // Bytes are Buffers.
-  "useDate=false", // Dates have milliseconds only.
-  "outputJsonMethods=false",
-  "importSuffix=.js",
-  "esModuleInterop=true",
-  "annotateFilesWithVersion=false", // The versions of protoc differ between machines.
-  "useExactTypes=false",
-];
+// What callers use: worker.proto is internal. settings.proto declares options that types.proto uses. The errors' details are in
+// no file that these import.
+const SOURCES = ["admin", "executor", "runner", "settings", "types"].map((name) => `quire/v1/${name}.proto`);
+const DETAILS = ["error_details", "status"].map((name) => `google/rpc/${name}.proto`);
+const OPTIONS = ["target=ts", "import_extension=js"];
 
 function generate(directory) {
   mkdirSync(directory, { recursive: true });
@@ -42,18 +32,16 @@ function generate(directory) {
     [
       ...first,
       `-I${PROTOS}`,
-      `--plugin=protoc-gen-ts_proto=${join(HERE, "node_modules", ".bin", "protoc-gen-ts_proto")}`,
-      `--ts_proto_out=${directory}`,
-      `--ts_proto_opt=${OPTIONS.join(",")}`,
+      `--plugin=protoc-gen-es=${join(HERE, "node_modules", ".bin", "protoc-gen-es")}`,
+      `--es_out=${directory}`,
+      `--es_opt=${OPTIONS.join(",")}`,
       ...SOURCES,
-      DETAILS,
+      ...DETAILS,
     ],
     { stdio: "inherit" },
   );
   if (done.error) throw done.error;
   if (done.status !== 0) process.exit(done.status ?? 1);
-  // Options of fields, which only generators read.
-  for (const unused of ["quire/v1/settings.ts", "google/protobuf/descriptor.ts"]) rmSync(join(directory, unused));
 }
 
 /** The files of a directory, by their paths in it. */

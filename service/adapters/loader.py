@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from quire.v1 import admin_pb2, worker_pb2
+from quire.v1 import admin_pb2
 
 from service.adapters import store as files
 from service.adapters.recovery import numbers_again, recover
@@ -35,6 +35,7 @@ from service.logging import get_logger
 from service.model_names import is_hub_id
 from service.pool.supervisor import Supervisor
 from service.uploads import Arriving, UploadedFile, sync_tree
+from workers.common import worker_pb2
 from workers.common.adapter_files import FILES, content_digest
 
 _log = get_logger(__name__)

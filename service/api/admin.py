@@ -92,6 +92,23 @@ class OperatorCalls:
         return response
 
 
+class RuntimeCalls(Protocol):
+    """The calls on runtimes, which are above this package."""
+
+    async def LoadWeights(self, request: admin_pb2.LoadWeightsRequest, context: Context) -> None:
+        """Replaces the weights."""
+
+    async def UploadWeights(
+        self, requests: AsyncIterator[Any], context: Context
+    ) -> admin_pb2.UploadWeightsResponse:
+        """Receives weights."""
+
+    async def RebuildSession(
+        self, request: admin_pb2.RebuildSessionRequest, context: Context
+    ) -> admin_pb2.RebuildSessionResponse:
+        """Restarts what a runtime has."""
+
+
 class AdminApi:
     """Implements the service. A wait ends at the caller's deadline or when the server stops."""
 
@@ -103,6 +120,7 @@ class AdminApi:
         caches_of_versions: Callable[[], Counter[int]],
         stop: Stop,
         operator_calls: OperatorCalls,
+        runtimes: RuntimeCalls,
     ) -> None:
         """`caches_of_versions`: the number of caches of each version of an adapter, by its number.
 
@@ -114,6 +132,9 @@ class AdminApi:
         self._caches_of_versions = caches_of_versions
         self._stop = stop
         self._operator_calls = operator_calls
+        self.LoadWeights = runtimes.LoadWeights
+        self.UploadWeights = runtimes.UploadWeights
+        self.RebuildSession = runtimes.RebuildSession
 
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
         """Waits until workers are ready, of all gateways."""

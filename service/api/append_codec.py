@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from quire.v1 import executor_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.api import validation
 from service.api.masks import bytes_in_worker, out_of_vocab
@@ -24,6 +24,7 @@ from service.caches.answers import DecodeDone
 from service.caches.requests import DECODE, Append, Appended, AppendKind, Fork, Handle, Priority, Request
 from service.errors import InvalidArgument, QuireError
 from service.pool.wire import decode_answer
+from workers.common import worker_pb2
 
 _OnCache: TypeAlias = (
     executor_pb2.PrefillRequest
@@ -125,7 +126,7 @@ def verify(
         scored=len(request.token_ids) - 1 if request.score else 0,
         verify_rows=request.rows,
         parents=request.parents,
-        accept=request.accept,
+        accept=None if request.accept == types_pb2.VERIFY_ACCEPT_ALL else request.accept,
     )
     token_ids = _packed(request.token_ids)
     return _append(request, limits, timeout_s, options, kind=AppendKind.VERIFY, token_ids=token_ids)
@@ -316,7 +317,7 @@ def write_score(_request: Append, result: Appended, into: executor_pb2.ForwardRe
     _write_scores(done, into)
     into.reused_tokens = done.reused_tokens
     into.timing.CopyFrom(done.timing)
-    into.weights, into.adapter_version = result.weights, result.adapter
+    into.weights_version, into.adapter_version = result.weights, result.adapter
 
 
 def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
@@ -327,7 +328,7 @@ def write_handle(handle: Handle, into: types_pb2.KvCacheHandle) -> None:
     into.worker_id = handle.worker_id
     # To set a field to its default takes time, too.
     if handle.weights:
-        into.weights = handle.weights
+        into.weights_version = handle.weights
     if handle.adapter:
         into.adapter_version = handle.adapter
     if handle.expires_at_s < math.inf:

@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from quire.v1 import executor_pb2 as pb
 
 from service.adapters.registry import Adapters
@@ -23,6 +24,7 @@ from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.auth.authenticator import current_tenant
+from service.auth.connections import CAN_COUNT
 from service.budgets import in_memory
 from service.caches.requests import Request
 from service.dispatcher import Dispatcher
@@ -31,7 +33,7 @@ from service.logging import current_request_id
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
 
-_LIMITS = pb.GatewayLimits.DESCRIPTOR.fields
+_LIMITS = [field.name for field in pb.GatewayLimits.DESCRIPTOR.fields if field.message_type is None]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -176,9 +178,11 @@ class ExecutorApi:
         config = self._state.config
         response = pb.GetCapabilitiesResponse(
             version=self._version,
-            limits={field.name: getattr(config, field.name) for field in _LIMITS},
+            limits={name: getattr(config, name) for name in _LIMITS},
             max_top_logprobs=validation.MAX_TOP_LOGPROBS,
         )
+        response.limits.max_wait.CopyFrom(_duration(config.max_wait_s))
+        response.limits.message_timeout.CopyFrom(_duration(config.message_timeout_s))
         with contextlib.suppress(NoWorker):
             # What is known without a worker is a better answer than a failure.
             await self._state.first_worker(context.time_remaining(), of_recovered=False)
@@ -204,22 +208,22 @@ class ExecutorApi:
         return pb.GetStatusResponse(
             state=self._state.state,
             workers=[_worker_status(slot) for slot in slots],
-            uptime_ms=self._state.uptime_ms,
+            uptime=_duration(self._state.uptime_s),
             caches=len(caches),
             operations_in_flight=caches.operations_in_flight,
             memory_bytes=self._state.memory.resident_bytes(),
             version=self._version,
             tasks=len(asyncio.all_tasks()),
-            longest_stall_ms=int(self._state.watch.longest_stretch_s * 1000),
+            longest_stall=_duration(self._state.watch.longest_stretch_s),
             journal_bytes=caches.ledger.size_bytes,
             unread_bytes=self._state.budgets.answers.used,
             arriving_requests=self._state.receiver.arriving,
             sessions=self._state.receiver.streams,
-            connections=self._state.connections.count,
+            connections=self._state.connections.count if CAN_COUNT else None,
             refusals=self._state.call_log.refusals,
             model_id=model.model_id,
             fingerprint=model.fingerprint,
-            weights=self._state.model_version,
+            weights_version=self._state.model_version,
         )
 
     async def _cache_metrics_here(
@@ -247,6 +251,13 @@ class ExecutorApi:
         return response
 
 
+def _duration(seconds: float) -> Duration:
+    """The message."""
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
 def _worker_status(slot: WorkerSlot) -> pb.WorkerStatus:
     """One worker's part of the status."""
     snapshot = slot.snapshot
@@ -264,7 +275,7 @@ def _worker_status(slot: WorkerSlot) -> pb.WorkerStatus:
         memory_bytes=snapshot.memory_bytes,
         device_memory_bytes=snapshot.device_memory_bytes,
         device_memory_peak_bytes=snapshot.device_memory_peak_bytes,
-        step_age_ns=snapshot.step_age_ns,
+        step_age=_duration(snapshot.step_age_ns / 1e9) if snapshot.step_age_ns else None,
         suspect=slot.suspect,
         trouble=slot.trouble,
     )

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from quire.v1 import executor_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.adapters.registry import Adapters
 from service.api.call_log import CallLog
@@ -28,6 +28,7 @@ from service.errors import NoWorker, QueueFull
 from service.memory import ProcessMemory
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.turns import Turns
+from workers.common import worker_pb2
 
 # The part of a call's time that it waits for a worker. The rest is for the answer.
 _TIME_SHARE = 0.9
@@ -197,9 +198,9 @@ class ServerState:
         )
 
     @property
-    def uptime_ms(self) -> int:
+    def uptime_s(self) -> float:
         """Time since the gateway started."""
-        return int((time.monotonic() - self._started_s) * 1000)
+        return time.monotonic() - self._started_s
 
     @property
     def state(self) -> executor_pb2.ServerState:

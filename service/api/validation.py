@@ -31,10 +31,10 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
 _ELEMENT_BYTES = {
-    types_pb2.LOGITS_FORMAT_UNSPECIFIED: 0,
-    types_pb2.LOGITS_FORMAT_F32: 4,
-    types_pb2.LOGITS_FORMAT_BF16: 2,
-    types_pb2.LOGITS_FORMAT_F16: 2,
+    types_pb2.DATA_TYPE_UNSPECIFIED: 0,
+    types_pb2.DATA_TYPE_F32: 4,
+    types_pb2.DATA_TYPE_BF16: 2,
+    types_pb2.DATA_TYPE_F16: 2,
 }
 _HIDDEN_BYTES = {
     types_pb2.DATA_TYPE_UNSPECIFIED: 4,
@@ -188,8 +188,9 @@ def _check_sampling(sampling: types_pb2.SamplingParams, limits: RequestLimits) -
 
 def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
     """The accept mode is defined and fits the sampling settings."""
-    if request.accept not in _ACCEPTS:
-        raise InvalidArgument("BAD_ACCEPT", "accept", "the mode is not defined")
+    if not request.accept or request.accept not in _ACCEPTS:
+        why = "the mode is not defined" if request.accept else "which drafts are accepted has to be said"
+        raise InvalidArgument("BAD_ACCEPT", "accept", why)
     sampled = request.output.sampling.temperature > 0
     if request.accept == types_pb2.VERIFY_ACCEPT_GREEDY and sampled:
         text = "must be 0 with VERIFY_ACCEPT_GREEDY"

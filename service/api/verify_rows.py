@@ -34,7 +34,7 @@ def check_tree(request: executor_pb2.ForwardVerifyRequest) -> None:
         if parent > index:
             text = f"the parent of token {index + 1} is token {parent}, which does not precede it"
             raise InvalidArgument("BAD_TREE", f"parents[{index}]", text)
-    if request.accept == types_pb2.VERIFY_ACCEPT_UNSPECIFIED:
+    if request.accept == types_pb2.VERIFY_ACCEPT_ALL:
         raise InvalidArgument("BAD_ACCEPT", "accept", "a tree needs a mode that keeps one path")
 
 

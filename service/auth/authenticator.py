@@ -32,10 +32,8 @@ _QUIRE_METHODS = "/quire.v1."
 _ROLES = {
     **dict.fromkeys(("GetStatus", "GetCacheMetrics", "GetLoraMetrics"), (Role.OBSERVE,)),
     **dict.fromkeys(("GetModelInfo", "GetCapabilities", "ListCaches"), (Role.CALL, Role.OBSERVE)),
-    **dict.fromkeys(("GetRuntime", "ListRuntimes"), (Role.CALL, Role.OBSERVE)),
+    **dict.fromkeys(("ListRuntimes",), (Role.CALL, Role.OBSERVE)),
     "ListAdapters": (Role.CALL, Role.OBSERVE, Role.ADMINISTER),
-    # These change what all tenants are served.
-    **dict.fromkeys(("LoadWeights", "UploadWeights", "RebuildSession"), (Role.ADMINISTER,)),
 }
 # Other calls are rate-limited where they are queued (`caches`), which includes calls on a Session.
 _RATE_LIMITED_HERE = frozenset({*_ROLES, "Session"})

@@ -33,7 +33,7 @@ _DESCRIPTORS_PER_WORKER = 16
 # With this many, no client can connect or no worker starts.
 _TOO_FEW_DESCRIPTORS = 32
 _DESCRIPTORS = "/proc/self/fd"
-_CAN_COUNT = Path(_DESCRIPTORS).is_dir()
+CAN_COUNT = Path(_DESCRIPTORS).is_dir()
 _COUNT_INTERVAL_S = 1.0
 # Connections that may have said nothing, however few there may be.
 _LEAST_SILENT = 16
@@ -88,7 +88,7 @@ class ConnectionCount:
 
     async def run(self, port: int) -> None:
         """Counts until cancelled. `port`: the server's TCP port, ignored for a Unix socket."""
-        while _CAN_COUNT:
+        while CAN_COUNT:
             before = self.count
             # Without a free descriptor or thread the count stays as it was.
             with contextlib.suppress(OSError, RuntimeError):

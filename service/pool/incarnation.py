@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from google.protobuf import empty_pb2
-from quire.v1 import executor_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.caches.effects import Claim
 from service.caches.entries import WorkerView
@@ -29,6 +29,7 @@ from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.liveness import Liveness, WorkerExit
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
+from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
 _log = get_logger(__name__)

@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from quire.v1 import worker_pb2
-
 from service.pool.link import Endpoint
+from workers.common import worker_pb2
 
 
 class WorkerProcesses(Protocol):

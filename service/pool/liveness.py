@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.v1 import worker_pb2
-
 from service.config import Config
 from service.pool.launcher import PoolFailed
 from service.running_clock import RunningClock
+from workers.common import worker_pb2
 
 _MAX_TICK_S = 0.125
 # Snapshots report the running step. Busy workers are polled this often, too: step timeouts are in seconds.

@@ -20,8 +20,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from quire.v1 import worker_pb2
-
 from service.listening import CannotListen
 from service.logging import get_logger
 from service.pool.gpus import Gpu
@@ -30,7 +28,7 @@ from service.pool.process import LocalProcess, can_watch, find_process
 from service.pool.threads import in_thread
 from service.pool.worker_directory import Epochs, WorkerDirectory, WorkerFile
 from service.pool.worker_port import NamedWorker, WorkerPort
-from workers.common import child_process
+from workers.common import child_process, worker_pb2
 from workers.common.addresses import UNIX
 from workers.common.code import worker_code
 from workers.common.protocol import PROTOCOL, without

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.v1 import executor_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
+from workers.common import worker_pb2
 
 _log = get_logger(__name__)
 _NAME = "weights"

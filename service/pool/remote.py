@@ -11,8 +11,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from quire.v1 import worker_pb2
-
 from service.config import Config
 from service.lease import FencedLease
 from service.listening import CannotListen
@@ -21,6 +19,7 @@ from service.pool.launcher import PoolFailed
 from service.pool.link import Endpoint
 from service.pool.worker_directory import Epochs, WorkerDirectory
 from service.pool.worker_port import DialledWorker, WorkerPort
+from workers.common import worker_pb2
 
 _log = get_logger(__name__)
 # How long a gateway that follows another one waits for that one's workers, before it takes new ones.

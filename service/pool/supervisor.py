@@ -11,7 +11,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
-from quire.v1 import executor_pb2, worker_pb2
+from quire.v1 import executor_pb2
 
 from service.config import Config
 from service.dispatcher import Dispatcher
@@ -22,6 +22,7 @@ from service.pool.launcher import ElasticLauncher, Launcher, PoolFailed, WorkerP
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.setting_rules import MAX_WORKERS
+from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
 _log = get_logger(__name__)

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.caches import answers, effects
 from service.caches.entries import Operation
@@ -26,6 +26,7 @@ from service.errors import (
 )
 from service.logging import get_logger
 from service.pool.link import WorkerLink
+from workers.common import worker_pb2
 
 _log = get_logger(__name__)
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from quire.v1 import worker_pb2
 
 from service.handshakes import HandshakeLimits, beyond
 from service.listening import CannotListen, listening_socket
 from service.logging import RareWarnings, get_logger
+from workers.common import worker_pb2
 from workers.common.addresses import UNIX, short_path
 from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.pool_tls import names_of_peer

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2, runner_pb2
 
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
@@ -81,14 +81,14 @@ class Runtime(Protocol):
         """The most that a batch can cost. Raises the error of the first item that cannot run."""
 
     def load_weights(
-        self, request: runner_pb2.LoadWeightsRequest
-    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
+        self, request: admin_pb2.LoadWeightsRequest
+    ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse]:
         """Replaces the weights; yields the progress. Raises a QuireError: nothing has changed.
 
         Closing it before the switch cancels the replacement.
         """
 
-    async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
+    async def rebuild_session(self, cause: admin_pb2.RebuildCause) -> int:
         """Recreates processes, device contexts and connections; returns how many."""
 
     async def close(self) -> None:

@@ -101,7 +101,8 @@ class Execution:
         if self._has_chunks:
             return
         self.started.runtime, self.started.reason = runtime.name, reason
-        self.started.transport_kind = runtime.transport_kind
+        if runtime.HasField("transport_kind"):
+            self.started.transport_kind = runtime.transport_kind
         self.started.model_id, self.started.fingerprint = runtime.model_id, runtime.fingerprint
 
     # For the runtime: a ChunkSink.

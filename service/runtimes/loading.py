@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import psutil
-from quire.v1 import runner_pb2, types_pb2
+from quire.v1 import admin_pb2, types_pb2
 
 from service.completion import complete
 from service.config import Config
@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 _WEIGHTS = "*.safetensors"
 # How often the caller of a download gets a progress message.
 _PROGRESS_INTERVAL_S = 0.5
-_Progress: TypeAlias = runner_pb2.LoadWeightsResponse
+_Progress: TypeAlias = admin_pb2.LoadWeightsResponse
 
 
 class WeightsLoader:
@@ -67,12 +67,12 @@ class WeightsLoader:
         workers: list[Incarnation] = []
         version: ModelVersion | None = None
         try:
-            yield _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING)
+            yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING)
             finding = asyncio.ensure_future(self._sources.find(source))
             try:
                 while not (await asyncio.wait({finding}, timeout=_PROGRESS_INTERVAL_S))[0]:
                     done = self._sources.downloaded
-                    yield _Progress(phase=runner_pb2.LOAD_WEIGHTS_PHASE_LOADING, progress=done)
+                    yield _Progress(phase=admin_pb2.LOAD_WEIGHTS_PHASE_LOADING, progress=done)
             finally:
                 finding.cancel()
             model = finding.result()
@@ -91,7 +91,7 @@ class WeightsLoader:
                     worker.discard_weights()
             self._is_busy = False
         yield _Progress(
-            phase=runner_pb2.LOAD_WEIGHTS_PHASE_SERVING,
+            phase=admin_pb2.LOAD_WEIGHTS_PHASE_SERVING,
             progress=1.0,
             model_id=described.model_id,
             fingerprint=described.fingerprint,

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2, runner_pb2
 
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
@@ -24,7 +24,6 @@ from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 
 NAME = "local"
-_UNKNOWN = runner_pb2.TRANSPORT_KIND_UNSPECIFIED
 _LOCAL_CPU, _LOCAL_GPU = runner_pb2.TRANSPORT_KIND_LOCAL_CPU, runner_pb2.TRANSPORT_KIND_LOCAL_GPU
 
 
@@ -51,7 +50,7 @@ class LocalRuntime:
         self._executions = 0
         # Until a worker is ready and says it.
         on_gpu = gpus.are_expected(state.config, own_gpus)
-        self._expected_transport = _UNKNOWN if on_gpu is None else _LOCAL_GPU if on_gpu else _LOCAL_CPU
+        self._expected_transport = None if on_gpu is None else _LOCAL_GPU if on_gpu else _LOCAL_CPU
 
     @property
     def name(self) -> str:
@@ -136,16 +135,16 @@ class LocalRuntime:
             estimate.max_output_tokens += prepared.spec.max_tokens * prepared.num_samples
         return estimate
 
-    async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
+    async def rebuild_session(self, cause: admin_pb2.RebuildCause) -> int:
         """Replaces the workers one after another; a poisoned one gets no grace."""
-        is_poisoned = cause == runner_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED
+        is_poisoned = cause == admin_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED
         grace_s = 0.0 if is_poisoned else self._state.config.drain_grace_s
         return len(await self._restarts.replace_ready(grace_s))
 
     async def load_weights(
-        self, request: runner_pb2.LoadWeightsRequest
-    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse]:
-        recompute = request.previous_caches == runner_pb2.PREVIOUS_CACHES_RECOMPUTE
+        self, request: admin_pb2.LoadWeightsRequest
+    ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse]:
+        recompute = request.previous_caches == admin_pb2.PREVIOUS_CACHES_RECOMPUTE
         with self._uploads.loading(request.source):
             async with contextlib.aclosing(
                 self._loader.replace(request.source, recompute=recompute)

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2
 
 from service.completion import complete
 from service.config import Config
@@ -93,7 +93,7 @@ class WeightUploads:
             self._in_use.remove(source)
             self._remove_unneeded()
 
-    async def receive(self, requests: AsyncIterator[runner_pb2.UploadWeightsRequest]) -> str:
+    async def receive(self, requests: AsyncIterator[admin_pb2.UploadWeightsRequest]) -> str:
         """Returns the source. See ModelRunnerService.UploadWeights. Raises QuireError, and leaves nothing."""
         if self._is_receiving:
             raise Loading
@@ -121,7 +121,7 @@ class WeightUploads:
         return PREFIX + upload_id
 
     async def _receive_files(
-        self, arriving: Arriving[runner_pb2.UploadWeightsRequest], directory: Path, left_bytes: int
+        self, arriving: Arriving[admin_pb2.UploadWeightsRequest], directory: Path, left_bytes: int
     ) -> None:
         """`left_bytes`: the most that all files may have."""
         names: set[str] = set()
@@ -139,8 +139,8 @@ class WeightUploads:
 
     async def _receive_file(
         self,
-        part: runner_pb2.UploadWeightsRequest,
-        arriving: Arriving[runner_pb2.UploadWeightsRequest],
+        part: admin_pb2.UploadWeightsRequest,
+        arriving: Arriving[admin_pb2.UploadWeightsRequest],
         path: Path,
     ) -> None:
         """`part`: the first one."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.v1 import runner_pb2, worker_pb2
+from quire.v1 import runner_pb2
 
 from service.errors import (
     InvalidArgument,
@@ -30,6 +30,7 @@ from service.text.task_pool import TaskPool
 from service.text.task_process import TaskFailed, TaskProcess
 from service.text.token_bytes import token_bytes
 from service.text.tokenizer import decodes_in_bounds, encode_task, encoded, load_tokenizer
+from workers.common import worker_pb2
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -149,6 +149,7 @@ def measure(
     give_up_s = time.monotonic() + GIVEN_BACK_S
     while kept_mib and gateway.kept_mib() > kept_mib and time.monotonic() < give_up_s:
         time.sleep(0.1)
+    stall_ms = after.longest_stall.ToMilliseconds()
     return Outcome(
         attack=attack.name,
         tries=done,
@@ -164,7 +165,7 @@ def measure(
         workers_mib=round(workers.growth_mib(), 1),
         kept_mib=round(gateway.kept_mib(), 1),
         # 0: no longer than one at the start of the server.
-        stall_ms=after.longest_stall_ms if after.longest_stall_ms > before.longest_stall_ms else 0,
+        stall_ms=stall_ms if stall_ms > before.longest_stall.ToMilliseconds() else 0,
         replaced=len({worker.pid for worker in after.workers} - set(pids)),
         answers=dict(scene.answers.most_common(6)),
         notes=dict(scene.notes),

@@ -18,7 +18,7 @@ from tests import http2
 from tests.attacks.frame import MIB, SERVICE, TIMEOUT_S, Attack, Scene, said
 from tests.raw_messages import packed
 
-_LOGITS = types.OutputOptions(logits=types.LOGITS_FORMAT_F32)
+_LOGITS = types.OutputOptions(logits=types.DATA_TYPE_F32)
 # How long messages are left unfinished, if nothing is said to it.
 _UNFINISHED_S = 40.0
 _RESET, _WINDOW_UPDATE, _PING, _ACK = 3, 8, 6, 1

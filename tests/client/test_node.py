@@ -127,10 +127,11 @@ def test_the_generated_code_is_that_of_the_protos() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_versions_are_pinned_and_no_registry_is_named() -> None:
+def test_versions_are_ranges_for_users_and_pinned_for_us_and_no_registry_is_named() -> None:
     package = json.loads((CLIENT / "package.json").read_text(encoding="utf-8"))
-    versions = (package["dependencies"] | package["devDependencies"]).values()
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions), versions
+    ranges, pins = package["dependencies"], package["devDependencies"]
+    assert all(re.fullmatch(r"\^\d+\.\d+\.\d+", version) for version in ranges.values()), ranges
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in pins.values()), pins
     locked = json.loads(LOCK_FILE.read_text(encoding="utf-8"))["packages"]
     for name, entry in locked.items():
         assert "resolved" not in entry, name

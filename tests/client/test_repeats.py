@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.message import Message
 from quire import Cache, Client, Unavailable, _methods
 from quire._methods import Method
-from quire.v1 import admin_pb2, executor_pb2, runner_pb2
+from quire.v1 import admin_pb2, executor_pb2, types_pb2
 
 from tests.fake_executor import FakeExecutor, rich_status
 
@@ -42,7 +42,6 @@ MADE_BY: dict[str, Callable[[Client, Cache], Any]] = {
     "GetCacheMetrics": lambda client, _: client.cache_metrics(),
     "GetLoraMetrics": lambda client, _: client.lora_metrics(),
     "ListRuntimes": lambda client, _: client.list_runtimes(),
-    "GetRuntime": lambda client, _: client.runtime(),
     "EstimateCost": lambda client, _: client.estimate_cost([1], max_tokens=2),
     "RebuildSession": lambda client, _: client.rebuild_session(),
     "Warmup": lambda client, _: client.warmup(),
@@ -58,7 +57,7 @@ MADE_BY: dict[str, Callable[[Client, Cache], Any]] = {
 
 # Requests that nothing fences, and that would be applied twice.
 UNFENCED: dict[str, Message] = {
-    "RebuildSession": runner_pb2.RebuildSessionRequest(),
+    "RebuildSession": admin_pb2.RebuildSessionRequest(),
     "Drain": admin_pb2.DrainRequest(),
     "Shutdown": admin_pb2.ShutdownRequest(),
     "UnifiedForward": executor_pb2.UnifiedForwardRequest(
@@ -76,7 +75,9 @@ UNFENCED: dict[str, Message] = {
     "BatchDecode": executor_pb2.BatchDecodeRequest(
         items=[executor_pb2.DecodeRequest(cache_id="cache-0", token_id=7)]
     ),
-    "ForwardVerify": executor_pb2.ForwardVerifyRequest(cache_id="cache-0", token_ids=[7]),
+    "ForwardVerify": executor_pb2.ForwardVerifyRequest(
+        cache_id="cache-0", token_ids=[7], accept=types_pb2.VERIFY_ACCEPT_ALL
+    ),
     "ForkCache": executor_pb2.ForkCacheRequest(cache_id="cache-0", count=1),
     "ForkCaches": executor_pb2.ForkCachesRequest(
         forks=[executor_pb2.ForkSource(cache_id="cache-0", count=1, position=3)]

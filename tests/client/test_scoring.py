@@ -261,7 +261,7 @@ def test_every_sampling_setting_has_a_type() -> None:
 def test_options_from_keywords(client: Client) -> None:
     settings = types_pb2.SamplingParams(temperature=0.6, top_p=0.9)
     output = output_options(logits="bf16", sampling=settings, temperature=0.0, top_k=None, seed=5)
-    assert output.logits == types_pb2.LOGITS_FORMAT_BF16
+    assert output.logits == types_pb2.DATA_TYPE_BF16
     assert (output.sampling.temperature, output.sampling.seed) == (0.0, 5)
     assert output.sampling.top_p == pytest.approx(0.9) and not output.sampling.HasField("top_k")
     assert settings.temperature == pytest.approx(0.6), "what was given is left as it was"

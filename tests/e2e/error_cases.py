@@ -69,7 +69,8 @@ DECODE = "cache_id: 'CACHE' token_id: 1 "
 VERIFY = "cache_id: 'CACHE' token_ids: [1, 2] "
 FORWARD = "token_ids: [1, 2] "
 FORK = "forks { cache_id: 'kv' count: 1 } "
-APPENDS = {"Prefill": PREFILL, "Decode": DECODE, "ForwardVerify": VERIFY, "Forward": FORWARD}
+KEEP_ALL = "accept: VERIFY_ACCEPT_ALL "
+APPENDS = {"Prefill": PREFILL, "Decode": DECODE, "ForwardVerify": VERIFY + KEEP_ALL, "Forward": FORWARD}
 NO_PATH, SPECULATIVE = "accept: VERIFY_ACCEPT_GREEDY ", "accept: VERIFY_ACCEPT_SPECULATIVE "
 
 TOKENS = [
@@ -185,6 +186,7 @@ _MASKED_ROW = f"rows {{ mask {{ packed: {quoted(_ONES)} }} }} "
 _BIASED = f"output {{ sampling {{ logit_bias {{ key: {BIG} value: -inf }} }} }} "
 _TREE = f"cache_id: 'kv' {NO_PATH}"
 VERIFIES = [
+    (VERIFY, "BAD_ACCEPT", "accept"),
     (f"{VERIFY} accept: 9", "BAD_ACCEPT", "accept"),
     (
         f"{VERIFY} {NO_PATH} output {{ sampling {{ temperature: 0.5 }} }}",
@@ -214,20 +216,20 @@ VERIFIES = [
     (f"{VERIFY}{NO_PATH}{_ROW} rows {{ mask {{ packed: {quoted(_ZEROS)} }} }}", "BAD_MASK", "rows[1].mask"),
     (f"{VERIFY}{NO_PATH}{_ROW} rows {{ mask {{ packed: '' }} }}", "BAD_MASK", "rows[1].mask.packed"),
     # Masks of rows are checked before the settings that apply to all of them.
-    (f"{VERIFY}{_ROW}{_MASKED_ROW}{_BIASED}", "TOKEN_OUT_OF_VOCAB", f"{_BIAS}[{BIG}]"),
+    (f"{VERIFY}{KEEP_ALL}{_ROW}{_MASKED_ROW}{_BIASED}", "TOKEN_OUT_OF_VOCAB", f"{_BIAS}[{BIG}]"),
     (f"{_TREE} token_ids: [1, 1, 1] parents: 0", "BAD_TREE", "parents"),
     (f"{_TREE} token_ids: 1 parents: 0", "BAD_TREE", "parents"),
     (f"{_TREE} token_ids: {[1] * 65} parents: {[0] * 64}", "BAD_TREE", "parents"),
     (f"{_TREE} token_ids: [1, 1, 1] parents: [0, 2]", "BAD_TREE", "parents[1]"),
     (f"{_TREE} token_ids: [1, 1] parents: {BIG}", "BAD_TREE", "parents[0]"),
-    ("cache_id: 'kv' token_ids: [1, 1] parents: 0", "BAD_ACCEPT", "accept"),
+    (f"cache_id: 'kv' {KEEP_ALL} token_ids: [1, 1] parents: 0", "BAD_ACCEPT", "accept"),
 ]
 
 # Calls about a cache, CACHE or another one.
 ABOUT = {
     "Prefill": "cache_id: 'CACHE' token_ids: 1 POSITION",
     "Decode": f"{DECODE} POSITION",
-    "ForwardVerify": f"{VERIFY} POSITION",
+    "ForwardVerify": f"{VERIFY} {KEEP_ALL} POSITION",
     "ForkCache": "cache_id: 'CACHE' count: 1",
     "ForkCaches": "forks { cache_id: 'CACHE' count: 1 POSITION }",
     "TruncateKV": "cache_id: 'CACHE' new_len: 0 POSITION",
@@ -250,10 +252,10 @@ def cache_cases() -> Iterator[Case]:
 
 def size_cases() -> Iterator[Case]:
     rows = MAX_RESPONSE_BYTES // (4 * VOCAB)
-    f32, tokens = "output { logits: LOGITS_FORMAT_F32 } ", f"token_ids: {[1] * rows} "
+    f32, tokens = "output { logits: DATA_TYPE_F32 } ", f"token_ids: {[1] * rows} "
     items = f"items {{ token_ids: 1 {f32} }} " * rows
     yield Case("Forward", f32 + tokens, "OUTPUT_TOO_LARGE", "output")
-    yield Case("ForwardVerify", f"cache_id: 'CACHE' {f32}{tokens}", "OUTPUT_TOO_LARGE", "output")
+    yield Case("ForwardVerify", f"cache_id: 'CACHE' {KEEP_ALL}{f32}{tokens}", "OUTPUT_TOO_LARGE", "output")
     yield Case("BatchPrefill", items, "OUTPUT_TOO_LARGE", "items")
     yield Case("UnifiedForward", items, "OUTPUT_TOO_LARGE", "items")
     # In one message that is parsed at once, and in one that is parsed in pieces.

@@ -34,7 +34,7 @@ LAYER = 1
 # More tokens than run in a step of the gateways here.
 LARGE_TREE = 56
 WITH_LOGITS = types_pb2.OutputOptions(
-    logits=types_pb2.LOGITS_FORMAT_F32, hidden=types_pb2.HiddenStates(layers=[LAYER])
+    logits=types_pb2.DATA_TYPE_F32, hidden=types_pb2.HiddenStates(layers=[LAYER])
 )
 
 # Of a text: logits [T, vocabulary], and states [T, width].
@@ -256,7 +256,7 @@ class ParityMachine(RuleBasedStateMachine):
         truth = self.greedy([*held.tokens, first], min(right, len(drafts)))
         fed = [first, *truth, *drafts[len(truth) :]]
         score = len(drafts) % 2 == 0
-        mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_UNSPECIFIED
+        mode = types_pb2.VERIFY_ACCEPT_GREEDY if accept else types_pb2.VERIFY_ACCEPT_ALL
         answer = self.stub.ForwardVerify(
             pb.ForwardVerifyRequest(
                 cache_id=held.cache_id,

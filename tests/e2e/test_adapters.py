@@ -88,7 +88,7 @@ class Text:
         request = pb.PrefillRequest(token_ids=PROMPT, adapter_id=adapter_id, request_id=request_id)
         response = gateway.stub.Prefill(request, timeout=PATIENCE_S)
         self.reused = response.reused_tokens
-        self.weights = response.kv_cache.weights
+        self.weights = response.kv_cache.weights_version
         self.cache_id = response.kv_cache.cache_id
         self.tokens = [response.output.token_id]
         # Computed again, because no worker had their KV any more.
@@ -99,7 +99,7 @@ class Text:
             request = pb.DecodeRequest(cache_id=self.cache_id, token_id=self.tokens[-1])
             response = self.gateway.stub.Decode(request, timeout=PATIENCE_S)
             self.tokens.append(response.output.token_id)
-            self.weights = response.kv_cache.weights
+            self.weights = response.kv_cache.weights_version
             self.replayed_tokens += response.replayed_tokens
         return self.tokens
 

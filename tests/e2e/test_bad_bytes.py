@@ -94,7 +94,7 @@ def test_random_bytes_do_not_hurt_other_services(weightless_gateway: GatewayProc
 
 def sensible_requests(cache_id: str) -> dict[str, list[Message]]:
     output = types.OutputOptions(
-        logits=types.LOGITS_FORMAT_BF16,
+        logits=types.DATA_TYPE_BF16,
         top_logprobs=3,
         logprob_token_ids=[1, 2],
         sampling=types.SamplingParams(temperature=0.7, top_k=5, top_p=0.9, logit_bias={3: 1.0}, seed=7),

@@ -59,7 +59,7 @@ def everything(connection: socket.socket) -> bytes:
 def test_the_limits_are_told(gateway: GatewayProcess) -> None:
     limits = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=TIMEOUT_S).limits
     assert (limits.max_connections, limits.max_sessions) == (CONNECTIONS, SESSIONS)
-    assert (limits.message_timeout_s, limits.max_arriving_bytes) == (1.5, 1 << 20)
+    assert (limits.message_timeout.ToMilliseconds(), limits.max_arriving_bytes) == (1500, 1 << 20)
 
 
 def test_a_connection_that_never_speaks_is_hung_up_on(gateway: GatewayProcess) -> None:
@@ -144,7 +144,7 @@ def test_status_is_told_when_no_descriptor_is_left(gateway: GatewayProcess) -> N
         assert status.state == pb.SERVER_STATE_SERVING
         assert status.memory_bytes == known > 0, "as it was"
         # Longer than the connections are looked at.
-        gateway.wait_until(lambda: gateway.status().uptime_ms > status.uptime_ms + 2000)
+        gateway.wait_until(lambda: gateway.status().uptime.seconds > status.uptime.seconds + 2)
         assert gateway.status().connections >= 1
     finally:
         process.rlimit(resource.RLIMIT_NOFILE, limits)

@@ -201,7 +201,7 @@ def test_a_cache_that_occurs_twice_fails_alone(
 
 def test_the_largest_answer_that_is_not_refused_arrives(weightless_gateway: GatewayProcess) -> None:
     stub = weightless_gateway.stub
-    output = types.OutputOptions(logits=types.LOGITS_FORMAT_F32, top_logprobs=3, logprob=True)
+    output = types.OutputOptions(logits=types.DATA_TYPE_F32, top_logprobs=3, logprob=True)
     rows = MAX_RESPONSE_BYTES // (4 * VOCAB)
     answer = None
     while answer is None:

@@ -18,8 +18,8 @@ import grpc
 import psutil
 import pytest
 from google.protobuf import duration_pb2
+from quire.v1 import admin_pb2, runner_pb2, types_pb2
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, types_pb2
 
 from tests.error_details import refused, status_reason
 from tests.gateway_process import GatewayProcess
@@ -420,7 +420,7 @@ def test_a_budget_outlives_a_killed_server_and_the_file_can_raise_it(
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         assert ask(gateway) == "BUDGET_EXCEEDED"
         write(25)
-        cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
-        rebuild = runner_pb2.RebuildSessionRequest(cause=cause)
-        assert gateway.runner.RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
+        cause = admin_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
+        rebuild = admin_pb2.RebuildSessionRequest(cause=cause)
+        assert gateway.admin.RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
         assert [ask(gateway), ask(gateway)] == ["", "BUDGET_EXCEEDED"]

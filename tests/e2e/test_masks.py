@@ -57,7 +57,11 @@ def test_each_item_has_its_own_mask(tiny_gateway: GatewayProcess, caches: list[s
         of_row = []
         for cache, output in pairs:
             verify = pb.ForwardVerifyRequest(
-                cache_id=cache, token_ids=[row], rows=rows[row : row + 1], output=output
+                cache_id=cache,
+                token_ids=[row],
+                rows=rows[row : row + 1],
+                output=output,
+                accept=types_pb2.VERIFY_ACCEPT_ALL,
             )
             answer = stub.ForwardVerify(verify, timeout=TIMEOUT_S)
             of_row.append(answer.outputs[0].token_id)

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from tests.gateway_process import GatewayProcess
 
@@ -85,7 +85,9 @@ def test_counts_are_what_callers_did(gateway: GatewayProcess) -> None:
     calls = [pb.SessionCall(tag=index, decode=item) for index, item in enumerate(items)]
     answers = gateway.stub.Session(iter([pb.SessionRequest(calls=calls)]))
     assert sum(len(message.results) for message in answers) == 3
-    verify = pb.ForwardVerifyRequest(cache_id=caches[0], token_ids=[1, 2, 3, 4])
+    verify = pb.ForwardVerifyRequest(
+        cache_id=caches[0], token_ids=[1, 2, 3, 4], accept=types_pb2.VERIFY_ACCEPT_ALL
+    )
     gateway.stub.ForwardVerify(verify)
     for _ in range(4):
         with pytest.raises(grpc.RpcError):
@@ -166,7 +168,10 @@ def test_the_page_says_what_the_status_says(gateway: GatewayProcess) -> None:
             assert all(one[name] == getattr(worker, name) for name in names)
             assert one["state"] == "ready" and worker.state == pb.WORKER_STATE_READY
         assert page["now"]["caches"] == status.caches and page["refusals"] == status.refusals
-        assert page["version"] == status.version and 0 <= status.uptime_ms - page["uptime_ms"] < 60_000
+        assert (
+            page["version"] == status.version
+            and 0 <= status.uptime.ToMilliseconds() - page["uptime_ms"] < 60_000
+        )
         # Workers tell the page theirs once a second.
         return all(
             one[name] == getattr(message, name)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from quire.v1 import executor_pb2 as pb
+from quire.v1 import types_pb2
 
 from tests import quire_command
 from tests.families import settings_of
@@ -44,7 +45,7 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
             capabilities.executor.products
         )
         info = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model
-        assert (info.quantization, info.dtype) == (format_name, "bfloat16")
+        assert (info.quantization, info.dtype) == (format_name, types_pb2.DATA_TYPE_BF16)
         answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=30)
         handle, chosen = answer.kv_cache, [answer.output.token_id]
         while len(chosen) < COUNT:

@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import worker_pb2
 
 from tests import quire_command, undisturbed
 from tests.e2e.several_gateways import SeveralGateways, retrying
 from tests.forks import Forked
 from tests.gateway_process import GatewayProcess
 from tests.tcp_proxy import TcpProxy
+from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
 from workers.common.pool_tls import tls_context
 from workers.common.protocol import GATEWAY_NAME, PROTOCOL

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
+from quire.v1 import admin_pb2, types_pb2
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, types_pb2
 
 from tests.adapter_factory import make_adapter, merge
 from tests.e2e.test_adapters import Text, load, unload
@@ -22,7 +22,7 @@ from tests.model_factory import hf_greedy
 
 PATIENCE_S = 60
 STEPS = 8
-RECOMPUTE = runner_pb2.PREVIOUS_CACHES_RECOMPUTE
+RECOMPUTE = admin_pb2.PREVIOUS_CACHES_RECOMPUTE
 
 
 def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:
@@ -32,9 +32,9 @@ def serve(model: Path, *flags: str, workers: int = 1) -> GatewayProcess:
 
 def replace(gateway: GatewayProcess, source: Path, previous_caches: Any = RECOMPUTE) -> str:
     """Returns the fingerprint of what is served afterwards."""
-    request = runner_pb2.LoadWeightsRequest(source=str(source), previous_caches=previous_caches)
-    *_, last = gateway.runner.LoadWeights(request, timeout=PATIENCE_S)
-    assert last.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
+    request = admin_pb2.LoadWeightsRequest(source=str(source), previous_caches=previous_caches)
+    *_, last = gateway.admin.LoadWeights(request, timeout=PATIENCE_S)
+    assert last.phase == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
     return last.fingerprint
 
 
@@ -84,7 +84,7 @@ def test_caches_end_if_the_caller_says_so(gateway: GatewayProcess, models: list[
     text = Text(gateway)
     made = pb.PrefillRequest(token_ids=text.prompt, request_id="one")
     other = gateway.stub.Prefill(made, timeout=PATIENCE_S).kv_cache.cache_id
-    replace(gateway, models[1], runner_pb2.PREVIOUS_CACHES_UNSPECIFIED)
+    replace(gateway, models[1], admin_pb2.PREVIOUS_CACHES_UNSPECIFIED)
     assert refused(lambda: text.decode(1)) == "WEIGHTS_CHANGED"
     assert refused(lambda: gateway.stub.Prefill(made, timeout=PATIENCE_S)) == "WEIGHTS_CHANGED"
     renew = pb.RenewCacheRequest(cache_id=other)
@@ -169,7 +169,7 @@ def test_callers_under_way_do_not_notice(models: list[Path]) -> None:
                 answer = call.result()
                 begun = [*text.prompt, *text.tokens]
                 text.tokens.append(answer.output.token_id)
-                steps.append((index, begun, answer.kv_cache.weights))
+                steps.append((index, begun, answer.kv_cache.weights_version))
         for index, begun, weights in steps:
             said = texts[index].tokens[len(begun) - len(texts[index].prompt)]
             assert [said] == hf_greedy(models[weights % 3], begun, 1)

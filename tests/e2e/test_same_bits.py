@@ -125,7 +125,7 @@ class SameBitsMachine(ParityMachine):
     # Who else runs in a step is another in each run, so that a failure cannot be made smaller.
     phases = (Phase.generate,)
     # Hidden states take another way through the model. Company asks for some: steps are of both kinds.
-    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    output = types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
 
     @initialize(seed=picks)
     def begin(self, seed: int) -> None:

@@ -86,7 +86,9 @@ def test_every_call_is_answered_as_its_unary_twin(gateway: GatewayProcess) -> No
             pb.SessionCall(tag=4, decode=pb.DecodeRequest(cache_id=cache_id, token_id=6, position=10)),
             pb.SessionCall(
                 tag=5,
-                forward_verify=pb.ForwardVerifyRequest(cache_id=cache_id, token_ids=[1, 2], position=11),
+                forward_verify=pb.ForwardVerifyRequest(
+                    cache_id=cache_id, token_ids=[1, 2], position=11, accept=types_pb2.VERIFY_ACCEPT_ALL
+                ),
             ),
             pb.SessionCall(tag=6, fork_cache=pb.ForkCacheRequest(cache_id=cache_id, count=2)),
             pb.SessionCall(tag=7, forward=pb.ForwardRequest(token_ids=[1, 2, 3])),
@@ -277,7 +279,7 @@ def test_a_caller_that_does_not_read_is_cut_off_and_hurts_nobody(gateway: Gatewa
 
 
 def _rows_of_logits(count: int) -> Iterator[pb.SessionRequest]:
-    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    output = types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
     for tag in range(count):
         request = pb.ForwardRequest(token_ids=[i % 1000 for i in range(16)], output=output)
         yield pb.SessionRequest(calls=[pb.SessionCall(tag=tag, forward=request)])
@@ -331,7 +333,7 @@ def test_draining_ends_sessions_after_their_answers() -> None:
 def test_answers_that_nobody_reads_are_bounded() -> None:
     """Unary ones: each is 4 MB and more, three times; what has no room is refused before it is computed."""
     flags = ["--kv-pages", "2048", "--max-unread-bytes", str(48 << 20)]
-    output = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+    output = types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
     request = pb.ForwardRequest(token_ids=[i % 1000 for i in range(1200)], output=output)
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         channels = [gateway.connect() for _ in range(24)]

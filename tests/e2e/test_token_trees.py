@@ -140,7 +140,7 @@ def test_a_repeated_tree_has_the_same_answer(
     tree = Tree([truth[0], 11, truth[1], 12, truth[2]], [0, 0, 2, 2])
     fields: dict[str, Any] = {"position": 4}
     if with_logits:
-        fields["output"] = types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+        fields["output"] = types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
     first, again = (verify(tiny_gateway, cache_id, tree, **fields) for _ in range(2))
     assert list(first.accepted_path) == list(again.accepted_path) == [0, 2, 4]
     assert first.kv_cache.seq_len == again.kv_cache.seq_len == 7
@@ -166,7 +166,7 @@ def test_what_is_cut_is_not_found_by_others(
     kept = [*prompt, *truth[:25]]
     for tokens in (kept, [*prompt, *token_ids]):
         request = pb.PrefillRequest(
-            token_ids=[*tokens, 1], output=types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32)
+            token_ids=[*tokens, 1], output=types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
         )
         found = tiny_gateway.stub.Prefill(request, timeout=TIMEOUT_S)
         exact = hf_logits(tiny_model, [*tokens, 1])[-1]

@@ -25,7 +25,7 @@ PATIENCE_S = 60
 OPTIONS = [("grpc.http2.bdp_probe", 0)]
 REQUEST = pb.ForwardRequest(
     token_ids=[index % 1000 for index in range(TOKENS)],
-    output=types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32),
+    output=types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32),
 )
 
 

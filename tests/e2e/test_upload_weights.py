@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from quire import Aborted, AsyncClient, Client, InvalidRequest
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -27,7 +27,7 @@ PATIENCE_S = 60
 STEPS = 8
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 BAD = "BAD_WEIGHTS"
-Part = runner_pb2.UploadWeightsRequest
+Part = admin_pb2.UploadWeightsRequest
 
 
 def shards(model: Path, count: int = 3) -> Iterator[bytes]:
@@ -57,7 +57,7 @@ def file(name: str, data: bytes, *, size: int | None = None, part: int = 100_000
 
 
 def send(gateway: GatewayProcess, messages: Iterable[Part]) -> str:
-    return gateway.runner.UploadWeights(iter(messages), timeout=PATIENCE_S).source
+    return gateway.admin.UploadWeights(iter(messages), timeout=PATIENCE_S).source
 
 
 def kept(home: Path) -> list[str]:
@@ -111,7 +111,7 @@ def test_the_client_loads_them(models: list[Path], served: tuple[GatewayProcess,
     with Client(gateway.address, timeout_s=PATIENCE_S) as client:
         before = client.model_info().model.fingerprint
         loaded = client.load_weights(upload(gateway, shards(models[1])))
-        assert loaded.phase == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
+        assert loaded.phase == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
         assert client.model_info().model.fingerprint == loaded.fingerprint != before
         assert client.load_weights(str(models[0]), recompute=True).fingerprint == before
         with pytest.raises(InvalidRequest, match="BAD_SOURCE"):
@@ -199,13 +199,13 @@ def test_one_at_a_time_and_the_latest_is_kept(models: list[Path], home: Path) ->
             yield Part(name=MODEL, size_bytes=len(data), data=data[:100])
             ended.wait(PATIENCE_S)
 
-        stalled = gateway.runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
+        stalled = gateway.admin.UploadWeights.future(stalling(), timeout=PATIENCE_S)
         gateway.wait_until(lambda: len(kept(home)) == 1)
         assert refused(lambda: send(gateway, file(MODEL, data))) == "LOADING"
         assert refused(stalled.result) == "MESSAGE_TIMEOUT"
         assert kept(home) == []
         first = upload(gateway, shards(models[1]))
-        cancelled = gateway.runner.UploadWeights.future(stalling(), timeout=PATIENCE_S)
+        cancelled = gateway.admin.UploadWeights.future(stalling(), timeout=PATIENCE_S)
         gateway.wait_until(lambda: len(kept(home)) == 2)
         cancelled.cancel()
         gateway.wait_until(lambda: kept(home) == [first])

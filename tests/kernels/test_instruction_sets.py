@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire.v1.worker_pb2 import WorkerConfig
 
 from kernels.cpu import library
 from kernels.paged_attention import paged_attention
@@ -15,6 +14,7 @@ from tests import isa
 from tests.kernels.attention_case import FEATURES, make_case
 from tests.kernels.instruction_sets import instructions_used, need_compiled
 from workers.common.protocol import EXIT_CONFIG
+from workers.common.worker_pb2 import WorkerConfig
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.errors import ModelError
 from workers.process import _make_executor, report

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from quire.v1 import worker_pb2
-
 from service.caches.answers import CommandFailed, Event
 from service.caches.effects import AbortForward, Effects
 from service.caches.entries import Operation, WorkerView
@@ -24,6 +22,7 @@ from service.caches.reservations import Limits
 from service.errors import DeadlinePassed, QuireError
 from tests.forwards import SentForward, forward_of
 from tests.sim.invariants import check_invariants
+from workers.common import worker_pb2
 
 TOKENS = 255
 _PAGES = 1 << 20

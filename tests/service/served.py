@@ -8,13 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from quire.v1 import executor_pb2, executor_pb2_grpc, worker_pb2
+from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service.adapters.registry import Adapters
 from service.api.interceptor import CallInterceptor
 from service.api.server_state import ServerState
 from service.config import Config
 from service.pool.model_versions import ModelVersions, WorkerSlot
+from workers.common import worker_pb2
 
 
 def versions_of(model: str = "model", workers: int = 1) -> ModelVersions:

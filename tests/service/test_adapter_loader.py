@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from quire.v1 import admin_pb2, types_pb2, worker_pb2
+from quire.v1 import admin_pb2, types_pb2
 from structlog.testing import capture_logs
 
 from service import uploads
@@ -27,10 +27,12 @@ from service.api.admin import AdminApi
 from service.config import Config
 from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
 from service.journal.values import StoredValues
+from service.runtimes.runtime_calls import RuntimeCalls
 from service.uploads import RESERVE_BYTES
 from tests.service.served import state_of
 from tests.sim.harness import FailingJournal
 from workers.adapters.adapter import identity as worker_identity
+from workers.common import worker_pb2
 from workers.common.adapter_files import FILES, content_digest
 
 MAX_BYTES = 1 << 20
@@ -238,7 +240,9 @@ async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_i
     state.slots[0].snapshot = worker_pb2.WorkerSnapshot(
         lora_adapters=[of_worker, types_pb2.LoraAdapterMetrics(version=2, operations=1, waiting=1)]
     )
-    api = AdminApi(state, none, adapters, lambda: Counter({1: 3}), none, none)
+    api = AdminApi(
+        state, none, adapters, lambda: Counter({1: 3}), none, none, RuntimeCalls(none, state, None, none)
+    )
     listed = (await api.ListAdapters(admin_pb2.ListAdaptersRequest(), none)).adapters
     found = {one.adapter_id: (one.rank, one.size_bytes, one.caches) for one in listed}
     assert found == {"used": (8, 1 << 20, 3), "not used yet": (0, 0, 0)}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from quire.v1 import admin_pb2, worker_pb2
+from quire.v1 import admin_pb2
 
 from service.adapters import loader
 from service.adapters.loader import AdapterLoader
@@ -20,6 +20,7 @@ from service.caches.tenants import Tenant, adapter_digest
 from service.config import Config
 from service.journal.values import StoredValues
 from tests.service.test_adapter_loader import MAX_BYTES, requests
+from workers.common import worker_pb2
 from workers.common.adapter_files import FILES, content_digest
 
 

@@ -7,7 +7,7 @@ import asyncio
 from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import executor_pb2, worker_pb2
+from quire.v1 import executor_pb2
 
 from service.api import append_codec, session
 from service.api.append_codec import held_bytes
@@ -16,6 +16,7 @@ from service.api.executor import ExecutorApi
 from service.api.request_limits import RequestLimits
 from service.caches.requests import Append
 from service.errors import CacheNotFound
+from workers.common import worker_pb2
 
 LIMITS = RequestLimits(40, 1 << 20)
 SERVICE = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import worker_pb2
 
 from service import config
 from service.config import Config, ExtensionSettings, ExtensionUnusable, all_settings
@@ -23,6 +22,7 @@ from service.model_names import is_hub_id
 from service.setting_rules import SWITCH
 from service.settings import ConfigError, setting
 from tests.load_config import load_config
+from workers.common import worker_pb2
 
 MODELS = (
     "must be adder, paged-attention, a directory that holds config.json, or ORG/NAME on the Hugging Face hub"

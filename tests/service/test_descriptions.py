@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.adapters.registry import Adapters
 from service.api.executor import ExecutorApi
@@ -17,6 +17,7 @@ from service.api.server_state import ServerState
 from service.config import Config
 from service.errors import NoWorker
 from tests.service.served import become_ready, state_of
+from workers.common import worker_pb2
 
 READY = worker_pb2.WorkerReady(
     model=types_pb2.ModelDescription(model_id="m", vocab_size=100),

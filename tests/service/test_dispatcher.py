@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service import dispatcher as dispatcher_module
 from service.caches.requests import Append, Appended, AppendKind, Fork, Release, Renew, Request, Truncate
 from service.dispatcher import Outcome
 from service.errors import CacheNotFound, JournalUnavailable, NoWorker, QuireError
 from tests.sim.harness import Gateway, decode, prefill
+from workers.common import worker_pb2
 
 
 class Bench(Gateway):

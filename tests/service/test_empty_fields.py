@@ -38,7 +38,7 @@ ABSENT = {
     "ExecuteRequest.request_id", "ExecuteRequest.runtime", "ExecuteRequest.resume_after",
     "ExecuteItem.stop", "ExecuteItem.stop_token_ids", "ExecuteItem.adapter_id", "ExecuteItem.cache_salt",
     "ChatMessage.tool_calls", "ChatMessage.tool_call_id", "ChatMessage.name", "Chat.template",
-    "Chat.tools_json", "ToolCall.arguments_json", "DraftProbabilities.dense", "GetRuntimeRequest.runtime",
+    "Chat.tools_json", "ToolCall.arguments_json", "DraftProbabilities.dense",
     "EstimateCostRequest.runtime", "LoadWeightsRequest.runtime", "RebuildSessionRequest.runtime",
     "DrainRequest.worker_id", "LoadAdapterRequest.source", "UploadWeightsRequest.name",
     "UploadWeightsRequest.sha256",
@@ -83,7 +83,8 @@ def item(**fields: Any) -> runner_pb2.ExecuteItem:
 
 
 def _verify(**fields: Any) -> None:
-    request = executor_pb2.ForwardVerifyRequest(**{"cache_id": "c", "token_ids": [1, 2], **fields})
+    given = {"cache_id": "c", "token_ids": [1, 2], "accept": types_pb2.VERIFY_ACCEPT_ALL, **fields}
+    request = executor_pb2.ForwardVerifyRequest(**given)
     append_codec.verify(request, LIMITS, None)
 
 

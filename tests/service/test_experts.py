@@ -16,7 +16,8 @@ from service.errors import InvalidArgument
 LAYERS, PER_TOKEN = 3, 4
 OF_A_WORKER = """
 import sys, threading
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
+from workers.common import worker_pb2
 from service.config import Config
 from tests.service.served import state_of
 

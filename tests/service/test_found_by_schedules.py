@@ -9,8 +9,6 @@ import dataclasses
 import random
 from collections import Counter, OrderedDict
 
-from quire.v1 import worker_pb2
-
 from service.caches.records import CacheForked, CacheReleased
 from service.caches.requests import Append, AppendKind, Fork, Handles, Renew, Truncate
 from service.caches.reservations import Limits
@@ -19,6 +17,7 @@ from service.pool import wire
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool
+from workers.common import worker_pb2
 
 
 def test_a_replay_that_is_taken_back_leaves_no_tokens() -> None:

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.pool import gpus
@@ -14,6 +13,7 @@ from service.pool.local import LocalLauncher, cores_near, settings_of
 from service.settings import ConfigError
 from tests.gateway_process import GatewayProcess
 from tests.load_config import load_config
+from workers.common import worker_pb2
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
 

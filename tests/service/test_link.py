@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.pool import link as link_module
 from service.pool.link import WorkerLink
+from workers.common import worker_pb2
 
 
 class Endpoint:

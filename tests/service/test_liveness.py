@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.pool.liveness import Liveness, WorkerExit, step_timeout_s
+from workers.common import worker_pb2
 
 CONFIG = Config(
     suspect_after_s=0.5, heartbeat_timeout_s=10.0, step_timeout_s=60.0, worker_start_timeout_s=600

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from quire.v1 import executor_pb2, runner_pb2, worker_pb2
+from quire.v1 import admin_pb2, executor_pb2
 
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker, StorageUnavailable
@@ -34,8 +34,9 @@ from tests.service.test_supervisor import (
     works,
 )
 from tests.sim.harness import FailingJournal, Gateway
+from workers.common import worker_pb2
 
-PHASES = runner_pb2.LoadWeightsPhase
+PHASES = admin_pb2.LoadWeightsPhase
 
 
 class Reader:

@@ -124,7 +124,9 @@ async def test_what_masks_become_is_counted_with_the_call() -> None:
             held_bytes(await CALLS["BatchDecode"].check_items(batch, LARGE, None)) == 2 * least + size_bytes
         )
         row = types_pb2.VerifyRow(mask=mask)
-        verify = executor_pb2.ForwardVerifyRequest(cache_id="a", token_ids=[1, 2], rows=[row, row])
+        verify = executor_pb2.ForwardVerifyRequest(
+            cache_id="a", token_ids=[1, 2], rows=[row, row], accept=types_pb2.VERIFY_ACCEPT_ALL
+        )
         of_rows = held("ForwardVerify", verify)
         del verify.rows[:]
         alone = held("ForwardVerify", verify)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service.adapters.registry import AdapterVersion
 from service.caches.entries import WorkerView
@@ -32,6 +32,7 @@ from tests.service.served import become_ready
 from tests.sim.harness import Gateway as Caller
 from tests.sim.harness import decode
 from tests.sim.model_worker import Pool
+from workers.common import worker_pb2
 
 
 def test_counts_go_on_when_a_worker_starts_anew() -> None:

@@ -18,6 +18,7 @@ from service.extensions.gateways import operators
 from service.extensions.gateways.forwarding import Forwarding
 from service.extensions.gateways.operators import OperatorCallsOfAll
 from service.extensions.gateways.peers import Addresses
+from service.runtimes.runtime_calls import RuntimeCalls
 from service.shard import Shard
 
 
@@ -71,7 +72,8 @@ async def test_hosts_have_more_workers_together_than_one_says() -> None:
         state = cast(
             Any, SimpleNamespace(config=Config().with_values({"workers": 2, "peer_listen": peer_listen}))
         )
-        api = AdminApi(state, none, none, none, none, cast(Any, SimpleNamespace(warm_up=warm_up)))
+        calls = cast(Any, SimpleNamespace(warm_up=warm_up))
+        api = AdminApi(state, none, none, none, none, calls, RuntimeCalls(none, state, None, none))
         asked = api.Warmup(admin_pb2.WarmupRequest(workers=4), none)
         if peer_listen:
             assert (await asked).workers_ready == 4

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2 as types
-from quire.v1 import worker_pb2
 
 from service.api import parsing
 from service.api.parsing import LargeRequest
@@ -26,6 +25,7 @@ from service.config import Config
 from service.errors import InvalidArgument, QuireError
 from tests.raw_messages import packed
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 VOCAB = 100_000
 

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, AppendKind, Fork
@@ -14,6 +13,7 @@ from service.extensions.metrics.figures import Appends
 from tests.sim.appends import append
 from tests.sim.harness import MAX_SEQ_LEN, Gateway, decode, prefill
 from tests.sim.model_worker import TIMEOUT
+from workers.common import worker_pb2
 
 
 def drain(gateway: Gateway) -> None:

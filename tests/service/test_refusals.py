@@ -11,7 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, types_pb2, worker_pb2
+from quire.v1 import executor_pb2_grpc, types_pb2
 
 from service.adapters.registry import Adapters
 from service.api import session
@@ -26,6 +26,7 @@ from service.errors import QuireError
 from service.journal.base import Journal
 from service.pool.supervisor import Supervisor
 from tests.service.served import channel_to, state_of
+from workers.common import worker_pb2
 
 LONG = [1] * 50_000
 UNKNOWN = "kv_unknown"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from quire.v1 import runner_pb2, worker_pb2
+from quire.v1 import admin_pb2
 
 from service.caches.entries import WorkerView
 from service.config import Config
@@ -17,6 +17,7 @@ from service.pool.rolling_restart import RollingRestart
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.sources import ModelSources
 from tests.service.test_supervisor import Bench, FakeLauncher, Requests, ready, running
+from workers.common import worker_pb2
 
 
 class Readers:
@@ -74,7 +75,7 @@ async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_w
     source.mkdir()
     (source / "config.json").touch()
 
-    async def replace() -> list[runner_pb2.LoadWeightsPhase]:
+    async def replace() -> list[admin_pb2.LoadWeightsPhase]:
         return [update.phase async for update in loader.replace(str(source), recompute=True)]
 
     async with running(bench):
@@ -92,7 +93,7 @@ async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_w
             event = await bench.dispatcher.events.get()
             events = [each for each in events if each != event]
         readers.second_may_go_on.set()
-        assert (await replacing)[-1] == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
+        assert (await replacing)[-1] == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
         assert dispatcher.replaced == [(lives.slot.worker_id, lives.epoch)]
         assert dispatcher.lost == [(dies.slot.worker_id, 3)]
         while readers.started < 4:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.caches.requests import Append, Appended, Fork, Handle, Truncate
 from service.caches.reservations import Limits
@@ -11,6 +10,7 @@ from service.errors import QuireError
 from service.pool import wire
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import ModelWorker, Pool
+from workers.common import worker_pb2
 
 # As long as nobody may take a cache's pages that is in use.
 IDLE_S = 0.3

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.api import session as session_module
 from service.api.session import Session, SessionContext
@@ -27,6 +27,7 @@ from service.journal.base import Journal
 from tests.error_details import status_reason
 from tests.forwards import SentForward, forwards_in
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 
 class Peer:
@@ -79,7 +80,7 @@ class Harness:
 
 
 def forwards(
-    count: int, logits: types_pb2.LogitsFormat = types_pb2.LOGITS_FORMAT_UNSPECIFIED
+    count: int, logits: types_pb2.DataType = types_pb2.DATA_TYPE_UNSPECIFIED
 ) -> list[pb.SessionCall]:
     request = pb.ForwardRequest(token_ids=[1], output=types_pb2.OutputOptions(logits=logits))
     return [pb.SessionCall(tag=tag, forward=request) for tag in range(count)]
@@ -208,7 +209,7 @@ async def test_no_more_than_a_session_may_have_is_started_of_a_message() -> None
 
 async def test_answers_of_all_callers_share_a_budget() -> None:
     """What is not read counts as well as what is computed. What has no room is never computed."""
-    f32 = types_pb2.LOGITS_FORMAT_F32
+    f32 = types_pb2.DATA_TYPE_F32
     harness = Harness(Config(max_unread_bytes=4 * 1024))
     harness.peer.reads.clear()
     first = harness.start(forwards(4, f32))

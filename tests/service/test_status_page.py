@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.extensions.metrics.figures import TIMES_S, Distribution
 from service.extensions.metrics.status_page import PAGE
 from tests.service.metrics_server import serving
 from tests.service.served import become_ready
+from workers.common import worker_pb2
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 # A browser for the page's script: elements are lists of children, and markup is refused.

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import structlog
-from quire.v1 import executor_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.caches.answers import Event
 from service.caches.effects import Claim, ReleaseSequences
@@ -29,6 +29,7 @@ from service.pool.link import Stream
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.pool.supervisor import Supervisor
 from service.setting_rules import MAX_WORKERS
+from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
 Requests = AsyncIterator[worker_pb2.ConnectRequest]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from quire.v1 import executor_pb2, worker_pb2
+from quire.v1 import executor_pb2
 
 from service.caches.effects import Claim
 from service.pool import incarnation
@@ -27,6 +27,7 @@ from tests.service.test_supervisor import (
     running,
     works,
 )
+from workers.common import worker_pb2
 
 __all__ = ["bench_of"]
 

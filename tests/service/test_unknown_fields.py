@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 from service.api import append_codec
 from service.api.request_limits import RequestLimits
@@ -13,6 +13,7 @@ from service.caches.answers import CommandFailed
 from service.errors import InvalidArgument, Unsupported
 from service.pool import wire
 from service.runtimes import items
+from workers.common import worker_pb2
 
 # A field that no message has: number 200, a varint.
 UNKNOWN = bytes([0xC0, 0x0C, 0x01])
@@ -54,7 +55,10 @@ def test_an_unknown_setting_of_an_append_is_refused_by_its_path(
 def test_an_unknown_setting_of_a_row_is_refused_by_its_path() -> None:
     mask = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[1]))
     request = executor_pb2.ForwardVerifyRequest(
-        cache_id="c", token_ids=[1, 2], rows=[types_pb2.VerifyRow(), types_pb2.VerifyRow(mask=mask)]
+        cache_id="c",
+        token_ids=[1, 2],
+        rows=[types_pb2.VerifyRow(), types_pb2.VerifyRow(mask=mask)],
+        accept=types_pb2.VERIFY_ACCEPT_ALL,
     )
     append_codec.verify(request, LIMITS, None)
     with pytest.raises(InvalidArgument) as refused:

@@ -113,10 +113,10 @@ def test_any_options_are_accepted_or_refused_with_a_field(data: bytes) -> None:
 # The size of answers: what passes the check can be sent, so nothing is applied whose answer is lost.
 
 FORMAT_BYTES = {
-    types_pb2.LOGITS_FORMAT_UNSPECIFIED: 0,
-    types_pb2.LOGITS_FORMAT_F32: 4,
-    types_pb2.LOGITS_FORMAT_BF16: 2,
-    types_pb2.LOGITS_FORMAT_F16: 2,
+    types_pb2.DATA_TYPE_UNSPECIFIED: 0,
+    types_pb2.DATA_TYPE_F32: 4,
+    types_pb2.DATA_TYPE_BF16: 2,
+    types_pb2.DATA_TYPE_F16: 2,
 }
 DTYPE_BYTES = {
     types_pb2.DATA_TYPE_UNSPECIFIED: 4,
@@ -158,7 +158,7 @@ def largest_row(output: types_pb2.OutputOptions, vocab_size: int) -> types_pb2.S
     dtype=st.sampled_from(sorted(DTYPE_BYTES)),
 )
 def test_no_answer_is_larger_than_was_checked(
-    logits: types_pb2.LogitsFormat,
+    logits: types_pb2.DataType,
     vocab_size: int,
     top: int,
     chosen: int,

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from quire.v1 import runner_pb2, types_pb2
+from quire.v1 import admin_pb2, types_pb2
 
 from service import uploads
 from service.config import Config
@@ -68,9 +68,9 @@ class Server:
         return [f"upload:{path.name}" for path in (self.data_dir / "weight-uploads").glob("*")]
 
 
-async def messages(data: bytes = DATA) -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
+async def messages(data: bytes = DATA) -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
     digest = hashlib.sha256(data).digest()
-    yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(data), data=data, sha256=digest)
+    yield admin_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(data), data=data, sha256=digest)
 
 
 @pytest.fixture
@@ -90,11 +90,11 @@ async def test_an_upload_of_single_bytes_ends(
     server.uploads._timeout_s = 0.05
     monkeypatch.setattr(uploads, "LEAST_BYTES_PER_S", 1 << 40)
 
-    async def bytes_of_a_file() -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
-        yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=1 << 20, data=b"x")
+    async def bytes_of_a_file() -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
+        yield admin_pb2.UploadWeightsRequest(name=MODEL, size_bytes=1 << 20, data=b"x")
         while True:
             await asyncio.sleep(0)
-            yield runner_pb2.UploadWeightsRequest(data=b"x")
+            yield admin_pb2.UploadWeightsRequest(data=b"x")
 
     with pytest.raises(MessageTimeout):
         await server.uploads.receive(bytes_of_a_file())
@@ -267,10 +267,10 @@ async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(
 
 
 async def test_empty_parts_do_not_keep_the_slot(tmp_path: Path, model: Path) -> None:
-    async def stalled() -> AsyncIterator[runner_pb2.UploadWeightsRequest]:
-        yield runner_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(DATA))
+    async def stalled() -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
+        yield admin_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(DATA))
         while True:
-            yield runner_pb2.UploadWeightsRequest()
+            yield admin_pb2.UploadWeightsRequest()
 
     server = Server(tmp_path / "home", model)
     with pytest.raises(InvalidArgument, match="is empty"):

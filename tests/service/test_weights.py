@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.requests import Fork, Renew, Truncate
@@ -17,6 +17,7 @@ from service.pool.model_versions import ModelVersions
 from tests.service.journal_traffic import commit, created, open_journal
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.toy_model import next_token
+from workers.common import worker_pb2
 
 OLD, NEW = 0, 1
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.pool import local
 from service.pool.local import LocalLauncher, settings_of
 from service.pool.process import LocalProcess, find_process
 from service.pool.worker_directory import WorkerDirectory, lock_holder
+from workers.common import worker_pb2
 from workers.common.addresses import short_path
 from workers.common.code import worker_code
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.handshakes import HandshakeLimits
 from service.pool import pool_files, worker_port
 from service.pool.remote import RemoteLauncher
 from service.pool.worker_port import DialledWorker, NamedWorker, WorkerPort
+from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
 from workers.common.pool_tls import tls_context
 from workers.common.protocol import GATEWAY_NAME, PROTOCOL

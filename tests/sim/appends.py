@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from quire.v1 import worker_pb2
-
 from service.api.append_codec import serialized
 from service.caches.requests import Append, AppendKind
+from workers.common import worker_pb2
 
 
 def append(

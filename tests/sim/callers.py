@@ -22,7 +22,7 @@ PLAIN = (
     None,
     None,
     types_pb2.OutputOptions(top_logprobs=2),
-    types_pb2.OutputOptions(logits=types_pb2.LOGITS_FORMAT_F32),
+    types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32),
 )
 SAMPLED = (
     types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1.0)),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.caches.effects import Claim
 from service.config import Config
@@ -22,6 +22,7 @@ from service.pool.worker_directory import Epochs
 from tests.sim.model_worker import ModelWorker, Pool, one_by_one
 from tests.sim.toy_model import VOCAB
 from tests.sim.watched import WatchedDispatcher
+from workers.common import worker_pb2
 
 # The most that a worker takes to load, and that it needs to answer how it is.
 LOAD_S, ANSWER_S = 2.0, 0.01

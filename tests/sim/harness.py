@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.api.append_codec import done_of
 from service.caches.effects import Send
@@ -25,6 +25,7 @@ from service.pool import wire
 from tests.sim.appends import append
 from tests.sim.invariants import check_invariants
 from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of, together
+from workers.common import worker_pb2
 
 MAX_SEQ_LEN = 64
 

@@ -17,13 +17,12 @@ from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quire.v1 import worker_pb2
-
 from service.caches.effects import Claim, Command
 from service.caches.entries import WorkerView
 from service.pool import wire
 from tests.sim import moves
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
+from workers.common import worker_pb2
 
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
 KV_MISSING = worker_pb2.WORKER_ERROR_REASON_KV_MISSING

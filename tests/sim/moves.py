@@ -8,12 +8,11 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.v1 import worker_pb2
-
 from service.caches.effects import Claim
 from service.caches.machine import CacheMachine
 from service.caches.requests import Move, Moved
 from service.errors import QuireError
+from workers.common import worker_pb2
 
 if TYPE_CHECKING:
     from tests.sim.model_worker import ModelWorker

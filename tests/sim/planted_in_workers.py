@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.caches.answers import CommandFailed, Event
 from service.caches.effects import Claim
@@ -21,6 +20,7 @@ from tests.forwards import SentForward, Told
 from tests.sim.machine import PlantedMachine
 from tests.sim.model_worker import ModelWorker
 from tests.sim.truth import Asked
+from workers.common import worker_pb2
 
 # What is kept, or sent to workers, would show a bug at once; callers are to.
 KEPT = "tests.sim.watched.check_ledger"

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2
 
 from service.adapters.registry import Adapters
 from service.api.server_state import ServerState
@@ -228,7 +228,7 @@ class ShellSimulation:
         try:
             async with contextlib.aclosing(self.loader.replace("model", recompute=recompute)) as saying:
                 phases = [said.phase async for said in saying]
-            assert phases[-1] == runner_pb2.LOAD_WEIGHTS_PHASE_SERVING
+            assert phases[-1] == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
             self.seen["weights loaded"] += 1
         except (LoadFailed, Loading, NoWorker, StorageUnavailable) as error:
             self.seen[error.reason] += 1

@@ -13,8 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from quire.v1 import worker_pb2
-
 from service.caches.effects import Claim, Send
 from service.caches.ledger import Ledger
 from service.caches.requests import Append, Release, Request
@@ -31,6 +29,7 @@ from tests.sim.oracle import Oracle
 from tests.sim.rest import check_end, check_rest
 from tests.sim.truth import MAX_WAIT_S
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher, check_ledger
+from workers.common import worker_pb2
 
 MAX_SEQ_LEN = 24
 MAX_LEASE_S = 1000.0

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.caches import effects
 from service.caches.answers import CommandFailed, DecodeDone
@@ -34,6 +34,7 @@ from tests.sim.toy_model import line_to, next_token
 from tests.token_trees import random_tree
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers import wire as worker_wire
+from workers.common import worker_pb2
 from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.tensors import KvTensors

@@ -6,8 +6,6 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from quire.v1 import worker_pb2
-
 from service.caches.answers import CommandFailed, Event
 from service.caches.effects import Command, ReleaseSequences, Send, Write
 from service.caches.entries import Operation, WorkerView
@@ -22,6 +20,7 @@ from tests.sim.journal_bytes import NeededBytes
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import KV_MISSING, ModelWorker, together
 from tests.sim.oracle import Oracle
+from workers.common import worker_pb2
 
 # No schedule fills that.
 LARGE_BYTES = 1 << 28

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.v1 import worker_pb2
-
+from workers.common import worker_pb2
 from workers.server import WorkerServer
 
 # Far more than anything takes.

@@ -6,9 +6,8 @@ import logging
 import sys
 import threading
 
-from quire.v1.worker_pb2 import WorkerConfig
-
 from workers import process
+from workers.common.worker_pb2 import WorkerConfig
 from workers.logging import background_log, get_logger
 
 

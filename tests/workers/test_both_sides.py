@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 from quire.v1.sampling_settings import SETTINGS
 
 from workers.adapters.slots import LoraAdapterMetrics
+from workers.common import worker_pb2
 from workers.executors.info import Capabilities, StepCounts
 from workers.kv.table import PoolUsage
 from workers.kv_messages import KvPages
@@ -70,7 +71,7 @@ def test_what_a_worker_does_without_a_setting_is_what_its_neutral_value_does() -
     [
         (Kind, worker_pb2.OperationKind),
         (Priority, types_pb2.Priority),
-        (LogitsFormat, types_pb2.LogitsFormat),
+        (LogitsFormat, types_pb2.DataType),
         (FailureReason, worker_pb2.WorkerErrorReason),
     ],
 )

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.caches import answers, effects
 from service.caches.requests import Append, AppendKind, Priority
 from service.pool import wire as gateway_wire
 from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
+from workers.common import worker_pb2
 from workers.decodes import ARRIVED_NS, DEADLINE, Decodes, DecodesDone
 from workers.operations import Command, Forward, RowOutput
 
@@ -27,7 +28,7 @@ OUTPUTS = (
     Output(sampling=Draw(temperature=0.5, seed=7)),
     Output(sampling=Draw(temperature=0.5, repetition_penalty=1.5)),
     Output(mask=types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[1, 2]))),
-    Output(logits=types_pb2.LOGITS_FORMAT_F32),
+    Output(logits=types_pb2.DATA_TYPE_F32),
     Output(logprob_token_ids=range(300)),
 )
 

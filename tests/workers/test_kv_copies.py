@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from quire.v1 import worker_pb2
 
 from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR
 from tests.workers.stepping import Worker
+from workers.common import worker_pb2
 from workers.executors.engine import Engine
 from workers.executors.llm import LlmExecutor
 from workers.executors.weightless import PagedAttentionExecutor

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from tests.masks import forms
 from workers import wire
 from workers.batch import sampling_rows
+from workers.common import worker_pb2
 from workers.kv.table import KvTable
 from workers.logit_settings import Masks
 from workers.numpy_choice import adjusted

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from quire.v1.worker_pb2 import WorkerConfig
 
 from tests.adapter_factory import make_adapter
 from tests.model_factory import TinyModel, make_model
 from workers import process
 from workers.adapters.errors import AdapterError
+from workers.common.worker_pb2 import WorkerConfig
 from workers.executors.llm import LlmExecutor
 from workers.executors.lora_slots import ModelSlots, most_slots
 from workers.executors.memory import GPU_LORA_RANK, LoraLimits

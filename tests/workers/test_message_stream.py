@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import pytest
 import uvloop
 from google.protobuf.message import DecodeError
-from quire.v1 import worker_pb2
 
-from workers.common import message_stream
+from workers.common import message_stream, worker_pb2
 from workers.common.message_stream import MessageStream, MessageTooLong
 
 LENGTH = struct.Struct("<I")

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from tests.workers.gateway_end import LAST_ROW, Gateway
 from tests.workers.test_server import served
 from workers import wire
+from workers.common import worker_pb2
 
 _PATIENCE_S = 30
 TOKENS = [1, 2, 3]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.pool import pool_files
 from service.pool.worker_port import WorkerPort
 from workers import pool_member
+from workers.common import worker_pb2
 from workers.common.pool_tls import tls_context
 from workers.common.protocol import EXIT_CONFIG
 from workers.executors.weightless import PagedAttentionExecutor

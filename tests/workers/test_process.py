@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from quire.v1 import worker_pb2
 
 from benchmarks.checkout import ROOT, environment
 from service.pool.worker_directory import lock_holder
@@ -22,6 +21,7 @@ from service.pool.worker_port import NamedWorker, WorkerPort
 from tests.forks import WORKERS, Forked, ForkedWorker, fork_server
 from workers import pool_member
 from workers import process as entry_point
+from workers.common import worker_pb2
 from workers.process import EXIT_FAILED
 
 # Far more than it takes.

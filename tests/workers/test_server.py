@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from tests.workers.gateway_end import LAST_ROW, Gateway
 from workers import wire
+from workers.common import worker_pb2
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.logging import fields_of

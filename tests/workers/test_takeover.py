@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.v1 import worker_pb2
 
 from service.caches.segments import SegmentedTokens, SegmentStore
 from tests.workers.gateway_end import LAST_ROW, Gateway
 from workers import adoption
+from workers.common import worker_pb2
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from workers import wire
+from workers.common import worker_pb2
 from workers.operations import Accept, Forward
 
 VOCAB = 64

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quire.v1 import worker_pb2
 
 from benchmarks.checkout import ROOT, environment
 from tests.gpu.oracle import Oracle
 from tests.model_factory import TinyModel, make_model
 from tests.workers.gateway_end import LAST_ROW
+from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

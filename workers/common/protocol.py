@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
+
+from workers.common import worker_pb2
 
 # Digest of the messages: both sides need the same. Not of how they are framed (`message_stream`).
 PROTOCOL = hashlib.blake2b(

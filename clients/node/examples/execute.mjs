@@ -1,20 +1,15 @@
-// Whole texts as a stream, which goes on where a connection is lost: node examples/execute.mjs [TARGET]
-import { errorFromStatus, item, QuireClient } from "quire-llm";
+// Whole texts, at once and as a stream that goes on where a connection is lost: node examples/execute.mjs [TARGET]
+import { QuireClient } from "quire-llm";
 
 const client = new QuireClient(process.argv[2]);
 try {
-  for await (const chunk of client.execute("12+34=")) process.stdout.write(chunk.text);
-  console.log();
+  console.log(await client.generate("12+34="));
 
-  const items = [1, 2, 3].map((n) => item(`${n}+1=`, { itemId: String(n), maxTokens: 4 }));
   const texts = new Map();
-  const execution = client.execute(items, { keepMs: 60_000 });
-  for await (const chunk of execution) {
-    if (chunk.error) throw errorFromStatus(chunk.error); // Of this item alone; the others go on.
-    texts.set(chunk.itemId, (texts.get(chunk.itemId) ?? "") + chunk.text);
-  }
+  const execution = client.execute(["1+1=", "2+1=", "3+1="], { maxTokens: 4, keepMs: 60_000 });
+  for await (const { itemId, text } of execution) texts.set(itemId, (texts.get(itemId) ?? "") + text);
   await execution.cancel(); // All is read: nothing has to be kept any more.
-  console.log(Object.fromEntries(texts)); // { '1': '2', '2': '3', '3': '4' }
+  console.log(Object.fromEntries(texts)); // { '0': '2', '1': '3', '2': '4' }
 } finally {
   client.close();
 }

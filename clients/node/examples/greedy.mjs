@@ -5,8 +5,8 @@ import { QuireClient } from "quire-llm";
 
 const client = new QuireClient(process.argv[2], { timeoutMs: 60_000 });
 try {
-  const { model, tokenizerJson } = await client.executor.getModelInfo({ includeTokenizer: true });
-  const vocabulary = JSON.parse(tokenizerJson.toString()).model.vocab;
+  const { model, tokenizerJson } = await client.modelInfo({ includeTokenizer: true });
+  const vocabulary = JSON.parse(Buffer.from(tokenizerJson).toString()).model.vocab;
   const characters = new Map(Object.entries(vocabulary).map(([character, id]) => [id, character]));
   const cache = await client.prefill([..."12+34="].map((character) => vocabulary[character]));
   let answer = "";

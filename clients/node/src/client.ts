@@ -2,22 +2,49 @@
 
 import { randomUUID } from "node:crypto";
 
+import { create, type DescMessage } from "@bufbuild/protobuf";
 import { credentials as grpcCredentials, type ChannelCredentials, Metadata, type ServiceError } from "@grpc/grpc-js";
 
-import { Caller, type CallName, type CallRequest, type CallResponse } from "./cache.js";
-import { type CallOptions, Connection, type UnaryCalls } from "./connection.js";
-import { errorFromCall } from "./errors.js";
-import { Execution, type ExecuteSettings, item } from "./execution.js";
-import { AdminServiceDefinition } from "./gen/quire/v1/admin.js";
-import { ModelExecutorServiceDefinition } from "./gen/quire/v1/executor.js";
+import { resultOf } from "./batches.js";
+import { Caller } from "./cache.js";
+import { type CallOptions, Connection } from "./connection.js";
+import { durationOf } from "./duration.js";
+import { type Cause, causeOf, policyOf, type Priority, priorityOf } from "./enums.js";
+import { errorFromCall, QuireError } from "./errors.js";
+import { Execution, type ExecuteSettings } from "./execution.js";
+import { targetsOf } from "./gateways.js";
+import { type Adapter, AdminService, type MoveCacheResponse, type ReplacedWorker } from "./gen/quire/v1/admin_pb.js";
 import {
-  type DeepPartial,
+  type GetCapabilitiesResponse,
+  type GetModelInfoResponse,
+  type GetStatusResponse,
+  ModelExecutorService,
+  type UnifiedForwardItemResponse,
+  type UnifiedForwardItemSchema,
+  type WorkerCacheMetrics,
+  type WorkerLoraMetrics,
+} from "./gen/quire/v1/executor_pb.js";
+import {
+  type CostEstimate,
   type ExecuteItem,
-  type LoadWeightsRequest,
+  ExecuteRequestSchema,
   type LoadWeightsResponse,
-  ModelRunnerServiceDefinition,
-} from "./gen/quire/v1/runner.js";
-import { type Batch, serializeBatch, Session, type SessionOptions } from "./session.js";
+  ModelRunnerService,
+  PreviousCaches,
+  type Runtime,
+} from "./gen/quire/v1/runner_pb.js";
+import type { KvCacheHandle } from "./gen/quire/v1/types_pb.js";
+import { itemsOf, type Prompt, type TextSettings } from "./items.js";
+import { messageOf, type Method, type Request, type Response } from "./methods.js";
+import { isPrivate } from "./proxies.js";
+import { Session, type SessionOptions } from "./session.js";
+import { type AdapterFiles, adapterRequests, type WeightFiles, weightRequests } from "./uploads.js";
+
+const EXECUTOR = ModelExecutorService.method;
+const RUNNER = ModelRunnerService.method;
+const ADMIN = AdminService.method;
+// Caches in a page of ListCaches: the most that it allows.
+const PAGE_SIZE = 1000;
 
 /** Certificates are PEM. */
 export interface TlsOptions {
@@ -33,104 +60,287 @@ export interface TlsOptions {
 export interface ClientOptions {
   /** Undefined or false: no TLS. True: TLS with Node's certificate authorities. */
   tls?: boolean | TlsOptions | undefined;
-  /** Sent with every call, without TLS unencrypted. */
+  /** Sent with every call. Without TLS it is sent only to this machine. */
   token?: string | undefined;
+  /** Send the token without TLS also to other machines, for networks that encrypt. */
+  tokenInPlainView?: boolean;
   /** The timeout of each call without its own `timeoutMs`, including retries. Undefined: no timeout. */
   timeoutMs?: number | undefined;
+  /** The scheduling priority of all calls without their own. Undefined: normal. */
+  priority?: Priority | undefined;
+  /** False: failed calls are never retried, even if that is safe. */
+  retries?: boolean;
   maxRequestBytes?: number;
   maxResponseBytes?: number;
 }
 
 /** A connection to a Quire server. Connects when first used. Close it. */
-export class QuireClient extends Caller {
-  /** Every unary call of each service. For the streams use `session`, `execute` and `loadWeights`. */
-  readonly executor: UnaryCalls<typeof ModelExecutorServiceDefinition>;
-  readonly runner: UnaryCalls<typeof ModelRunnerServiceDefinition>;
-  readonly admin: UnaryCalls<typeof AdminServiceDefinition>;
+export class QuireClient extends Caller implements AsyncDisposable {
   readonly #connection: Connection;
-  readonly #timeoutMs: number | undefined;
+  readonly #options: { timeoutMs: number | undefined; priority: Priority | undefined; retries: boolean };
   readonly #maxRequestBytes: number;
 
-  constructor(target = "127.0.0.1:50051", options: ClientOptions = {}) {
+  /**
+   * `target`: such as `host:port` or `unix:/path`. Several gateways of one server as a list, or as `host:port,host:port`: a call
+   * goes to the one that has its cache, and its next attempt to another one. Throws RangeError for invalid settings.
+   */
+  constructor(target: string | readonly string[] = "127.0.0.1:50051", options: ClientOptions = {}) {
     super();
-    const { tls, token, timeoutMs, maxRequestBytes = 16 << 20, maxResponseBytes = 64 << 20 } = options;
-    const serverName = typeof tls === "object" ? tls.serverName : undefined;
-    const settings = { metadata: bearer(token), timeoutMs, maxRequestBytes, maxResponseBytes, serverName };
-    this.#connection = new Connection(target, credentialsOf(tls), settings);
-    this.#timeoutMs = timeoutMs;
+    const { tls, token, tokenInPlainView = false, timeoutMs, priority, retries = true } = options;
+    const { maxRequestBytes = 16 << 20, maxResponseBytes = 64 << 20 } = options;
+    priorityOf(priority);
+    const targets = targetsOf(target);
+    if (token && !tls && !tokenInPlainView && !targets.every(isPrivate)) {
+      throw new RangeError(`without TLS the token would go to ${targets} in plain view: give tls, or tokenInPlainView: true`);
+    }
+    this.#connection = new Connection(targets, {
+      credentials: credentialsOf(tls),
+      metadata: bearer(token),
+      serverName: typeof tls === "object" ? tls.serverName : undefined,
+      ...{ timeoutMs, retries, maxRequestBytes, maxResponseBytes },
+    });
+    this.#options = { timeoutMs, priority, retries };
     this.#maxRequestBytes = maxRequestBytes;
-    this.executor = this.#connection.calls(ModelExecutorServiceDefinition);
-    this.runner = this.#connection.calls(ModelRunnerServiceDefinition);
-    this.admin = this.#connection.calls(AdminServiceDefinition);
   }
 
-  /** Waits until the server is reachable. To wait for its workers, use `admin.warmup`. */
+  /** Waits until the server is reachable. To wait for its workers, use `warmup`. */
   async ready(timeoutMs: number): Promise<void> {
     await this.#connection.ready(timeoutMs);
   }
 
-  /** See `Caller.call`. Makes the call of this name of `executor`. */
-  call<Name extends CallName>(
-    name: Name,
-    request: CallRequest<Name>,
-    options?: CallOptions,
-  ): Promise<CallResponse<Name>> {
-    const method = name === "truncateKv" ? "truncateKV" : name;
-    const calls = this.executor as unknown as Record<string, (...given: unknown[]) => Promise<CallResponse<Name>>>;
-    return calls[method]!(request, options);
+  /** Makes a unary call, again if that is safe (see docs/clients.md). Throws QuireError. */
+  async call<I extends DescMessage, O extends DescMessage>(
+    method: Method<I, O>,
+    request: Request<I>,
+    options: CallOptions = {},
+  ): Promise<Response<O>> {
+    const message = messageOf(method.input, request, options.priority ?? this.#options.priority);
+    return await this.#connection.unary(method, message, options);
   }
 
   /** Opens a stream for many concurrent calls. Each costs less, and calls that are sent together are batched. */
   session(options: SessionOptions = {}): Session {
-    const service = ModelExecutorServiceDefinition;
-    const stream = this.#connection.bothStreams<Batch, typeof service.methods.session>(
-      service,
-      service.methods.session,
-      serializeBatch,
-    );
-    return new Session(stream, {
-      ...options,
-      proxy: this.#connection.proxy,
-      timeoutMs: this.#timeoutMs,
-      maxRequestBytes: this.#maxRequestBytes,
+    const { call, proxy } = this.#connection.bothStreams(EXECUTOR.session);
+    const { timeoutMs, priority } = this.#options;
+    return new Session(call, { ...options, proxy, timeoutMs, priority, maxRequestBytes: this.#maxRequestBytes });
+  }
+
+  /**
+   * Generates whole texts on the server: for items (see `item`), or for one or several prompts with their settings. Returns an
+   * async iterable of chunks; `texts()` waits for all. The ids of several prompts are "0", "1" and so on. Throws TypeError or
+   * RangeError for invalid items.
+   */
+  execute(
+    items: Prompt | readonly Prompt[] | readonly ExecuteItem[],
+    settings: ExecuteSettings & TextSettings = {},
+  ): Execution {
+    const { runtime, policy, requestId, keepMs, maxCostUsd, timeoutMs, priority, signal, raiseOnError, ...text } = settings;
+    const request = create(ExecuteRequestSchema, {
+      items: itemsOf(items, text),
+      requestId: requestId || randomUUID(),
+      policy: policyOf(policy),
+      priority: priorityOf(priority ?? this.#options.priority),
+      keep: durationOf(keepMs),
+      ...{ runtime, maxCostUsd },
     });
-  }
-
-  /** Generates for a text or for the items of a batch. Returns an async iterable of chunks. */
-  execute(items: string | readonly DeepPartial<ExecuteItem>[], settings: ExecuteSettings = {}): Execution {
-    const service = ModelRunnerServiceDefinition;
-    const own = {
-      requestId: settings.requestId || randomUUID(),
-      timeoutMs: settings.timeoutMs ?? this.#timeoutMs,
-      proxy: this.#connection.proxy,
-    };
+    const { retries } = this.#options;
+    // Only this gateway knows a kept execution.
+    const target = this.#connection.nextTarget();
     return new Execution(
-      typeof items === "string" ? [item(items)] : items,
-      { ...settings, ...own },
-      (request, options) => this.#connection.serverStream(service, service.methods.execute, request, options),
-      (requestId) => this.runner.cancelExecution({ requestId }),
+      request,
+      { timeoutMs: timeoutMs ?? this.#options.timeoutMs, signal, raiseOnError, retries },
+      (asked, options) => this.#connection.serverStream(RUNNER.execute, asked, options, target),
+      (id) => this.cancelExecution(id),
     );
   }
 
-  /** Replaces the weights by others of the same config. Returns an async iterable of progress messages. */
-  async *loadWeights(
-    request: DeepPartial<LoadWeightsRequest>,
-    options: CallOptions = {},
-  ): AsyncGenerator<LoadWeightsResponse, void, void> {
-    const service = ModelRunnerServiceDefinition;
-    const call = this.#connection.serverStream(service, service.methods.loadWeights, request, options);
+  /** The text that the server generates for a prompt: a text, token ids, or messages. `execute` has more. */
+  async generate(prompt: Prompt, settings: ExecuteSettings & TextSettings = {}): Promise<string> {
+    return (await this.execute(prompt, settings).texts()).join("");
+  }
+
+  /** Ends a kept execution (`keepMs`), also of another client. Returns whether there was one. */
+  async cancelExecution(requestId: string, options: CallOptions = {}): Promise<boolean> {
+    const method = RUNNER.cancelExecution;
+    const request = create(method.input, { requestId });
+    // Only the gateway that runs it knows it.
+    const calls = this.#connection.targets.map((target) => this.#connection.unary(method, request, options, target));
+    const results = await Promise.allSettled(calls);
+    if (results.some((result) => result.status === "fulfilled" && result.value.cancelled)) return true;
+    for (const result of results) if (result.status === "rejected") throw result.reason;
+    return false;
+  }
+
+  /**
+   * Loads a LoRA adapter in PEFT's layout: give either `source`, a directory of the server's machine or ORG/NAME on the hub, or
+   * `files`, a directory of this machine or the contents of its files by their names. If the id is in use, this makes a new
+   * version; so it is never retried. `pinned`: keep it in the memory of workers. `shared`: all tenants can use it.
+   */
+  async loadAdapter(
+    adapterId: string,
+    settings: CallOptions & { source?: string; files?: AdapterFiles; pinned?: boolean; shared?: boolean },
+  ): Promise<Adapter> {
+    const { source, files, pinned, shared } = settings;
+    const requests = adapterRequests({ adapterId, source, pinned, shared }, files, this.#maxRequestBytes);
+    return (await this.#connection.clientStream(ADMIN.loadAdapter, requests, settings)).adapter!;
+  }
+
+  /** Removes an adapter's id. Returns whether there was one. Its caches can be used until their release. */
+  async unloadAdapter(adapterId: string, options: CallOptions & { shared?: boolean } = {}): Promise<boolean> {
+    return (await this.call(ADMIN.unloadAdapter, { adapterId, shared: options.shared }, options)).unloaded;
+  }
+
+  /** The adapters that this client can use, ordered by id. */
+  async listAdapters(options: CallOptions = {}): Promise<Adapter[]> {
+    return (await this.call(ADMIN.listAdapters, {}, options)).adapters;
+  }
+
+  /** Moves a cache to another worker, as `status` names it. Returns how its KV got there. */
+  async moveCache(cacheId: string, workerId: string, options: CallOptions = {}): Promise<MoveCacheResponse> {
+    return await this.call(ADMIN.moveCache, { cacheId, workerId }, options);
+  }
+
+  /**
+   * Sends new weights for the served model, in safetensors format. Returns a source for `loadWeights`. The server keeps the
+   * latest upload until it has been loaded and other weights are served. It is never retried.
+   */
+  async uploadWeights(files: WeightFiles, options: CallOptions = {}): Promise<string> {
+    const requests = weightRequests(files, this.#maxRequestBytes);
+    return (await this.#connection.clientStream(RUNNER.uploadWeights, requests, options)).source;
+  }
+
+  /**
+   * Replaces the weights by others of the same config: of a directory of the server's machine, ORG/NAME on the hub, or what
+   * `uploadWeights` returned. Returns the last message, which says what is served now; `onProgress` gets each one. `recompute`:
+   * caches continue with the new weights, otherwise they end. It is never retried.
+   */
+  async loadWeights(
+    source: string,
+    settings: CallOptions & { recompute?: boolean; onProgress?: (update: LoadWeightsResponse) => void } = {},
+  ): Promise<LoadWeightsResponse> {
+    const request = { source, previousCaches: settings.recompute ? PreviousCaches.RECOMPUTE : undefined };
+    const { call, proxy } = this.#connection.serverStream(RUNNER.loadWeights, request, settings);
+    const updates: AsyncIterable<LoadWeightsResponse> = call;
+    let served: LoadWeightsResponse | undefined;
+    const next = updates[Symbol.asyncIterator]();
     try {
-      yield* call;
-    } catch (error) {
-      throw errorFromCall(error as ServiceError, this.#connection.proxy);
+      for (;;) {
+        const { value, done } = await next.next().catch((error: ServiceError) => {
+          throw errorFromCall(error, proxy);
+        });
+        if (done) return served!;
+        served = value;
+        settings.onProgress?.(value);
+      }
     } finally {
       call.cancel();
     }
   }
 
+  /** All caches of this client's tenant. The timeout is that of each page of 1,000. */
+  async listCaches(options: CallOptions = {}): Promise<KvCacheHandle[]> {
+    const handles: KvCacheHandle[] = [];
+    for (let pageToken = ""; ; ) {
+      const page = await this.call(EXECUTOR.listCaches, { pageSize: PAGE_SIZE, pageToken }, options);
+      handles.push(...page.kvCaches);
+      pageToken = page.nextPageToken;
+      if (!pageToken) return handles;
+    }
+  }
+
+  /**
+   * A mixed batch: whole prompts, chunks of prompts and single tokens in one call. The errors of failed items are returned in
+   * their places.
+   */
+  async unifiedForward(
+    items: Request<typeof UnifiedForwardItemSchema>[],
+    options: CallOptions = {},
+  ): Promise<(UnifiedForwardItemResponse | QuireError)[]> {
+    const { results } = await this.call(EXECUTOR.unifiedForward, { items }, options);
+    return results.map((result) => resultOf<UnifiedForwardItemResponse>(result));
+  }
+
+  /** The runtimes that `execute` can use, in the order of the configuration. */
+  async listRuntimes(options: CallOptions = {}): Promise<Runtime[]> {
+    return (await this.call(RUNNER.listRuntimes, {}, options)).runtimes;
+  }
+
+  /** One runtime. Empty: the server's own. Throws RuntimeNotFound. */
+  async runtime(name = "", options: CallOptions = {}): Promise<Runtime> {
+    return (await this.call(RUNNER.getRuntime, { runtime: name }, options)).runtime!;
+  }
+
+  /** The maximum cost of what `execute` would do, on one runtime or, without a name, on each. */
+  async estimateCost(
+    items: Prompt | readonly Prompt[] | readonly ExecuteItem[],
+    settings: CallOptions & TextSettings & { runtime?: string } = {},
+  ): Promise<CostEstimate[]> {
+    const { runtime, timeoutMs, priority, signal, ...text } = settings;
+    const request = { runtime, items: itemsOf(items, text) };
+    return (await this.call(RUNNER.estimateCost, request, { timeoutMs, priority, signal })).estimates;
+  }
+
+  /**
+   * Restarts the workers, or connects anew to a provider. Returns how many processes or connections. It is never retried.
+   */
+  async rebuildSession(runtime = "", options: CallOptions & { cause?: Cause } = {}): Promise<number> {
+    const cause = causeOf(options.cause ?? "manual");
+    return (await this.call(RUNNER.rebuildSession, { runtime, cause }, options)).rebuilt;
+  }
+
+  /** Waits until this many workers are ready; 0: all. Returns how many are. */
+  async warmup(workers = 0, options: CallOptions = {}): Promise<number> {
+    return (await this.call(ADMIN.warmup, { workers }, options)).workersReady;
+  }
+
+  /**
+   * Restarts a worker, or without a name all, one after another; returns when the new ones are ready. `graceMs` is how long
+   * running operations may take before another worker computes them again. It is never retried.
+   */
+  async drain(workerId = "", options: CallOptions & { graceMs?: number } = {}): Promise<ReplacedWorker[]> {
+    return (await this.call(ADMIN.drain, { workerId, grace: durationOf(options.graceMs) }, options)).workers;
+  }
+
+  /** Stops the server gracefully, and returns at once. `leaveWorkers`: the next server takes them over. */
+  async shutdown(options: CallOptions & { leaveWorkers?: boolean } = {}): Promise<void> {
+    await this.call(ADMIN.shutdown, { leaveWorkers: options.leaveWorkers }, options);
+  }
+
+  /** The description of the model; with tokenizer.json and the chat template if requested. */
+  async modelInfo(
+    options: CallOptions & { includeTokenizer?: boolean; includeChatTemplate?: boolean } = {},
+  ): Promise<GetModelInfoResponse> {
+    const { includeTokenizer, includeChatTemplate } = options;
+    return await this.call(EXECUTOR.getModelInfo, { includeTokenizer, includeChatTemplate }, options);
+  }
+
+  /** What the server can do, and its limits. */
+  async capabilities(options: CallOptions = {}): Promise<GetCapabilitiesResponse> {
+    return await this.call(EXECUTOR.getCapabilities, {}, options);
+  }
+
+  /** The state of the gateway and its workers. */
+  async status(options: CallOptions = {}): Promise<GetStatusResponse> {
+    return await this.call(EXECUTOR.getStatus, {}, options);
+  }
+
+  /** The KV pages of each worker. `checkIntegrity` also checks the invariants of every pool. */
+  async cacheMetrics(options: CallOptions & { checkIntegrity?: boolean } = {}): Promise<WorkerCacheMetrics[]> {
+    return (await this.call(EXECUTOR.getCacheMetrics, { checkIntegrity: options.checkIntegrity }, options)).workers;
+  }
+
+  /** The use of adapters on each worker. */
+  async loraMetrics(options: CallOptions = {}): Promise<WorkerLoraMetrics[]> {
+    return (await this.call(EXECUTOR.getLoraMetrics, {}, options)).workers;
+  }
+
   /** Closes the connection when its calls have ended. Caches are kept until their leases expire. */
   close(): void {
     this.#connection.close();
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    this.close();
   }
 }
 

@@ -1,165 +1,126 @@
-/** A connection, its unary calls, and which of them are safe to retry. */
+/** The channels to one or several gateways, and the attempts of each call. */
 
 import { setTimeout as sleep } from "node:timers/promises";
 
-import { type CallOptions as GrpcCallOptions, Client, type ChannelCredentials, Metadata, status } from "@grpc/grpc-js";
+import {
+  create,
+  type DescMessage,
+  type DescMethodServerStreaming,
+  fromBinary,
+  toBinary,
+} from "@bufbuild/protobuf";
+import {
+  type CallOptions as GrpcCallOptions,
+  type ChannelCredentials,
+  Client,
+  type ClientUnaryCall,
+  connectivityState,
+  type Metadata,
+  status,
+} from "@grpc/grpc-js";
 
-import { cancelled, errorFromCall, errorFromStatus, QuireError } from "./errors.js";
-import type { DeepPartial } from "./gen/quire/v1/executor.js";
+import type { Priority } from "./enums.js";
+import { cancelled, Cancelled, errorFromCall, errorFromStatus, QuireError, Unavailable } from "./errors.js";
+import { Gateways } from "./gateways.js";
+import type { Status } from "./gen/google/rpc/status_pb.js";
+import { mayRepeat, type Method, type Request, type Response } from "./methods.js";
 import { channelOptions, proxyOf } from "./proxies.js";
 
 const INITIAL_BACKOFF_MS = 100;
 const MAX_BACKOFF_MS = 2000;
 const BACKOFF_MULTIPLIER = 3;
 const MAX_ATTEMPTS = 4;
+// With several gateways: until another one has taken over.
+const MAX_ATTEMPTS_OF_SEVERAL = 16;
+// One of several gateways that does not even accept a connection in this time is away. grpc-js has no limit of its own.
+const CONNECT_TIMEOUT_MS = 5000;
+const READY_TURN_MS = 1000;
 // If the server asks for a longer delay, the call fails at once.
 const MAX_SERVER_DELAY_MS = 60_000;
-
-/** The generated codec of a message. */
-export interface Message<T> {
-  encode(message: T): { finish(): Uint8Array };
-  decode(bytes: Uint8Array): T;
-  fromPartial(object: DeepPartial<T>): T;
-}
-
-/** The generated definition of a call. */
-export interface Method {
-  readonly name: string;
-  readonly requestType: Message<any>;
-  readonly responseType: Message<any>;
-  readonly requestStream: boolean;
-  readonly responseStream: boolean;
-}
-
-export interface Service {
-  readonly fullName: string;
-  readonly methods: Readonly<Record<string, Method>>;
-}
-
-export type RequestOf<M extends Method> = DeepPartial<ReturnType<M["requestType"]["decode"]>>;
-export type ResponseOf<M extends Method> = ReturnType<M["responseType"]["decode"]>;
 
 export interface CallOptions {
   /** The timeout of the call, including retries. Undefined: the client's. */
   timeoutMs?: number | undefined;
+  /** How it is scheduled under load, if it appends to caches or scores. Undefined: the client's. */
+  priority?: Priority | undefined;
   /** Cancels the call. An append may still have been applied. */
   signal?: AbortSignal | undefined;
 }
 
-/** The unary calls of a service, as functions. They throw QuireError. */
-export type UnaryCalls<S extends Service> = {
-  readonly [
-    Name in keyof S["methods"] as S["methods"][Name] extends { requestStream: false; responseStream: false } ? Name
-      : never
-  ]: (request?: RequestOf<S["methods"][Name]>, options?: CallOptions) => Promise<ResponseOf<S["methods"][Name]>>;
-};
+/** What each of an API's channels has. */
+export interface ConnectionSettings {
+  credentials: ChannelCredentials;
+  metadata: Metadata;
+  timeoutMs: number | undefined;
+  retries: boolean;
+  maxRequestBytes: number;
+  maxResponseBytes: number;
+  serverName: string | undefined;
+}
+
+/** The calls to one gateway. `proxy`: for messages. */
+interface Channel {
+  readonly target: string;
+  readonly client: Client;
+  readonly proxy: string;
+}
+
+interface Answer {
+  response: unknown;
+  trailing: Metadata | undefined;
+}
 
 export class Connection {
-  /** For messages: that of the target. */
-  readonly proxy: string;
-  readonly #client: Client;
-  readonly #metadata: Metadata;
-  readonly #timeoutMs: number | undefined;
+  readonly targets: readonly string[];
+  readonly #settings: ConnectionSettings;
+  readonly #channels: ReadonlyMap<string, Channel>;
+  readonly #gateways: Gateways;
 
-  constructor(
-    target: string,
-    credentials: ChannelCredentials,
-    settings: {
-      metadata: Metadata;
-      timeoutMs: number | undefined;
-      maxRequestBytes: number;
-      maxResponseBytes: number;
-      serverName: string | undefined;
-    },
-  ) {
-    this.proxy = proxyOf(target);
-    this.#client = new Client(target, credentials, {
-      ...channelOptions(target),
-      "grpc.max_send_message_length": settings.maxRequestBytes,
-      "grpc.max_receive_message_length": settings.maxResponseBytes,
-      "grpc.initial_reconnect_backoff_ms": INITIAL_BACKOFF_MS,
-      "grpc.max_reconnect_backoff_ms": MAX_BACKOFF_MS,
-      ...(settings.serverName === undefined ? {} : { "grpc.ssl_target_name_override": settings.serverName }),
-    });
-    this.#metadata = settings.metadata;
-    this.#timeoutMs = settings.timeoutMs;
+  constructor(targets: readonly string[], settings: ConnectionSettings) {
+    this.targets = targets;
+    this.#settings = settings;
+    this.#gateways = new Gateways(targets);
+    const made = targets.map((target): [string, Channel] => [target, channelTo(target, settings, targets.length > 1)]);
+    this.#channels = new Map(made);
   }
 
-  /** The unary calls of a service. */
-  calls<S extends Service>(service: S): UnaryCalls<S> {
-    const unary = Object.entries(service.methods).filter(([, method]) => !method.requestStream && !method.responseStream);
-    const functions = unary.map(([name, method]) => [
-      name,
-      (request: unknown = {}, options: CallOptions = {}) => this.#call(service, name, method, request, options),
-    ]);
-    return Object.freeze(Object.fromEntries(functions)) as UnaryCalls<S>;
-  }
-
-  /** Starts a server-streaming call. Returns a Readable, which fails with grpc-js's ServiceError. */
-  serverStream<M extends Method>(service: Service, method: M, request: RequestOf<M>, options: CallOptions) {
-    const message = method.requestType.fromPartial(request);
-    const call = this.#client.makeServerStreamRequest<any, ResponseOf<M>>(
-      pathOf(service, method),
-      (value) => bufferOf(method.requestType.encode(value).finish()),
-      method.responseType.decode,
-      message,
-      this.#metadata,
-      this.#grpcOptions(this.#deadlineOf(options)),
-    );
-    // Ignore the error of a cancellation after the reader has left.
-    call.on("error", () => undefined);
-    const abort = () => call.cancel();
-    options.signal?.addEventListener("abort", abort);
-    call.on("close", () => options.signal?.removeEventListener("abort", abort));
-    if (options.signal?.aborted) abort();
-    return call;
-  }
-
-  /** Starts a bidirectional stream, whose requests `serialize` encodes. It has no deadline. */
-  bothStreams<Request, M extends Method>(service: Service, method: M, serialize: (request: Request) => Buffer) {
-    return this.#client.makeBidiStreamRequest<Request, ResponseOf<M>>(
-      pathOf(service, method),
-      serialize,
-      method.responseType.decode,
-      this.#metadata,
-    );
-  }
-
-  /** Waits until the server is reachable. Throws QuireError after the timeout. */
-  async ready(timeoutMs: number): Promise<void> {
-    await new Promise<void>((resolve, reject) => {
-      this.#client.waitForReady(Date.now() + timeoutMs, (error) => {
-        const through = this.proxy && ` (through the proxy ${this.proxy})`;
-        if (error) reject(new QuireError(status.UNAVAILABLE, error.message + through, { cause: error }));
-        else resolve();
-      });
-    });
-  }
-
-  close(): void {
-    this.#client.close();
-  }
-
-  async #call(service: Service, name: string, method: Method, request: any, options: CallOptions): Promise<any> {
-    const message = method.requestType.fromPartial(request);
+  /**
+   * Makes a unary call, again if that is safe and its gateway is away. `only`: the target that can answer. Throws QuireError;
+   * Error for a request that cannot be encoded.
+   */
+  async unary<I extends DescMessage, O extends DescMessage>(
+    method: Method<I, O>,
+    request: Response<I>,
+    options: CallOptions,
+    only?: string,
+  ): Promise<Response<O>> {
+    const bytes = bufferOf(toBinary(method.input, request));
     const deadline = this.#deadlineOf(options);
-    const maxAttempts = mayRepeat(name, message) ? MAX_ATTEMPTS : 1;
+    const most = this.targets.length > 1 && only === undefined ? MAX_ATTEMPTS_OF_SEVERAL : MAX_ATTEMPTS;
+    const maxAttempts = this.#settings.retries && mayRepeat(method, request) ? most : 1;
     for (let attempt = 1, longestMs = INITIAL_BACKOFF_MS; ; attempt++) {
-      let answer: any;
-      const failed: QuireError | undefined = await this.#attempt(service, method, message, deadline, options.signal)
-        .then((found) => failedItem((answer = found)), (error) => error);
-      if (!failed) return answer;
+      const target = only ?? this.#gateways.target(request);
+      let response: Response<O> | undefined;
+      let failed: QuireError | undefined;
+      try {
+        const answer = await this.#attempt(method, bytes, this.#channels.get(target)!, deadline, options.signal);
+        response = answer.response as Response<O>;
+        this.#gateways.answered(target, request, response, answer.trailing);
+        failed = failedItem(response);
+        if (!failed) return response;
+      } catch (error) {
+        if (!(error instanceof QuireError)) throw error;
+        failed = error;
+      }
       // Jitter spreads the retries of many clients. The server's delay is the minimum.
       const serverDelayMs = failed.retryDelayMs ?? 0;
       const pauseMs = Math.max(longestMs * (0.5 + Math.random() / 2), serverDelayMs);
       const isLate = deadline !== undefined && Date.now() + pauseMs >= deadline;
-      // Without a reason it is not the gateway's, but of gRPC: one that stops drops calls that wait there.
-      const isDropped = failed.code === status.CANCELLED && !failed.reason && !options.signal?.aborted;
-      const isGone = isDropped || failed.code === status.UNAVAILABLE;
-      if (!isGone || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
-        if (answer) return answer; // What the other items are answered.
+      if (!isGone(failed, options) || attempt === maxAttempts || isLate || serverDelayMs > MAX_SERVER_DELAY_MS) {
+        if (response) return response; // What the other items are answered.
         throw failed;
       }
+      this.#gateways.failed(target);
       await sleep(pauseMs, undefined, options.signal && { signal: options.signal }).catch(() => {
         throw cancelled();
       });
@@ -167,41 +128,171 @@ export class Connection {
     }
   }
 
+  /** Starts a server-streaming call. Returns a Readable, which fails with grpc-js's ServiceError, and the target's proxy. */
+  serverStream<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodServerStreaming<I, O>,
+    request: Request<I>,
+    options: CallOptions,
+    target = this.targets[0]!,
+  ) {
+    const { client, proxy } = this.#channels.get(target)!;
+    const call = client.makeServerStreamRequest<Buffer, Response<O>>(
+      pathOf(method),
+      asBytes,
+      (bytes) => fromBinary(method.output, bytes),
+      bufferOf(toBinary(method.input, create(method.input, request))),
+      this.#settings.metadata,
+      grpcOptions(this.#deadlineOf(options)),
+    );
+    // Ignore the error of a cancellation after the reader has left.
+    call.on("error", () => undefined);
+    cancelOn(options.signal, call);
+    return { call, proxy };
+  }
+
+  /** Sends requests on a stream to the first target, and returns the response. Throws QuireError, and what `requests` throws. */
+  async clientStream<I extends DescMessage, O extends DescMessage>(
+    method: { input: I; output: O; name: string; parent: { typeName: string } },
+    requests: AsyncIterable<Request<I>>,
+    options: CallOptions,
+  ): Promise<Response<O>> {
+    const { client, proxy } = this.#channels.get(this.targets[0]!)!;
+    let isOver = false;
+    let wake: () => void = () => undefined;
+    const { promise, resolve, reject } = settled<Response<O>>();
+    const call = client.makeClientStreamRequest<Buffer, Response<O>>(
+      pathOf(method),
+      asBytes,
+      (bytes) => fromBinary(method.output, bytes),
+      this.#settings.metadata,
+      grpcOptions(this.#deadlineOf(options)),
+      (error, response) => {
+        isOver = true;
+        wake();
+        if (error) reject(errorFromCall(error, proxy));
+        else resolve(response!);
+      },
+    );
+    // The server may answer before it has read everything.
+    promise.catch(() => undefined);
+    call.on("error", () => undefined);
+    call.on("drain", () => wake());
+    cancelOn(options.signal, call);
+    try {
+      for await (const request of requests) {
+        if (isOver || options.signal?.aborted) break;
+        const isFull = !call.write(bufferOf(toBinary(method.input, create(method.input, request))));
+        if (isFull && !isOver) await new Promise<void>((go) => (wake = go));
+      }
+    } catch (error) {
+      call.cancel();
+      throw error;
+    }
+    // grpc-js sends what is written to a call that was cancelled before it had a connection.
+    if (!options.signal?.aborted) call.end();
+    return await promise;
+  }
+
+  /** Starts a bidirectional stream of encoded requests. It has no deadline. */
+  bothStreams<O extends DescMessage>(method: { output: O; name: string; parent: { typeName: string } }) {
+    const { client, proxy } = this.#channels.get(this.nextTarget())!;
+    const call = client.makeBidiStreamRequest<Buffer, Response<O>>(
+      pathOf(method),
+      asBytes,
+      (bytes) => fromBinary(method.output, bytes),
+      this.#settings.metadata,
+    );
+    return { call, proxy };
+  }
+
+  /** Of several, the one whose turn it is to get a stream. */
+  nextTarget(): string {
+    return this.#gateways.next();
+  }
+
+  /** Waits until the server, or one of several, is reachable. Throws QuireError after the timeout. */
+  async ready(timeoutMs: number): Promise<void> {
+    const until = Date.now() + timeoutMs;
+    for (;;) {
+      // In turns, because grpc-js cannot end the wait for one of several when another one is ready.
+      const limit = Math.min(until, Date.now() + READY_TURN_MS);
+      const waits = [...this.#channels.values()].map((channel) => readyBy(channel, limit));
+      try {
+        return await Promise.any(waits);
+      } catch (error) {
+        if (Date.now() >= until) throw (error as AggregateError).errors[0];
+      }
+    }
+  }
+
+  close(): void {
+    for (const { client } of this.#channels.values()) client.close();
+  }
+
   #attempt(
-    service: Service,
-    method: Method,
-    message: unknown,
+    method: Method<DescMessage, DescMessage>,
+    bytes: Buffer,
+    { client, proxy }: Channel,
     deadline: number | undefined,
     signal: AbortSignal | undefined,
-  ): Promise<unknown> {
+  ): Promise<Answer> {
     return new Promise((resolve, reject) => {
       if (signal?.aborted) return reject(cancelled());
       const abort = () => call.cancel();
-      const call = this.#client.makeUnaryRequest(
-        pathOf(service, method),
-        (value: unknown) => bufferOf(method.requestType.encode(value).finish()),
-        method.responseType.decode,
-        message,
-        this.#metadata,
-        this.#grpcOptions(deadline),
+      const timer = this.targets.length > 1 ? setTimeout(() => leaveIfUnconnected(client, call), CONNECT_TIMEOUT_MS) : undefined;
+      const answer: Answer = { response: undefined, trailing: undefined };
+      const call = client.makeUnaryRequest<Buffer, unknown>(
+        pathOf(method),
+        asBytes,
+        (received) => fromBinary(method.output, received),
+        bytes,
+        this.#settings.metadata,
+        grpcOptions(deadline),
         (error, response) => {
+          clearTimeout(timer);
           signal?.removeEventListener("abort", abort);
-          if (error) reject(errorFromCall(error, this.proxy));
-          else resolve(response);
+          if (error) return reject(errorFromCall(error, proxy));
+          answer.response = response;
+          resolve(answer);
         },
       );
+      // grpc-js emits it right after the response, before anything that awaits the response goes on.
+      call.on("status", ({ metadata }) => (answer.trailing = metadata));
       signal?.addEventListener("abort", abort);
     });
   }
 
   #deadlineOf(options: CallOptions): number | undefined {
-    const timeoutMs = options.timeoutMs ?? this.#timeoutMs;
+    const timeoutMs = options.timeoutMs ?? this.#settings.timeoutMs;
     return timeoutMs === undefined ? undefined : Date.now() + timeoutMs;
   }
+}
 
-  #grpcOptions(deadline: number | undefined): GrpcCallOptions {
-    return deadline === undefined ? {} : { deadline };
-  }
+/** `isOneOfSeveral`: it may be silent. */
+function channelTo(target: string, settings: ConnectionSettings, isOneOfSeveral: boolean): Channel {
+  const { credentials, maxRequestBytes, maxResponseBytes, retries, serverName } = settings;
+  const client = new Client(target, credentials, {
+    ...channelOptions(target),
+    "grpc.max_send_message_length": maxRequestBytes,
+    "grpc.max_receive_message_length": maxResponseBytes,
+    "grpc.initial_reconnect_backoff_ms": INITIAL_BACKOFF_MS,
+    "grpc.max_reconnect_backoff_ms": MAX_BACKOFF_MS,
+    "grpc.enable_retries": retries ? 1 : 0,
+    ...(serverName === undefined ? {} : { "grpc.ssl_target_name_override": serverName }),
+    // Without an answer to a ping, the next attempt goes to another gateway.
+    ...(isOneOfSeveral ? { "grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 3000 } : {}),
+  });
+  return { target, client, proxy: proxyOf(target) };
+}
+
+function readyBy({ client, proxy }: Channel, deadline: number): Promise<void> {
+  return new Promise((resolve, reject) => {
+    client.waitForReady(deadline, (error) => {
+      const through = proxy && ` (through the proxy ${proxy})`;
+      if (error) reject(new Unavailable(status.UNAVAILABLE, error.message + through, { cause: error }));
+      else resolve();
+    });
+  });
 }
 
 /** Converts bytes to the type of grpc-js without a copy. */
@@ -209,47 +300,52 @@ export function bufferOf(bytes: Uint8Array): Buffer {
   return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
 }
 
-function pathOf(service: Service, method: Method): string {
-  return `/${service.fullName}/${method.name}`;
+/** Requests are encoded before they are given to grpc-js, which would encode them for each attempt. */
+function asBytes(encoded: Buffer): Buffer {
+  return encoded;
 }
 
-/** The fields that the append requests share. */
-interface Append {
-  cacheId: string;
-  position?: number | undefined;
-  requestId?: string;
+function pathOf(method: { name: string; parent: { typeName: string } }): string {
+  return `/${method.parent.typeName}/${method.name}`;
+}
+
+function grpcOptions(deadline: number | undefined): GrpcCallOptions {
+  return deadline === undefined ? {} : { deadline };
+}
+
+/** Cancels a stream when a signal is given, until it has closed. */
+function cancelOn(signal: AbortSignal | undefined, call: { cancel(): void; on(event: "close", listener: () => void): unknown }) {
+  const abort = () => call.cancel();
+  signal?.addEventListener("abort", abort);
+  call.on("close", () => signal?.removeEventListener("abort", abort));
+  if (signal?.aborted) abort();
+}
+
+function leaveIfUnconnected(client: Client, { call }: ClientUnaryCall): void {
+  const isConnected = client.getChannel().getConnectivityState(false) === connectivityState.READY;
+  if (!isConnected) call?.cancelWithStatus(status.UNAVAILABLE, `no connection within ${CONNECT_TIMEOUT_MS} ms`);
+}
+
+function settled<T>() {
+  let resolve!: (value: T) => void;
+  let reject!: (error: unknown) => void;
+  const promise = new Promise<T>((done, failed) => ([resolve, reject] = [done, failed]));
+  return { promise, resolve, reject };
+}
+
+/** Whether a gateway is away. */
+function isGone(failed: QuireError, { signal }: CallOptions): boolean {
+  // Without a reason it is not the gateway's, but of gRPC: one that stops drops calls that wait there.
+  const isDropped = failed instanceof Cancelled && !failed.reason && !signal?.aborted;
+  return isDropped || failed instanceof Unavailable;
 }
 
 /** The error of an item of a batch whose gateway was away. Items that were applied are not applied again. */
-function failedItem(answer: any): QuireError | undefined {
-  const isAway = ({ result }: any) => result?.$case === "error" && result.value.code === status.UNAVAILABLE;
-  const item = answer.results?.find(isAway);
-  return item && errorFromStatus(item.result.value);
-}
-
-/** Whether a request is safe to retry: it is read-only, fenced, has a request id, or is idempotent. */
-function mayRepeat(name: string, request: any): boolean {
-  switch (name) {
-    case "prefill":
-    case "decode":
-    case "forwardVerify":
-      return isFenced(request);
-    case "batchPrefill":
-    case "batchDecode":
-    case "unifiedForward":
-      return request.items.every(isFenced);
-    case "forkCache":
-    case "forkCaches":
-      return request.requestId !== "";
-    case "drain":
-    case "shutdown":
-    case "rebuildSession":
-      return false;
-    default:
-      return true;
-  }
-}
-
-function isFenced(append: Append): boolean {
-  return append.cacheId ? append.position !== undefined : Boolean(append.requestId);
+function failedItem(response: unknown): QuireError | undefined {
+  type Result = { result?: { case?: string; value?: unknown } };
+  const { results } = response as { results?: readonly Result[] };
+  const away = results?.find(
+    ({ result }) => result?.case === "error" && (result.value as Status).code === status.UNAVAILABLE,
+  );
+  return away && errorFromStatus(away.result!.value as Status);
 }

@@ -1,11 +1,36 @@
-/** The errors of failed calls. */
+/**
+ * The errors of failed calls.
+ *
+ *     QuireError
+ *     ├── InvalidRequest        INVALID_ARGUMENT; `violations` names the fields
+ *     ├── NotFound              NOT_FOUND
+ *     │   ├── AdapterNotFound
+ *     │   ├── CacheNotFound
+ *     │   └── RuntimeNotFound
+ *     ├── PreconditionFailed    FAILED_PRECONDITION
+ *     │   └── PositionMismatch  the cache has another length than expected: `seqLen`
+ *     ├── OutOfRange            OUT_OF_RANGE
+ *     ├── ResourceExhausted     RESOURCE_EXHAUSTED
+ *     ├── Aborted               ABORTED: another call replaced or blocks this one
+ *     ├── Unavailable           UNAVAILABLE, after the retries
+ *     │   └── SessionEnded      the session is closed or broken; its cause is the `cause`
+ *     ├── Unauthenticated       UNAUTHENTICATED
+ *     ├── PermissionDenied      PERMISSION_DENIED: the token does not have the role
+ *     ├── DeadlineExceeded      DEADLINE_EXCEEDED
+ *     ├── Cancelled             CANCELLED
+ *     └── InternalError         everything else
+ */
 
+import { create, fromBinary } from "@bufbuild/protobuf";
 import { Metadata, type ServiceError, status } from "@grpc/grpc-js";
 
-import { BadRequest, ErrorInfo, RetryInfo } from "./gen/google/rpc/error_details.js";
-import { Status } from "./gen/google/rpc/status.js";
+import { msOf } from "./duration.js";
+import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb.js";
+import { type Status, StatusSchema } from "./gen/google/rpc/status_pb.js";
 
 const DETAILS_KEY = "grpc-status-details-bin";
+// What grpc-js says where nothing listens.
+const NOT_CONNECTED = "No connection established";
 
 /** The details of a failure, besides its code and message. */
 export interface ErrorFacts {
@@ -22,7 +47,7 @@ export interface Violation {
   description: string;
 }
 
-/** A failed call, or a failed item of a batch. `reason` is stable and machine-readable. */
+/** A failed call, or a failed item of a batch. `reason` is stable and machine-readable; the message is for humans. */
 export class QuireError extends Error {
   /** One of grpc-js's `status`. */
   readonly code: status;
@@ -46,11 +71,84 @@ export class QuireError extends Error {
   }
 }
 
+/** The request is invalid. */
+export class InvalidRequest extends QuireError {}
+
+/** The named object does not exist. */
+export class NotFound extends QuireError {}
+
+/** The server's configuration has no such runtime. */
+export class RuntimeNotFound extends NotFound {}
+
+/** No adapter has this id, or it is another tenant's. */
+export class AdapterNotFound extends NotFound {}
+
+/** The cache never existed, was released, or its lease ran out. */
+export class CacheNotFound extends NotFound {}
+
+/** The current state does not allow the call. */
+export class PreconditionFailed extends QuireError {}
+
+/** Another client changed the cache, or an earlier call was applied although its response was lost. */
+export class PositionMismatch extends PreconditionFailed {
+  /** The cache's real length in tokens. */
+  get seqLen(): number {
+    return Number(this.metadata["seq_len"]);
+  }
+}
+
+/** A position is beyond the end of the cache, or of the model's context. */
+export class OutOfRange extends QuireError {}
+
+/** The KV pages, the queue or the quota are exhausted, or a message exceeds the size limit. */
+export class ResourceExhausted extends QuireError {}
+
+/** Another call replaced this one (`reason` RESUMED_ELSEWHERE), or blocks it (LOADING). */
+export class Aborted extends QuireError {}
+
+/** The server is unreachable, has no worker, or cannot write to its disk. Caches are kept. */
+export class Unavailable extends QuireError {}
+
 /**
  * The session is closed or broken. The error that ended it is the `cause`; `reason` is its reason. Appends can be retried on
- * another session: they are not applied twice.
+ * another session, see `adopt`: they are not applied twice.
  */
-export class SessionEnded extends QuireError {}
+export class SessionEnded extends Unavailable {}
+
+/** The call has no token, or an unknown one. */
+export class Unauthenticated extends QuireError {}
+
+/** The token does not have the role that the call requires. */
+export class PermissionDenied extends QuireError {}
+
+/** The timeout passed. An append may have been applied; retrying it is safe. */
+export class DeadlineExceeded extends QuireError {}
+
+/** The call was cancelled. */
+export class Cancelled extends QuireError {}
+
+/** The server failed, or its response is unknown to this client. */
+export class InternalError extends QuireError {}
+
+const BY_REASON = new Map<string, typeof QuireError>([
+  ["ADAPTER_NOT_FOUND", AdapterNotFound],
+  ["CACHE_NOT_FOUND", CacheNotFound],
+  ["POSITION_MISMATCH", PositionMismatch],
+  ["RUNTIME_NOT_FOUND", RuntimeNotFound],
+]);
+const BY_CODE = new Map<status, typeof QuireError>([
+  [status.INVALID_ARGUMENT, InvalidRequest],
+  [status.NOT_FOUND, NotFound],
+  [status.ABORTED, Aborted],
+  [status.FAILED_PRECONDITION, PreconditionFailed],
+  [status.OUT_OF_RANGE, OutOfRange],
+  [status.RESOURCE_EXHAUSTED, ResourceExhausted],
+  [status.UNAVAILABLE, Unavailable],
+  [status.DEADLINE_EXCEEDED, DeadlineExceeded],
+  [status.CANCELLED, Cancelled],
+  [status.UNAUTHENTICATED, Unauthenticated],
+  [status.PERMISSION_DENIED, PermissionDenied],
+]);
 
 /** The error for a google.rpc.Status, such as that of a failed item of a batch. */
 export function errorFromStatus(failed: Status, cause?: unknown): QuireError {
@@ -58,22 +156,24 @@ export function errorFromStatus(failed: Status, cause?: unknown): QuireError {
   for (const { typeUrl, value } of failed.details) {
     switch (typeUrl.slice(typeUrl.lastIndexOf("/") + 1)) {
       case "google.rpc.ErrorInfo": {
-        const info = ErrorInfo.decode(value);
+        const info = fromBinary(ErrorInfoSchema, value);
         facts.reason = info.reason;
         facts.metadata = info.metadata;
         break;
       }
       case "google.rpc.RetryInfo": {
-        const delay = RetryInfo.decode(value).retryDelay;
-        facts.retryDelayMs = delay && Number(delay.seconds) * 1e3 + delay.nanos / 1e6;
+        facts.retryDelayMs = msOf(fromBinary(RetryInfoSchema, value).retryDelay);
         break;
       }
-      case "google.rpc.BadRequest":
-        facts.violations = BadRequest.decode(value).fieldViolations;
+      case "google.rpc.BadRequest": {
+        const { fieldViolations } = fromBinary(BadRequestSchema, value);
+        facts.violations = fieldViolations.map(({ field, description }) => ({ field, description }));
         break;
+      }
     }
   }
-  return new QuireError(failed.code, failed.message, facts);
+  const Kind = BY_REASON.get(facts.reason ?? "") ?? BY_CODE.get(failed.code) ?? InternalError;
+  return new Kind(failed.code, failed.message, facts);
 }
 
 /**
@@ -81,27 +181,28 @@ export function errorFromStatus(failed: Status, cause?: unknown): QuireError {
  * where the failure may be the proxy's.
  */
 export function errorFromCall(error: ServiceError, proxy = ""): QuireError {
+  let message = error.details;
+  if (error.code === status.UNAVAILABLE && message.includes(NOT_CONNECTED)) message += " (is a server running there?)";
   const maybeOfProxy = error.code === status.UNAVAILABLE || error.code === status.DEADLINE_EXCEEDED;
-  const through = proxy && maybeOfProxy ? ` (through the proxy ${proxy})` : "";
-  const plain = Status.fromPartial({ code: error.code, message: error.details + through });
+  if (proxy && maybeOfProxy) message += ` (through the proxy ${proxy})`;
   for (const value of (error.metadata ?? new Metadata()).get(DETAILS_KEY)) {
     try {
-      const rich = Status.decode(value as Buffer);
+      const rich = fromBinary(StatusSchema, value as Buffer);
       // If a proxy has replaced the status, the details describe another failure.
-      if (rich.code === plain.code) return errorFromStatus(rich, error);
+      if (rich.code === error.code) return errorFromStatus(rich, error);
     } catch {
       // Not written by a Quire server.
     }
   }
-  return errorFromStatus(plain, error);
+  return errorFromStatus(create(StatusSchema, { code: error.code, message }), error);
 }
 
 /** This client cancelled the call. */
 export function cancelled(): QuireError {
-  return new QuireError(status.CANCELLED, "cancelled by this client");
+  return new Cancelled(status.CANCELLED, "cancelled by this client");
 }
 
 /** The timeout passed. */
 export function tooLate(timeoutMs: number): QuireError {
-  return new QuireError(status.DEADLINE_EXCEEDED, `no answer within ${timeoutMs} ms`);
+  return new DeadlineExceeded(status.DEADLINE_EXCEEDED, `no answer within ${timeoutMs} ms`);
 }

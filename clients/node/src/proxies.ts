@@ -32,6 +32,11 @@ export function proxyOf(target: string, environment: NodeJS.ProcessEnv = process
   return proxy?.protocol === "http:" ? `${proxy.host} of ${variable}` : "";
 }
 
+/** Whether a target is certainly on this machine. Any host name but localhost may be elsewhere. */
+export function isPrivate(target: string): boolean {
+  return target.startsWith("unix:") || hostsOf(target).every((host) => isLoopback(host) && !/^(0\.0\.0\.0|::)$/.test(host));
+}
+
 function isHere(target: string): boolean {
   return target.startsWith("unix:") || hostsOf(target).every(isLoopback);
 }

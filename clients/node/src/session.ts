@@ -5,14 +5,38 @@
  * for any reason, every unanswered call fails with SessionEnded, and so does every later one.
  */
 
+import { type DescMessage, toBinary } from "@bufbuild/protobuf";
+import { DurationSchema } from "@bufbuild/protobuf/wkt";
+import { BinaryWriter, WireType } from "@bufbuild/protobuf/wire";
 import { type ClientDuplexStream, type ServiceError, status } from "@grpc/grpc-js";
-import { BinaryWriter } from "@bufbuild/protobuf/wire";
 
-import { Caller, type CallName, type CallRequest, type CallResponse, OWN_REQUEST_ID } from "./cache.js";
+import { isOwnRequestId } from "./batches.js";
+import { Caller } from "./cache.js";
 import { bufferOf, type CallOptions } from "./connection.js";
 import { durationOf } from "./duration.js";
-import { cancelled, errorFromCall, errorFromStatus, QuireError, SessionEnded, tooLate } from "./errors.js";
-import { SessionCall, type SessionResponse, type SessionResult } from "./gen/quire/v1/executor.js";
+import type { Priority } from "./enums.js";
+import {
+  cancelled,
+  errorFromCall,
+  errorFromStatus,
+  InternalError,
+  QuireError,
+  ResourceExhausted,
+  SessionEnded,
+  tooLate,
+} from "./errors.js";
+import {
+  type BatchPrefillRequest,
+  type ForkCacheRequest,
+  type ForkCachesRequest,
+  ModelExecutorService,
+  type PrefillRequest,
+  SessionCallSchema,
+  SessionRequestSchema,
+  type SessionResponse,
+  type SessionResult,
+} from "./gen/quire/v1/executor_pb.js";
+import { messageOf, type Method, type Request, type Response } from "./methods.js";
 
 // Calls are split into several messages of at most this size.
 const TARGET_MESSAGE_BYTES = 1 << 20;
@@ -20,12 +44,20 @@ const TARGET_MESSAGE_BYTES = 1 << 20;
 const MOST_CALLS_IN_MESSAGE = 256;
 // The maximum size of a protobuf field's tag and length.
 const FRAME_BYTES = 6;
+// The maximum size that a message of one call adds to its request: two fields around it, the call's tag, and its timeout.
+const CALL_OVERHEAD_BYTES = 2 * FRAME_BYTES + 11 + 20;
 // Node's timers do not support longer delays.
 const LONGEST_TIMER_MS = 2 ** 31 - 1;
+// The fields of SessionCall by the type of their request.
+const FIELDS = new Map(
+  SessionCallSchema.oneofs[0]!.fields.map(({ message, number, localName }) => [message!.typeName, { number, name: localName }]),
+);
+const TAG_FIELD = SessionCallSchema.field.tag.number;
+const TIMEOUT_FIELD = SessionCallSchema.field.timeout.number;
+const CALLS_FIELD = SessionRequestSchema.field.calls.number;
 
-/** The calls of one message, each an encoded SessionCall. */
-export type Batch = readonly Uint8Array[];
-export type SessionStream = ClientDuplexStream<Batch, SessionResponse>;
+/** A stream of encoded SessionRequests. */
+export type SessionStream = ClientDuplexStream<Buffer, SessionResponse>;
 
 export interface SessionOptions {
   /** Further calls wait until others are answered. At least 1. */
@@ -37,8 +69,10 @@ export interface SessionOptions {
 /** A call that has not been answered. */
 interface OpenCall {
   tag: bigint;
-  name: CallName;
-  request: CallRequest<CallName>;
+  /** That of its request in SessionCall, and of its response in SessionResult. */
+  field: { number: number; name: string };
+  request: object;
+  encoded: Uint8Array;
   /** The caller's deadline. */
   deadline: number | undefined;
   /** Settles the caller's promise, once. Undefined if the caller does not wait any more. */
@@ -49,11 +83,12 @@ interface OpenCall {
  * A stream of many calls. Close it. A cache that is created on a session uses it for its calls.
  *
  * Calls fail as the client's do, with three differences. They are not retried. If the stream breaks, each of its calls
- * fails. An abandoned call (its timeout passed) may still be applied; an append can be retried.
+ * fails. An abandoned call (its timeout passed) may still be applied: retry an append, or undo it with `truncate` to `seqLen`.
  */
-export class Session extends Caller {
+export class Session extends Caller implements AsyncDisposable {
   readonly #stream: SessionStream;
   readonly #timeoutMs: number | undefined;
+  readonly #priority: Priority | undefined;
   readonly #maxRequestBytes: number;
   readonly #maxInFlight: number;
   readonly #closeTimeoutMs: number;
@@ -71,11 +106,17 @@ export class Session extends Caller {
   /** Created by `QuireClient.session`. If the server is unreachable, the first call fails. */
   constructor(
     stream: SessionStream,
-    settings: SessionOptions & { timeoutMs: number | undefined; maxRequestBytes: number; proxy?: string },
+    settings: SessionOptions & {
+      timeoutMs: number | undefined;
+      priority?: Priority | undefined;
+      maxRequestBytes: number;
+      proxy?: string;
+    },
   ) {
     super();
     this.#stream = stream;
     this.#timeoutMs = settings.timeoutMs;
+    this.#priority = settings.priority;
     this.#maxRequestBytes = settings.maxRequestBytes;
     this.#maxInFlight = settings.maxInFlight ?? 256;
     this.#closeTimeoutMs = settings.closeTimeoutMs ?? 10_000;
@@ -91,25 +132,29 @@ export class Session extends Caller {
   }
 
   /** Makes a call and waits for its response. Throws QuireError; SessionEnded if the stream is closed. */
-  call<Name extends CallName>(
-    name: Name,
-    request: CallRequest<Name>,
+  async call<I extends DescMessage, O extends DescMessage>(
+    method: Method<I, O>,
+    request: Request<I>,
     options: CallOptions = {},
-  ): Promise<CallResponse<Name>> {
-    return new Promise((resolve, reject) => {
-      if (this.#ended || this.#isClosing) throw this.#sessionEnded();
-      if (options.signal?.aborted) throw cancelled();
-      const timeoutMs = options.timeoutMs ?? this.#timeoutMs;
-      const call: OpenCall = {
-        tag: this.#nextTag++,
-        name,
-        request,
-        deadline: timeoutMs === undefined ? undefined : Date.now() + timeoutMs,
-        settle: undefined,
-      };
-      const size = encode(call).length;
+  ): Promise<Response<O>> {
+    if (this.#ended || this.#isClosing) throw this.#sessionEnded();
+    if (options.signal?.aborted) throw cancelled();
+    const field = FIELDS.get(method.input.typeName);
+    if (!field) throw new TypeError(`${method.name} is no call of a session: make it on the client`);
+    const message = messageOf(method.input, request, options.priority ?? this.#priority);
+    const encoded = toBinary(method.input, message);
+    if (encoded.length + CALL_OVERHEAD_BYTES > this.#maxRequestBytes) {
       // The server would end the stream for all callers.
-      if (size + FRAME_BYTES > this.#maxRequestBytes) throw tooLarge(size, this.#maxRequestBytes);
+      throw tooLarge(encoded.length, this.#maxRequestBytes);
+    }
+    return (await this.#result(field, message, encoded, options)) as Response<O>;
+  }
+
+  #result(field: OpenCall["field"], request: object, encoded: Uint8Array, options: CallOptions): Promise<unknown> {
+    return new Promise((resolve, reject) => {
+      const timeoutMs = options.timeoutMs ?? this.#timeoutMs;
+      const deadline = timeoutMs === undefined ? undefined : Date.now() + timeoutMs;
+      const call: OpenCall = { tag: this.#nextTag++, field, request, encoded, deadline, settle: undefined };
       const abort = () => this.#giveUp(call, cancelled());
       const timer =
         timeoutMs === undefined || timeoutMs > LONGEST_TIMER_MS
@@ -121,9 +166,9 @@ export class Session extends Caller {
         clearTimeout(timer);
         options.signal?.removeEventListener("abort", abort);
         if (outcome instanceof QuireError) reject(outcome);
-        else if (outcome?.$case === "error") reject(errorFromStatus(outcome.value));
-        else if (outcome?.$case === name) resolve(outcome.value as never);
-        else reject(new QuireError(status.INTERNAL, `${name} was answered with ${outcome?.$case}`));
+        else if (outcome?.case === "error") reject(errorFromStatus(outcome.value));
+        else if (outcome?.case === field.name) resolve(outcome.value);
+        else reject(new InternalError(status.INTERNAL, `${field.name} was answered with ${outcome?.case}`));
       };
       this.#enqueue(call);
     });
@@ -136,6 +181,10 @@ export class Session extends Caller {
     const timer = setTimeout(() => this.cancel(), this.#closeTimeoutMs);
     await this.#whenEnded;
     clearTimeout(timer);
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
   }
 
   /** Ends the stream immediately. Unanswered calls fail with SessionEnded. */
@@ -156,21 +205,19 @@ export class Session extends Caller {
   /** Sends waiting calls, limited by maxInFlight and the stream's flow control. */
   #send(): void {
     while (!this.#ended && !this.#isBlocked && this.#waiting.length && this.#sent.size < this.#maxInFlight) {
-      const batch: Uint8Array[] = [];
-      let bytes = 0;
+      const message = new BinaryWriter();
       const room = Math.min(MOST_CALLS_IN_MESSAGE, this.#maxInFlight - this.#sent.size);
       const limit = Math.min(TARGET_MESSAGE_BYTES, this.#maxRequestBytes);
-      let taken = 0;
+      let [taken, bytes] = [0, 0];
       for (const call of this.#waiting.slice(0, room)) {
-        const encoded = encode(call);
-        if (batch.length && bytes + encoded.length + FRAME_BYTES > limit) break;
-        batch.push(encoded);
-        bytes += encoded.length + FRAME_BYTES;
+        bytes += call.encoded.length + CALL_OVERHEAD_BYTES;
+        if (taken && bytes > limit) break;
+        message.tag(CALLS_FIELD, WireType.LengthDelimited).bytes(encode(call));
         this.#sent.set(call.tag, call);
         taken++;
       }
       this.#waiting.splice(0, taken);
-      this.#isBlocked = !this.#stream.write(batch);
+      this.#isBlocked = !this.#stream.write(bufferOf(message.finish()));
     }
   }
 
@@ -197,11 +244,14 @@ export class Session extends Caller {
   /** Releases the caches that an abandoned call created, because its caller does not get their ids. */
   #disown(call: OpenCall, result: SessionResult["result"]): void {
     if (this.#ended) return;
+    const { input } = ModelExecutorService.method.releaseCache;
     for (const cacheId of newCaches(call, result)) {
+      const request = messageOf(input, { cacheId }, undefined);
       this.#enqueue({
         tag: this.#nextTag++,
-        name: "releaseCache",
-        request: { cacheId },
+        field: FIELDS.get(input.typeName)!,
+        request,
+        encoded: toBinary(input, request),
         deadline: undefined,
         settle: () => undefined,
       });
@@ -231,41 +281,49 @@ export class Session extends Caller {
   }
 }
 
-/** Encodes a SessionRequest. */
-export function serializeBatch(batch: Batch): Buffer {
+/** Encodes a SessionCall with the remaining timeout. Its request is encoded already. */
+function encode({ tag, field, encoded, deadline }: OpenCall): Uint8Array {
   const writer = new BinaryWriter();
-  for (const call of batch) writer.uint32((1 << 3) | 2).bytes(call);
-  return bufferOf(writer.finish());
-}
-
-/** Encodes a SessionCall with the remaining timeout. */
-function encode(call: OpenCall): Uint8Array {
-  const leftMs = call.deadline === undefined ? undefined : Math.max(1, call.deadline - Date.now());
-  const message = SessionCall.fromPartial({
-    tag: call.tag,
-    call: { $case: call.name, value: call.request } as any,
-    timeout: durationOf(leftMs),
-  });
-  return SessionCall.encode(message).finish();
+  writer.tag(TAG_FIELD, WireType.Varint).uint64(tag);
+  writer.tag(field.number, WireType.LengthDelimited).bytes(encoded);
+  if (deadline !== undefined) {
+    const left = durationOf(Math.max(1, deadline - Date.now()))!;
+    writer.tag(TIMEOUT_FIELD, WireType.LengthDelimited).bytes(toBinary(DurationSchema, left));
+  }
+  return writer.finish();
 }
 
 /** Ids of the caches that a call made and that the caller can learn only from its response. */
-function newCaches(call: OpenCall, result: SessionResult["result"]): string[] {
-  const request = call.request as { requestId?: string; cacheId?: string };
-  // A caller that chose the request id can retry to get the caches.
-  const isForgotten = !request.requestId || request.requestId.startsWith(OWN_REQUEST_ID);
-  if (!isForgotten) return [];
-  if (result?.$case === "prefill" && !request.cacheId) return [result.value.kvCache!.cacheId];
-  if (result?.$case === "forkCache") return result.value.kvCaches.map((handle) => handle.cacheId);
-  if (result?.$case === "forkCaches") {
-    return result.value.results.flatMap((forked) => forked.kvCaches.map((handle) => handle.cacheId));
+function newCaches({ request }: OpenCall, result: SessionResult["result"]): string[] {
+  switch (result.case) {
+    case "prefill": {
+      const { cacheId, requestId } = request as PrefillRequest;
+      return !cacheId && isForgotten(requestId) ? [result.value.kvCache!.cacheId] : [];
+    }
+    case "batchPrefill": {
+      const { items } = request as BatchPrefillRequest;
+      return result.value.results.flatMap(({ result: made }, at) => {
+        const isNew = made.case === "response" && !items[at]!.cacheId && isForgotten(items[at]!.requestId);
+        return isNew ? [made.value.kvCache!.cacheId] : [];
+      });
+    }
+    case "forkCache":
+      return isForgotten((request as ForkCacheRequest).requestId) ? result.value.kvCaches.map(({ cacheId }) => cacheId) : [];
+    case "forkCaches": {
+      const copies = result.value.results.flatMap(({ kvCaches }) => kvCaches);
+      return isForgotten((request as ForkCachesRequest).requestId) ? copies.map(({ cacheId }) => cacheId) : [];
+    }
+    default:
+      return [];
   }
-  return [];
+}
+
+/** A caller that chose the request id can retry to get the caches. */
+function isForgotten(requestId: string): boolean {
+  return !requestId || isOwnRequestId(requestId);
 }
 
 function tooLarge(size: number, limit: number): QuireError {
-  return new QuireError(
-    status.RESOURCE_EXHAUSTED,
-    `a request of ${size} bytes is too large for messages of ${limit}`,
-  );
+  const message = `a request of ${size} bytes is too large for messages of ${limit}`;
+  return new ResourceExhausted(status.RESOURCE_EXHAUSTED, message);
 }

@@ -15,4 +15,4 @@ test("greedy", async () => assert.equal(await run("greedy"), "46\n"));
 
 test("session", async () => assert.match(await run("session"), /^\[(\s*\[( \d+,?){4} \],?){2}\s*\]\n$/));
 
-test("execute", async () => assert.equal(await run("execute"), "46\n{ '1': '2', '2': '3', '3': '4' }\n"));
+test("execute", async () => assert.equal(await run("execute"), "46\n{ '0': '2', '1': '3', '2': '4' }\n"));

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 
-import { errorFromStatus, Execution, item, QuireClient, QuireError, runner, status } from "quire-llm";
+import { create, Execution, item, QuireClient, QuireError, runner, status } from "quire-llm";
 
 import { breakingWay, TARGET, TIMEOUT_MS } from "./servers.mjs";
 
@@ -32,14 +32,43 @@ test("a text is generated", async () => {
 test("texts and tokens can be asked for, and failures are of an item", async () => {
   const items = [item([1, 2, 3], { itemId: "t", maxTokens: 2, ignoreEos: true }), item([{ role: "user", content: "1+1=" }])];
   const last = {};
-  for await (const chunk of client.execute(items)) last[chunk.itemId] = chunk;
-  assert.equal(last.t.finishReason, runner.FinishReason.FINISH_REASON_LENGTH);
-  assert.equal(last[0].finishReason, runner.FinishReason.FINISH_REASON_ERROR);
-  assert.equal(errorFromStatus(last[0].error).reason, "NO_CHAT_TEMPLATE");
+  for await (const chunk of client.execute(items, { raiseOnError: false })) last[chunk.itemId] = chunk;
+  assert.deepEqual([last.t.finishReason, last[0].finishReason], ["length", "error"]);
+  assert.equal(last[0].error.reason, "NO_CHAT_TEMPLATE");
+  await assert.rejects(read(client.execute(items)), { reason: "NO_CHAT_TEMPLATE" });
+});
+
+test("generate returns a text, and texts those of several prompts and samples", async () => {
+  assert.equal(await client.generate("12+34="), "46");
+  assert.equal(await client.generate("12+34=", { maxTokens: 1, priority: "high", temperature: 0 }), "4");
+  assert.deepEqual(await client.execute(["1+1=", "2+3="], { n: 2 }).texts(), ["2", "2", "5", "5"]);
+  assert.deepEqual(await client.execute([[1, 2]], { maxTokens: 2, ignoreEos: true, tokensOnly: true }).texts(), [""]);
+  await assert.rejects(client.generate([{ role: "user", content: "1+1=" }]), { reason: "NO_CHAT_TEMPLATE" });
+});
+
+test("invalid items are refused before anything is sent", () => {
+  assert.throws(() => item("x", { maxTokenz: 1 }), { name: "TypeError", message: /no setting maxTokenz: it has/ });
+  assert.throws(() => item([{ role: "boss", content: "x" }]), { message: /one of system, user, assistant, tool, not "boss"/ });
+  assert.throws(() => item([{ role: "user" }]), { name: "TypeError" });
+  assert.throws(() => client.execute([item("x")], { maxTokens: 1 }), { message: /each item has settings of its own/ });
+  assert.throws(() => client.execute([item("x"), "y"]), { message: /make each an item/ });
+});
+
+test("items have settings of sampling, constraints and tool calls", () => {
+  const call = { id: "c", function: { name: "add", arguments: { a: 1 } } };
+  const messages = [{ role: "assistant", content: null, tool_calls: [call] }];
+  const settings = { seed: 7n, sampling: { topK: 3, seed: 1n }, constraint: { jsonSchema: { type: "object" } }, itemTimeoutMs: 1500 };
+  const made = item(messages, settings);
+  assert.deepEqual([made.sampling.seed, made.sampling.topK], [7n, 3]);
+  assert.deepEqual(made.constraint.kind, { case: "jsonSchema", value: '{"type":"object"}' });
+  assert.deepEqual([made.timeout.seconds, made.timeout.nanos], [1n, 500_000_000]);
+  const [message] = made.prompt.value.messages;
+  assert.deepEqual([message.role, message.content], [runner.ChatRole.ASSISTANT, undefined]);
+  assert.equal(message.toolCalls[0].argumentsJson, '{"a":1}');
 });
 
 test("what is wrong with a batch ends the call", async () => {
-  await assert.rejects(read(client.execute([])), { reason: "EMPTY_BATCH", code: status.INVALID_ARGUMENT });
+  await assert.rejects(read(client.execute([item("1"), item("2")])), { name: "InvalidRequest", reason: "DUPLICATE_ITEM_ID" });
 });
 
 test("a kept execution goes on where a connection breaks", async () => {
@@ -51,7 +80,7 @@ test("a kept execution goes on where a connection breaks", async () => {
     assert.deepEqual(await read(execution), expected);
     assert.ok(way.connections > 2, `${way.connections} connections`);
     await execution.cancel();
-    assert.equal((await client.runner.cancelExecution({ requestId: execution.requestId })).cancelled, false);
+    assert.equal(await client.cancelExecution(execution.requestId), false);
   } finally {
     other.close();
     await way.close();
@@ -75,7 +104,7 @@ test("leaving the loop ends it, and nothing is left on the server", async () => 
     break;
   }
   const until = Date.now() + TIMEOUT_MS;
-  while ((await client.executor.getStatus()).operationsInFlight) assert.ok(Date.now() < until);
+  while ((await client.status()).operationsInFlight) assert.ok(Date.now() < until);
 });
 
 test("cancelling ends the loop", async () => {
@@ -91,26 +120,16 @@ test("cancelling ends the loop", async () => {
   );
 });
 
-test("weights are loaded, and it is told how far that is", async () => {
-  const phases = [];
-  for await (const { phase } of client.loadWeights({ source: "adder" })) phases.push(phase);
-  assert.equal(phases.at(-1), runner.LoadWeightsPhase.LOAD_WEIGHTS_PHASE_SERVING);
-  await assert.rejects(
-    async () => {
-      for await (const message of client.loadWeights({ source: "/nothing" })) assert.ok(message);
-    },
-    { reason: "BAD_SOURCE" },
-  );
-});
-
 /** An execution whose streams do what `streams` says, one after another; each is a generator of messages. */
-function executionOf(streams, settings = {}, cancelKept = async () => ({ cancelled: true })) {
+function executionOf(streams, settings = {}, cancelKept = async () => true) {
   const begun = [];
   const begin = (request, options) => {
     begun.push({ request, options });
-    return Object.assign(streams[Math.min(begun.length, streams.length) - 1](), { cancel() {} });
+    return { call: Object.assign(streams[Math.min(begun.length, streams.length) - 1](), { cancel() {} }), proxy: "" };
   };
-  return { begun, execution: new Execution([item("x")], { requestId: "r", ...settings }, begin, cancelKept) };
+  const keep = { seconds: BigInt(TIMEOUT_MS / 1000) };
+  const request = create(runner.ExecuteRequestSchema, { items: [item("x")], requestId: "r", keep });
+  return { begun, execution: new Execution(request, settings, begin, cancelKept) };
 }
 
 const broken = () => Object.assign(new Error("cut"), { code: status.UNAVAILABLE, details: "cut" });
@@ -128,9 +147,9 @@ test("a stream that breaks while it is cancelled does not resume", async () => {
     tellCancelled();
     // The loop hears of the break before the server has answered.
     await new Promise((resolve) => setImmediate(resolve));
-    return { cancelled: true };
+    return true;
   };
-  const { begun, execution } = executionOf([breaks], { keepMs: TIMEOUT_MS }, kept);
+  const { begun, execution } = executionOf([breaks], {}, kept);
   let ended;
   await assert.rejects(async () => {
     for await (const one of execution) {
@@ -144,8 +163,8 @@ test("a stream that breaks while it is cancelled does not resume", async () => {
 
 test("an execution that the server does not know yet is cancelled once its call has ended", async () => {
   const asked = [];
-  const cancelKept = async (requestId) => ({ cancelled: asked.push(requestId) > 1 });
-  const { execution } = executionOf([async function* () {}], { keepMs: TIMEOUT_MS }, cancelKept);
+  const cancelKept = async (requestId) => asked.push(requestId) > 1;
+  const { execution } = executionOf([async function* () {}], {}, cancelKept);
   await execution.cancel();
   assert.deepEqual(asked, ["r", "r"]);
 });
@@ -159,7 +178,7 @@ test("the time until the first chunk is none of the time that a stream may be br
   async function* whole() {
     yield chunk(0);
   }
-  const { begun, execution } = executionOf([late, whole], { keepMs: TIMEOUT_MS });
+  const { begun, execution } = executionOf([late, whole]);
   const texts = [];
   for await (const { text } of execution) texts.push(text);
   assert.deepEqual(texts, ["t"]);
@@ -172,7 +191,27 @@ test("all that resume an execution have one timeout", async (context) => {
     context.mock.timers.setTime(Date.now() + 4000);
     throw broken();
   }
-  const { begun, execution } = executionOf([breaks], { keepMs: TIMEOUT_MS, timeoutMs: 10_000 });
+  const { begun, execution } = executionOf([breaks], { timeoutMs: 10_000 });
   await assert.rejects(read(execution), { code: status.UNAVAILABLE });
   assert.deepEqual(begun.map(({ options }) => options.timeoutMs), [10_000, 6000, 2000]);
+});
+
+test("one that may not be retried does not resume, and leaving its block ends it", async () => {
+  async function* breaks() {
+    yield chunk(0);
+    throw broken();
+  }
+  const { begun, execution } = executionOf([breaks], { retries: false });
+  await assert.rejects(read(execution), { code: status.UNAVAILABLE });
+  assert.equal(begun.length, 1);
+  const running = client.execute(LONG);
+  await assert.rejects(
+    async () => {
+      for await (const one of running) {
+        assert.ok(one.itemId);
+        await running[Symbol.asyncDispose]();
+      }
+    },
+    { code: status.CANCELLED },
+  );
 });

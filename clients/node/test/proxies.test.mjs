@@ -31,17 +31,17 @@ test("no proxy is asked for this machine, and one is named for others", async ()
     const port = TARGET.split(":").at(-1);
     for (const target of [`127.0.0.1:${port}`, `localhost:${port}`, `dns:///localhost:${port}`]) {
       const client = new QuireClient(target, { timeoutMs: TIMEOUT_MS });
-      assert.ok((await client.executor.getStatus()).workers.length);
+      assert.ok((await client.status()).workers.length);
       client.close();
     }
     assert.deepEqual(requests, []);
     const other = new QuireClient("quire.example:50051", { timeoutMs: 2000 });
     const named = (error) => error.message.includes(`(through the proxy ${host} of http_proxy)`);
-    await assert.rejects(other.executor.prefill({ tokenIds: [1] }), named);
+    await assert.rejects(other.prefill([1]), named);
     await assert.rejects(async () => {
       for await (const chunk of other.execute("x")) assert.ok(chunk);
     }, named);
-    await assert.rejects(other.session().call("prefill", { tokenIds: [1] }), named);
+    await assert.rejects(other.session().prefill([1]), named);
     await assert.rejects(other.ready(200), named);
     other.close();
     assert.ok(requests.length);

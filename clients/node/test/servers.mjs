@@ -3,7 +3,7 @@ import { once } from "node:events";
 import { connect, createServer } from "node:net";
 import { promisify } from "node:util";
 
-import { Server, ServerCredentials, status } from "@grpc/grpc-js";
+import { Metadata, Server, ServerCredentials, status } from "@grpc/grpc-js";
 
 export const TARGET = process.env.QUIRE_TARGET ?? "127.0.0.1:50051";
 /** A server with TLS and tokens, or undefined: its target, its CA's file, and a token of the role `call`. */
@@ -62,14 +62,18 @@ export async function silentServer() {
   return { target: `127.0.0.1:${server.address().port}`, close };
 }
 
-/** A server that counts the calls of one method, and answers each with an error, or with the bytes `answer`. */
-export async function failingServer(method, error = { code: status.UNAVAILABLE }, answer = undefined) {
+/**
+ * A server that counts the calls of one method, and answers each with an error, or with the bytes `answer`. `hears` is given
+ * the bytes of each request, and returns the trailing metadata of its answer, or nothing.
+ */
+export async function failingServer(method, error = { code: status.UNAVAILABLE }, answer = undefined, hears = () => {}) {
   const server = new Server();
   const counting = { target: "", calls: 0, close: () => server.forceShutdown() };
   const asBytes = (bytes) => bytes;
-  const refuse = (_, callback) => {
+  const refuse = ({ request }, callback) => {
     counting.calls += 1;
-    callback(answer ? null : error, answer);
+    const trailing = hears(request);
+    callback(answer ? null : error, answer, trailing instanceof Metadata ? trailing : undefined);
   };
   server.register(method, refuse, asBytes, asBytes, "unary");
   const bind = promisify(server.bindAsync).bind(server);

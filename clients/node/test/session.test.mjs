@@ -1,10 +1,11 @@
 import assert from "node:assert/strict";
 import { after, test } from "node:test";
 
-import { QuireClient, QuireError, SessionEnded, status } from "quire-llm";
+import { create, executor, QuireClient, QuireError, SessionEnded, status, Unavailable } from "quire-llm";
 
 import { breakingWay, silentServer, TARGET, TIMEOUT_MS } from "./servers.mjs";
 
+const METHODS = executor.ModelExecutorService.method;
 const client = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS });
 after(() => client.close());
 
@@ -35,7 +36,7 @@ test("a session says what the client says", async (t) => {
 
 test("more calls than may be in flight are all answered", async (t) => {
   const session = sessionOf(t, client, { maxInFlight: 4 });
-  const calls = Array.from({ length: 200 }, (_, n) => session.call("forward", { tokenIds: [1, 2, 1 + (n % 9)] }));
+  const calls = Array.from({ length: 200 }, (_, n) => session.forward([1, 2, 1 + (n % 9)]));
   for (const answer of await Promise.all(calls)) assert.equal(answer.outputs.length, 3);
   await session.close();
 });
@@ -45,10 +46,10 @@ test("large requests go in messages of their own", async (t) => {
   const small = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS, maxRequestBytes: 4096 });
   const session = sessionOf(t, small);
   const cacheId = "x".repeat(1000);
-  const answers = await Promise.all(Array.from({ length: 20 }, () => session.call("releaseCache", { cacheId })));
+  const answers = await Promise.all(Array.from({ length: 20 }, () => session.call(METHODS.releaseCache, { cacheId })));
   assert.ok(answers.every((answer) => !answer.released));
-  await assert.rejects(session.call("releaseCache", { cacheId: "x".repeat(4096) }), { code: status.RESOURCE_EXHAUSTED });
-  assert.equal((await session.call("releaseCache", { cacheId: "x" })).released, false);
+  await assert.rejects(session.call(METHODS.releaseCache, { cacheId: "x".repeat(4096) }), { code: status.RESOURCE_EXHAUSTED });
+  assert.equal((await session.call(METHODS.releaseCache, { cacheId: "x" })).released, false);
   await session.close();
   small.close();
 });
@@ -56,7 +57,7 @@ test("large requests go in messages of their own", async (t) => {
 test("a failed call fails alone, with its reason", async (t) => {
   const session = sessionOf(t, client);
   const results = await Promise.allSettled([
-    session.call("decode", { cacheId: "unknown", tokenId: 1 }),
+    session.call(METHODS.decode, { cacheId: "unknown", tokenId: 1 }),
     session.prefill([1, 2, 3]),
   ]);
   assert.equal(results[0].reason.reason, "CACHE_NOT_FOUND");
@@ -69,17 +70,39 @@ test("calls that are given up leave no cache behind", async (t) => {
   const before = await cacheIds();
   const session = sessionOf(t, client);
   const given = new AbortController();
-  const prefill = session.prefill([1, 2, 3], {}, { signal: given.signal });
-  await new Promise(setImmediate); // It is sent.
+  const signal = { signal: given.signal };
+  const copied = await session.prefill([1, 2, 3]);
+  const given_up = [
+    session.prefill([1, 2, 3], signal),
+    session.batchPrefill([[1], [2]], signal),
+    copied.fork(2, signal),
+    session.forkCaches([[copied, 2]], signal),
+  ];
+  await new Promise(setImmediate); // They are sent.
   given.abort();
-  await assert.rejects(prefill, { code: status.CANCELLED });
+  for (const each of given_up) await assert.rejects(each, { code: status.CANCELLED });
+  await copied.release();
   await session.close(); // Waits for what is open, the releases included.
   assert.deepEqual(await cacheIds(), before);
 });
 
 async function cacheIds() {
-  return (await client.executor.listCaches()).kvCaches.map(({ cacheId }) => cacheId);
+  return (await client.listCaches()).map(({ cacheId }) => cacheId);
 }
+
+test("batches and scores run on a session, other calls do not", async (t) => {
+  const session = sessionOf(t, client);
+  const [one, wrong] = await session.batchPrefill([[1, 2], []]);
+  assert.equal(wrong.reason, "EMPTY_TOKENS");
+  await session.batchDecode([[one, 3]]);
+  assert.equal(one.seqLen, 3);
+  assert.deepEqual(await session.score([1, 2, 3]), await client.score([1, 2, 3]));
+  assert.equal(await one.refresh(), 3);
+  await one.truncate(2);
+  assert.equal(await one.release(), true);
+  await assert.rejects(session.call(METHODS.getStatus, create(executor.GetStatusRequestSchema)), { name: "TypeError" });
+  await session.close();
+});
 
 test("a time limit ends a call where nobody answers", async (t) => {
   const silent = await silentServer();
@@ -88,7 +111,7 @@ test("a time limit ends a call where nobody answers", async (t) => {
   t.after(() => silent.close());
   const session = sessionOf(t, other);
   await assert.rejects(session.prefill([1]), { code: status.DEADLINE_EXCEEDED });
-  await assert.rejects(session.prefill([1], {}, { timeoutMs: 10 }), { code: status.DEADLINE_EXCEEDED });
+  await assert.rejects(session.prefill([1], { timeoutMs: 10 }), { code: status.DEADLINE_EXCEEDED });
 });
 
 test("a closed session takes no calls", async (t) => {
@@ -96,7 +119,7 @@ test("a closed session takes no calls", async (t) => {
   const open = session.prefill([1, 2]);
   await Promise.all([session.close(), open]);
   await assert.rejects(session.prefill([1]), SessionEnded);
-  assert.equal((await client.call("releaseCache", { cacheId: (await open).cacheId })).released, true);
+  assert.equal((await client.call(METHODS.releaseCache, { cacheId: (await open).cacheId })).released, true);
 });
 
 test("a stream that breaks fails all its calls, and a cache goes on elsewhere", async (t) => {
@@ -108,12 +131,12 @@ test("a stream that breaks fails all its calls, and a cache goes on elsewhere", 
     way.cut();
     const calls = [cache.decode(1), session.prefill([1]), session.prefill([2])];
     for (const { reason } of await Promise.allSettled(calls)) {
-      assert.ok(reason instanceof SessionEnded, reason);
+      assert.ok(reason instanceof SessionEnded && reason instanceof Unavailable, reason);
       assert.equal(reason.cause.code, status.UNAVAILABLE);
     }
     await assert.rejects(session.prefill([1]), SessionEnded);
     await session.close();
-    cache.caller = client;
+    client.adopt(cache);
     await cache.decode(1);
     assert.equal(cache.seqLen, 4);
     await cache.release();
@@ -128,12 +151,12 @@ test("what is wrong with the stream is told to each of its calls", async (t) => 
   // Larger than the server takes: it ends the stream.
   const huge = new QuireClient(TARGET, { timeoutMs: TIMEOUT_MS, maxRequestBytes: 1 << 30 });
   const wrong = sessionOf(t, huge);
-  await assert.rejects(wrong.call("releaseCache", { cacheId: "x".repeat(17 << 20) }), (error) => {
+  await assert.rejects(wrong.call(METHODS.releaseCache, { cacheId: "x".repeat(17 << 20) }), (error) => {
     assert.ok(error instanceof SessionEnded);
     assert.equal(error.cause.code, status.RESOURCE_EXHAUSTED);
     return true;
   });
-  assert.equal((await session.call("releaseCache", { cacheId: "x" })).released, false);
+  assert.equal((await session.call(METHODS.releaseCache, { cacheId: "x" })).released, false);
   await session.close();
   huge.close();
 });

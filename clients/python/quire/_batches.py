@@ -57,7 +57,7 @@ class Scored:
         token_is_argmax: For each of them, whether no other token was more likely.
         outputs: The predictions after the tokens from index max(score_from, 1) - 1 on: one more than scored.
         reused_tokens: Tokens of the context whose KV was cached.
-        weights: The number of the weights that it was computed with; see LoadWeights.
+        weights_version: The version of the weights that it was computed with; see LoadWeights.
         adapter_version: That of the adapter, 0 without one.
     """
 
@@ -65,7 +65,7 @@ class Scored:
     token_is_argmax: Sequence[bool]
     outputs: Sequence[types_pb2.StepOutput]
     reused_tokens: int
-    weights: int
+    weights_version: int
     adapter_version: int
 
     @property
@@ -138,7 +138,7 @@ def scored(response: executor_pb2.ForwardResponse) -> Scored:
         tuple(response.token_is_argmax),
         tuple(response.outputs),
         response.reused_tokens,
-        response.weights,
+        response.weights_version,
         response.adapter_version,
     )
 

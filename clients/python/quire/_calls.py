@@ -149,8 +149,8 @@ class CacheState:
         self.cache_id = prefilled.kv_cache.cache_id
         # Tokens in the cache.
         self.seq_len = prefilled.kv_cache.seq_len
-        # The number of the weights with which the last append was computed; see LoadWeights.
-        self.weights = prefilled.kv_cache.weights
+        # The version of the weights with which the last append was computed; see LoadWeights.
+        self.weights_version = prefilled.kv_cache.weights_version
         # The output of the last append.
         self.output = prefilled.output
         # Tokens of the prompt whose KV was cached.
@@ -188,7 +188,7 @@ class CacheState:
     def _appended(
         self, response: executor_pb2.PrefillResponse | executor_pb2.DecodeResponse
     ) -> types_pb2.StepOutput:
-        self.seq_len, self.weights = response.kv_cache.seq_len, response.kv_cache.weights
+        self.seq_len, self.weights_version = response.kv_cache.seq_len, response.kv_cache.weights_version
         self.replayed_tokens = response.replayed_tokens
         self.output = response.output
         if isinstance(response, executor_pb2.PrefillResponse):
@@ -199,7 +199,7 @@ class CacheState:
         return response.output
 
     def _verified(self, sent: Sequence[int], response: executor_pb2.ForwardVerifyResponse) -> Verified:
-        self.seq_len, self.weights = response.kv_cache.seq_len, response.kv_cache.weights
+        self.seq_len, self.weights_version = response.kv_cache.seq_len, response.kv_cache.weights_version
         self.replayed_tokens = response.replayed_tokens
         path = tuple(response.accepted_path) or tuple(range(response.accepted + 1))
         self.output = response.outputs[path[-1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from quire.v1 import runner_pb2, types_pb2
+from quire.v1 import admin_pb2, runner_pb2, types_pb2
 
 Priority: TypeAlias = Literal["low", "normal", "high"]
 # Which drafts `verify` keeps. "all": the caller truncates the cache.
@@ -15,11 +15,10 @@ Cause: TypeAlias = Literal["manual", "cuda_context_poisoned", "remote_auth_failu
 FinishReason: TypeAlias = Literal["stop", "length", "content_filter", "tool_calls", "error", "cancelled"]
 
 
-def number_of(parameter: str, enum: EnumTypeWrapper, word: str, **others: int) -> Any:
-    """The value of a word. `others` are words that the enum does not have. Raises ValueError."""
+def number_of(parameter: str, enum: EnumTypeWrapper, word: str) -> Any:
+    """The value of a word. Raises ValueError."""
     prefix = _prefix(enum)
     words = {name.removeprefix(prefix).lower(): value for name, value in enum.items() if value}
-    words |= others
     if word not in words:
         raise ValueError(f"{parameter} is one of {', '.join(words)}, not {word!r}")
     return words[word]
@@ -49,20 +48,19 @@ def priority_of(word: Priority | None) -> types_pb2.Priority:
 
 def accept_of(word: Accept) -> types_pb2.VerifyAccept:
     """Raises ValueError."""
-    everything = types_pb2.VERIFY_ACCEPT_UNSPECIFIED
-    accept: types_pb2.VerifyAccept = number_of("accept", types_pb2.VerifyAccept, word, all=everything)
+    accept: types_pb2.VerifyAccept = number_of("accept", types_pb2.VerifyAccept, word)
     return accept
 
 
-def policy_of(word: Policy | None) -> runner_pb2.RoutingPolicy:
-    """None: unspecified. Raises ValueError."""
+def policy_of(word: Policy | None) -> runner_pb2.RoutingPolicy | None:
+    """None: unset. Raises ValueError."""
     if word is None:
-        return runner_pb2.ROUTING_POLICY_UNSPECIFIED
+        return None
     policy: runner_pb2.RoutingPolicy = number_of("policy", runner_pb2.RoutingPolicy, word)
     return policy
 
 
-def cause_of(word: Cause) -> runner_pb2.RebuildCause:
+def cause_of(word: Cause) -> admin_pb2.RebuildCause:
     """Raises ValueError."""
-    cause: runner_pb2.RebuildCause = number_of("cause", runner_pb2.RebuildCause, word)
+    cause: admin_pb2.RebuildCause = number_of("cause", admin_pb2.RebuildCause, word)
     return cause

@@ -131,14 +131,11 @@ CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExe
 LIST_RUNTIMES: Method[runner_pb2.ListRuntimesRequest, runner_pb2.ListRuntimesResponse] = Method(
     "ListRuntimes", can_retry=_always, stub="runner_stub"
 )
-GET_RUNTIME: Method[runner_pb2.GetRuntimeRequest, runner_pb2.GetRuntimeResponse] = Method(
-    "GetRuntime", can_retry=_always, stub="runner_stub"
-)
 ESTIMATE_COST: Method[runner_pb2.EstimateCostRequest, runner_pb2.EstimateCostResponse] = Method(
     "EstimateCost", can_retry=_always, stub="runner_stub"
 )
-REBUILD_SESSION: Method[runner_pb2.RebuildSessionRequest, runner_pb2.RebuildSessionResponse] = Method(
-    "RebuildSession", stub="runner_stub"
+REBUILD_SESSION: Method[admin_pb2.RebuildSessionRequest, admin_pb2.RebuildSessionResponse] = Method(
+    "RebuildSession", stub="admin_stub"
 )
 WARMUP: Method[admin_pb2.WarmupRequest, admin_pb2.WarmupResponse] = Method(
     "Warmup", can_retry=_always, stub="admin_stub"

@@ -12,9 +12,9 @@ from quire.v1 import types_pb2
 from quire.v1.sampling_settings import SamplingSettings
 
 _FORMATS = {
-    "f32": types_pb2.LOGITS_FORMAT_F32,
-    "bf16": types_pb2.LOGITS_FORMAT_BF16,
-    "f16": types_pb2.LOGITS_FORMAT_F16,
+    "f32": types_pb2.DATA_TYPE_F32,
+    "bf16": types_pb2.DATA_TYPE_BF16,
+    "f16": types_pb2.DATA_TYPE_F16,
 }
 _DTYPES = {
     "f32": types_pb2.DATA_TYPE_F32,

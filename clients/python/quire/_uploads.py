@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 from quire._first_status import FirstStatus
 from quire.errors import from_rpc_error
-from quire.v1 import admin_pb2, runner_pb2
+from quire.v1 import admin_pb2
 
 # A directory of this machine, or the contents of the files by their names.
 AdapterFiles: TypeAlias = str | os.PathLike[str] | Mapping[str, bytes]
@@ -62,7 +62,7 @@ def adapter_requests(
     return requests()
 
 
-def weight_requests(files: WeightFiles, max_request_bytes: int) -> Iterator[runner_pb2.UploadWeightsRequest]:
+def weight_requests(files: WeightFiles, max_request_bytes: int) -> Iterator[admin_pb2.UploadWeightsRequest]:
     """Those of one UploadWeights: the files, and an index of their tensors.
 
     Raises OSError for a directory without safetensors files. The requests raise ValueError for others.
@@ -75,7 +75,7 @@ def weight_requests(files: WeightFiles, max_request_bytes: int) -> Iterator[runn
     else:
         contents = [files] if isinstance(files, bytes) else files
 
-    def requests() -> Iterator[runner_pb2.UploadWeightsRequest]:
+    def requests() -> Iterator[admin_pb2.UploadWeightsRequest]:
         weight_map: dict[str, str] = {}
         for number, content in enumerate(contents, start=1):
             name = f"model-{number:05}.safetensors"
@@ -88,14 +88,14 @@ def weight_requests(files: WeightFiles, max_request_bytes: int) -> Iterator[runn
     return requests()
 
 
-def _file(name: str, content: _Content, max_request_bytes: int) -> Iterator[runner_pb2.UploadWeightsRequest]:
+def _file(name: str, content: _Content, max_request_bytes: int) -> Iterator[admin_pb2.UploadWeightsRequest]:
     size = content.stat().st_size if isinstance(content, Path) else len(content)
-    yield runner_pb2.UploadWeightsRequest(name=name, size_bytes=size)
+    yield admin_pb2.UploadWeightsRequest(name=name, size_bytes=size)
     digest = hashlib.sha256()
     for part in _parts(content, max_request_bytes):
         digest.update(part)
-        yield runner_pb2.UploadWeightsRequest(data=part)
-    yield runner_pb2.UploadWeightsRequest(sha256=digest.digest())
+        yield admin_pb2.UploadWeightsRequest(data=part)
+    yield admin_pb2.UploadWeightsRequest(sha256=digest.digest())
 
 
 def _tensors(content: _Content) -> list[str]:

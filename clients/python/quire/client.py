@@ -316,8 +316,8 @@ class Client(Caller):
         """
         upload = Upload(weight_requests(files, self._max_request_bytes), self._first_proxy)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        response: runner_pb2.UploadWeightsResponse = upload.send(
-            self.runner_stub.UploadWeights, timeout=limit_s, metadata=self.metadata
+        response: admin_pb2.UploadWeightsResponse = upload.send(
+            self.admin_stub.UploadWeights, timeout=limit_s, metadata=self.metadata
         )
         return response.source
 
@@ -327,7 +327,7 @@ class Client(Caller):
         *,
         recompute: bool = False,
         timeout_s: float | None = None,
-    ) -> runner_pb2.LoadWeightsResponse:
+    ) -> admin_pb2.LoadWeightsResponse:
         """Replaces the weights by others of the same config. Returns what is served now.
 
         It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
@@ -338,12 +338,12 @@ class Client(Caller):
             recompute: Caches continue with the new weights. Otherwise they end.
             timeout_s: The timeout of the call. None: the client's.
         """
-        request = runner_pb2.LoadWeightsRequest(source=source)
+        request = admin_pb2.LoadWeightsRequest(source=source)
         if recompute:
-            request.previous_caches = runner_pb2.PREVIOUS_CACHES_RECOMPUTE
+            request.previous_caches = admin_pb2.PREVIOUS_CACHES_RECOMPUTE
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        served = runner_pb2.LoadWeightsResponse()
-        updates = self.runner_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
+        served = admin_pb2.LoadWeightsResponse()
+        updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)
         try:
             for update in updates:
                 served = update
@@ -384,11 +384,6 @@ class Client(Caller):
         response = self._call(_methods.LIST_RUNTIMES, runner_pb2.ListRuntimesRequest(), call)
         return list(response.runtimes)
 
-    def runtime(self, name: str = "", **call: Unpack[CallOptions]) -> runner_pb2.Runtime:
-        """One runtime. Empty: the server's own. Raises RuntimeNotFound."""
-        request = runner_pb2.GetRuntimeRequest(runtime=name)
-        return (self._call(_methods.GET_RUNTIME, request, call)).runtime
-
     def estimate_cost(
         self,
         items: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt,
@@ -409,7 +404,7 @@ class Client(Caller):
 
         It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
         """
-        request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cause_of(cause))
+        request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=cause_of(cause))
         return (self._call(_methods.REBUILD_SESSION, request, call)).rebuilt
 
     def warmup(self, workers: int = 0, **call: Unpack[CallOptions]) -> int:

@@ -42,7 +42,7 @@ def _figures(parts: GatewayParts, figures: Figures) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "state": state.state_name,
-        "uptime_ms": state.uptime_ms,
+        "uptime_ms": int(state.uptime_s * 1000),
         "model": "" if ready is None else ready.model.model_id,
         "now": {
             "running": running,

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
-from quire.v1 import runner_pb2, types_pb2
+from quire.v1 import admin_pb2, runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
 from service.api.time_slice import TimeSlice
@@ -121,13 +121,13 @@ class RemoteRuntime:
 
     async def load_weights(
         self,
-        request: runner_pb2.LoadWeightsRequest,  # noqa: ARG002
-    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
+        request: admin_pb2.LoadWeightsRequest,  # noqa: ARG002
+    ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse, None]:
         """The provider has loaded its model already."""
-        phase = runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
-        yield runner_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
+        phase = admin_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED
+        yield admin_pb2.LoadWeightsResponse(phase=phase, progress=1.0, model_id=self.config.model)
 
-    async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:  # noqa: ARG002
+    async def rebuild_session(self, cause: admin_pb2.RebuildCause) -> int:  # noqa: ARG002
         """See `Runtime`. Replaces connections, whatever the cause.
 
         Raises ProviderFailure: there are no credentials, and nothing has changed.

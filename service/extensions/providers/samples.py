@@ -16,7 +16,6 @@ from service.runtimes.base import ChunkSink
 from service.text.stops import StopMatcher
 
 _DECODER = codecs.getincrementaldecoder("utf-16-le")
-_UNFINISHED = runner_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class Samples:
@@ -98,7 +97,7 @@ class _Sample:
         self._arguments: defaultdict[int, codecs.IncrementalDecoder]
         self._arguments = defaultdict(lambda: _DECODER("replace"))
         self._stop = ""
-        self.finish: runner_pb2.FinishReason = _UNFINISHED
+        self.finish: runner_pb2.FinishReason | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -142,7 +141,6 @@ class _Sample:
             item_id=self._item_id,
             sample=self._index,
             position=self._num_chunks - 1,
-            finish_reason=_UNFINISHED,
         )
 
     def _tool_call(self, delta: ToolCallDelta) -> runner_pb2.ToolCall | None:

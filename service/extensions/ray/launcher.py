@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.v1 import worker_pb2
-
 from service.config import Config
 from service.extensions.ray.settings import RaySettings
 from service.logging import get_logger
@@ -27,7 +25,7 @@ from service.pool import pool_files
 from service.pool.remote import LeasedWorker, RemoteLauncher
 from service.pool.worker_port import NamedWorker
 from service.settings import ConfigError
-from workers.common import child_process
+from workers.common import child_process, worker_pb2
 
 _log = get_logger(__name__)
 _NAME_BYTES = 8

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from quire.cli import connecting
 from quire.cli.main import complete_parser, main
 from quire.cli.status import _COLUMNS, Reading, render
@@ -486,7 +487,7 @@ def test_a_table_fits_the_terminal_and_cuts_nothing(width: int, watched: bool) -
 
 def test_a_server_that_was_restarted_has_no_rates_below_zero() -> None:
     """Its epochs begin at 1 again, and its counts at 0."""
-    old, new = (executor_pb2.GetStatusResponse(uptime_ms=uptime_ms) for uptime_ms in (9000, 10))
+    old, new = (executor_pb2.GetStatusResponse(uptime=Duration(seconds=up_s)) for up_s in (9, 1))
     for status, pid, count in ((old, 1, 500), (new, 2, 5)):
         status.refusals["QUEUE_FULL"] = count
         worker = status.workers.add(worker_id="worker-0", epoch=1, pid=pid)

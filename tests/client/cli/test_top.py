@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from quire.cli import top
 from quire.cli.main import main
 from quire.cli.status import Reading
@@ -38,7 +39,10 @@ ATTACK = "\x1b[2J\x1b]0;x\x07[bold]\x9b"
 def reading(at_s: float, count: int, **worker: Any) -> Reading:
     """One worker, which has done `count` times the same."""
     status = pb.GetStatusResponse(
-        state=pb.SERVER_STATE_SERVING, uptime_ms=int(1000 * at_s), version="1.2.3", operations_in_flight=5
+        state=pb.SERVER_STATE_SERVING,
+        uptime=Duration(seconds=int(at_s)),
+        version="1.2.3",
+        operations_in_flight=5,
     )
     status.refusals["QUEUE_FULL"] = 6 * count
     one = status.workers.add(

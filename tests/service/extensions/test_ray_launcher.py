@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from quire.v1 import worker_pb2
 
 from service.config import Config
 from service.extensions.ray import launcher as ray_launcher
 from service.extensions.ray.launcher import PlacedWorker, RayLauncher
 from service.settings import ConfigError
+from workers.common import worker_pb2
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from google.protobuf import duration_pb2
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service.caches.keyed_answers import KeyedAnswers
 from service.caches.tenants import Quota, Tenant
@@ -25,6 +25,7 @@ from service.runtimes.router import Router
 from service.runtimes.servicer import RunnerApi
 from tests.service.runtimes.test_router import FakeRuntime
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 KEPT = duration_pb2.Duration(seconds=60)
@@ -85,7 +86,7 @@ class Reader:
 
 def calling(served: Executions, asked: runner_pb2.ExecuteRequest) -> tuple[Reader, asyncio.Task[None]]:
     reader = Reader()
-    api = RunnerApi(served, served._router, served._state, *cast(Any, (None, None)))
+    api = RunnerApi(served, served._router, served._state)
     return reader, asyncio.create_task(api.Execute(asked, cast(Any, reader)))
 
 
@@ -278,7 +279,7 @@ async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> 
     reader, call = calling(served, request(runtime=runtime))
     await call
     assert reader.sent.get_nowait().started.runtime == "other"
-    estimate = await RunnerApi(served, served._router, served._state, *cast(Any, (None, None))).EstimateCost(
+    estimate = await RunnerApi(served, served._router, served._state).EstimateCost(
         runner_pb2.EstimateCostRequest(runtime="other", items=request().items), cast(Any, reader)
     )
     assert estimate.estimates[0].runtime == "other" and not estimate.estimates[0].HasField("error")
@@ -392,7 +393,7 @@ async def test_a_preparation_is_in_flight_until_its_requests_are(alice: Tenant) 
 async def test_what_estimate_cost_prepares_counts(alice: Tenant) -> None:
     runtime = Preparing()
     served = executions(runtime)
-    api = RunnerApi(served, served._router, served._state, *cast(Any, (None, None)))
+    api = RunnerApi(served, served._router, served._state)
 
     async def estimate(*names: str) -> None:
         items = [runner_pb2.ExecuteItem(item_id=name) for name in names]

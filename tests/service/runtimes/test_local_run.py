@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service.caches.records import Record
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
@@ -31,6 +31,7 @@ from tests.error_details import status_reason
 from tests.sim.harness import MAX_SEQ_LEN, Gateway
 from tests.sim.model_worker import Pool
 from tests.sim.toy_model import VOCAB, next_token
+from workers.common import worker_pb2
 
 END = 3
 # Those of one test.

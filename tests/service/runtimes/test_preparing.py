@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service.config import Config
 from service.errors import InvalidArgument
 from service.runtimes.preparing import ItemPreparer
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 
 class Text:

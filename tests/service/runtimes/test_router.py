@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from google.rpc import error_details_pb2
-from quire.v1 import executor_pb2, runner_pb2, types_pb2, worker_pb2
+from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
 from service.api.status import to_status
@@ -38,6 +38,7 @@ from service.runtimes.router import Router, Routing
 from service.runtimes.servicer import RunnerApi
 from tests.error_details import status_reason
 from tests.service.served import state_of
+from workers.common import worker_pb2
 
 
 @dataclass
@@ -80,16 +81,16 @@ class FakeRuntime:
         return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
 
     async def load_weights(
-        self, request: runner_pb2.LoadWeightsRequest
-    ) -> AsyncGenerator[runner_pb2.LoadWeightsResponse, None]:
+        self, request: admin_pb2.LoadWeightsRequest
+    ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse, None]:
         if request.source != "never":
             raise NotImplementedError
-        yield runner_pb2.LoadWeightsResponse()
+        yield admin_pb2.LoadWeightsResponse()
 
     async def close(self) -> None:
         pass
 
-    async def rebuild_session(self, cause: runner_pb2.RebuildCause) -> int:
+    async def rebuild_session(self, cause: admin_pb2.RebuildCause) -> int:
         raise NotImplementedError(cause)
 
 
@@ -281,7 +282,7 @@ async def test_a_batch_runs_only_where_its_cost_limit_holds(
 async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
     """The response of EstimateCost."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
-    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, *cast(Any, (None, None)))
+    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state)
     request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from quire.v1 import types_pb2, worker_pb2
+from quire.v1 import types_pb2
 
 from service.errors import HelperFailed
 from service.text import task_process
@@ -20,7 +20,7 @@ from service.text.task_process import TaskFailed, TaskProcess
 from service.text.text_model import TextModel
 from tests.service.text.kinds import byte_level
 from tests.service.text.test_task_process import HOSTILE, is_gone, run
-from workers.common import child_process
+from workers.common import child_process, worker_pb2
 
 
 @pytest.fixture

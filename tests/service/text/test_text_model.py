@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from service.errors import Draining, InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
@@ -21,6 +21,7 @@ from service.text.tasks import ENCODE
 from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
 from tests.service.text.kinds import byte_level, ctc, kind
+from workers.common import worker_pb2
 
 MANY_TOKENS = 1 << 20
 REGEX = ("regex", "[0-9]+")

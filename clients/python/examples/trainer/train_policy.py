@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from quire import Cache, Client, PrefillItem, SampledToken, StepOutput, checked, output_options
 from quire.cli.load import plots
+from quire.v1 import types_pb2
 from safetensors.torch import save
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -50,6 +51,11 @@ circle { r: 1.5px; }
   text { fill: #98a3b0; } .back { fill: #1a2027; } .grid { stroke: #2b333d; }
 }
 """
+_DTYPES = {
+    types_pb2.DATA_TYPE_F32: torch.float32,
+    types_pb2.DATA_TYPE_BF16: torch.bfloat16,
+    types_pb2.DATA_TYPE_F16: torch.float16,
+}
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -125,7 +131,7 @@ class WeightsPush:
     def __init__(self, client: Client) -> None:
         self._client = client
         with client.prefill(PROMPTS[0]) as cache:
-            self._number = cache.weights
+            self._number = cache.weights_version
 
     def push(self, policy: Policy) -> tuple[float, float]:
         """Returns the seconds of sending and of loading."""
@@ -139,7 +145,7 @@ class WeightsPush:
 
     def stale(self, caches: list[Cache]) -> int:
         """The number of caches whose last answer is not of the weights that were pushed last."""
-        return sum(cache.weights != self._number for cache in caches)
+        return sum(cache.weights_version != self._number for cache in caches)
 
 
 class AdapterPush:
@@ -270,7 +276,7 @@ def main() -> None:
     torch.manual_seed(0)
     steps = []
     with Client(options.target, timeout_s=600) as client:
-        dtype = getattr(torch, client.model_info().model.dtype)
+        dtype = _DTYPES[client.model_info().model.dtype]
         if options.lora:
             # Another run may have left others.
             client.load_weights(str(options.model.resolve()))

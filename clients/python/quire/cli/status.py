@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
 from quire import Client
 from quire.cli.connecting import CONTROL_TIMEOUT_S, connected
 from quire.cli.terminal import escaped, size
@@ -169,20 +170,22 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
     status = now.status
     line = (
         f"{enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
-        f"  up {duration(status.uptime_ms / 1000)}  {status.caches} caches"
+        f"  up {duration(seconds(status.uptime))}  {status.caches} caches"
         f"  {status.operations_in_flight} operations in flight  {size(status.memory_bytes)}"
     )
     model = (
-        f"model {status.model_id}  {status.fingerprint}  weights {status.weights}" if status.model_id else ""
+        f"model {status.model_id}  {status.fingerprint}  weights {status.weights_version}"
+        if status.model_id
+        else ""
     )
     limits = (
         f"{status.connections} connections  {status.sessions} sessions"
         f"  {size(status.journal_bytes)} of tokens  {size(status.unread_bytes)} of answers unread"
-        f"  longest stall {status.longest_stall_ms} ms  {sum(status.refusals.values())} refused"
+        f"  longest stall {status.longest_stall.ToMilliseconds()} ms  {sum(status.refusals.values())} refused"
     )
     elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
     # Counts of another gateway are of no use.
-    if before is not None and elapsed_s > 0 and before.status.uptime_ms <= status.uptime_ms:
+    if before is not None and elapsed_s > 0 and seconds(before.status.uptime) <= seconds(status.uptime):
         refused = sum(status.refusals.values()) - sum(before.status.refusals.values())
         limits += f"  {refused / elapsed_s:.1f} refused/s"
     grown = growth(now, before)
@@ -256,8 +259,13 @@ def _mean_ms(total_ns: int, count: int) -> str:
     return f"{total_ns / count / 1e6 if count else 0:.1f}"
 
 
-def duration(seconds: float) -> str:
+def seconds(span: Duration) -> float:
+    """The length of a span."""
+    return span.ToNanoseconds() / 1e9
+
+
+def duration(elapsed_s: float) -> str:
     """Such as `1m01s`."""
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(int(elapsed_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}m{rest:02}s" if hours else f"{minutes}m{rest:02}s"

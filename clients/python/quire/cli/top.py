@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 from quire import Client, QuireError
 from quire.cli.connecting import connected, connection, converting_failures, line_of, new_client
-from quire.cli.status import UNLIMITED_WIDTH, Reading, duration, resident_adapters
+from quire.cli.status import UNLIMITED_WIDTH, Reading, duration, resident_adapters, seconds
 from quire.cli.top_view import frame
 from quire.v1 import executor_pb2
 from rich.console import Console, RenderableType
@@ -120,7 +120,7 @@ class _View:
             self._failure = reply
             return
         if self._failure is not None:
-            is_new = reply.status.uptime_ms < self._now.status.uptime_ms
+            is_new = seconds(reply.status.uptime) < seconds(self._now.status.uptime)
             away = duration(reply.taken_s - self._now.taken_s)
             self._news = f"{'a new server answers' if is_new else 'the server answers again'}, after {away}"
             self._news_until_s = reply.taken_s + _NEWS_S

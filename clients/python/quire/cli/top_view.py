@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from quire.cli.status import FittingTable, Reading, duration, enum_word, growth, state_of
+from quire.cli.status import FittingTable, Reading, duration, enum_word, growth, seconds, state_of
 from quire.cli.terminal import escaped, size
 from quire.v1 import executor_pb2
 from rich.console import Group, RenderableType
@@ -28,7 +28,7 @@ def frame(now: Reading, before: Reading | None, target: str, notes: Sequence[str
     known = [counts for counts in grown.values() if counts is not None]
     total = sum(known, Counter[str]()) if known else None
     state = enum_word(executor_pb2.ServerState.Name(now.status.state))
-    up, version = f"up {duration(now.status.uptime_ms / 1000)}", f"version {now.status.version}"
+    up, version = f"up {duration(seconds(now.status.uptime))}", f"version {now.status.version}"
     model = [f"model {now.model_id}"] if now.model_id else []
     lines = [(state, target, *model, up, version), *_work(now.status, total, elapsed_s)]
     lines += _callers(now, before, elapsed_s)
@@ -85,7 +85,7 @@ def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Seq
     status, refusals = now.status, Counter(now.status.refusals)
     grown = None
     # Counts of another gateway are of no use.
-    if before is not None and before.status.uptime_ms <= status.uptime_ms:
+    if before is not None and seconds(before.status.uptime) <= seconds(status.uptime):
         grown = refusals - Counter(before.status.refusals)
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in refusals.most_common(_MOST_REASONS))
     # Both numbers are of slightly different moments.
@@ -95,7 +95,7 @@ def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Seq
         more = "+" if now.has_more_caches else ""
         tokens = _count(sum(cache.seq_len for cache in now.caches), "token", more)
         caches.append(f"{len(now.caches)}{more} of yours, with {tokens}")
-    memory, stall = size(status.memory_bytes), f"longest stall {status.longest_stall_ms} ms"
+    memory, stall = size(status.memory_bytes), f"longest stall {status.longest_stall.ToMilliseconds()} ms"
     adapters = [f"{count} in memory of {worker_id}" for worker_id, count in now.adapters.items()]
     return [
         ("refused", f"{_rate(grown, elapsed_s, *refusals)}/s", f"{refusals.total():,} in all", reasons),

@@ -24,13 +24,19 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\" \n\rWarmupRequest\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\'\n\x0eWarmupResponse\x12\x15\n\rworkers_ready\x18\x01 \x01(\r\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\rDrainResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.ReplacedWorker\"E\n\x0eReplacedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07old_pid\x18\x02 \x01(\r\x12\x0f\n\x07new_pid\x18\x03 \x01(\r\"7\n\x10MoveCacheRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"\x82\x01\n\x11MoveCacheResponse\x12\x15\n\rcopied_tokens\x18\x01 \x01(\r\x12\x17\n\x0freplayed_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x63opied_bytes\x18\x03 \x01(\x04\x12\'\n\x04time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\x0fShutdownRequest\x12\x15\n\rleave_workers\x18\x01 \x01(\x08\"\x12\n\x10ShutdownResponse\"}\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12#\n\x04\x66ile\x18\x05 \x01(\x0b\x32\x15.quire.v1.AdapterFile\")\n\x0b\x41\x64\x61pterFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\":\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06shared\x18\x02 \x01(\x08\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\x15\n\x13ListAdaptersRequest\";\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\"\x80\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hes\x18\x07 \x01(\r2\xfd\x03\n\x0c\x41\x64minService\x12;\n\x06Warmup\x12\x17.quire.v1.WarmupRequest\x1a\x18.quire.v1.WarmupResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse\x12\x44\n\tMoveCache\x12\x1a.quire.v1.MoveCacheRequest\x1a\x1b.quire.v1.MoveCacheResponse\x12L\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse(\x01\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12\x41\n\x08Shutdown\x12\x19.quire.v1.ShutdownRequest\x1a\x1a.quire.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\" \n\rWarmupRequest\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\'\n\x0eWarmupResponse\x12\x15\n\rworkers_ready\x18\x01 \x01(\r\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\rDrainResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.ReplacedWorker\"E\n\x0eReplacedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07old_pid\x18\x02 \x01(\r\x12\x0f\n\x07new_pid\x18\x03 \x01(\r\"7\n\x10MoveCacheRequest\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"\x82\x01\n\x11MoveCacheResponse\x12\x15\n\rcopied_tokens\x18\x01 \x01(\r\x12\x17\n\x0freplayed_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x63opied_bytes\x18\x03 \x01(\x04\x12\'\n\x04time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"h\n\x12LoadWeightsRequest\x12\x0f\n\x07runtime\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x31\n\x0fprevious_caches\x18\x03 \x01(\x0e\x32\x18.quire.v1.PreviousCaches\"y\n\x13LoadWeightsResponse\x12)\n\x05phase\x18\x01 \x01(\x0e\x32\x1a.quire.v1.LoadWeightsPhase\x12\x10\n\x08progress\x18\x02 \x01(\x01\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"V\n\x14UploadWeightsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\'\n\x15UploadWeightsResponse\x12\x0e\n\x06source\x18\x01 \x01(\t\"O\n\x15RebuildSessionRequest\x12\x0f\n\x07runtime\x18\x01 \x01(\t\x12%\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x16.quire.v1.RebuildCause\")\n\x16RebuildSessionResponse\x12\x0f\n\x07rebuilt\x18\x01 \x01(\r\"(\n\x0fShutdownRequest\x12\x15\n\rleave_workers\x18\x01 \x01(\x08\"\x12\n\x10ShutdownResponse\"}\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12#\n\x04\x66ile\x18\x05 \x01(\x0b\x32\x15.quire.v1.AdapterFile\")\n\x0b\x41\x64\x61pterFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\":\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06shared\x18\x02 \x01(\x08\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\x15\n\x13ListAdaptersRequest\";\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\"\x80\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hes\x18\x07 \x01(\r*i\n\x0ePreviousCaches\x12\x1f\n\x1bPREVIOUS_CACHES_UNSPECIFIED\x10\x00\x12\x17\n\x13PREVIOUS_CACHES_END\x10\x01\x12\x1d\n\x19PREVIOUS_CACHES_RECOMPUTE\x10\x02*\x99\x01\n\x10LoadWeightsPhase\x12\"\n\x1eLOAD_WEIGHTS_PHASE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aLOAD_WEIGHTS_PHASE_LOADING\x10\x01\x12\x1e\n\x1aLOAD_WEIGHTS_PHASE_SERVING\x10\x02\x12!\n\x1dLOAD_WEIGHTS_PHASE_NOT_NEEDED\x10\x03*\xbf\x01\n\x0cRebuildCause\x12\x1d\n\x19REBUILD_CAUSE_UNSPECIFIED\x10\x00\x12\'\n#REBUILD_CAUSE_CUDA_CONTEXT_POISONED\x10\x01\x12%\n!REBUILD_CAUSE_REMOTE_AUTH_FAILURE\x10\x02\x12&\n\"REBUILD_CAUSE_REMOTE_CONFIG_CHANGE\x10\x03\x12\x18\n\x14REBUILD_CAUSE_MANUAL\x10\x04\x32\xf4\x05\n\x0c\x41\x64minService\x12;\n\x06Warmup\x12\x17.quire.v1.WarmupRequest\x1a\x18.quire.v1.WarmupResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse\x12\x44\n\tMoveCache\x12\x1a.quire.v1.MoveCacheRequest\x1a\x1b.quire.v1.MoveCacheResponse\x12L\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse(\x01\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12L\n\x0bLoadWeights\x12\x1c.quire.v1.LoadWeightsRequest\x1a\x1d.quire.v1.LoadWeightsResponse0\x01\x12R\n\rUploadWeights\x12\x1e.quire.v1.UploadWeightsRequest\x1a\x1f.quire.v1.UploadWeightsResponse(\x01\x12S\n\x0eRebuildSession\x12\x1f.quire.v1.RebuildSessionRequest\x1a .quire.v1.RebuildSessionResponse\x12\x41\n\x08Shutdown\x12\x19.quire.v1.ShutdownRequest\x1a\x1a.quire.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PREVIOUSCACHES']._serialized_start=1630
+  _globals['_PREVIOUSCACHES']._serialized_end=1735
+  _globals['_LOADWEIGHTSPHASE']._serialized_start=1738
+  _globals['_LOADWEIGHTSPHASE']._serialized_end=1891
+  _globals['_REBUILDCAUSE']._serialized_start=1894
+  _globals['_REBUILDCAUSE']._serialized_end=2085
   _globals['_WARMUPREQUEST']._serialized_start=66
   _globals['_WARMUPREQUEST']._serialized_end=98
   _globals['_WARMUPRESPONSE']._serialized_start=100
@@ -45,26 +51,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MOVECACHEREQUEST']._serialized_end=404
   _globals['_MOVECACHERESPONSE']._serialized_start=407
   _globals['_MOVECACHERESPONSE']._serialized_end=537
-  _globals['_SHUTDOWNREQUEST']._serialized_start=539
-  _globals['_SHUTDOWNREQUEST']._serialized_end=579
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=581
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=599
-  _globals['_LOADADAPTERREQUEST']._serialized_start=601
-  _globals['_LOADADAPTERREQUEST']._serialized_end=726
-  _globals['_ADAPTERFILE']._serialized_start=728
-  _globals['_ADAPTERFILE']._serialized_end=769
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=771
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=828
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=830
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=888
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=890
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=931
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=933
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=954
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=956
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1015
-  _globals['_ADAPTER']._serialized_start=1018
-  _globals['_ADAPTER']._serialized_end=1146
-  _globals['_ADMINSERVICE']._serialized_start=1149
-  _globals['_ADMINSERVICE']._serialized_end=1658
+  _globals['_LOADWEIGHTSREQUEST']._serialized_start=539
+  _globals['_LOADWEIGHTSREQUEST']._serialized_end=643
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=645
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=766
+  _globals['_UPLOADWEIGHTSREQUEST']._serialized_start=768
+  _globals['_UPLOADWEIGHTSREQUEST']._serialized_end=854
+  _globals['_UPLOADWEIGHTSRESPONSE']._serialized_start=856
+  _globals['_UPLOADWEIGHTSRESPONSE']._serialized_end=895
+  _globals['_REBUILDSESSIONREQUEST']._serialized_start=897
+  _globals['_REBUILDSESSIONREQUEST']._serialized_end=976
+  _globals['_REBUILDSESSIONRESPONSE']._serialized_start=978
+  _globals['_REBUILDSESSIONRESPONSE']._serialized_end=1019
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1021
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1061
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=1063
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=1081
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1083
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1208
+  _globals['_ADAPTERFILE']._serialized_start=1210
+  _globals['_ADAPTERFILE']._serialized_end=1251
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1253
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1310
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1312
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1370
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1372
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1413
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1415
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1436
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1438
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1497
+  _globals['_ADAPTER']._serialized_start=1500
+  _globals['_ADAPTER']._serialized_end=1628
+  _globals['_ADMINSERVICE']._serialized_start=2088
+  _globals['_ADMINSERVICE']._serialized_end=2844
 # @@protoc_insertion_point(module_scope)

@@ -2,12 +2,46 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class PreviousCaches(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREVIOUS_CACHES_UNSPECIFIED: _ClassVar[PreviousCaches]
+    PREVIOUS_CACHES_END: _ClassVar[PreviousCaches]
+    PREVIOUS_CACHES_RECOMPUTE: _ClassVar[PreviousCaches]
+
+class LoadWeightsPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOAD_WEIGHTS_PHASE_UNSPECIFIED: _ClassVar[LoadWeightsPhase]
+    LOAD_WEIGHTS_PHASE_LOADING: _ClassVar[LoadWeightsPhase]
+    LOAD_WEIGHTS_PHASE_SERVING: _ClassVar[LoadWeightsPhase]
+    LOAD_WEIGHTS_PHASE_NOT_NEEDED: _ClassVar[LoadWeightsPhase]
+
+class RebuildCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REBUILD_CAUSE_UNSPECIFIED: _ClassVar[RebuildCause]
+    REBUILD_CAUSE_CUDA_CONTEXT_POISONED: _ClassVar[RebuildCause]
+    REBUILD_CAUSE_REMOTE_AUTH_FAILURE: _ClassVar[RebuildCause]
+    REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: _ClassVar[RebuildCause]
+    REBUILD_CAUSE_MANUAL: _ClassVar[RebuildCause]
+PREVIOUS_CACHES_UNSPECIFIED: PreviousCaches
+PREVIOUS_CACHES_END: PreviousCaches
+PREVIOUS_CACHES_RECOMPUTE: PreviousCaches
+LOAD_WEIGHTS_PHASE_UNSPECIFIED: LoadWeightsPhase
+LOAD_WEIGHTS_PHASE_LOADING: LoadWeightsPhase
+LOAD_WEIGHTS_PHASE_SERVING: LoadWeightsPhase
+LOAD_WEIGHTS_PHASE_NOT_NEEDED: LoadWeightsPhase
+REBUILD_CAUSE_UNSPECIFIED: RebuildCause
+REBUILD_CAUSE_CUDA_CONTEXT_POISONED: RebuildCause
+REBUILD_CAUSE_REMOTE_AUTH_FAILURE: RebuildCause
+REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: RebuildCause
+REBUILD_CAUSE_MANUAL: RebuildCause
 
 class WarmupRequest(_message.Message):
     __slots__ = ("workers",)
@@ -64,6 +98,60 @@ class MoveCacheResponse(_message.Message):
     copied_bytes: int
     time: _duration_pb2.Duration
     def __init__(self, copied_tokens: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class LoadWeightsRequest(_message.Message):
+    __slots__ = ("runtime", "source", "previous_caches")
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_CACHES_FIELD_NUMBER: _ClassVar[int]
+    runtime: str
+    source: str
+    previous_caches: PreviousCaches
+    def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., previous_caches: _Optional[_Union[PreviousCaches, str]] = ...) -> None: ...
+
+class LoadWeightsResponse(_message.Message):
+    __slots__ = ("phase", "progress", "model_id", "fingerprint")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    phase: LoadWeightsPhase
+    progress: float
+    model_id: str
+    fingerprint: str
+    def __init__(self, phase: _Optional[_Union[LoadWeightsPhase, str]] = ..., progress: _Optional[float] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class UploadWeightsRequest(_message.Message):
+    __slots__ = ("name", "size_bytes", "data", "sha256")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    data: bytes
+    sha256: bytes
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
+class UploadWeightsResponse(_message.Message):
+    __slots__ = ("source",)
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    def __init__(self, source: _Optional[str] = ...) -> None: ...
+
+class RebuildSessionRequest(_message.Message):
+    __slots__ = ("runtime", "cause")
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    runtime: str
+    cause: RebuildCause
+    def __init__(self, runtime: _Optional[str] = ..., cause: _Optional[_Union[RebuildCause, str]] = ...) -> None: ...
+
+class RebuildSessionResponse(_message.Message):
+    __slots__ = ("rebuilt",)
+    REBUILT_FIELD_NUMBER: _ClassVar[int]
+    rebuilt: int
+    def __init__(self, rebuilt: _Optional[int] = ...) -> None: ...
 
 class ShutdownRequest(_message.Message):
     __slots__ = ("leave_workers",)

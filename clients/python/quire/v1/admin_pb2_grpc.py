@@ -66,6 +66,21 @@ class AdminServiceStub:
                 request_serializer=quire_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.LoadWeights = channel.unary_stream(
+                '/quire.v1.AdminService/LoadWeights',
+                request_serializer=quire_dot_v1_dot_admin__pb2.LoadWeightsRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_admin__pb2.LoadWeightsResponse.FromString,
+                _registered_method=True)
+        self.UploadWeights = channel.stream_unary(
+                '/quire.v1.AdminService/UploadWeights',
+                request_serializer=quire_dot_v1_dot_admin__pb2.UploadWeightsRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_admin__pb2.UploadWeightsResponse.FromString,
+                _registered_method=True)
+        self.RebuildSession = channel.unary_unary(
+                '/quire.v1.AdminService/RebuildSession',
+                request_serializer=quire_dot_v1_dot_admin__pb2.RebuildSessionRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_admin__pb2.RebuildSessionResponse.FromString,
+                _registered_method=True)
         self.Shutdown = channel.unary_unary(
                 '/quire.v1.AdminService/Shutdown',
                 request_serializer=quire_dot_v1_dot_admin__pb2.ShutdownRequest.SerializeToString,
@@ -129,6 +144,32 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadWeights(self, request, context):
+        """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+        first, which takes main memory for them, also on a GPU; a failure changes nothing. A provider's
+        runtime has nothing to load and returns immediately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UploadWeights(self, request_iterator, context):
+        """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+        of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+        until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+        does a LoadWeights that refuses it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebuildSession(self, request, context):
+        """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Shutdown(self, request, context):
         """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately.
         """
@@ -168,6 +209,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=quire_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
                     response_serializer=quire_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'LoadWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.LoadWeights,
+                    request_deserializer=quire_dot_v1_dot_admin__pb2.LoadWeightsRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_admin__pb2.LoadWeightsResponse.SerializeToString,
+            ),
+            'UploadWeights': grpc.stream_unary_rpc_method_handler(
+                    servicer.UploadWeights,
+                    request_deserializer=quire_dot_v1_dot_admin__pb2.UploadWeightsRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_admin__pb2.UploadWeightsResponse.SerializeToString,
+            ),
+            'RebuildSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebuildSession,
+                    request_deserializer=quire_dot_v1_dot_admin__pb2.RebuildSessionRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_admin__pb2.RebuildSessionResponse.SerializeToString,
             ),
             'Shutdown': grpc.unary_unary_rpc_method_handler(
                     servicer.Shutdown,
@@ -339,6 +395,87 @@ class AdminService:
             '/quire.v1.AdminService/ListAdapters',
             quire_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
             quire_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.AdminService/LoadWeights',
+            quire_dot_v1_dot_admin__pb2.LoadWeightsRequest.SerializeToString,
+            quire_dot_v1_dot_admin__pb2.LoadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadWeights(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/quire.v1.AdminService/UploadWeights',
+            quire_dot_v1_dot_admin__pb2.UploadWeightsRequest.SerializeToString,
+            quire_dot_v1_dot_admin__pb2.UploadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebuildSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.AdminService/RebuildSession',
+            quire_dot_v1_dot_admin__pb2.RebuildSessionRequest.SerializeToString,
+            quire_dot_v1_dot_admin__pb2.RebuildSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

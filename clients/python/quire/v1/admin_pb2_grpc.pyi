@@ -60,6 +60,19 @@ class AdminServiceStub:
     """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
     """Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`."""
+    LoadWeights: _grpc.UnaryStreamMultiCallable[_admin_pb2.LoadWeightsRequest, _admin_pb2.LoadWeightsResponse]
+    """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+    first, which takes main memory for them, also on a GPU; a failure changes nothing. A provider's
+    runtime has nothing to load and returns immediately.
+    """
+    UploadWeights: _grpc.StreamUnaryMultiCallable[_admin_pb2.UploadWeightsRequest, _admin_pb2.UploadWeightsResponse]
+    """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+    of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+    until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+    does a LoadWeights that refuses it.
+    """
+    RebuildSession: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RebuildSessionRequest, _admin_pb2.RebuildSessionResponse]
+    """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid."""
     Shutdown: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]
     """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately."""
 
@@ -95,6 +108,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`."""
+    LoadWeights: _aio.UnaryStreamMultiCallable[_admin_pb2.LoadWeightsRequest, _admin_pb2.LoadWeightsResponse]  # type: ignore[assignment]
+    """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+    first, which takes main memory for them, also on a GPU; a failure changes nothing. A provider's
+    runtime has nothing to load and returns immediately.
+    """
+    UploadWeights: _aio.StreamUnaryMultiCallable[_admin_pb2.UploadWeightsRequest, _admin_pb2.UploadWeightsResponse]  # type: ignore[assignment]
+    """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+    of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+    until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+    does a LoadWeights that refuses it.
+    """
+    RebuildSession: _aio.UnaryUnaryMultiCallable[_admin_pb2.RebuildSessionRequest, _admin_pb2.RebuildSessionResponse]  # type: ignore[assignment]
+    """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid."""
     Shutdown: _aio.UnaryUnaryMultiCallable[_admin_pb2.ShutdownRequest, _admin_pb2.ShutdownResponse]  # type: ignore[assignment]
     """Stops the server gracefully, as SIGTERM does; with `leave_workers`, as SIGUSR2 does. Returns immediately."""
 
@@ -163,6 +189,37 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
         """Returns the adapters that the caller can use, ordered by id. Also available to callers with the role `call`."""
+
+    @_abc_1.abstractmethod
+    def LoadWeights(
+        self,
+        request: _admin_pb2.LoadWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.LoadWeightsResponse], _abc.AsyncIterator[_admin_pb2.LoadWeightsResponse]]:
+        """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
+        first, which takes main memory for them, also on a GPU; a failure changes nothing. A provider's
+        runtime has nothing to load and returns immediately.
+        """
+
+    @_abc_1.abstractmethod
+    def UploadWeights(
+        self,
+        request_iterator: _MaybeAsyncIterator[_admin_pb2.UploadWeightsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UploadWeightsResponse, _abc.Awaitable[_admin_pb2.UploadWeightsResponse]]:
+        """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
+        of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
+        until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
+        does a LoadWeights that refuses it.
+        """
+
+    @_abc_1.abstractmethod
+    def RebuildSession(
+        self,
+        request: _admin_pb2.RebuildSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RebuildSessionResponse, _abc.Awaitable[_admin_pb2.RebuildSessionResponse]]:
+        """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid."""
 
     @_abc_1.abstractmethod
     def Shutdown(

@@ -263,22 +263,22 @@ class ForwardRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., score_from: _Optional[int] = ..., cache_salt: _Optional[str] = ..., adapter_id: _Optional[str] = ..., experts: _Optional[bytes] = ..., experts_from: _Optional[int] = ...) -> None: ...
 
 class ForwardResponse(_message.Message):
-    __slots__ = ("outputs", "token_logprobs", "timing", "token_is_argmax", "reused_tokens", "weights", "adapter_version")
+    __slots__ = ("outputs", "token_logprobs", "timing", "token_is_argmax", "reused_tokens", "weights_version", "adapter_version")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     token_logprobs: _containers.RepeatedScalarFieldContainer[float]
     timing: _types_pb2.StepTiming
     token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
     reused_tokens: int
-    weights: int
+    weights_version: int
     adapter_version: int
-    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., reused_tokens: _Optional[int] = ..., weights: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., reused_tokens: _Optional[int] = ..., weights_version: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class BatchForwardRequest(_message.Message):
     __slots__ = ("items",)
@@ -415,7 +415,7 @@ class SessionRequest(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[_Union[SessionCall, _Mapping]]] = ...) -> None: ...
 
 class SessionCall(_message.Message):
-    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward", "fork_caches", "timeout")
+    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "batch_forward", "fork_cache", "fork_caches", "truncate_kv", "release_cache", "renew_cache", "timeout")
     TAG_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -424,12 +424,12 @@ class SessionCall(_message.Message):
     BATCH_PREFILL_FIELD_NUMBER: _ClassVar[int]
     BATCH_DECODE_FIELD_NUMBER: _ClassVar[int]
     UNIFIED_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
     FORK_CACHE_FIELD_NUMBER: _ClassVar[int]
+    FORK_CACHES_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_KV_FIELD_NUMBER: _ClassVar[int]
     RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
     RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
-    BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
-    FORK_CACHES_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     tag: int
     prefill: PrefillRequest
@@ -439,14 +439,14 @@ class SessionCall(_message.Message):
     batch_prefill: BatchPrefillRequest
     batch_decode: BatchDecodeRequest
     unified_forward: UnifiedForwardRequest
+    batch_forward: BatchForwardRequest
     fork_cache: ForkCacheRequest
+    fork_caches: ForkCachesRequest
     truncate_kv: TruncateKVRequest
     release_cache: ReleaseCacheRequest
     renew_cache: RenewCacheRequest
-    batch_forward: BatchForwardRequest
-    fork_caches: ForkCachesRequest
     timeout: _duration_pb2.Duration
-    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardRequest, _Mapping]] = ..., fork_caches: _Optional[_Union[ForkCachesRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., decode: _Optional[_Union[DecodeRequest, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyRequest, _Mapping]] = ..., forward: _Optional[_Union[ForwardRequest, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillRequest, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeRequest, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardRequest, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardRequest, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheRequest, _Mapping]] = ..., fork_caches: _Optional[_Union[ForkCachesRequest, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVRequest, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheRequest, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("results",)
@@ -455,9 +455,8 @@ class SessionResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[SessionResult, _Mapping]]] = ...) -> None: ...
 
 class SessionResult(_message.Message):
-    __slots__ = ("tag", "error", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "fork_cache", "truncate_kv", "release_cache", "renew_cache", "batch_forward", "fork_caches")
+    __slots__ = ("tag", "prefill", "decode", "forward_verify", "forward", "batch_prefill", "batch_decode", "unified_forward", "batch_forward", "fork_cache", "fork_caches", "truncate_kv", "release_cache", "renew_cache", "error")
     TAG_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     FORWARD_VERIFY_FIELD_NUMBER: _ClassVar[int]
@@ -465,14 +464,14 @@ class SessionResult(_message.Message):
     BATCH_PREFILL_FIELD_NUMBER: _ClassVar[int]
     BATCH_DECODE_FIELD_NUMBER: _ClassVar[int]
     UNIFIED_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
     FORK_CACHE_FIELD_NUMBER: _ClassVar[int]
+    FORK_CACHES_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_KV_FIELD_NUMBER: _ClassVar[int]
     RELEASE_CACHE_FIELD_NUMBER: _ClassVar[int]
     RENEW_CACHE_FIELD_NUMBER: _ClassVar[int]
-    BATCH_FORWARD_FIELD_NUMBER: _ClassVar[int]
-    FORK_CACHES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     tag: int
-    error: _status_pb2.Status
     prefill: PrefillResponse
     decode: DecodeResponse
     forward_verify: ForwardVerifyResponse
@@ -480,13 +479,14 @@ class SessionResult(_message.Message):
     batch_prefill: BatchPrefillResponse
     batch_decode: BatchDecodeResponse
     unified_forward: UnifiedForwardResponse
+    batch_forward: BatchForwardResponse
     fork_cache: ForkCacheResponse
+    fork_caches: ForkCachesResponse
     truncate_kv: TruncateKVResponse
     release_cache: ReleaseCacheResponse
     renew_cache: RenewCacheResponse
-    batch_forward: BatchForwardResponse
-    fork_caches: ForkCachesResponse
-    def __init__(self, tag: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardResponse, _Mapping]] = ..., fork_caches: _Optional[_Union[ForkCachesResponse, _Mapping]] = ...) -> None: ...
+    error: _status_pb2.Status
+    def __init__(self, tag: _Optional[int] = ..., prefill: _Optional[_Union[PrefillResponse, _Mapping]] = ..., decode: _Optional[_Union[DecodeResponse, _Mapping]] = ..., forward_verify: _Optional[_Union[ForwardVerifyResponse, _Mapping]] = ..., forward: _Optional[_Union[ForwardResponse, _Mapping]] = ..., batch_prefill: _Optional[_Union[BatchPrefillResponse, _Mapping]] = ..., batch_decode: _Optional[_Union[BatchDecodeResponse, _Mapping]] = ..., unified_forward: _Optional[_Union[UnifiedForwardResponse, _Mapping]] = ..., batch_forward: _Optional[_Union[BatchForwardResponse, _Mapping]] = ..., fork_cache: _Optional[_Union[ForkCacheResponse, _Mapping]] = ..., fork_caches: _Optional[_Union[ForkCachesResponse, _Mapping]] = ..., truncate_kv: _Optional[_Union[TruncateKVResponse, _Mapping]] = ..., release_cache: _Optional[_Union[ReleaseCacheResponse, _Mapping]] = ..., renew_cache: _Optional[_Union[RenewCacheResponse, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ("include_tokenizer", "include_chat_template")
@@ -536,7 +536,7 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., limits: _Optional[_Union[GatewayLimits, _Mapping]] = ..., max_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class GatewayLimits(_message.Message):
-    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_wait_s", "max_arriving_bytes", "max_sessions", "max_connections", "message_timeout_s", "max_executions")
+    __slots__ = ("max_request_bytes", "max_response_bytes", "max_calls_per_message", "max_items_per_call", "max_session_calls", "max_queued_operations", "max_caches", "max_journal_bytes", "max_unread_bytes", "max_wait", "max_arriving_bytes", "max_sessions", "max_connections", "message_timeout", "max_executions")
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CALLS_PER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -546,11 +546,11 @@ class GatewayLimits(_message.Message):
     MAX_CACHES_FIELD_NUMBER: _ClassVar[int]
     MAX_JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_FIELD_NUMBER: _ClassVar[int]
     MAX_ARRIVING_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     MAX_EXECUTIONS_FIELD_NUMBER: _ClassVar[int]
     max_request_bytes: int
     max_response_bytes: int
@@ -561,20 +561,20 @@ class GatewayLimits(_message.Message):
     max_caches: int
     max_journal_bytes: int
     max_unread_bytes: int
-    max_wait_s: float
+    max_wait: _duration_pb2.Duration
     max_arriving_bytes: int
     max_sessions: int
     max_connections: int
-    message_timeout_s: float
+    message_timeout: _duration_pb2.Duration
     max_executions: int
-    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_wait_s: _Optional[float] = ..., max_arriving_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_connections: _Optional[int] = ..., message_timeout_s: _Optional[float] = ..., max_executions: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_calls_per_message: _Optional[int] = ..., max_items_per_call: _Optional[int] = ..., max_session_calls: _Optional[int] = ..., max_queued_operations: _Optional[int] = ..., max_caches: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_arriving_bytes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., max_connections: _Optional[int] = ..., message_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_executions: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("state", "workers", "uptime_ms", "caches", "operations_in_flight", "memory_bytes", "version", "tasks", "longest_stall_ms", "journal_bytes", "unread_bytes", "arriving_requests", "sessions", "connections", "refusals", "model_id", "fingerprint", "weights")
+    __slots__ = ("state", "workers", "uptime", "caches", "operations_in_flight", "memory_bytes", "version", "tasks", "longest_stall", "journal_bytes", "unread_bytes", "arriving_requests", "sessions", "connections", "refusals", "model_id", "fingerprint", "weights_version")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -584,13 +584,13 @@ class GetStatusResponse(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
-    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
     CACHES_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
-    LONGEST_STALL_MS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_STALL_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     ARRIVING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -599,16 +599,16 @@ class GetStatusResponse(_message.Message):
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    uptime_ms: int
+    uptime: _duration_pb2.Duration
     caches: int
     operations_in_flight: int
     memory_bytes: int
     version: str
     tasks: int
-    longest_stall_ms: int
+    longest_stall: _duration_pb2.Duration
     journal_bytes: int
     unread_bytes: int
     arriving_requests: int
@@ -617,11 +617,11 @@ class GetStatusResponse(_message.Message):
     refusals: _containers.ScalarMap[str, int]
     model_id: str
     fingerprint: str
-    weights: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall_ms: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ..., arriving_requests: _Optional[int] = ..., sessions: _Optional[int] = ..., connections: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., weights: _Optional[int] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ..., arriving_requests: _Optional[int] = ..., sessions: _Optional[int] = ..., connections: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "suspect", "trouble", "address")
+    __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age", "suspect", "trouble", "address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -634,7 +634,7 @@ class WorkerStatus(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_MEMORY_PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STEP_AGE_NS_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_FIELD_NUMBER: _ClassVar[int]
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -650,11 +650,11 @@ class WorkerStatus(_message.Message):
     memory_bytes: int
     device_memory_bytes: int
     device_memory_peak_bytes: int
-    step_age_ns: int
+    step_age: _duration_pb2.Duration
     suspect: bool
     trouble: str
     address: str
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load_progress: _Optional[float] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., suspect: _Optional[bool] = ..., trouble: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load_progress: _Optional[float] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., suspect: _Optional[bool] = ..., trouble: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class GetCacheMetricsRequest(_message.Message):
     __slots__ = ("check_integrity",)

@@ -58,27 +58,6 @@ class BreakerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BREAKER_STATE_CLOSED: _ClassVar[BreakerState]
     BREAKER_STATE_OPEN: _ClassVar[BreakerState]
     BREAKER_STATE_HALF_OPEN: _ClassVar[BreakerState]
-
-class PreviousCaches(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    PREVIOUS_CACHES_UNSPECIFIED: _ClassVar[PreviousCaches]
-    PREVIOUS_CACHES_END: _ClassVar[PreviousCaches]
-    PREVIOUS_CACHES_RECOMPUTE: _ClassVar[PreviousCaches]
-
-class LoadWeightsPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    LOAD_WEIGHTS_PHASE_UNSPECIFIED: _ClassVar[LoadWeightsPhase]
-    LOAD_WEIGHTS_PHASE_LOADING: _ClassVar[LoadWeightsPhase]
-    LOAD_WEIGHTS_PHASE_SERVING: _ClassVar[LoadWeightsPhase]
-    LOAD_WEIGHTS_PHASE_NOT_NEEDED: _ClassVar[LoadWeightsPhase]
-
-class RebuildCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    REBUILD_CAUSE_UNSPECIFIED: _ClassVar[RebuildCause]
-    REBUILD_CAUSE_CUDA_CONTEXT_POISONED: _ClassVar[RebuildCause]
-    REBUILD_CAUSE_REMOTE_AUTH_FAILURE: _ClassVar[RebuildCause]
-    REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: _ClassVar[RebuildCause]
-    REBUILD_CAUSE_MANUAL: _ClassVar[RebuildCause]
 ROUTING_POLICY_UNSPECIFIED: RoutingPolicy
 ROUTING_POLICY_ORDER: RoutingPolicy
 ROUTING_POLICY_LOCAL_FIRST: RoutingPolicy
@@ -108,18 +87,6 @@ BREAKER_STATE_UNSPECIFIED: BreakerState
 BREAKER_STATE_CLOSED: BreakerState
 BREAKER_STATE_OPEN: BreakerState
 BREAKER_STATE_HALF_OPEN: BreakerState
-PREVIOUS_CACHES_UNSPECIFIED: PreviousCaches
-PREVIOUS_CACHES_END: PreviousCaches
-PREVIOUS_CACHES_RECOMPUTE: PreviousCaches
-LOAD_WEIGHTS_PHASE_UNSPECIFIED: LoadWeightsPhase
-LOAD_WEIGHTS_PHASE_LOADING: LoadWeightsPhase
-LOAD_WEIGHTS_PHASE_SERVING: LoadWeightsPhase
-LOAD_WEIGHTS_PHASE_NOT_NEEDED: LoadWeightsPhase
-REBUILD_CAUSE_UNSPECIFIED: RebuildCause
-REBUILD_CAUSE_CUDA_CONTEXT_POISONED: RebuildCause
-REBUILD_CAUSE_REMOTE_AUTH_FAILURE: RebuildCause
-REBUILD_CAUSE_REMOTE_CONFIG_CHANGE: RebuildCause
-REBUILD_CAUSE_MANUAL: RebuildCause
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("request_id", "runtime", "policy", "items", "resume_after", "keep", "max_cost_usd", "priority")
@@ -356,14 +323,13 @@ class TokenPrices(_message.Message):
     def __init__(self, input_usd: _Optional[float] = ..., output_usd: _Optional[float] = ..., cached_input_usd: _Optional[float] = ...) -> None: ...
 
 class Runtime(_message.Message):
-    __slots__ = ("name", "runtime_kind", "transport_kind", "provider", "model_id", "fingerprint", "gil_pinned", "rate_limits", "breaker", "prices", "trouble", "executions")
+    __slots__ = ("name", "runtime_kind", "transport_kind", "provider", "model_id", "fingerprint", "rate_limits", "breaker", "prices", "trouble", "executions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_KIND_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_KIND_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    GIL_PINNED_FIELD_NUMBER: _ClassVar[int]
     RATE_LIMITS_FIELD_NUMBER: _ClassVar[int]
     BREAKER_FIELD_NUMBER: _ClassVar[int]
     PRICES_FIELD_NUMBER: _ClassVar[int]
@@ -375,13 +341,12 @@ class Runtime(_message.Message):
     provider: str
     model_id: str
     fingerprint: str
-    gil_pinned: bool
     rate_limits: RateLimits
     breaker: BreakerState
     prices: TokenPrices
     trouble: str
     executions: int
-    def __init__(self, name: _Optional[str] = ..., runtime_kind: _Optional[_Union[RuntimeKind, str]] = ..., transport_kind: _Optional[_Union[TransportKind, str]] = ..., provider: _Optional[str] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., gil_pinned: _Optional[bool] = ..., rate_limits: _Optional[_Union[RateLimits, _Mapping]] = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., prices: _Optional[_Union[TokenPrices, _Mapping]] = ..., trouble: _Optional[str] = ..., executions: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., runtime_kind: _Optional[_Union[RuntimeKind, str]] = ..., transport_kind: _Optional[_Union[TransportKind, str]] = ..., provider: _Optional[str] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rate_limits: _Optional[_Union[RateLimits, _Mapping]] = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., prices: _Optional[_Union[TokenPrices, _Mapping]] = ..., trouble: _Optional[str] = ..., executions: _Optional[int] = ...) -> None: ...
 
 class CancelExecutionRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -404,18 +369,6 @@ class ListRuntimesResponse(_message.Message):
     RUNTIMES_FIELD_NUMBER: _ClassVar[int]
     runtimes: _containers.RepeatedCompositeFieldContainer[Runtime]
     def __init__(self, runtimes: _Optional[_Iterable[_Union[Runtime, _Mapping]]] = ...) -> None: ...
-
-class GetRuntimeRequest(_message.Message):
-    __slots__ = ("runtime",)
-    RUNTIME_FIELD_NUMBER: _ClassVar[int]
-    runtime: str
-    def __init__(self, runtime: _Optional[str] = ...) -> None: ...
-
-class GetRuntimeResponse(_message.Message):
-    __slots__ = ("runtime",)
-    RUNTIME_FIELD_NUMBER: _ClassVar[int]
-    runtime: Runtime
-    def __init__(self, runtime: _Optional[_Union[Runtime, _Mapping]] = ...) -> None: ...
 
 class EstimateCostRequest(_message.Message):
     __slots__ = ("runtime", "items")
@@ -446,57 +399,3 @@ class CostEstimate(_message.Message):
     is_counted: bool
     error: _status_pb2.Status
     def __init__(self, runtime: _Optional[str] = ..., input_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_cost_usd: _Optional[float] = ..., is_counted: _Optional[bool] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
-
-class LoadWeightsRequest(_message.Message):
-    __slots__ = ("runtime", "source", "previous_caches")
-    RUNTIME_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    PREVIOUS_CACHES_FIELD_NUMBER: _ClassVar[int]
-    runtime: str
-    source: str
-    previous_caches: PreviousCaches
-    def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., previous_caches: _Optional[_Union[PreviousCaches, str]] = ...) -> None: ...
-
-class LoadWeightsResponse(_message.Message):
-    __slots__ = ("phase", "progress", "model_id", "fingerprint")
-    PHASE_FIELD_NUMBER: _ClassVar[int]
-    PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    phase: LoadWeightsPhase
-    progress: float
-    model_id: str
-    fingerprint: str
-    def __init__(self, phase: _Optional[_Union[LoadWeightsPhase, str]] = ..., progress: _Optional[float] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
-
-class UploadWeightsRequest(_message.Message):
-    __slots__ = ("name", "size_bytes", "data", "sha256")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    size_bytes: int
-    data: bytes
-    sha256: bytes
-    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., data: _Optional[bytes] = ..., sha256: _Optional[bytes] = ...) -> None: ...
-
-class UploadWeightsResponse(_message.Message):
-    __slots__ = ("source",)
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    source: str
-    def __init__(self, source: _Optional[str] = ...) -> None: ...
-
-class RebuildSessionRequest(_message.Message):
-    __slots__ = ("runtime", "cause")
-    RUNTIME_FIELD_NUMBER: _ClassVar[int]
-    CAUSE_FIELD_NUMBER: _ClassVar[int]
-    runtime: str
-    cause: RebuildCause
-    def __init__(self, runtime: _Optional[str] = ..., cause: _Optional[_Union[RebuildCause, str]] = ...) -> None: ...
-
-class RebuildSessionResponse(_message.Message):
-    __slots__ = ("rebuilt",)
-    REBUILT_FIELD_NUMBER: _ClassVar[int]
-    rebuilt: int
-    def __init__(self, rebuilt: _Optional[int] = ...) -> None: ...

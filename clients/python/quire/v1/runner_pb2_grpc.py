@@ -54,30 +54,10 @@ class ModelRunnerServiceStub:
                 request_serializer=quire_dot_v1_dot_runner__pb2.ListRuntimesRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_runner__pb2.ListRuntimesResponse.FromString,
                 _registered_method=True)
-        self.GetRuntime = channel.unary_unary(
-                '/quire.v1.ModelRunnerService/GetRuntime',
-                request_serializer=quire_dot_v1_dot_runner__pb2.GetRuntimeRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_runner__pb2.GetRuntimeResponse.FromString,
-                _registered_method=True)
         self.EstimateCost = channel.unary_unary(
                 '/quire.v1.ModelRunnerService/EstimateCost',
                 request_serializer=quire_dot_v1_dot_runner__pb2.EstimateCostRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_runner__pb2.EstimateCostResponse.FromString,
-                _registered_method=True)
-        self.LoadWeights = channel.unary_stream(
-                '/quire.v1.ModelRunnerService/LoadWeights',
-                request_serializer=quire_dot_v1_dot_runner__pb2.LoadWeightsRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_runner__pb2.LoadWeightsResponse.FromString,
-                _registered_method=True)
-        self.UploadWeights = channel.stream_unary(
-                '/quire.v1.ModelRunnerService/UploadWeights',
-                request_serializer=quire_dot_v1_dot_runner__pb2.UploadWeightsRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_runner__pb2.UploadWeightsResponse.FromString,
-                _registered_method=True)
-        self.RebuildSession = channel.unary_unary(
-                '/quire.v1.ModelRunnerService/RebuildSession',
-                request_serializer=quire_dot_v1_dot_runner__pb2.RebuildSessionRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_runner__pb2.RebuildSessionResponse.FromString,
                 _registered_method=True)
 
 
@@ -107,14 +87,7 @@ class ModelRunnerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListRuntimes(self, request, context):
-        """The runtimes that the caller may use, in the order of the configuration, the server's own first.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetRuntime(self, request, context):
-        """Describes a runtime and its state.
+        """The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,33 +96,6 @@ class ModelRunnerServiceServicer:
     def EstimateCost(self, request, context):
         """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
         because it is prepared like one that is run.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LoadWeights(self, request, context):
-        """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
-        first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
-        if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UploadWeights(self, request_iterator, context):
-        """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
-        of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
-        until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
-        does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RebuildSession(self, request, context):
-        """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
-        Requires the role `administer` if the server requires tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,30 +119,10 @@ def add_ModelRunnerServiceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_runner__pb2.ListRuntimesRequest.FromString,
                     response_serializer=quire_dot_v1_dot_runner__pb2.ListRuntimesResponse.SerializeToString,
             ),
-            'GetRuntime': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetRuntime,
-                    request_deserializer=quire_dot_v1_dot_runner__pb2.GetRuntimeRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_runner__pb2.GetRuntimeResponse.SerializeToString,
-            ),
             'EstimateCost': grpc.unary_unary_rpc_method_handler(
                     servicer.EstimateCost,
                     request_deserializer=quire_dot_v1_dot_runner__pb2.EstimateCostRequest.FromString,
                     response_serializer=quire_dot_v1_dot_runner__pb2.EstimateCostResponse.SerializeToString,
-            ),
-            'LoadWeights': grpc.unary_stream_rpc_method_handler(
-                    servicer.LoadWeights,
-                    request_deserializer=quire_dot_v1_dot_runner__pb2.LoadWeightsRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_runner__pb2.LoadWeightsResponse.SerializeToString,
-            ),
-            'UploadWeights': grpc.stream_unary_rpc_method_handler(
-                    servicer.UploadWeights,
-                    request_deserializer=quire_dot_v1_dot_runner__pb2.UploadWeightsRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_runner__pb2.UploadWeightsResponse.SerializeToString,
-            ),
-            'RebuildSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.RebuildSession,
-                    request_deserializer=quire_dot_v1_dot_runner__pb2.RebuildSessionRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_runner__pb2.RebuildSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -296,33 +222,6 @@ class ModelRunnerService:
             _registered_method=True)
 
     @staticmethod
-    def GetRuntime(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.ModelRunnerService/GetRuntime',
-            quire_dot_v1_dot_runner__pb2.GetRuntimeRequest.SerializeToString,
-            quire_dot_v1_dot_runner__pb2.GetRuntimeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def EstimateCost(request,
             target,
             options=(),
@@ -339,87 +238,6 @@ class ModelRunnerService:
             '/quire.v1.ModelRunnerService/EstimateCost',
             quire_dot_v1_dot_runner__pb2.EstimateCostRequest.SerializeToString,
             quire_dot_v1_dot_runner__pb2.EstimateCostResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/quire.v1.ModelRunnerService/LoadWeights',
-            quire_dot_v1_dot_runner__pb2.LoadWeightsRequest.SerializeToString,
-            quire_dot_v1_dot_runner__pb2.LoadWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UploadWeights(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/quire.v1.ModelRunnerService/UploadWeights',
-            quire_dot_v1_dot_runner__pb2.UploadWeightsRequest.SerializeToString,
-            quire_dot_v1_dot_runner__pb2.UploadWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RebuildSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.ModelRunnerService/RebuildSession',
-            quire_dot_v1_dot_runner__pb2.RebuildSessionRequest.SerializeToString,
-            quire_dot_v1_dot_runner__pb2.RebuildSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

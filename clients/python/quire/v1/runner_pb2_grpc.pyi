@@ -48,27 +48,10 @@ class ModelRunnerServiceStub:
     CANCELLED. Safe to retry.
     """
     ListRuntimes: _grpc.UnaryUnaryMultiCallable[_runner_pb2.ListRuntimesRequest, _runner_pb2.ListRuntimesResponse]
-    """The runtimes that the caller may use, in the order of the configuration, the server's own first."""
-    GetRuntime: _grpc.UnaryUnaryMultiCallable[_runner_pb2.GetRuntimeRequest, _runner_pb2.GetRuntimeResponse]
-    """Describes a runtime and its state."""
+    """The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first."""
     EstimateCost: _grpc.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]
     """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
     because it is prepared like one that is run.
-    """
-    LoadWeights: _grpc.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]
-    """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
-    first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
-    if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
-    """
-    UploadWeights: _grpc.StreamUnaryMultiCallable[_runner_pb2.UploadWeightsRequest, _runner_pb2.UploadWeightsResponse]
-    """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
-    of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
-    until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
-    does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
-    """
-    RebuildSession: _grpc.UnaryUnaryMultiCallable[_runner_pb2.RebuildSessionRequest, _runner_pb2.RebuildSessionResponse]
-    """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
-    Requires the role `administer` if the server requires tokens.
     """
 
 @_typing.type_check_only
@@ -91,27 +74,10 @@ class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
     CANCELLED. Safe to retry.
     """
     ListRuntimes: _aio.UnaryUnaryMultiCallable[_runner_pb2.ListRuntimesRequest, _runner_pb2.ListRuntimesResponse]  # type: ignore[assignment]
-    """The runtimes that the caller may use, in the order of the configuration, the server's own first."""
-    GetRuntime: _aio.UnaryUnaryMultiCallable[_runner_pb2.GetRuntimeRequest, _runner_pb2.GetRuntimeResponse]  # type: ignore[assignment]
-    """Describes a runtime and its state."""
+    """The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first."""
     EstimateCost: _aio.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]  # type: ignore[assignment]
     """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
     because it is prepared like one that is run.
-    """
-    LoadWeights: _aio.UnaryStreamMultiCallable[_runner_pb2.LoadWeightsRequest, _runner_pb2.LoadWeightsResponse]  # type: ignore[assignment]
-    """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
-    first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
-    if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
-    """
-    UploadWeights: _aio.StreamUnaryMultiCallable[_runner_pb2.UploadWeightsRequest, _runner_pb2.UploadWeightsResponse]  # type: ignore[assignment]
-    """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
-    of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
-    until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
-    does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
-    """
-    RebuildSession: _aio.UnaryUnaryMultiCallable[_runner_pb2.RebuildSessionRequest, _runner_pb2.RebuildSessionResponse]  # type: ignore[assignment]
-    """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
-    Requires the role `administer` if the server requires tokens.
     """
 
 class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -149,15 +115,7 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runner_pb2.ListRuntimesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.ListRuntimesResponse, _abc.Awaitable[_runner_pb2.ListRuntimesResponse]]:
-        """The runtimes that the caller may use, in the order of the configuration, the server's own first."""
-
-    @_abc_1.abstractmethod
-    def GetRuntime(
-        self,
-        request: _runner_pb2.GetRuntimeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_runner_pb2.GetRuntimeResponse, _abc.Awaitable[_runner_pb2.GetRuntimeResponse]]:
-        """Describes a runtime and its state."""
+        """The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first."""
 
     @_abc_1.abstractmethod
     def EstimateCost(
@@ -167,39 +125,6 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_runner_pb2.EstimateCostResponse, _abc.Awaitable[_runner_pb2.EstimateCostResponse]]:
         """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
         because it is prepared like one that is run.
-        """
-
-    @_abc_1.abstractmethod
-    def LoadWeights(
-        self,
-        request: _runner_pb2.LoadWeightsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_runner_pb2.LoadWeightsResponse], _abc.AsyncIterator[_runner_pb2.LoadWeightsResponse]]:
-        """Replaces the weights that are served by others of the same config, between two steps. They are read and checked
-        first, which takes main memory for them, also on a GPU; a failure changes nothing. Requires the role `administer`
-        if the server requires tokens. A provider's runtime has nothing to load and returns immediately.
-        """
-
-    @_abc_1.abstractmethod
-    def UploadWeights(
-        self,
-        request_iterator: _MaybeAsyncIterator[_runner_pb2.UploadWeightsRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_runner_pb2.UploadWeightsResponse, _abc.Awaitable[_runner_pb2.UploadWeightsResponse]]:
-        """Receives weights for a LoadWeights, from a trainer that shares no directory with the server: the safetensors files
-        of a checkpoint whose other files are those of the served model. Nothing is served yet. The latest upload is kept
-        until it has been loaded and other weights are served, or the server stops before that. A failure keeps nothing, nor
-        does a LoadWeights that refuses it. Requires the role `administer` if the server requires tokens.
-        """
-
-    @_abc_1.abstractmethod
-    def RebuildSession(
-        self,
-        request: _runner_pb2.RebuildSessionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_runner_pb2.RebuildSessionResponse, _abc.Awaitable[_runner_pb2.RebuildSessionResponse]]:
-        """Restarts a runtime's processes, device contexts and connections. Calls continue and cache ids stay valid.
-        Requires the role `administer` if the server requires tokens.
         """
 
 def add_ModelRunnerServiceServicer_to_server(servicer: ModelRunnerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -11,13 +11,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class LogitsFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    LOGITS_FORMAT_UNSPECIFIED: _ClassVar[LogitsFormat]
-    LOGITS_FORMAT_F32: _ClassVar[LogitsFormat]
-    LOGITS_FORMAT_BF16: _ClassVar[LogitsFormat]
-    LOGITS_FORMAT_F16: _ClassVar[LogitsFormat]
-
 class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PRIORITY_UNSPECIFIED: _ClassVar[Priority]
@@ -35,13 +28,10 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 class VerifyAccept(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     VERIFY_ACCEPT_UNSPECIFIED: _ClassVar[VerifyAccept]
+    VERIFY_ACCEPT_ALL: _ClassVar[VerifyAccept]
     VERIFY_ACCEPT_GREEDY: _ClassVar[VerifyAccept]
     VERIFY_ACCEPT_SAMPLED: _ClassVar[VerifyAccept]
     VERIFY_ACCEPT_SPECULATIVE: _ClassVar[VerifyAccept]
-LOGITS_FORMAT_UNSPECIFIED: LogitsFormat
-LOGITS_FORMAT_F32: LogitsFormat
-LOGITS_FORMAT_BF16: LogitsFormat
-LOGITS_FORMAT_F16: LogitsFormat
 PRIORITY_UNSPECIFIED: Priority
 PRIORITY_LOW: Priority
 PRIORITY_NORMAL: Priority
@@ -51,27 +41,28 @@ DATA_TYPE_F32: DataType
 DATA_TYPE_BF16: DataType
 DATA_TYPE_F16: DataType
 VERIFY_ACCEPT_UNSPECIFIED: VerifyAccept
+VERIFY_ACCEPT_ALL: VerifyAccept
 VERIFY_ACCEPT_GREEDY: VerifyAccept
 VERIFY_ACCEPT_SAMPLED: VerifyAccept
 VERIFY_ACCEPT_SPECULATIVE: VerifyAccept
 
 class KvCacheHandle(_message.Message):
-    __slots__ = ("cache_id", "seq_len", "epoch", "worker_id", "expire_time", "weights", "adapter_version")
+    __slots__ = ("cache_id", "seq_len", "epoch", "worker_id", "expire_time", "weights_version", "adapter_version")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_LEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     seq_len: int
     epoch: int
     worker_id: str
     expire_time: _timestamp_pb2.Timestamp
-    weights: int
+    weights_version: int
     adapter_version: int
-    def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., weights: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., weights_version: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden", "experts")
@@ -84,7 +75,7 @@ class OutputOptions(_message.Message):
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
-    logits: LogitsFormat
+    logits: DataType
     top_logprobs: int
     logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: SamplingParams
@@ -93,7 +84,7 @@ class OutputOptions(_message.Message):
     sampled_logprob: bool
     hidden: HiddenStates
     experts: bool
-    def __init__(self, logits: _Optional[_Union[LogitsFormat, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ..., experts: _Optional[bool] = ...) -> None: ...
+    def __init__(self, logits: _Optional[_Union[DataType, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ..., experts: _Optional[bool] = ...) -> None: ...
 
 class HiddenStates(_message.Message):
     __slots__ = ("layers", "dtype")
@@ -264,7 +255,7 @@ class ModelDescription(_message.Message):
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: DataType
     num_parameters: int
     weight_bytes: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -276,7 +267,7 @@ class ModelDescription(_message.Message):
     num_experts: int
     experts_per_token: int
     quantization: str
-    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., backend: _Optional[str] = ..., license: _Optional[str] = ..., moe_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_seq_len: _Optional[int] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_attention_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[DataType, str]] = ..., num_parameters: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., backend: _Optional[str] = ..., license: _Optional[str] = ..., moe_layers: _Optional[int] = ..., num_experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class ChatTemplate(_message.Message):
     __slots__ = ("sources", "special_tokens")

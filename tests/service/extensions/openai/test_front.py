@@ -15,7 +15,7 @@ from typing import Any
 
 import openai
 import pytest
-from quire.v1 import runner_pb2, types_pb2, worker_pb2
+from quire.v1 import runner_pb2, types_pb2
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -42,6 +42,7 @@ from service.runtimes.router import Router
 from service.text.text_model import TextModel
 from tests.certificates import Authority, Pair
 from tests.service.served import state_of, until
+from workers.common import worker_pb2
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 < 3?"}]
 TIMEOUT_S = 30.0

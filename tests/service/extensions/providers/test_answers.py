@@ -8,7 +8,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2, runner_pb2
 
 from service.api.status import to_status
 from service.caches.tenants import Tenant
@@ -325,7 +325,7 @@ async def test_describing_a_runtime(provider: FakeProvider) -> None:
         before = runtime.describe()
         await run(runtime, item(max_tokens=100))
         after = runtime.describe()
-        request = runner_pb2.LoadWeightsRequest(source="else")
+        request = admin_pb2.LoadWeightsRequest(source="else")
         loads = [answer async for answer in runtime.load_weights(request)]
 
     assert (before.name, before.provider, before.model_id) == ("there", "somebody", "m")
@@ -337,4 +337,4 @@ async def test_describing_a_runtime(provider: FakeProvider) -> None:
     # As counted by the provider, not as expected.
     assert (after.rate_limits.requests_left, after.rate_limits.tokens_left) == (59, 1e4 - 12)
     assert (after.rate_limits.running, after.executions) == (0, 0)
-    assert [answer.phase for answer in loads] == [runner_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED]
+    assert [answer.phase for answer in loads] == [admin_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2, runner_pb2
 from structlog.testing import capture_logs
 
 from service.caches.tenants import Tenant
@@ -42,7 +42,7 @@ from tests.service.extensions.providers.fake_provider import (
     stream,
 )
 
-MANUAL = runner_pb2.REBUILD_CAUSE_MANUAL
+MANUAL = admin_pb2.REBUILD_CAUSE_MANUAL
 SECRET = "sk-planted-secret"
 OTHER = "sk-another-secret"
 GOOD = said("good")

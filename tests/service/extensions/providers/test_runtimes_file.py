@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from quire.v1 import runner_pb2
+from quire.v1 import admin_pb2
 
-from service.caches.keyed_answers import KeyedAnswers
 from service.config import Config
 from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.runtimes_file import RuntimesFile, load
 from service.journal.values import StoredValues
-from service.runtimes.executions import Executions
 from service.runtimes.router import Router
-from service.runtimes.servicer import RunnerApi
+from service.runtimes.runtime_calls import RuntimeCalls
 from tests.service.runtimes.test_router import FakeRuntime
 from tests.service.served import state_of
 
@@ -126,12 +124,9 @@ def opened(path: Path) -> RuntimesFile:
 
 async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
     """The number of recreated runtimes that RebuildSession reports after a change of the file."""
-    state = state_of(Config())
-    api = RunnerApi(
-        Executions(file.router, state, KeyedAnswers()), file.router, state, file.read_again, cast(Any, None)
-    )
-    cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
-    request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cause)
+    api = RuntimeCalls(file.router, state_of(Config()), file.read_again, cast(Any, None))
+    cause = admin_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
+    request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=cause)
     return (await api.RebuildSession(request, cast(Any, None))).rebuilt
 
 
@@ -153,7 +148,7 @@ async def test_an_operator_can_reload_the_file(tmp_path: Path) -> None:
     assert await rebuilt(file) == 0 and file.router.runtimes == [local]
 
 
-UNSPECIFIED, POISONED, AUTH, CONFIG, MANUAL = sorted(runner_pb2.RebuildCause.values())
+UNSPECIFIED, POISONED, AUTH, CONFIG, MANUAL = sorted(admin_pb2.RebuildCause.values())
 
 
 @pytest.mark.parametrize(
@@ -177,11 +172,9 @@ async def test_a_cause_that_does_not_fit_the_runtime_is_refused(
 
     monkeypatch.setattr(FakeRuntime, "rebuild_session", rebuild)
     monkeypatch.setattr(RemoteRuntime, "rebuild_session", rebuild)
-    api = RunnerApi(
-        Executions(file.router, state, KeyedAnswers()), file.router, state, file.read_again, cast(Any, None)
-    )
-    for cause in runner_pb2.RebuildCause.values():
-        request = runner_pb2.RebuildSessionRequest(runtime=runtime, cause=cast(Any, cause))
+    api = RuntimeCalls(file.router, state, file.read_again, cast(Any, None))
+    for cause in admin_pb2.RebuildCause.values():
+        request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=cast(Any, cause))
         if cause in fitting:
             await api.RebuildSession(request, cast(Any, None))
             continue
@@ -208,7 +201,7 @@ async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
 
 async def test_without_a_file_there_is_none_to_reload() -> None:
     state, router = state_of(Config()), Router([FakeRuntime("local")])
-    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, None, cast(Any, None))
-    cause = runner_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
+    api = RuntimeCalls(router, state, None, cast(Any, None))
+    cause = admin_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
     with pytest.raises(BadRuntimes, match="started without one"):
-        await api.RebuildSession(runner_pb2.RebuildSessionRequest(cause=cause), cast(Any, None))
+        await api.RebuildSession(admin_pb2.RebuildSessionRequest(cause=cause), cast(Any, None))

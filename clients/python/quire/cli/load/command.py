@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from quire._enums import name_of
 from quire.cli.connecting import CONTROL_TIMEOUT_S, connected, converting_failures, when_ready
 from quire.cli.load.compare import FORMAT, print_comparison
 from quire.cli.load.figures import Measured, figures
@@ -30,7 +31,7 @@ from quire.cli.load.run_spec import RunSpec
 from quire.cli.load.server_watch import ServerWatch
 from quire.cli.load.summary import pace_words, print_summary
 from quire.cli.load.verdict import remarks
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 # The delay between sending the start time to all processes and the start.
 _START_DELAY_S = 0.2
@@ -155,7 +156,7 @@ def _about(
         "target": spec.connection["target"],
         "model": info.model.model_id,
         "architecture": info.model.architecture,
-        "dtype": info.model.dtype,
+        "dtype": name_of(types_pb2.DataType, info.model.dtype),
         "device": capabilities.executor.device,
         "server_version": capabilities.version,
         "client": f"{platform.node()}, {os.cpu_count()} cores, Python {platform.python_version()}",

@@ -1,0 +1,149 @@
+/** Requests of prefills and scorings, and what a scoring returns. */
+
+import { randomUUID } from "node:crypto";
+
+import type { MessageInitShape } from "@bufbuild/protobuf";
+
+import { durationOf } from "./duration.js";
+import { errorFromStatus, type QuireError } from "./errors.js";
+import type { Status } from "./gen/google/rpc/status_pb.js";
+import type { ForwardRequestSchema, ForwardResponse, PrefillRequestSchema } from "./gen/quire/v1/executor_pb.js";
+import type { StepOutput } from "./gen/quire/v1/types_pb.js";
+import type { Output } from "./options.js";
+
+/** Prefix of the request ids that this client generates. A caller does not know them. */
+const OWN_REQUEST_ID = "auto-";
+
+/** Token ids; not a text. */
+export type Tokens = Iterable<number>;
+
+/** The settings of a new cache. */
+export interface PrefillSettings {
+  output?: Output | undefined;
+  /** How long the server keeps the cache without use. Undefined: the server's default. */
+  leaseMs?: number | undefined;
+  /** A LoRA adapter, which the cache and its forks keep in its current version. */
+  adapterId?: string | undefined;
+  /** A repeat with the same one returns the same cache. Undefined: one is generated for each call. */
+  requestId?: string | undefined;
+  /** Prefixes are shared only with caches of the same salt. */
+  cacheSalt?: string | undefined;
+  /** Scores the tokens from this index on, into the cache's `tokenLogprobs` and `tokenIsArgmax`. */
+  scoreFrom?: number | undefined;
+  /** For each one extra token is drawn after the tokens, into the cache's `samples`. */
+  sampleSeeds?: readonly bigint[] | undefined;
+}
+
+/** A prompt of `batchPrefill` with its own settings. */
+export interface PrefillItem extends PrefillSettings {
+  tokenIds: Tokens;
+}
+
+/** The settings of a scoring. */
+export interface ScoreSettings {
+  /** Tokens before this index are context: not scored, and not computed if their KV is cached. */
+  scoreFrom?: number | undefined;
+  output?: Output | undefined;
+  cacheSalt?: string | undefined;
+  adapterId?: string | undefined;
+  /** Of a model with experts: `StepOutput.experts` of some consecutive tokens, joined, which are computed with these. */
+  experts?: Uint8Array | undefined;
+  /** The index of the first of these tokens. Undefined: that before the first scored one. */
+  expertsFrom?: number | undefined;
+}
+
+/** A text of `scoreBatch` with its own settings. */
+export interface ScoreItem extends ScoreSettings {
+  tokenIds: Tokens;
+}
+
+/** Log-probabilities of tokens, each given the tokens before it, under the model's own distribution. */
+export interface Scored {
+  /** The log-probabilities of tokenIds[max(scoreFrom, 1):], in nats. */
+  tokenLogprobs: number[];
+  /** For each of them, whether no other token was more likely. */
+  tokenIsArgmax: boolean[];
+  /** The predictions after the tokens from index max(scoreFrom, 1) - 1 on: one more than scored. */
+  outputs: StepOutput[];
+  /** Tokens of the context whose KV was cached. */
+  reusedTokens: number;
+  /** The number of the weights that it was computed with; see LoadWeights. */
+  weights: bigint;
+  /** That of the adapter, 0n without one. */
+  adapterVersion: bigint;
+  /** Log-probability of the scored tokens as a sequence, in nats. */
+  logprob: number;
+  /** Whether greedy decoding generates the scored tokens, ties aside. */
+  isGreedy: boolean;
+}
+
+/** A new idempotency key. */
+export function newRequestId(): string {
+  return OWN_REQUEST_ID + randomUUID();
+}
+
+/** Whether a caller that lost the response does not know the key to ask again with. */
+export function isOwnRequestId(requestId: string): boolean {
+  return requestId.startsWith(OWN_REQUEST_ID);
+}
+
+/** Throws TypeError for a text, which can be iterated over, too. */
+export function tokensOf(tokenIds: Tokens): number[] {
+  if (typeof tokenIds === "string") {
+    throw new TypeError(
+      "tokens are numbers, not a text: a tokenizer library makes them, with modelInfo({ includeTokenizer: true }) of a client",
+    );
+  }
+  return Array.from(tokenIds);
+}
+
+/** An item, or the tokens of one without settings. */
+export function itemOf<Item extends { tokenIds: Tokens }>(item: Item | Tokens): Item | { tokenIds: Tokens } {
+  return typeof item === "object" && "tokenIds" in item ? item : { tokenIds: item as Tokens };
+}
+
+/** A request for a new cache. It always has a request id, so that a retry returns the same cache. */
+export function prefillRequest(item: PrefillItem, output?: Output): MessageInitShape<typeof PrefillRequestSchema> {
+  return {
+    tokenIds: tokensOf(item.tokenIds),
+    output: item.output ?? output,
+    lease: durationOf(item.leaseMs),
+    adapterId: item.adapterId,
+    requestId: item.requestId || newRequestId(),
+    cacheSalt: item.cacheSalt,
+    scoreFrom: item.scoreFrom,
+    sampleSeeds: [...(item.sampleSeeds ?? [])],
+  };
+}
+
+/** A request for a scoring. */
+export function forwardRequest(item: ScoreItem, output?: Output): MessageInitShape<typeof ForwardRequestSchema> {
+  const { scoreFrom = 0, cacheSalt, adapterId, experts } = item;
+  return {
+    tokenIds: tokensOf(item.tokenIds),
+    output: item.output ?? output,
+    scoreFrom,
+    cacheSalt,
+    adapterId,
+    experts,
+    expertsFrom: item.expertsFrom ?? (experts?.length ? Math.max(scoreFrom, 1) - 1 : 0),
+  };
+}
+
+export function scoredOf(response: ForwardResponse): Scored {
+  const { tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weights, adapterVersion } = response;
+  return {
+    ...{ tokenLogprobs, tokenIsArgmax, outputs, reusedTokens, weights, adapterVersion },
+    logprob: tokenLogprobs.reduce((sum, each) => sum + each, 0),
+    isGreedy: tokenIsArgmax.every(Boolean),
+  };
+}
+
+type Result<T> = {
+  result: { case: "response"; value: T } | { case: "error"; value: Status } | { case: undefined; value?: undefined };
+};
+
+/** The response in a result of a batch, or the error in its place. */
+export function resultOf<T>({ result }: Result<T>): T | QuireError {
+  return result.case === "error" ? errorFromStatus(result.value) : result.value!;
+}

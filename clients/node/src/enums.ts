@@ -1,0 +1,38 @@
+/** The API's enums as words: "greedy" for VERIFY_ACCEPT_GREEDY. */
+
+import type { DescEnum } from "@bufbuild/protobuf";
+
+import { RebuildCauseSchema, RoutingPolicySchema } from "./gen/quire/v1/runner_pb.js";
+import { DataTypeSchema, LogitsFormatSchema, PrioritySchema, VerifyAcceptSchema } from "./gen/quire/v1/types_pb.js";
+
+export type Priority = "low" | "normal" | "high";
+/** Which drafts `verify` keeps. "all": the caller truncates the cache. */
+export type Accept = "all" | "greedy" | "sampled" | "speculative";
+export type Policy = "order" | "local_first" | "cheapest";
+export type Cause = "manual" | "cuda_context_poisoned" | "remote_auth_failure" | "remote_config_change";
+export type FinishReason = "stop" | "length" | "content_filter" | "tool_calls" | "error" | "cancelled";
+/** Of a row of logits, or of a hidden state. */
+export type NumberFormat = "f32" | "bf16" | "f16";
+
+/** The value of a word; undefined: unspecified, 0. Throws RangeError. */
+function numberOf(parameter: string, { values }: DescEnum, word: string | undefined): number {
+  if (word === undefined) return 0;
+  const known = values.filter(({ number }) => number !== 0);
+  const found = known.find(({ localName }) => localName.toLowerCase() === word);
+  if (found) return found.number;
+  const words = known.map(({ localName }) => localName.toLowerCase());
+  throw new RangeError(`${parameter} is one of ${words.join(", ")}, not ${JSON.stringify(word)}`);
+}
+
+/** The word of a value; undefined: it is unspecified. A value of a later version of the API is its number. */
+export function wordOf({ value }: DescEnum, number: number): string | undefined {
+  return number === 0 ? undefined : (value[number]?.localName.toLowerCase() ?? String(number));
+}
+
+/** These throw RangeError for other words. */
+export const priorityOf = (word?: Priority) => numberOf("priority", PrioritySchema, word);
+export const acceptOf = (word: Accept) => (word === "all" ? 0 : numberOf("accept", VerifyAcceptSchema, word));
+export const policyOf = (word?: Policy) => numberOf("policy", RoutingPolicySchema, word);
+export const causeOf = (word: Cause) => numberOf("cause", RebuildCauseSchema, word);
+export const logitsOf = (word?: NumberFormat) => numberOf("logits", LogitsFormatSchema, word);
+export const dataTypeOf = (word?: NumberFormat) => numberOf("hiddenFormat", DataTypeSchema, word);

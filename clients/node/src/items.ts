@@ -1,0 +1,139 @@
+/** Converts prompts, messages and settings to items of Execute, and checks them. */
+
+import { create } from "@bufbuild/protobuf";
+
+import { tokensOf } from "./batches.js";
+import { durationOf } from "./duration.js";
+import { ChatRole, type ExecuteItem, ExecuteItemSchema } from "./gen/quire/v1/runner_pb.js";
+import type { Request } from "./methods.js";
+import { samplingOf, type SamplingSettings, splitSampling, tokenMask, type Allowed } from "./options.js";
+
+const ROLES = {
+  system: ChatRole.SYSTEM,
+  user: ChatRole.USER,
+  assistant: ChatRole.ASSISTANT,
+  tool: ChatRole.TOOL,
+};
+
+/** A tool call as in the OpenAI API. Arguments are JSON, or an object. */
+export interface ChatToolCall {
+  id: string;
+  function: { name: string; arguments: string | object };
+}
+
+export interface ChatMessage {
+  role: keyof typeof ROLES;
+  content?: string | null;
+  tool_calls?: readonly ChatToolCall[] | null;
+  tool_call_id?: string | null;
+  name?: string | null;
+  reasoning_content?: string | null;
+}
+
+/** A text to continue, token ids, or messages for the model's chat template. */
+export type Prompt = string | readonly number[] | readonly ChatMessage[];
+
+/** One of these kinds. A JSON schema is a string, or an object. */
+export type ConstraintSettings = { jsonSchema: string | object } | { regex: string } | { lark: string } | { mask: Allowed };
+
+/** How texts are generated: settings of sampling, such as temperature and seed, and the fields of ExecuteItem. */
+export interface TextSettings extends SamplingSettings {
+  /** Default settings, such as `samplingDefaults` of `modelInfo()`. */
+  sampling?: SamplingSettings;
+  maxTokens?: number;
+  stop?: string[];
+  stopTokenIds?: number[];
+  ignoreEos?: boolean;
+  logprobs?: boolean;
+  topLogprobs?: number;
+  /** The number of samples. */
+  n?: number;
+  constraint?: ConstraintSettings;
+  tokensOnly?: boolean;
+  /** The server ends the item's samples after this time. The timeout of a call ends only the reading. */
+  itemTimeoutMs?: number;
+  adapterId?: string;
+  sampledLogprobs?: boolean;
+  cacheSalt?: string;
+}
+
+// What is an item's own.
+const FIELDS = new Set([
+  ...ExecuteItemSchema.fields.map(({ localName }) => localName).filter((name) => name !== "timeout"),
+  "itemTimeoutMs",
+]);
+
+/** An item for `execute`; `itemId` identifies it in the chunks. Throws TypeError or RangeError for invalid arguments. */
+export function item(
+  prompt: Prompt,
+  settings: TextSettings & { itemId?: string; maxCostUsd?: number } = {},
+): ExecuteItem {
+  const [own, rest] = splitSampling(settings);
+  const { sampling, constraint, itemTimeoutMs, itemId = "0", ...fields } = rest;
+  for (const name of Object.keys(rest)) {
+    if (!FIELDS.has(name)) throw new TypeError(`an item has no setting ${name}: it has ${[...FIELDS].join(", ")}`);
+  }
+  return create(ExecuteItemSchema, {
+    ...fields,
+    itemId,
+    prompt: promptOf(prompt),
+    sampling: samplingOf(sampling, own),
+    constraint: constraint && { kind: constraintOf(constraint) },
+    timeout: durationOf(itemTimeoutMs),
+  });
+}
+
+/** The items of `execute`. The ids of several prompts are "0", "1" and so on; they share the settings. */
+export function itemsOf(asked: Prompt | readonly Prompt[] | readonly ExecuteItem[], settings: TextSettings): ExecuteItem[] {
+  const first = typeof asked === "string" ? undefined : asked[0];
+  if (isItem(first)) {
+    const names = Object.keys(settings);
+    if (names.length) throw new TypeError(`${names.join(", ")}: each item has settings of its own`);
+    if (!(asked as unknown[]).every(isItem)) throw new TypeError("items and prompts do not go together: make each an item");
+    return [...(asked as ExecuteItem[])];
+  }
+  const isSeveral = typeof first === "string" || Array.isArray(first);
+  if (!isSeveral) return [item(asked as Prompt, settings)];
+  return (asked as Prompt[]).map((prompt, at) => item(prompt, { ...settings, itemId: String(at) }));
+}
+
+function isItem(value: unknown): value is ExecuteItem {
+  return (value as ExecuteItem | undefined)?.$typeName === ExecuteItemSchema.typeName;
+}
+
+function promptOf(prompt: Prompt): Request<typeof ExecuteItemSchema>["prompt"] {
+  if (typeof prompt === "string") return { case: "text", value: prompt };
+  if (typeof prompt[0] === "object") {
+    return { case: "chat", value: { messages: (prompt as readonly ChatMessage[]).map(messageOf) } };
+  }
+  return { case: "tokens", value: { tokenIds: tokensOf(prompt as readonly number[]) } };
+}
+
+function messageOf(message: ChatMessage) {
+  const { role, content, tool_calls, tool_call_id, name, reasoning_content } = message;
+  if (!Object.hasOwn(ROLES, role)) {
+    throw new RangeError(`the role of a message is one of ${Object.keys(ROLES).join(", ")}, not ${JSON.stringify(role)}`);
+  }
+  if (typeof content !== "string" && !tool_calls?.length) throw new TypeError("the content of a message is a text");
+  return {
+    role: ROLES[role],
+    content: content ?? undefined,
+    toolCalls: (tool_calls ?? []).map((call, index) => {
+      const { name: called, arguments: given } = call.function;
+      return { index, id: call.id, name: called, argumentsJson: typeof given === "string" ? given : JSON.stringify(given) };
+    }),
+    toolCallId: tool_call_id ?? "",
+    name: name ?? "",
+    reasoningContent: reasoning_content ?? undefined,
+  };
+}
+
+function constraintOf(constraint: ConstraintSettings) {
+  if ("jsonSchema" in constraint) {
+    const { jsonSchema } = constraint;
+    return { case: "jsonSchema", value: typeof jsonSchema === "string" ? jsonSchema : JSON.stringify(jsonSchema) } as const;
+  }
+  if ("regex" in constraint) return { case: "regex", value: constraint.regex } as const;
+  if ("lark" in constraint) return { case: "lark", value: constraint.lark } as const;
+  return { case: "mask", value: tokenMask(constraint.mask) } as const;
+}

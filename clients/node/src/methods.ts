@@ -1,0 +1,72 @@
+/**
+ * Requests of calls, and which of them are safe to retry.
+ *
+ * A call that fails with UNAVAILABLE may have been applied before its response was lost. It is repeated only if it is in this
+ * list, and its request is such that it is then not applied twice. Calls of a session are not repeated, because its stream
+ * ends with the server.
+ */
+
+import { create, type DescMessage, type DescMethodUnary, type MessageInitShape, type MessageShape } from "@bufbuild/protobuf";
+
+import { type Priority, priorityOf } from "./enums.js";
+
+/** The descriptor of a unary call, such as `executor.ModelExecutorService.method.decode`. */
+export type Method<I extends DescMessage, O extends DescMessage> = DescMethodUnary<I, O>;
+/** A request; omitted fields have their defaults. 64-bit numbers are bigint, a oneof is `{ case, value }`. */
+export type Request<I extends DescMessage> = MessageInitShape<I>;
+export type Response<O extends DescMessage> = MessageShape<O>;
+
+const always = () => true;
+/** An append with `position`, or a new cache with a `requestId`. */
+const isFenced = (append: any) => (append.cacheId ? append.position !== undefined : Boolean(append.requestId));
+const allFenced = ({ items }: any) => items.every(isFenced);
+const allOfCaches = ({ items }: any) => items.every((item: any) => item.cacheId && item.position !== undefined);
+const hasRequestId = ({ requestId }: any) => requestId !== "";
+
+const REPEATABLE = new Map<string, (request: any) => boolean>([
+  ["Prefill", isFenced],
+  ["Decode", isFenced],
+  ["ForwardVerify", isFenced],
+  ["BatchPrefill", allFenced],
+  ["BatchDecode", allFenced],
+  ["UnifiedForward", allOfCaches],
+  ["ForkCache", hasRequestId],
+  ["ForkCaches", hasRequestId],
+  // Idempotent.
+  ["TruncateKV", always],
+  ["ReleaseCache", always],
+  ["RenewCache", always],
+  ["CancelExecution", always],
+  ["MoveCache", always],
+  ["UnloadAdapter", always],
+  ["Warmup", always],
+  // Read-only.
+  ["Forward", always],
+  ["BatchForward", always],
+  ["EstimateCost", always],
+  ["ListCaches", always],
+  ["ListAdapters", always],
+  ["ListRuntimes", always],
+  ["GetRuntime", always],
+  ["GetModelInfo", always],
+  ["GetCapabilities", always],
+  ["GetStatus", always],
+  ["GetCacheMetrics", always],
+  ["GetLoraMetrics", always],
+]);
+
+/** Whether a request is safe to retry. A call that is not in the list is not. */
+export function mayRepeat(method: { name: string }, request: unknown): boolean {
+  return REPEATABLE.get(method.name)?.(request) ?? false;
+}
+
+/** The message of a request; each of its appends has the priority, if one is given. Throws RangeError for an unknown one. */
+export function messageOf<I extends DescMessage>(schema: I, request: Request<I>, word: Priority | undefined): Response<I> {
+  const message = create(schema, request);
+  const priority = priorityOf(word);
+  if (!priority) return message;
+  const itemSchema = schema.field["items"]?.message;
+  const appends: object[] = itemSchema ? (message as unknown as { items: object[] }).items : [message];
+  if ((itemSchema ?? schema).field["priority"]) for (const append of appends) Object.assign(append, { priority });
+  return message;
+}
