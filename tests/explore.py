@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     shares = {part: share for part, share in shares.items() if part in (options.only or shares)}
     print(f"seed {options.seed}", flush=True)
-    failed = []
+    failed: list[list[str]] = []
     for part, share in shares.items():
         minutes = options.minutes * share / sum(shares.values())
         # Its own draws, so that a part alone has the same commands.

@@ -26,7 +26,6 @@ from tests.sim.machine import PlantedMachine
 from tests.sim.planted import everywhere
 from tests.sim.truth import Asked
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
-from workers.common import worker_pb2
 
 # What is kept would show a bug at once; callers are to.
 KEPT = "tests.sim.watched.check_ledger"
