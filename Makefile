@@ -4,103 +4,53 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-# What pip says, some 200 lines, is shown where it fails.
-PIP_LOG := .venv/pip.log
-INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt $(1) \
-  >$(PIP_LOG) 2>&1 || { cat $(PIP_LOG) >&2; false; }
-# Python compiles what it imports at the first start, a fourth of what is installed. Without leave to keep that, each start would.
-NO_COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
-# Changes with what has to be installed, so that an unchanged environment costs nothing.
-REQUIREMENTS := constraints.txt pyproject.toml clients/python/pyproject.toml
-STATE := $(shell cat $(REQUIREMENTS) | cksum | tr ' ' '-')
-# What serving needs, and beside it what tests and checks need.
-SERVING := .venv/serving-$(STATE)
-INSTALLED := .venv/installed-$(STATE)
-BENCH_INSTALLED := .venv/bench-$(notdir $(INSTALLED))
+# Installs what is missing, and costs 50 ms where nothing is.
+SET_UP := $(PYTHON) .ci/set_up.py
 PROTO_IMAGE := build/protos.binpb
-GPU := $(shell command -v nvidia-smi)
-# Triton, 700 MB, is for GPUs and for tests.
-SERVED := .$(if $(GPU),[cuda])
-PINNED_TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
-# Whether pip would install libraries of CUDA, 3 GB, for no GPU. uv knows PyTorch's own index, which has a torch without.
-NEEDS_UV = test -z "$(GPU)" && $(BIN)/python -m pip install --dry-run --constraint constraints.txt $(PINNED_TORCH) \
-  2>/dev/null | grep -q '^Would install.* nvidia-'
-UV_TORCH = { $(BIN)/python -m pip install --constraint constraints.txt uv && $(BIN)/python -m uv pip install \
-  --python $(BIN)/python --torch-backend cpu --constraint constraints.txt $(PINNED_TORCH); } >$(PIP_LOG) 2>&1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels dist docs sbom bench gpu serve cluster test test-isa test-torch explore soak size check check-code check-types check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist docs sbom release lock bench gpu serve cluster test test-isa test-torch explore soak size check check-types check-code check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(INSTALLED) kernels ## Install everything into .venv (the other targets do it themselves)
-	@:
-
-# Two makes at once would clear each other's .venv: the second one waits, and then finds it done.
-ifndef VENV_LOCKED
-$(SERVING) $(INSTALLED) $(BENCH_INSTALLED):
-	@$(PYTHON) .ci/lock_venv.py $(MAKE) --silent --no-print-directory VENV_LOCKED=yes $@
-else
-
-# An environment without its mark was interrupted half-way: it is made anew. One with an older mark is updated.
-$(SERVING):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo 'Python 3.11 or later is needed: make PYTHON=python3.12 ...' >&2; exit 1; }
-	@# In an older environment the command `quire` is the server's. Upgrading that would remove the client's.
-	@if ls .venv/serving-* >/dev/null 2>&1; then $(BIN)/python -m pip uninstall --quiet --yes quire-llm-server; \
-	  else echo 'Creating .venv'; $(PYTHON) -m venv --clear .venv; fi
-	@rm -f .venv/serving-* .venv/installed-*
-	@echo 'Installing torch, most of what is downloaded (details in $(PIP_LOG))'
-	@if ! { $(NEEDS_UV); }; then echo '  $(if $(GPU),for CUDA,for the CPU)'; \
-	  elif echo '  for the CPU, by uv: there is no nvidia-smi'; ! $(UV_TORCH); then \
-	    echo '  with the libraries of CUDA after all: uv cannot get the other one'; fi
-	@$(call INSTALL,$(NO_COMPILE) setuptools $(PINNED_TORCH))
-	@echo 'Installing Quire and what else it needs'
-	@# The kernels are compiled meanwhile; what hinders that is told when they are asked for.
-	@$(BIN)/python -m kernels.cpu.library >/dev/null 2>&1 & \
-	  $(call INSTALL,$(NO_COMPILE) --no-build-isolation --editable clients/python --editable '$(SERVED)'); \
-	  installed=$$?; wait; exit $$installed
-	@touch $@
-
-$(INSTALLED): $(SERVING)
-	@echo 'Installing what tests and checks need'
-	@$(call INSTALL,--no-build-isolation --editable '.[dev]')
-	@# In tests a warning while something is compiled would be an error.
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
-	@touch $@
-
-# llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.
-$(BENCH_INSTALLED): $(INSTALLED)
-	@echo 'Building llama.cpp, which takes minutes'
-	@CMAKE_ARGS=-DLLAVA_BUILD=OFF $(call INSTALL,--editable '.[bench]') && touch $@ \
-	  || echo 'llama.cpp could not be built' >&2
-
-endif
+setup: kernels ## Install everything into .venv (the other targets do it themselves)
+	@$(SET_UP) test
 
 # Quick where they are compiled already; a compiler may have come since.
-kernels: $(SERVING)
+kernels:
+	@$(SET_UP) serve
 	@$(BIN)/python -m kernels.cpu.library
 
-dist: $(INSTALLED) ## Build the wheels, with kernels for all CPUs, into dist/: who installs them needs no compiler
-	@$(call INSTALL,ziglang)
-	@$(BIN)/python .ci/build_wheels.py dist $(ARGS)
+dist: ## Build the wheels, with kernels for all CPUs, into dist/: who installs them needs no compiler
+	@$(SET_UP) release
+	@PYTHONPATH=. $(BIN)/python .ci/build_wheels.py dist $(ARGS)
 
-docs: $(INSTALLED) ## Build the manual: build/manual/index.html
-	@$(call INSTALL,--no-build-isolation --editable '.[docs]')
+docs: ## Build the manual: build/manual/index.html
+	@$(SET_UP) docs
 	@# Not --quiet: then warnings are no errors. The variable turns off an announcement of the theme.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-sbom: $(INSTALLED) ## List what the installed server consists of, as CycloneDX JSON: build/sbom.json
-	@$(call INSTALL,cyclonedx-bom)
+sbom: ## List what the installed server consists of, as CycloneDX JSON: build/sbom.json
+	@$(SET_UP) test
+	@$(SET_UP) release
 	@$(BIN)/python .ci/sbom.py build/sbom.json
 
-serve: $(SERVING) kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
+release: dist docs sbom ## Build what is published into dist/, and try the wheels in empty environments of each Python
+	@cp build/sbom.json dist/sbom.json
+	@tar -czf dist/manual.tar.gz -C build manual
+	@$(BIN)/python .ci/try_wheels.py dist
+
+lock: ## Write requirements.lock: what a server installs, with hashes
+	@$(SET_UP) release
+	@$(BIN)/python .ci/lock_file.py
+
+serve: kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR --workers 2 ...")
 	@exec $(BIN)/quire serve $(ARGS)
 
 # As on several hosts, but over loopback: each worker has half of the cores.
-cluster: $(SERVING) kernels ## Serve with two workers as if they were on other hosts (docs/hosts.md)
+cluster: kernels ## Serve with two workers as if they were on other hosts (docs/hosts.md)
 	@test -d build/pool || $(BIN)/quire pool init build/pool >/dev/null
 	@trap 'kill $$workers 2>/dev/null; wait' EXIT; trap exit INT TERM; workers=; threads=$$(( ($$(nproc) + 1) / 2 )); \
 	for number in 1 2; do \
@@ -132,7 +82,9 @@ test-torch: kernels ## Run the tests that depend on torch with another version, 
 test-isa: setup ## Run the tests that depend on the CPU with other instruction sets, 10 minutes (ARGS="-k linear")
 	$(BIN)/python -m tests.isa $(ARGS)
 
-bench: $(BENCH_INSTALLED) ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
+# llama.cpp takes minutes to build, and is one competitor of several: without it its rows say so.
+bench: setup ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
+	@$(SET_UP) bench || echo 'llama.cpp could not be built' >&2
 	@$(BIN)/python -m benchmarks.run $(ARGS)
 
 explore: setup ## Look for failures with new seeds, for an hour (ARGS="--minutes 10 --only simulator --seed 7")
@@ -149,27 +101,34 @@ OUT ?= build/gpu
 gpu: ## Test and measure on a GPU, 8 minutes (OUT=DIR ARGS="--only model --minutes 4")
 	$(PYTHON) -m tests.gpu.first --out $(OUT) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 
-check: check-code check-types check-protos check-imports ## Check style, types, protos and import rules; changes nothing
+# In seconds, with tools alone. Types need all that the code imports, torch among it.
+check: check-code check-protos check-imports ## Check style, protos, import rules, and types where they can be; changes nothing
+	@if $(SET_UP) test --has; then $(BIN)/mypy; else echo 'Types are not checked: `make check-types` installs 2.5 GB for that'; fi
 
-check-code: setup
+check-types: ## Check types
+	@$(SET_UP) test
+	$(BIN)/mypy
+
+check-code:
+	@$(SET_UP) check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-check-types: setup
-	$(BIN)/mypy
-
-check-protos: setup
-	$(BIN)/python protos/generate.py --check
+check-protos:
+	@$(SET_UP) check
+	PYTHONPATH=clients/python $(BIN)/python protos/generate.py --check
 	$(BIN)/python clients/python/generate_blocking.py --check
-	$(BIN)/python protos/generate.py --image $(PROTO_IMAGE)
+	PYTHONPATH=clients/python $(BIN)/python protos/generate.py --image $(PROTO_IMAGE)
 	$(BIN)/buf lint $(PROTO_IMAGE) --config protos/buf.yaml
 	$(BIN)/buf format protos --diff --exit-code
 	! test -f protos/released.binpb || $(BIN)/buf breaking $(PROTO_IMAGE) --against protos/released.binpb --config protos/buf.yaml
 
-check-imports: setup
+check-imports:
+	@$(SET_UP) check
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-fmt: setup ## Format the code and the protos
+fmt: ## Format the code and the protos
+	@$(SET_UP) check
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/buf format protos --write

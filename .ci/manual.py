@@ -25,9 +25,9 @@ _sources: dict[str, str] = {}
 
 def on_config(config: MkDocsConfig) -> None:
     """Adds the decisions to the navigation."""
-    decisions: list[Any] = sorted(f"adr/{path.name}" for path in (ROOT / "docs" / "adr").glob("*.md"))
+    decisions: list[Any] = [f"adr/{path.name}" for path in (ROOT / "docs" / "adr").glob("[0-9]*.md")]
     assert config.nav is not None
-    config.nav.append({"Decisions": decisions})
+    config.nav.append({"Decisions": ["adr/README.md", *sorted(decisions)]})
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

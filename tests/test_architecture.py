@@ -8,6 +8,7 @@ import graphlib
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ from tests import quire_command
 
 ROOT = Path(__file__).resolve().parent.parent
 STUBS = "quire.v1"
+
+# `make check` runs these tests with its tools alone, and `make test` with all that the code imports.
+needs_packages = pytest.mark.skipif(find_spec("torch") is None, reason="needs what `make setup` installs")
 
 # Inside workers a module imports only what stands below it, or beside it on its line.
 WORKER_LAYERS = (
@@ -64,8 +68,8 @@ WITHOUT_TORCH = (
 TOP_LEVEL = {
     ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "ARCHITECTURE.md", "CHANGELOG.md",
     "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "benchmarks", "clients",
-    "constraints.txt", "deploy", "docs", "kernels", "mkdocs.yml", "protos", "pyproject.toml", "service",
-    "tests", "workers",
+    "constraints.txt", "deploy", "docs", "kernels", "mkdocs.yml", "protos", "pyproject.toml",
+    "requirements.lock", "service", "tests", "workers",
 }  # fmt: skip
 
 # What each room of the gateway may import of the others. Nobody imports the command line. A list of what is
@@ -341,6 +345,7 @@ def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels(
     ] == []
 
 
+@needs_packages
 def test_a_worker_on_the_cpu_never_loads_triton() -> None:
     """What tests fork workers from has all of a worker's modules."""
     modules_of_a_cpu_worker = "workers.executors.llm, workers.executors.weightless, workers.step_loop"
@@ -502,6 +507,7 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@needs_packages
 def test_the_gateway_never_loads_torch() -> None:
     every_module = "\n".join(f"import {module}" for module in modules("service"))
     loaded = loaded_after(every_module)

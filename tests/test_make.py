@@ -1,4 +1,4 @@
-"""What a first `make` sets up: for serving nothing to test or check with, and only once for two of them."""
+"""What `.ci/set_up.py` installs for a make: what its target needs, and only once for two of them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,72 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+HAS_GPU = shutil.which("nvidia-smi") is not None
 
 
 def name_of(requirement: str) -> str:
     return re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
+# Modules that stand in for those of the same name, and write down how they were called. The venv may wait for
+# the test, and its interpreter runs ours with these modules.
+FAKES = {
+    "venv.py": r"""
+import os, pathlib, sys
+python = pathlib.Path(sys.argv[-1], "bin", "python")
+python.parent.mkdir(parents=True, exist_ok=True)
+python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+python.chmod(0o755)
+open("calls", "a").write("venv\n")
+if os.path.exists("begun"):
+    # Named pipes: to open them waits for the test. A second one would go on.
+    with open("begun", "w"):
+        os.unlink("begun")
+    open("go").close()
+""",
+    "pip.py": r"""
+import os, sys
+open("calls", "a").write(" ".join(["pip", *sys.argv[1:]]) + "\n")
+if "--dry-run" in sys.argv and os.path.exists("pip takes cuda"):
+    print("Would install nvidia-cublas-13.1 torch-2.13.0")
+print("many lines")
+sys.exit(os.path.exists("pip fails"))
+""",
+    "uv.py": r"""
+import os, sys
+open("calls", "a").write(" ".join(["uv", *sys.argv[1:]]) + "\n")
+sys.exit(os.path.exists("uv fails"))
+""",
+    "compileall.py": "",
+    "kernels/cpu/library.py": "",
+}
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A directory with what a make needs to set up .venv."""
+    """A directory with what a make needs to set up .venv, and the fakes."""
     if shutil.which("make") is None:
         pytest.skip("there is no make")
     for name in (
         "Makefile",
-        ".ci/lock_venv.py",
+        ".ci/set_up.py",
         "constraints.txt",
         "pyproject.toml",
         "clients/python/pyproject.toml",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    for name, text in FAKES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
 def make(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
     # Tests that a make runs have its flags.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    command = ["make", "--no-print-directory", *arguments]
+    environment["PYTHONPATH"] = str(checkout)
+    command = ["make", "--no-print-directory", f"PYTHON={sys.executable}", *arguments]
     output = subprocess.PIPE
     return subprocess.Popen(command, cwd=checkout, env=environment, stdout=output, stderr=output, text=True)
 
@@ -52,83 +91,95 @@ def made(checkout: Path, *arguments: str, fails: bool = False) -> tuple[str, str
     return output, errors
 
 
+def calls(checkout: Path) -> list[str]:
+    """How the fakes were called since the last time."""
+    path = checkout / "calls"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return lines
+
+
 def test_serving_installs_no_extra(checkout: Path) -> None:
-    said, _ = made(checkout, "--dry-run", "serve")
-    installs = re.findall(" install (.+?) +>", said)
-    assert [line.split()[-1] for line in installs if "--editable" in line] == (
-        ["'.[cuda]'"] if shutil.which("nvidia-smi") else ["'.'"]
-    )
-    assert not re.search(r"\[dev\]|\[bench\]", " ".join(installs))
-    assert "quire serve" in said.splitlines()[-1]
+    made(checkout, "kernels")
+    installs = [line for line in calls(checkout) if "--editable" in line]
+    assert [line.split()[-1] for line in installs] == [".[cuda]" if HAS_GPU else "."]
+    assert made(checkout, "--dry-run", "serve")[0].splitlines()[-1].startswith("exec .venv/bin/quire serve")
 
 
 def test_what_it_installs_has_nothing_of_tests_and_checks() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {name_of(line) for line in project["dependencies"]}
-    assert not needed & {name_of(line) for line in project["optional-dependencies"]["dev"]}
+    needed = {name_of(line) for line in project["dependencies"]} - {"googleapis-common-protos"}
+    extras = project["optional-dependencies"]
+    assert not needed & {name_of(line) for extra in ("dev", "check") for line in extras[extra]}
 
 
-# Stands in for Python: writes down which modules it is to run. Its venv waits for the test, its pip talks.
-_PYTHON = """
-import os, pathlib, shutil, sys
-if sys.argv[1] != "-m":
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-with open("modules", "a") as modules:
-    print(sys.argv[2], file=modules)
-if sys.argv[2] == "pip":
-    if "--dry-run" in sys.argv and os.path.exists("pip takes cuda"):
-        print("Would install nvidia-cublas-13.1 torch-2.13.0")
-    print("many lines")
-    sys.exit(os.path.exists("pip fails"))
-if sys.argv[2] == "uv":
-    sys.exit(os.path.exists("uv fails"))
-if sys.argv[2] == "venv":
-    pathlib.Path(".venv/bin").mkdir(parents=True, exist_ok=True)
-    shutil.copy(__file__, ".venv/bin/python")
-    if os.path.exists("begun"):
-        # Named pipes: to open them waits for the test. A second one would go on.
-        with open("begun", "w"):
-            os.unlink("begun")
-        open("go").close()
-"""
+def test_checks_install_neither_torch_nor_quire(checkout: Path) -> None:
+    for fake in ("ruff", "buf"):
+        path = checkout / ".venv" / "bin" / fake
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh")
+        path.chmod(0o755)
+    made(checkout, "check-code")
+    installs = " ".join(line for line in calls(checkout) if line.startswith("pip"))
+    assert "ruff" in installs and "buf-bin" in installs
+    assert not re.search("torch|--editable", installs)
 
 
-@pytest.fixture
-def python(checkout: Path) -> str:
-    path = checkout / "python"
-    path.write_text(f"#!{sys.executable}{_PYTHON}")
-    path.chmod(0o755)
-    return f"PYTHON={path}"
+def test_nothing_is_installed_twice(checkout: Path) -> None:
+    made(checkout, "setup")
+    assert [line.split()[0] for line in calls(checkout)].count("venv") == 1
+    made(checkout, "setup")
+    assert calls(checkout) == []
 
 
-def test_what_pip_says_is_shown_where_it_fails(checkout: Path, python: str) -> None:
+@pytest.mark.parametrize("changed", ["constraints.txt", "pyproject.toml", "clients/python/pyproject.toml"])
+def test_another_version_is_installed_in_place(checkout: Path, changed: str) -> None:
+    made(checkout, "kernels")
+    calls(checkout)
+    with (checkout / changed).open("a") as file:
+        file.write("\n# Another one.\n")
+    made(checkout, "kernels")
+    assert {line.split()[0] for line in calls(checkout)} == {"pip"}
+
+
+def test_what_was_interrupted_is_made_anew(checkout: Path) -> None:
     (checkout / "pip fails").touch()
-    assert "many lines" in made(checkout, python, "setup", fails=True)[1]
+    made(checkout, "kernels", fails=True)
     (checkout / "pip fails").unlink()
-    output, errors = made(checkout, python, "setup")
+    calls(checkout)
+    made(checkout, "kernels")
+    assert calls(checkout)[0] == "venv"
+
+
+def test_what_pip_says_is_shown_where_it_fails(checkout: Path) -> None:
+    (checkout / "pip fails").touch()
+    assert "many lines" in made(checkout, "setup", fails=True)[1]
+    (checkout / "pip fails").unlink()
+    output, errors = made(checkout, "setup")
     assert "many lines" not in output + errors
     begins = [line.split()[0] for line in output.splitlines()]
     assert begins == ["Creating", "Installing", "for", "Installing", "Installing"]
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
 @pytest.mark.parametrize("fails", [False, True])
-def test_without_a_gpu_uv_is_asked_for_a_torch_without_cuda(checkout: Path, python: str, fails: bool) -> None:
+def test_without_a_gpu_uv_is_asked_for_a_torch_without_cuda(checkout: Path, fails: bool) -> None:
     (checkout / "pip takes cuda").touch()
     if fails:
         (checkout / "uv fails").touch()
-    output, _ = made(checkout, python, "setup")
+    output, _ = made(checkout, "kernels")
     assert "for the CPU, by uv" in output
     assert ("with the libraries of CUDA after all" in output) == fails
-    assert "uv" in (checkout / "modules").read_text().split()
+    (asked,) = (line for line in calls(checkout) if line.startswith("uv"))
+    assert "--torch-backend cpu torch==" in asked
 
 
-def test_of_two_makes_at_once_one_sets_up(checkout: Path, python: str) -> None:
+def test_of_two_makes_at_once_one_sets_up(checkout: Path) -> None:
     os.mkfifo(checkout / "begun")
     os.mkfifo(checkout / "go")
-    with make(checkout, python, "setup") as first:
+    with make(checkout, "kernels") as first:
         (checkout / "begun").read_text()
-        with make(checkout, python, "setup") as second:
+        with make(checkout, "kernels") as second:
             try:
                 assert second.stdout is not None
                 said = second.stdout.readline()
@@ -136,10 +187,9 @@ def test_of_two_makes_at_once_one_sets_up(checkout: Path, python: str) -> None:
             finally:
                 (checkout / "go").write_text("")
             assert [first.wait(60), second.wait(60)] == [0, 0]
-    run = (checkout / "modules").read_text().split()
+    run = [line.split()[0] for line in calls(checkout)]
     # Once to see what it would take.
-    pips = 3 if shutil.which("nvidia-smi") else 4
-    assert (run.count("venv"), run.count("pip"), run.count("kernels.cpu.library")) == (1, pips, 3)
+    assert (run.count("venv"), run.count("pip")) == (1, 2 if HAS_GPU else 3)
 
 
 def test_kernels_are_compiled_before_anything_is_installed() -> None:
