@@ -50,7 +50,7 @@ serve: kernels ## Serve the shipped model on 127.0.0.1:50051 (ARGS="--model DIR 
 	@exec $(BIN)/quire serve $(ARGS)
 
 # As on several hosts, but over loopback: each worker has half of the cores.
-cluster: kernels ## Serve with two workers as if they were on other hosts (docs/hosts.md)
+cluster: kernels ## Serve with two workers as if they were on other hosts (docs/scaling.md)
 	@test -d build/pool || $(BIN)/quire pool init build/pool >/dev/null
 	@trap 'kill $$workers 2>/dev/null; wait' EXIT; trap exit INT TERM; workers=; threads=$$(( ($$(nproc) + 1) / 2 )); \
 	for number in 1 2; do \

@@ -17,7 +17,7 @@ extensions.
 Each setting is a flag of `quire serve` (`--max-batch-tokens 1024`), an environment variable
 (`QUIRE_MAX_BATCH_TOKENS=1024`), and a line of the TOML file that `--config` or QUIRE_CONFIG names
 (`max_batch_tokens = 1024`). A flag wins over the environment, and that over the file. `quire serve --check`
-says which are given, and what is wrong with them ([commands.md](commands.md)).
+says which are given, and what is wrong with them ([serving.md](serving.md#settings)).
 """
 
 

@@ -124,6 +124,15 @@ class InProcess(ModelExecutor):
         self._closed = True
         super().shutdown()
 
+    @property
+    def supports_native_unified_decode(self) -> bool:
+        """Whether decodes and prefills share one forward."""
+        return self._capabilities.supports_native_unified_decode
+
+    def kv_capacity(self) -> int:
+        """The maximum length of a sequence in tokens, as in `capabilities`."""
+        return self._capabilities.kv_capacity_tokens
+
     def check_integrity(self) -> None:
         """Raises IntegrityError if pool and sequences disagree."""
         self.engine.kv_table.check_integrity()

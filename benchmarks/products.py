@@ -1,4 +1,4 @@
-"""Packed products beside torch's: `python -m benchmarks.products`. Prints a table of docs/performance.md.
+"""Packed products beside torch's: `python -m benchmarks.products`. Prints a table of the report.
 
 Products of some rows and 60 weights [3072, 1024], more than caches hold. A turn is the next few weights.
 Turns alternate; the least of thirty counts. Each begins after 30 ms of the same: OpenMP's threads spin for

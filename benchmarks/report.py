@@ -1,4 +1,4 @@
-"""Formats a result as tables for the terminal, the Markdown file and docs/performance.md."""
+"""Formats a result as tables for the terminal, the Markdown file and docs/reports/performance.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def markdown(result: Result) -> str:
 
 
 def performance_block(result: Result, source: str) -> str:
-    """The tables of docs/performance.md: competitors and goals. `source`: path of the result."""
+    """The tables of docs/reports/performance.md: competitors and goals. `source`: path of the result."""
     return "\n\n".join(
         [
             f"### {cpu(result)}",
@@ -38,7 +38,7 @@ def performance_block(result: Result, source: str) -> str:
             _side_by_side(result),
             "Tokens/s of one over the other, against the goals of the design:",
             _ratios(result, only_with_goal=True),
-            f"From [{source}](../{source}), by `python -m benchmarks.tables`. `make bench` measures anew.",
+            f"From [{source}](../../{source}), by `python -m benchmarks.tables`. `make bench` measures anew.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/performance.md: `python -m benchmarks.tables`.
+"""Writes the tables of README.md and docs/reports/performance.md: `python -m benchmarks.tables`.
 
 benchmarks/results has one result for each kind of CPU, the newest; git has the older ones. Each table lies
 between two markers, which stay. With `--check` nothing is written: exit status 1 says that a page is not what
@@ -36,7 +36,10 @@ def results() -> dict[Path, Result]:
 def pages(found: Mapping[Path, Result]) -> dict[Path, str]:
     """The pages as they should be, by their paths. Raises ValueError for a page without its markers."""
     blocks = [performance_block(result, path.as_posix()) for path, result in found.items()]
-    tables = {"README.md": readme_table(list(found.values())), "docs/performance.md": "\n\n".join(blocks)}
+    tables = {
+        "README.md": readme_table(list(found.values())),
+        "docs/reports/performance.md": "\n\n".join(blocks),
+    }
     return {ROOT / name: with_block((ROOT / name).read_text("utf-8"), text) for name, text in tables.items()}
 
 

@@ -27,7 +27,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_page_is_there(site: Path) -> None:
     docs = ROOT / "docs"
-    pages = [path.relative_to(docs).with_suffix(".html") for path in docs.rglob("*.md")]
+    paths = (path.relative_to(docs) for path in docs.rglob("*.md"))
+    pages = [path.with_name(path.stem.replace("README", "index") + ".html") for path in paths]
     assert [page for page in pages if not (site / page).exists()] == []
 
 

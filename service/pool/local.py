@@ -268,7 +268,7 @@ def _environment(own: Sequence[Gpu]) -> dict[str, str]:
     environment = dict(os.environ)
     environment["PYTHONPATH"] = child_process.import_path()
     # How long idle compute threads spin. With the default they keep the cores busy between two steps, so that
-    # the gateway and its clients wait; see docs/performance.md.
+    # the gateway and its clients wait; see docs/reports/performance.md.
     environment.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     if own:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in own)

@@ -1,4 +1,4 @@
-"""The pages of the manual: their blocks of code, and a shell that runs them with paths of the test."""
+"""The blocks of code in README and the manual, and a shell that runs them with paths of the test."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,35 @@ import pytest
 from benchmarks.checkout import ROOT, environment
 from tests import quire_command
 
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "clients" / "node" / "README.md")
+)
 
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page."""
+
+    page: str
+    language: str
+    text: str
+
+    def lines(self) -> list[str]:
+        """The commands of a shell, one a line, without comments."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [" ".join(re.sub(r"\s+# .*", "", line).split()) for line in lines if line.strip()]
+
+    def words(self, beginning: str) -> list[str]:
+        """What a shell makes of the one command that begins like this."""
+        (line,) = [line for line in self.lines() if line.startswith(beginning)]
+        return shlex.split(line)
+
+
+def blocks(page: str, language: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [Block(page, language, block) for block in found]
 
 
 def run(*command: str, cwd: Path | None = None) -> str:

@@ -38,7 +38,7 @@ VOCABULARY = 97
 # What callers name: each has a version, which is replaced now and then.
 NAMES = 5
 # Two correct computations in float32 are up to 1e-4 of the largest logit away from an exact one each
-# (docs/lora.md), so they may choose different tokens only where two logits are closer than this.
+# (docs/models.md), so they may choose different tokens only where two logits are closer than this.
 CLOSE = 2e-4
 
 

@@ -7,7 +7,7 @@
     params = tinker.SamplingParams(max_tokens=20, temperature=0.7)
     response = sampling_client.sample(tinker.ModelInput.from_ints(prompt), 4, params).result()
 
-Needs no package of Tinker's; its own ModelInput and SamplingParams work as well. docs/clients.md lists the
+Needs no package of Tinker's; its own ModelInput and SamplingParams work as well. docs/training.md lists the
 differences.
 """
 
