@@ -35,8 +35,9 @@ _log = get_logger(__name__)
 # From the connection to the hello. Anyone can connect to a port and say nothing: the oldest are closed.
 _UNKNOWN = HandshakeLimits(most=64, most_of_address=32, timeout_s=10.0)
 _MAX_HELLO_BYTES = 1 << 10
-# Workers that wait without need; further ones are refused, and dial again.
-_MAX_WAITING = 64
+# Workers that wait without need; further ones are refused, and dial again. And those that are being told why
+# they are refused; further ones are not told.
+_MAX_WAITING, _MAX_REFUSED = 64, 64
 # A worker dials again before that. One that is still there has lost its network.
 _MAX_WAIT_S = 30.0
 # How long a worker has to answer a lease, and to close a stream on which it was refused.
@@ -110,6 +111,7 @@ class WorkerPort:
         # Connections before their hello, the oldest first: their addresses, and since when they are open.
         self._unknown: dict[asyncio.Task[None], tuple[str, float]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._refusing: set[asyncio.Task[None]] = set()
         self._waiting: list[DialledWorker] = []
         # Who waits for a worker, the one that has waited longest first.
         self._takers: dict[asyncio.Future[DialledWorker], Wants] = {}
@@ -249,13 +251,21 @@ class WorkerPort:
         hello = worker.hello
         if refusal := self._refusal(hello):
             _log.debug("a worker was sent away", why=refusal, address=worker.host_address)
-            self._keep(_refuse(worker.stream, refusal))
+            self._refuse(worker.stream, refusal)
             return
         # Again and again, if it is not needed.
         _log.debug("a worker has dialled", address=worker.host_address)
         if hello.gateway_id:
             self.end(hello.gateway_id, hello.epoch)
         self._offer(worker)
+
+    def _refuse(self, stream: MessageStream[worker_pb2.ConnectResponse], why: str) -> None:
+        if len(self._refusing) >= _MAX_REFUSED:
+            stream.close()
+            return
+        task = self._keep(_say_why(stream, why))
+        self._refusing.add(task)
+        task.add_done_callback(self._refusing.discard)
 
     def _refusal(self, hello: worker_pb2.Hello) -> str:
         """Why it is not wanted here; empty: it is."""
@@ -271,15 +281,24 @@ class WorkerPort:
                 self._warn("a worker does not have the secret of its lease")
                 return "it does not have the secret of its lease"
         self._drop_ended()
-        return "too many workers wait already" if len(self._waiting) >= _MAX_WAITING else ""
+        if len(self._waiting) >= _MAX_WAITING and self._taker_of(hello) is None:
+            return "too many workers wait already"
+        return ""
+
+    def _taker_of(self, hello: worker_pb2.Hello) -> asyncio.Future[DialledWorker] | None:
+        """Who wants it, the one that has waited longest. None: nobody who waits."""
+        for found, wants in self._takers.items():
+            if not found.done() and wants(hello):
+                return found
+        return None
 
     def _offer(self, worker: DialledWorker) -> None:
         """Hands it to the first that wants it, or lets it wait."""
-        for found, wants in self._takers.items():
-            if not found.done() and wants(worker.hello):
-                found.set_result(worker)
-                return
-        self._waiting.append(worker)
+        found = self._taker_of(worker.hello)
+        if found is not None:
+            found.set_result(worker)
+        else:
+            self._waiting.append(worker)
 
     def _drop_ended(self) -> None:
         now_s = time.monotonic()
@@ -292,8 +311,8 @@ class WorkerPort:
         worker.stream.close()
 
 
-async def _refuse(stream: MessageStream[worker_pb2.ConnectResponse], why: str) -> None:
-    """Says why. The worker closes the stream then."""
+async def _say_why(stream: MessageStream[worker_pb2.ConnectResponse], why: str) -> None:
+    """Says why it is refused. The worker closes the stream then."""
     try:
         async with asyncio.timeout(_FAREWELL_S):
             await stream.write(worker_pb2.ConnectRequest(refusal=why))

@@ -259,8 +259,8 @@ def test_nothing_of_callers_is_shown(tmp_path: Path) -> None:
             gateway.channel.unary_unary("/quire.v1.SECRETSERVICE/SECRETMETHOD")(b"")  # type: ignore[arg-type]
         port = Scraped(gateway)
         samples = port.samples()
-        # With a journal on disk.
-        assert value(samples, "quire_journal_commit_seconds_count") == 2
+        # With a journal on disk: which weights are served, a new cache, and a token.
+        assert value(samples, "quire_journal_commit_seconds_count") == 3
         for path in ("/", "/status.json"):
             text = port.get(path)[1]
             assert "SECRET" not in text and cache_id not in text and str(tmp_path) not in text

@@ -314,6 +314,8 @@ async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) ->
     (temporary / "else").mkdir()
     for launcher in (living, dead):
         await launcher.adopt([CONFIG])
+    # It is killed.
+    dead._port.leave(dead._gateway_id)
     dead._directory.close()
     await third.adopt([CONFIG])
     left = sorted(os.listdir(temporary))  # noqa: PTH208 - pathlib's is not for async functions

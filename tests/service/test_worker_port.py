@@ -240,6 +240,39 @@ async def test_workers_without_need_are_bounded(site: Site, monkeypatch: pytest.
     await site.leased(third, 1)
 
 
+async def test_who_is_refused_holds_few_connections(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_port, "_MAX_REFUSED", 1)
+    monkeypatch.setattr(worker_port, "_FAREWELL_S", PATIENCE_S)
+    told, other = await site.dial(), await site.dial()
+    await told.says(protocol="another")
+    said = await told.next()
+    assert said is not None and said.refusal
+    await other.says(protocol="another")
+    assert await other.next() is None
+    # Who closes the stream makes room.
+    told.stream.close()
+    assert await told.next() is None
+    while site.port._refusing:
+        await asyncio.sleep(0.01)
+    third = await site.dial()
+    await third.says(protocol="another")
+    said = await third.next()
+    assert said is not None and said.refusal
+
+
+async def test_one_that_is_wanted_is_let_in_although_too_many_wait(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among them may be the worker that a gateway has started, and one that has its KV."""
+    monkeypatch.setattr(worker_port, "_MAX_WAITING", 1)
+    await site.waits()
+    taking = asyncio.create_task(site.take("a"))
+    await asyncio.sleep(0)
+    wanted = await site.dial()
+    await wanted.says(name="a")
+    assert (await taking).hello.name == "a"
+
+
 async def test_one_that_is_gone_or_silent_takes_no_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_port, "_ANSWER_TIMEOUT_S", 0.2)
     silent = await site.waits()

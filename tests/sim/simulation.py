@@ -210,6 +210,9 @@ class Simulation:
         if self._unanswered and self.rng.random() < 0.5:
             request, tenant = self._unanswered.pop(0)
             self.seen["asked again after a gateway crash"] += 1
+            if isinstance(request, Append):
+                # The new gateway checks it for the weights that it serves.
+                request = dataclasses.replace(request, weights=None)
             self._ask([request], tenant)
             return
         if not self.oracle.was_ready and self.rng.random() < 0.8:
