@@ -23,7 +23,7 @@ from tests.forwards import Told
 from tests.sim import disk
 from tests.sim.disk import DiskJournal
 from tests.sim.machine import PlantedMachine
-from tests.sim.planted import everywhere
+from tests.sim.planted import begins_at, everywhere
 from tests.sim.truth import Asked
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
 
@@ -288,6 +288,14 @@ def _in_another_order(patch: pytest.MonkeyPatch, key: Callable[[tuple[int, Reque
 def order_not_kept(patch: pytest.MonkeyPatch) -> None:
     """The last comes first."""
     _in_another_order(patch, lambda at: -at[0])
+
+
+@begins_at(167)
+def places_in_a_fork_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    def placeless(record: Record) -> Record:
+        return dataclasses.replace(record, total=0, first=0) if isinstance(record, CacheForked) else record
+
+    _written_as(patch, placeless)
 
 
 class NothingAborted(PlantedMachine):

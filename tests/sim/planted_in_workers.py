@@ -227,6 +227,15 @@ class CachesContinueWhereTheyEnd(PlantedMachine):
 # Adapters.
 
 
+class _LedgerOfForksWithoutAdapters(_LedgerOfForksWithout):
+    missing = "adapter"
+
+
+class ForksHaveNoAdapter(PlantedMachine):
+    silent = (KEPT,)
+    ledger_type = _LedgerOfForksWithoutAdapters
+
+
 class ReplaysHaveNoAdapter(PlantedMachine):
     def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
         if isinstance(command, SentForward) and command.replays:
