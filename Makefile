@@ -10,7 +10,7 @@ PROTO_IMAGE := build/protos.binpb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup kernels dist docs sbom release lock bench gpu serve cluster test test-isa test-torch soak size check check-types check-code check-protos check-imports fmt stubs proto-image clean
+.PHONY: help setup kernels dist docs sbom release lock bench gpu serve cluster test test-isa test-torch explore soak size check check-types check-code check-protos check-imports fmt stubs proto-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,8 +64,8 @@ cluster: kernels ## Serve with two workers as if they were on other hosts (docs/
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal $(ARGS)
 
-# In an environment of its own, with the Triton that this torch needs. Compiled kernels, and records of what Triton compiles
-# and which mutations are found, are not of a torch.
+# In an environment of its own, with the Triton that this torch needs. Compiled kernels, records of what Triton compiles and
+# mutations of kernels are not of a torch.
 TORCH ?= 2.11.0
 TORCH_TESTS := tests/kernels tests/workers tests/gpu $(patsubst %,tests/e2e/test_%.py,parity_machine families library_backend \
   same_bits hidden_states tensor_parallel) --ignore=tests/kernels/cuda/test_compile_gate.py \
@@ -86,6 +86,9 @@ test-isa: setup ## Run the tests that depend on the CPU with other instruction s
 bench: setup ## Measure against transformers and llama.cpp, 15 minutes (ARGS="--rows decode-32 --minutes 5")
 	@$(SET_UP) bench || echo 'llama.cpp could not be built' >&2
 	@$(BIN)/python -m benchmarks.run $(ARGS)
+
+explore: setup ## Look for failures with new seeds, for an hour (ARGS="--minutes 10 --only simulator --seed 7")
+	$(BIN)/python -m tests.explore $(ARGS)
 
 soak: setup ## Kill, stop and crash workers and gateway under callers, for an hour (ARGS="--faults 100 --minutes 5")
 	$(BIN)/python -m tests.soak $(ARGS)

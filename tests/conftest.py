@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import os
 import random
+import re
 import signal
 import sys
 import zlib
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from tests.gateway_process import GatewayProcess
 
 try:
+    import hypothesis.core
     from hypothesis import settings
 except ModuleNotFoundError:
     # On a machine for the GPU suite.
@@ -26,8 +29,27 @@ except ModuleNotFoundError:
 else:
     # Nothing timed decides; the same examples whatever has run before, the first of which find the most.
     settings.register_profile("quire", deadline=None, derandomize=True, database=None, max_examples=50)
+    settings.register_profile(
+        "explore", settings.get_profile("quire"), derandomize=False, max_examples=300, print_blob=True
+    )
     settings.register_profile("thorough", settings.get_profile("quire"), max_examples=300)
     settings.load_profile("quire")
+
+
+# In the environment: see `GatewayProcess`.
+AS_SHIPPED = "QUIRE_TESTS_AS_SHIPPED"
+# What a machine may lack, with what tests say that are skipped without it.
+REQUIRED = {
+    "grpcurl": "grpcurl is not installed",
+    "kubectl": "needs kubectl",
+    "manual": "`make docs` installs",
+    "namespaces": "network namespaces",
+    "node": "no node|node is|npm cannot fetch",
+    "postgresql": "initdb of PostgreSQL",
+    "ray": "ray is not installed",
+    "sbom": "`make sbom` installs",
+    "wheels": "`make dist` installs|needs a registry of packages",
+}
 
 
 # The background job of a shell ignores it, and so would each program that a test starts and interrupts.
@@ -37,12 +59,52 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`make test ARGS=--thorough`: also what takes minutes more and seldom tells more."""
     parser.addoption("--thorough", action="store_true", help="try every mistake and every family end to end")
+    parser.addoption("--explore", type=int, metavar="SEED", help="other draws than in every run; and more")
+    parser.addoption(
+        "--as-shipped", action="store_true", help="start servers as users do: slower, not forked"
+    )
+    parser.addoption(
+        "--require",
+        action="extend",
+        type=lambda names: names.split(","),
+        default=[],
+        metavar="NAME,...",
+        help=f"fail where a test is skipped for want of one: {', '.join(REQUIRED)}",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """More examples, if they are asked for."""
-    if config.getoption("--thorough") and "hypothesis" in sys.modules:
+    """More examples, or others, if they are asked for."""
+    if unknown := set(config.getoption("--require")) - set(REQUIRED):
+        raise pytest.UsageError(f"--require: {', '.join(sorted(unknown))} is none of {', '.join(REQUIRED)}")
+    if config.getoption("--as-shipped"):
+        os.environ[AS_SHIPPED] = "1"
+    if "hypothesis" not in sys.modules:
+        return
+    seed = config.getoption("--explore")
+    if seed is not None:
+        settings.load_profile("explore")
+        # As --hypothesis-seed does.
+        hypothesis.core.global_force_seed = seed
+    elif config.getoption("--thorough"):
         settings.load_profile("thorough")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that is skipped for want of what is required fails."""
+    report = yield
+    return without_what_is_required(item.config.getoption("--require"), report)
+
+
+def without_what_is_required(names: list[str], report: pytest.TestReport) -> pytest.TestReport:
+    """A report of a test that was skipped for want of one of `names` becomes that of a failure."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        for name in names:
+            if re.search(REQUIRED[name], reason):
+                report.outcome, report.longrepr = "failed", f"{name} is required: {reason}"
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,7 +131,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _own_draws(request: pytest.FixtureRequest) -> None:
     """Seed what draws without a generator by the test's name: the same draws whatever has run before."""
-    seed = zlib.crc32(request.node.nodeid.encode())
+    explored = request.config.getoption("--explore")
+    name = request.node.nodeid if explored is None else f"{request.node.nodeid} {explored}"
+    seed = zlib.crc32(name.encode())
     random.seed(seed)
     # Not imported for tests that do without.
     for library, name in (("numpy.random", "seed"), ("torch", "manual_seed")):

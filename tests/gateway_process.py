@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import psutil
 from quire.v1 import admin_pb2_grpc, executor_pb2, runner_pb2_grpc
 
 from benchmarks import checkout, gateway_process
+from tests.conftest import AS_SHIPPED
 from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
 
 ROOT = checkout.ROOT
@@ -48,9 +50,13 @@ class GatewayProcess(gateway_process.GatewayProcess):
         self_check: bool = False,
         forks: bool = True,
     ) -> None:
-        """Without `self_check`, which has tests of its own, workers start seconds earlier; also if forked."""
-        self._forks = forks and root == ROOT
-        flags = [*flags] if self_check else [*flags, "--no-self-check"]
+        """Without `self_check`, which has tests of its own, workers start seconds earlier; also if forked.
+
+        `python -m pytest --as-shipped` has neither.
+        """
+        as_shipped = AS_SHIPPED in os.environ
+        self._forks = forks and root == ROOT and not as_shipped
+        flags = [*flags] if self_check or as_shipped else [*flags, "--no-self-check"]
         super().__init__(model=model, workers=workers, flags=flags, root=root)
 
     def _command(self, root: Path, *arguments: str) -> list[str]:

@@ -96,11 +96,6 @@ class Network:
         """From now on, packets arrive so late, or are lost with this probability. Nobody is told."""
         self._tell({"source": source, "sink": sink, "delay": delay_s, "loss": loss})
 
-    def set_link(self, one: str, other: str, *, delay_s: float = 0.0, loss: float = 0.0) -> None:
-        """The same in both directions: `delay_s` is half of a round trip."""
-        self.set_direction(one, other, delay_s=delay_s, loss=loss)
-        self.set_direction(other, one, delay_s=delay_s, loss=loss)
-
     def set_up(self, host: str, *, up: bool) -> None:
         """Its interface is up, or down: programs there are told that the network cannot be reached."""
         self._tell({"host": host, "up": up})

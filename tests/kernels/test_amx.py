@@ -19,9 +19,13 @@ from kernels.cpu import library
 from kernels.linear import linear, pack_weight
 from tests.kernels.instruction_sets import need_compiled, use
 from tests.kernels.test_experts_cpu import Case
-from tests.kernels.test_experts_mistakes_cpu import SOURCES
 
 GROUP = 32
+# What products and experts need of the library.
+SOURCES = (
+    *("experts.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp"),
+    *("gated_activation.cpp", "threads.cpp"),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 
-from service.caches.requests import Append, Fork, Request, Result
+from service.caches.requests import Append, Request, Result
 from service.caches.segments import SegmentedTokens, SegmentStore
 from service.errors import JournalFull, QuireError
 from tests.sim.machine import PlantedMachine
 from tests.sim.truth import Asked
-from tests.sim.watched import LARGE_BYTES
 
 
 class _Miscounted(PlantedMachine):
@@ -40,16 +39,6 @@ class WhatIsUnderWayNotCounted(_Miscounted):
     def uncounted(self, asked: Asked) -> int:
         oracle = self.oracle
         return oracle.budget.under_way(asked.number, [*oracle.outstanding, *oracle.abandoned])
-
-
-class ForksNotCounted(_Miscounted):
-    def uncounted(self, asked: Asked) -> int:
-        return LARGE_BYTES if isinstance(asked.request, Fork) else 0
-
-
-class JournalNotCounted(_Miscounted):
-    def uncounted(self, asked: Asked) -> int:
-        return self.ledger.size_bytes
 
 
 def released_keep_their_bytes(patch: pytest.MonkeyPatch) -> None:

@@ -11,23 +11,21 @@ from typing import Any, BinaryIO
 import pytest
 
 from service.caches.append import is_repeated
-from service.caches.effects import AbortForward, Effects, ReleaseSequences
-from service.caches.ledger import Ledger, fingerprint
-from service.caches.records import CacheCreated, CacheForked, Child, Record, TokensAppended, numbers_of
-from service.caches.requests import Append, Appended, Fork, Release, Request, Result, Truncate
+from service.caches.effects import AbortForward, ReleaseSequences
+from service.caches.records import CacheCreated, CacheForked, Child, Record, TokensAppended
+from service.caches.requests import Append, Appended, Fork, Request, Result, Truncate
 from service.dispatcher import Dispatcher, OnOutcomes
-from service.errors import CacheNotFound, QuireError
+from service.errors import QuireError
 from service.journal import encoding
 from service.journal.base import OnCommitted
 from service.journal.encoding import Frame, decode, read_frames
-from tests.forwards import SentForward, Told
+from tests.forwards import Told
 from tests.sim import disk
 from tests.sim.disk import DiskJournal
 from tests.sim.machine import PlantedMachine
 from tests.sim.planted import begins_at, everywhere
 from tests.sim.truth import Asked
 from tests.sim.watched import LARGE_BYTES, WatchedDispatcher
-from workers.common import worker_pb2
 
 # What is kept would show a bug at once; callers are to.
 KEPT = "tests.sim.watched.check_ledger"
@@ -42,20 +40,6 @@ class FencingOff(PlantedMachine):
         return (
             dataclasses.replace(request, position=None) if isinstance(request, Append | Truncate) else request
         )
-
-
-class _LedgerWithoutLast(Ledger):
-    def apply(self, record: Record) -> None:
-        super().apply(record)
-        for number in numbers_of(record):
-            state = self.get(number)
-            if state is not None:
-                state.last_base = None
-
-
-class RepetitionsNotRecognised(PlantedMachine):
-    silent = (KEPT,)
-    ledger_type = _LedgerWithoutLast
 
 
 def other_tokens_taken_for_a_repetition(patch: pytest.MonkeyPatch) -> None:
@@ -138,10 +122,6 @@ def answered_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DiskJournal, "accept", at_once)
 
 
-def answered_without_a_journal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DiskJournal, "accept", lambda _, __, on_committed: on_committed(True))
-
-
 def failed_writes_taken_for_durable(patch: pytest.MonkeyPatch) -> None:
     accept = DiskJournal.accept
 
@@ -190,18 +170,6 @@ def checksums_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(disk, "seed_of", lambda _identity: Same())
 
 
-class TokensLostAfterVerify(PlantedMachine):
-    """The journal is told that all drafts were kept."""
-
-    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
-        if isinstance(command, SentForward):
-            options = worker_pb2.ForwardOptions.FromString(command.append.options)
-            options.ClearField("accept")
-            append = dataclasses.replace(command.append, options=options.SerializeToString())
-            command = dataclasses.replace(command, append=append)
-        return (command,)
-
-
 class ATreeTakenForItsFirstTokens(PlantedMachine):
     """As many tokens as the path has are written down, but in the order of the request."""
 
@@ -213,11 +181,6 @@ class ATreeTakenForItsFirstTokens(PlantedMachine):
                 in_order = append.token_ids[: len(record.token_ids)]
                 object.__setattr__(record, "token_ids", in_order)
         return records
-
-
-@begins_at(292)
-def trees_of_the_same_tokens_taken_for_one(patch: pytest.MonkeyPatch) -> None:
-    everywhere(patch, fingerprint, lambda tokens, _=(): fingerprint(tokens))
 
 
 def _written_as(patch: pytest.MonkeyPatch, change: Callable[[Record], Record]) -> None:
@@ -296,46 +259,6 @@ class ForksAreNotFenced(PlantedMachine):
         return dataclasses.replace(request, sources=sources)
 
 
-@begins_at(167)
-def places_in_a_fork_not_written_down(patch: pytest.MonkeyPatch) -> None:
-    def placeless(record: Record) -> Record:
-        return dataclasses.replace(record, total=0, first=0) if isinstance(record, CacheForked) else record
-
-    _written_as(patch, placeless)
-
-
-class ForksHoldWhatTheyDidNotGet(PlantedMachine):
-    """One that finds a parent gone goes on holding the others: what waits there behind it waits for ever."""
-
-    first_seed = 290  # See `AllAreQuarantined`.
-
-    def watch(self, *args: Any) -> None:
-        super().watch(*args)
-        # Those that did not end in the turn in which they came.
-        self.waiting: set[int] = set()
-        self.held: set[int] = set()
-
-    def take_effects(self) -> Effects:
-        effects = super().take_effects()
-        self.waiting = set(self.oracle.outstanding)
-        return effects
-
-    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record] | None:
-        return None if asked.number in self.held else records
-
-    def on_reply(self, asked: Asked, outcome: Result | QuireError) -> Result | QuireError | None:
-        if asked.number in self.held:
-            return None
-        fork = asked.request
-        if isinstance(fork, Fork) and isinstance(outcome, CacheNotFound) and asked.number in self.waiting:
-            names = {source.cache_id for source in fork.sources}
-            for behind in self.oracle.outstanding.values():
-                name = getattr(behind.request, "cache_id", "")
-                if behind.number > asked.number and name in names and self.state_of(name) is not None:
-                    self.held.add(behind.number)
-        return outcome
-
-
 # Order, and what is left behind.
 
 
@@ -367,8 +290,12 @@ def order_not_kept(patch: pytest.MonkeyPatch) -> None:
     _in_another_order(patch, lambda at: -at[0])
 
 
-def releases_overtake(patch: pytest.MonkeyPatch) -> None:
-    _in_another_order(patch, lambda at: not isinstance(at[1], Release))
+@begins_at(167)
+def places_in_a_fork_not_written_down(patch: pytest.MonkeyPatch) -> None:
+    def placeless(record: Record) -> Record:
+        return dataclasses.replace(record, total=0, first=0) if isinstance(record, CacheForked) else record
+
+    _written_as(patch, placeless)
 
 
 class NothingAborted(PlantedMachine):

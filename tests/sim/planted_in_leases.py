@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import pytest
 
 from service.caches.effects import Claim
-from service.pool.worker_directory import Epochs
 from tests.sim.fake_leases import LeasedProcesses
 from tests.sim.model_worker import ModelWorker
 from tests.sim.planted import begins_at
@@ -16,13 +15,6 @@ from tests.sim.planted import begins_at
 def earlier_leases_are_heard(patch: pytest.MonkeyPatch) -> None:
     """A worker carries out what arrives late on a stream of an earlier lease."""
     patch.setattr("tests.sim.fake_leases.accepts", lambda processes: not processes.worker.crashed)
-
-
-def epochs_do_not_rise(patch: pytest.MonkeyPatch) -> None:
-    async def again(epochs: Epochs) -> int:
-        return 1
-
-    patch.setattr(Epochs, "next", again)
 
 
 @begins_at(35)
@@ -47,12 +39,3 @@ def holdings_are_not_told(patch: pytest.MonkeyPatch) -> None:
         return {}
 
     patch.setattr(LeasedProcesses, "holdings", untold)
-
-
-def earlier_commands_go_on(patch: pytest.MonkeyPatch) -> None:
-    """A worker with a new lease goes on with what it was told before."""
-
-    def only_told(worker: ModelWorker) -> dict[int, int]:
-        return {number: len(tokens) for number, tokens in worker.sequences.items()}
-
-    patch.setattr(ModelWorker, "holdings", only_told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from service.caches.effects import ExportKv, ImportKv, ReleaseSequences
+from service.caches.effects import ExportKv, ReleaseSequences
 from tests.forwards import Told
 from tests.sim.machine import PlantedMachine
 
@@ -16,13 +16,3 @@ class SourceReleasedAtOnce(PlantedMachine):
         yield command
         if isinstance(command, ExportKv):
             yield ReleaseSequences(self.parts.context.number(), (command.number,))
-
-
-class ImportsNotWaitedFor(PlantedMachine):
-    """What is on its way to the target counts as imported, and is lost there."""
-
-    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
-        if not isinstance(command, ImportKv):
-            return (command,)
-        self.answered([(command.op_id, None)], self.oracle.now_s)
-        return ()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from service.caches.answers import CommandFailed, Event
-from service.caches.effects import Claim, Effects
+from service.caches.effects import Claim
 from service.caches.entries import WorkerView
 from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, Record, numbers_of
@@ -78,12 +78,6 @@ class NothingReplayed(_Replays):
         return ()
 
 
-class ReplayedWithoutTheTail(_Replays):
-    def replay(self, command: SentForward) -> Iterable[Told]:
-        tokens = command.append.token_ids
-        return (_with_tokens(command, tokens[:-1] if len(tokens) > 1 else tokens),)
-
-
 class WrongTokensReplayed(_Replays):
     silent = (SENT,)
 
@@ -93,13 +87,6 @@ class WrongTokensReplayed(_Replays):
 
 def _with_tokens(command: SentForward, tokens: Sequence[int]) -> SentForward:
     return dataclasses.replace(command, append=dataclasses.replace(command.append, token_ids=tokens))
-
-
-class WrongPositionSent(PlantedMachine):
-    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
-        if isinstance(command, SentForward):
-            command = dataclasses.replace(command, position=max(0, command.position - 1))
-        return (command,)
 
 
 class _Forgotten(PlantedMachine):
@@ -122,13 +109,6 @@ class LossesNotNoticed(_Forgotten):
         under_way = self.computed_on(worker_id, epoch)
         self.forgotten |= {asked.number for asked, _ in under_way if asked is not None}
         super().worker_lost(worker_id, epoch, *args, **how)
-
-
-class TheParkedAreForgotten(_Forgotten):
-    def take_effects(self) -> Effects:
-        effects = super().take_effects()
-        self.forgotten |= {asked.number for asked in self.parked()}
-        return effects
 
 
 def adopted_unseen(patch: pytest.MonkeyPatch) -> None:
@@ -225,19 +205,6 @@ class _LedgerOfTheFirstWeights(_LedgerOfForksWithout):
 class ForksAreOfThePresentWeights(PlantedMachine):
     silent = (KEPT,)
     ledger_type = _LedgerOfTheFirstWeights
-
-
-class WhatIsUnderWaySurvivesItsWeights(PlantedMachine):
-    def watch(self, *args: Any) -> None:
-        super().watch(*args)
-        self.ended: set[int] = set()
-
-    def _end_weights(self, weights: int) -> None:
-        self.ended.add(weights)
-
-    def on_command(self, worker_id: str, epoch: int, command: Told) -> Iterable[Told]:
-        worker = self.worker(worker_id, epoch)
-        return () if worker is not None and worker.weights in self.ended else (command,)
 
 
 class AnswersOfReplacedWeightsAreRepeated(PlantedMachine):

@@ -1,21 +1,19 @@
 """Deliberate mistakes in the kernels are noticed: a test that cannot fail says nothing.
 
-Each mutation of `mutations.py` is made in a copy of `kernels`, and its tests are run with that copy. They
-must fail, or crash on an address that is wrong; and all must pass on the kernels as they are. What was
-noticed before, with the same kernels and tests, is read from found.json (`found_mutations.py`).
+Each mutation of `mutations.txt` is made in a copy of `kernels`, and its test is run with that copy. It must
+fail, or crash on an address that is wrong; and pass on the kernels as they are. There is one for each
+test of each module. The first is made in every run, the others with --thorough.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 
-from tests.kernels.cuda.forked_tests import ROOT, ForkedTests
-from tests.kernels.cuda.found_mutations import check, copy_kernels, is_known, make
+from tests.kernels.cuda.forked_tests import NOTICED, ROOT, ForkedTests
 from tests.kernels.cuda.mutations import MUTATIONS, Mutation
 
 
@@ -25,9 +23,19 @@ def forked() -> Iterator[ForkedTests]:
         yield forked
 
 
-def test_names_are_distinct_and_their_tests_exist(forked: ForkedTests) -> None:
-    """That the tests pass without mistakes, they show themselves."""
+def source_of(mutation: Mutation, root: Path) -> Path:
+    return root.joinpath(*mutation.module.split(".")).with_suffix(".py")
+
+
+def copy_kernels(to: Path) -> None:
+    shutil.copytree(ROOT / "kernels", to / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def test_each_can_be_made_and_its_test_exists(forked: ForkedTests) -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+    for mutation in MUTATIONS:
+        text = source_of(mutation, ROOT).read_text(encoding="utf-8")
+        assert text.count(mutation.old) == 1, mutation.name
     outcome = forked.run(ROOT, "--collect-only", *sorted({mutation.test for mutation in MUTATIONS}))
     assert outcome.returncode == pytest.ExitCode.OK, outcome.output
 
@@ -39,23 +47,18 @@ def test_a_copy_without_a_mistake_passes(forked: ForkedTests, tmp_path: Path) ->
     assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.output, outcome.output
 
 
-def test_a_mistake_is_not_known_by_its_name() -> None:
-    """Another one, or one that another test has to notice, is made anew."""
-    known = MUTATIONS[0]
-    others = [dataclasses.replace(known, new="pass"), dataclasses.replace(known, test=MUTATIONS[-1].test)]
-    assert not any(map(is_known, others))
+TRIES = [
+    pytest.param(mutation, id=mutation.name, marks=[pytest.mark.thorough] if number else [])
+    for number, mutation in enumerate(MUTATIONS)
+]
 
 
-def tries() -> list[ParameterSet]:
-    """The first, and every third of those that are not known of; all of them with --thorough."""
-    unknown = [mutation for mutation in MUTATIONS if not is_known(mutation)]
-    now = [MUTATIONS[0], *unknown[::3]]
-    return [
-        pytest.param(mutation, id=mutation.name, marks=() if mutation in now else pytest.mark.thorough)
-        for mutation in MUTATIONS
-    ]
-
-
-@pytest.mark.parametrize("mutation", tries())
+@pytest.mark.parametrize("mutation", TRIES)
 def test_is_noticed(mutation: Mutation, forked: ForkedTests, tmp_path: Path) -> None:
-    check(make(mutation, forked, tmp_path))
+    copy_kernels(tmp_path)
+    source = source_of(mutation, tmp_path)
+    text = source.read_text(encoding="utf-8")
+    source.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    outcome = forked.run(tmp_path, mutation.test)
+    assert outcome.returncode in NOTICED, f"{outcome.returncode}: {outcome.output}"
+    assert "InterpreterError" not in outcome.output, "the mutation does not run, so it shows nothing"

@@ -1,1 +1,0 @@
-"""Where the time of a token goes: `python -m benchmarks.stages`."""
