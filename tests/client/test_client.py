@@ -233,7 +233,7 @@ def test_a_verify_says_which_tokens_follow(client: Client) -> None:
     cache = client.prefill([1, 2, 3])
     verified = cache.verify([50, 51, 52, 99])
     assert verified.tokens == (51, 52, 53), "the accepted drafts and the next token"
-    with pytest.raises(ValueError, match="accept is one of greedy, sampled, speculative, all"):
+    with pytest.raises(ValueError, match="accept is one of all, greedy, sampled, speculative"):
         cache.verify([4], accept="some")  # type: ignore[arg-type]
 
 

@@ -126,6 +126,8 @@ def test_the_model_is_described_while_no_worker_is_ready() -> None:
 def test_capabilities_tell_the_settings_that_limit(shipped_gateway: GatewayProcess) -> None:
     limits = shipped_gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).limits
     told = {field.name: getattr(limits, field.name) for field in limits.DESCRIPTOR.fields}
+    for span in ("max_wait", "message_timeout"):
+        told[f"{span}_s"] = told.pop(span).ToNanoseconds() / 1e9
     # The shipped gateway runs with the defaults of these.
     assert told == {name: getattr(Config(), name) for name in told} and all(told.values())
 
