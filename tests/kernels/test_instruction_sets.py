@@ -20,7 +20,8 @@ from workers.models.errors import ModelError
 from workers.process import _make_executor, report
 
 AVX2, AVX512 = library._V3_FLAGS, library._V4_FLAGS
-AMX = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
+AVX512BF16 = library._AVX512_BF16_FLAGS
+AMX = AVX512BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 Choose = Callable[[str | None, frozenset[str]], None]
 
 
@@ -50,12 +51,13 @@ def choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Choose]:
     ("asked", "flags", "used"),
     [
         (None, AMX, "amx"),
-        (None, AVX512 | {"avx512_bf16"}, "avx512bf16"),
+        (None, AVX512BF16, "avx512bf16"),
+        (None, AVX512 | {"avx512_bf16"}, "avx512"),
         (None, AVX512, "avx512"),
         (None, AVX2, "avx2"),
         (None, frozenset[str](), None),
         ("avx512bf16", AMX, "avx512bf16"),
-        ("avx512", AVX512 | {"avx512_bf16"}, "avx512"),
+        ("avx512", AVX512BF16, "avx512"),
         ("avx2", AVX512, "avx2"),
         ("none", AVX512, None),
     ],
@@ -131,7 +133,7 @@ def test_without_compiled_kernels_on_request(choose: Choose, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("avx512bf16", "QUIRE_CPU_ISA = avx512bf16: this machine lacks avx512_bf16, avx512bw, avx512cd, "),
+        ("avx512bf16", "QUIRE_CPU_ISA = avx512bf16: this machine lacks avx512_bf16, avx512_vnni, avx512bw, "),
         ("AVX2", "QUIRE_CPU_ISA = AVX2: must be one of amx, avx512bf16, avx512, avx2, neon, none"),
         ("", "QUIRE_CPU_ISA = : must be one of amx, avx512bf16, avx512, avx2, neon, none"),
     ],

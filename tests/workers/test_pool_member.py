@@ -25,7 +25,7 @@ from workers.server import WorkerServer
 
 # A gateway's first message from 2026-11-28 on, to one that it sends away: it keeps its numbers, so that the
 # worker's log can say why.
-REFUSAL = bytes.fromhex("2a") + bytes([9]) + b"different"
+REFUSAL = bytes.fromhex("22") + bytes([9]) + b"different"
 PATIENCE_S = 30
 LENGTH = struct.Struct("<I")
 
