@@ -28,6 +28,7 @@ from workers.decodes import ADAPTER, NO_DECODES, OP_ID, PRELAUNCH, Decodes, Deco
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of, failure_of_running
+from workers.inbox import Inbox
 from workers.integrity_checks import IntegrityChecks
 from workers.kv.page_pool import OutOfPages
 from workers.kv_copies import export_kv, import_kv
@@ -105,7 +106,7 @@ class StepLoop:
         self._engine = engine
         self._scheduler = scheduler
         self._emit = emit
-        self._inbox: queue.SimpleQueue[_Arrived] = queue.SimpleQueue()
+        self._inbox: Inbox[_Arrived] = Inbox()
         self._results: list[Result | DecodesDone] = []
         # Sequences that the running step has answered, whose callers may soon send the next token.
         self._answered: list[int] = []
@@ -198,7 +199,7 @@ class StepLoop:
                     self._take_forward(command)
                 else:
                     self._take_other(command)
-            if not self._inbox.empty():
+            if self._inbox.items:
                 commands, arrived_ns = self._inbox.get()
                 continue
             if decodes:
@@ -211,7 +212,7 @@ class StepLoop:
                 return
             commands, arrived_ns = _NOTHING
             with suppress(queue.Empty):
-                commands, arrived_ns = self._inbox.get(timeout=wait_ns / 1e9)
+                commands, arrived_ns = self._inbox.get(wait_ns / 1e9)
 
     @property
     def _has_work(self) -> bool:
@@ -235,11 +236,11 @@ class StepLoop:
         if self._in_flight.step is not None:
             while self._in_flight.waits_for_requests:
                 with suppress(queue.Empty):
-                    return self._inbox.get(timeout=_POLL_S)
+                    return self._inbox.get(_POLL_S)
             return _NOTHING
         if self._prelauncher.ready:
             try:
-                return self._inbox.get(timeout=HOLD_TIMEOUT_S)
+                return self._inbox.get(HOLD_TIMEOUT_S)
             except queue.Empty:
                 self._prelauncher.drop_all()
         return self._inbox.get()

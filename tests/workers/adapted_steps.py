@@ -114,7 +114,7 @@ class Worker(stepping.Worker):
 
     def _sleep(self) -> Any:
         try:
-            return self.loop._inbox.get_nowait()
+            return self.loop._inbox.get(0.0)
         except queue.Empty:
             self._is_asleep = True
             return (), 0

@@ -92,10 +92,7 @@ class Text:
 
 def worker_of(runner: Runner, *, ahead: bool) -> stepping.Worker:
     engine = Engine(KvTable(PAGES, 16), make_kv("cpu"), runner)
-    worker = stepping.Worker(engine, limits=LIMITS, max_seq_tokens=MAX_TOKENS if ahead else 0)
-    # Nothing can arrive while this thread waits for it, and how long it would wait depends on the clock.
-    worker.loop._window.remaining_ns = lambda _now_ns, _waiting: 0  # type: ignore[method-assign]
-    return worker
+    return stepping.Worker(engine, limits=LIMITS, max_seq_tokens=MAX_TOKENS if ahead else 0)
 
 
 Rows = list[tuple[int, float | None]]
