@@ -35,6 +35,7 @@ WORKER_LAYERS = (
         "service_class",
         "caller_limits",
         "coalescing",
+        "inbox",
         "prelaunch",
         "steps_in_flight",
         "integrity_checks",
