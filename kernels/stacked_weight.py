@@ -36,6 +36,11 @@ class StackedWeight(Weight):
         """See `Weight`."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def address(self) -> None:
+        """None: it has several."""
+        return None
+
     def part(self, first: int) -> tuple[Weight, int]:
         """See `Weight`."""
         for part in self.parts:
