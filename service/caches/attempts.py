@@ -223,7 +223,7 @@ class Attempts:
             operation = self.parked.get(ticket)
             if operation is not None and self._may_run(operation, full):
                 del self.parked[ticket]
-                operation.need = None
+                operation.need = operation.preempted_for = None
                 if self.begin_again(operation):
                     yield operation
 
@@ -316,6 +316,9 @@ class Attempts:
 
     def _may_fit(self, operation: Operation, full: set[WorkerView]) -> bool:
         """Whether its worker may have enough pages by now, or any if it has none. Preempts others."""
+        if operation.preempted_for is not None and operation.preempted_for.op_id:
+            # It would take the pages from the older one again, and lose them again, for ever.
+            return False
         own, append = operation.entry.worker, operation.append
         tokens = operation.base + (0 if append is None else len(append.token_ids))
         for worker in self._workers.open_workers(operation.entry.state.weights) if own is None else (own,):
@@ -324,13 +327,21 @@ class Attempts:
             # Without a worker its KV was dropped: it needs pages for all tokens.
             whole = min(worker.pages_for(tokens), worker.pages_total)
             missing = (operation.pages_needed if worker is own else whole) - worker.headroom
-            if missing <= 0 or self._kv.preempt(worker, missing, operation):
+            if missing <= 0 or self._preempt(worker, missing, operation):
                 return True
             if worker is own and not self._can_others_free_pages(worker):
                 # The worker decides whether it fits.
                 return True
             full.add(worker)
         return False
+
+    def _preempt(self, worker: WorkerView, pages: int, operation: Operation) -> bool:
+        """Drops KV of others. Those that wait for pages wait for the attempt of this one, too."""
+        evicted = self._kv.preempt(worker, pages, operation)
+        for entry in evicted:
+            if entry.running is not None and entry.running.need is Need.PAGES:
+                entry.running.preempted_for = operation
+        return bool(evicted)
 
     def _can_others_free_pages(self, worker: WorkerView) -> bool:
         """Whether other caches than the one in need have pages on its worker, which they may free later."""
@@ -429,7 +440,7 @@ class Attempts:
         if operation.is_internal:
             # A restore must not preempt other caches.
             return self.failed(operation, error)
-        if self._kv.preempt(worker, missing, operation):
+        if self._preempt(worker, missing, operation):
             return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
         others = [w for w in self._workers.open_workers(worker.weights) if w is not worker]

@@ -105,6 +105,8 @@ class Operation:
     need: Need | None = None
     pages_needed: int = 0
     pages_available: int = 0
+    # Until it begins again: an older operation, for which the KV of its cache was dropped.
+    preempted_for: Operation | None = None
     # Failed attempts that are retried.
     failures: int = 0
     # Replayed because the KV was not on the worker.

@@ -102,19 +102,20 @@ class KvPlacement:
             self._forget(entry, worker)
         return lost
 
-    def preempt(self, worker: WorkerView, pages: int, wanted_by: Operation) -> bool:
-        """Drops KV in LRU order until about `pages` are free. Returns False if there was none to drop."""
+    def preempt(self, worker: WorkerView, pages: int, wanted_by: Operation) -> list[CacheEntry]:
+        """Drops KV in LRU order until about `pages` are free. Returns the caches whose KV was dropped."""
         freed, evicted = 0, []
         for entry in worker.held:
             if freed >= pages:
                 break
             if entry is not wanted_by.entry and self._is_preemptible(entry, wanted_by):
-                # Shared pages stay in use. If too few are free, the operation asks again.
+                # Shared pages stay in use, and a cache that was not computed yet may have some. If too few are
+                # free, the operation asks again.
                 freed += max(1, worker.pages_for(entry.kv_len))
                 evicted.append(entry)
         self.drop(*evicted)
         self._context.counts["preempted"] += len(evicted)
-        return freed > 0
+        return evicted
 
     def _is_preemptible(self, entry: CacheEntry, wanted_by: Operation) -> bool:
         """Whether its KV may be dropped for an operation."""

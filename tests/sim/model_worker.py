@@ -154,6 +154,11 @@ class ModelWorker:
         return not (self.inbox or self._jobs or self.outbox)
 
     @property
+    def queued(self) -> list[int]:
+        """The op ids of the forwards that it has and has not answered."""
+        return list(self._jobs)
+
+    @property
     def has_jobs(self) -> bool:
         """Whether forwards are queued."""
         return bool(self._jobs)
