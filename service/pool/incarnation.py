@@ -209,7 +209,6 @@ class Incarnation:
             slot.worker_id,
             slot.epoch,
             page_tokens=ready.executor.page_size_tokens,
-            page_bytes=ready.executor.bytes_per_page,
             pages_total=ready.pages_total,
             capacity_tokens=ready.executor.kv_capacity_tokens,
             pages_available=ready.pages_total,

@@ -186,12 +186,6 @@ def test_operators_reach_the_right_gateway(server: SeveralGateways, stubs: list[
         assert refused(lambda: admin.Warmup(too_many, timeout=60)) == "TOO_MANY_WORKERS"  # noqa: B023
         unknown = admin_pb2.DrainRequest(worker_id="worker-77")
         assert refused(lambda: admin.Drain(unknown, timeout=60)) == "UNKNOWN_WORKER"  # noqa: B023
-        for shard, stub in enumerate(stubs):
-            cache_id = new_cache(stub)
-            move = admin_pb2.MoveCacheRequest(cache_id=cache_id, worker_id=f"worker-{shard}")
-            assert admin.MoveCache(move, timeout=60).copied_tokens == 0
-            gone = admin_pb2.MoveCacheRequest(cache_id=cache_id + "x", worker_id=f"worker-{shard}")
-            assert refused(lambda: admin.MoveCache(gone, timeout=60)) == "CACHE_NOT_FOUND"  # noqa: B023
     for shard in range(server.count):
         worker_id = f"worker-{shard}"
         (replaced,) = admins[shard].Drain(admin_pb2.DrainRequest(worker_id=worker_id), timeout=60).workers

@@ -1,7 +1,6 @@
 """Operators' calls to a server of several gateways: whichever is reached, the right ones do what is asked.
 
-MoveCache is for the gateway that has the cache, and Drain of a worker for the one that has the worker. Drain
-and Warmup of all are for all: Drain goes from gateway to gateway, so that one worker at a time is replaced.
+Drain of a worker is for the gateway that has the worker. Drain and Warmup of all are for all: Drain goes from gateway to gateway, so that one worker at a time is replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.api.admin import OperatorCalls
-from service.errors import UNKNOWN_WORKER, InvalidArgument, QuireError, ShardMoved
+from service.errors import UNKNOWN_WORKER, InvalidArgument, QuireError
 from service.extensions.gateways.forwarding import CallContext, Forwarding
 from service.extensions.gateways.peers import is_forwarded
 
@@ -29,22 +28,6 @@ class OperatorCallsOfAll(OperatorCalls):
         """`home`: of the home shard. Nothing is done but by it and by those of other shards."""
         self._forwarding = forwarding
         self._home = home
-
-    async def move_cache(
-        self, request: admin_pb2.MoveCacheRequest, context: CallContext
-    ) -> admin_pb2.MoveCacheResponse:
-        """By the gateway that has the cache. Raises QuireError."""
-        shard = self._forwarding.shard_of(request.cache_id)
-        core = self._cores().get(self._forwarding.home.index if shard is None else shard)
-        if core is not None:
-            return await core.move_cache(request, context)
-        assert shard is not None
-        if is_forwarded(context.invocation_metadata()):
-            raise ShardMoved
-        answer: admin_pb2.MoveCacheResponse = await self._ask(
-            shard, "MoveCache", request, admin_pb2.MoveCacheResponse, context
-        )
-        return answer
 
     async def drain(self, request: admin_pb2.DrainRequest, context: CallContext) -> admin_pb2.DrainResponse:
         """Replaces all workers of the server, or the one of this id, whoever has it. Raises QuireError."""
