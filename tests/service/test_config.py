@@ -231,7 +231,7 @@ def test_a_byte_order_mark_is_no_setting(tmp_path: Path) -> None:
     assert load_config({"config": toml(tmp_path, "\ufeffworkers = 2")}, {}).workers == 2
 
 
-@pytest.mark.parametrize("name", ["model", "data_dir", "tls_cert", "pool", "ray_address"])
+@pytest.mark.parametrize("name", ["model", "data_dir", "tls_cert", "pool"])
 def test_no_text_has_a_zero_byte(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"config": toml(tmp_path, f'{name} = "a\\u0000b"')}, {})
