@@ -180,6 +180,6 @@ def test_two_ports_have_two_addresses(addresses: dict[str, str], refused: list[s
 
 
 def test_it_loads_no_torch() -> None:
-    modules = "service.cli.serve, service.cli.journal"
+    modules = "service.cli.serve, service.cli.worker"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -571,16 +571,6 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         open_journal(tmp_path / "data")
 
 
-def test_a_journal_of_a_version_before_the_first_release_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "journal.db").write_bytes(b"SQLite format 3\0")
-    with pytest.raises(
-        JournalUnusable, match=r"does not read. To begin without its caches, move .*journal.db"
-    ):
-        open_journal(tmp_path)
-    (tmp_path / "journal.db").rename(tmp_path / "old")
-    open_journal(tmp_path).close()
-
-
 def test_a_segment_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(segments, "_FORMAT", 9)
