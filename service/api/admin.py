@@ -17,7 +17,6 @@ from service.api.parsing import parsed
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant_name
 from service.config import Config
-from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument, SeveralGateways
 from service.pool.rolling_restart import RollingRestart
 from service.setting_rules import is_private
@@ -46,10 +45,10 @@ class Stop(Protocol):
 
 
 class OperatorCalls:
-    """What operators do to the caches and workers of one core. `context` is only for calls to others."""
+    """What operators do to the workers of one core. `context` is only for calls to others."""
 
-    def __init__(self, state: ServerState, restarts: RollingRestart, dispatcher: Dispatcher) -> None:
-        self._state, self._restarts, self._dispatcher = state, restarts, dispatcher
+    def __init__(self, state: ServerState, restarts: RollingRestart) -> None:
+        self._state, self._restarts = state, restarts
 
     @property
     def num_ready(self) -> int:
@@ -64,7 +63,7 @@ class OperatorCalls:
             await asyncio.sleep(_POLL_S)
         return self.num_ready
 
-    async def drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
+    async def drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
         """Replaces all workers, or the one of this id. Raises InvalidArgument or NoWorker."""
         grace_s = self._state.config.drain_grace_s
         if request.HasField("grace"):
@@ -126,9 +125,9 @@ class AdminApi:
         ready = await self._operator_calls.warm_up(request.workers, context)
         return admin_pb2.WarmupResponse(workers_ready=ready)
 
-    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
-        """Replaces workers, of whichever gateway."""
-        return await self._operator_calls.drain(request, context)
+    async def Drain(self, request: admin_pb2.DrainRequest, _context: Context) -> admin_pb2.DrainResponse:
+        """Replaces workers of this gateway."""
+        return await self._operator_calls.drain(request)
 
     async def LoadAdapter(
         self, requests: AsyncIterator[Any], _context: Context
