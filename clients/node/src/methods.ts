@@ -42,7 +42,6 @@ const REPEATABLE = new Map<string, (request: any) => boolean>([
   // Read-only.
   ["Forward", always],
   ["BatchForward", always],
-  ["EstimateCost", always],
   ["ListCaches", always],
   ["ListAdapters", always],
   ["ListRuntimes", always],
