@@ -38,7 +38,7 @@ ABSENT = {
     "ExecuteItem.stop", "ExecuteItem.stop_token_ids", "ExecuteItem.adapter_id", "ExecuteItem.cache_salt",
     "ChatMessage.tool_calls", "ChatMessage.tool_call_id", "ChatMessage.name", "Chat.template",
     "Chat.tools_json", "ToolCall.arguments_json", "DraftProbabilities.dense",
-    "LoadWeightsRequest.runtime", "RebuildSessionRequest.runtime",
+    "EstimateCostRequest.runtime", "LoadWeightsRequest.runtime", "RebuildSessionRequest.runtime",
     "DrainRequest.worker_id", "LoadAdapterRequest.source", "UploadWeightsRequest.name",
     "UploadWeightsRequest.sha256",
 }  # fmt: skip
@@ -137,6 +137,7 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "RenewCacheRequest.cache_id": ("EMPTY_CACHE_ID", lambda: validation.check_cache_id("")),
     "ExecuteItem.item_id": ("BAD_ITEM_ID", lambda: items.check_ids([item(item_id="")])),
     "ExecuteRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
+    "EstimateCostRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "LoadWeightsRequest.source": ("BAD_SOURCE", _source),
     "LoadAdapterRequest.adapter_id": ("BAD_ADAPTER", lambda: check_adapter_id("")),
 }

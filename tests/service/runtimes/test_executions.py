@@ -202,7 +202,7 @@ async def test_a_lost_execution_is_not_resumed_by_another_runtime() -> None:
     with pytest.raises(ExecutionLost):
         served.open(without_keep, None, None)
     # Whatever the policy, the own workers continue it, or report that they did not start it.
-    policy = runner_pb2.ROUTING_POLICY_LOCAL_FIRST
+    policy = runner_pb2.ROUTING_POLICY_CHEAPEST
     local.failures = {"x": NoWorker()}
     await ended(served.open(request("a", at=3, policy=policy), None, None))
     assert local.asked == [["x"]] and not other.asked
@@ -246,6 +246,29 @@ async def test_acceptance_is_sent_before_the_first_chunk() -> None:
     assert reader.sent.empty()
 
 
+async def test_a_runtime_that_is_chosen_late_is_sent_late() -> None:
+    class Thinking(FakeRuntime):
+        async def estimate(self, items: Any) -> runner_pb2.CostEstimate:
+            await may_tell.wait()
+            return await super().estimate(items)
+
+    may_tell = asyncio.Event()
+    served = executions(Thinking("local", raises=NoWorker()), FakeRuntime("other", cost_usd=1.0))
+    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
+    first = await reader.sent.get()
+    assert (first.started.request_id, first.started.runtime) == ("a", "")
+    may_tell.set()
+    await call
+    # The cheapest runtime has no worker.
+    second = await reader.sent.get()
+    assert (second.started.request_id, second.started.runtime) == ("a", "other") and second.chunks
+    # A reader that resumes gets everything at once.
+    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
+    await call
+    first = await reader.sent.get()
+    assert first.started.resumed and first.started.runtime == "other"
+
+
 @pytest.mark.parametrize("runtime", ["", "other"])
 @pytest.mark.parametrize("has_recovered", [False, True])
 async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> None:
@@ -256,6 +279,10 @@ async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> 
     reader, call = calling(served, request(runtime=runtime))
     await call
     assert reader.sent.get_nowait().started.runtime == "other"
+    estimate = await RunnerApi(served, served._router, served._state).EstimateCost(
+        runner_pb2.EstimateCostRequest(runtime="other", items=request().items), cast(Any, reader)
+    )
+    assert estimate.estimates[0].runtime == "other" and not estimate.estimates[0].HasField("error")
 
 
 async def test_a_local_only_batch_is_refused_until_a_worker_was_ready() -> None:
@@ -288,6 +315,10 @@ class Preparing(FakeRuntime):
             batch.prepared(len(good))
         await super().execute(batch, sink)
 
+    async def estimate(self, items: Any) -> runner_pb2.CostEstimate:
+        await self._prepare(items)
+        return await super().estimate(items)
+
     async def _prepare(self, items: Any) -> None:
         self.prepared += len(items)
         await self.may_prepare.wait()
@@ -298,7 +329,8 @@ def alice(monkeypatch: pytest.MonkeyPatch) -> Tenant:
     """The tenant of calls, and a clock that stands still."""
     tenant = Tenant("alice")
     monkeypatch.setattr(servicer_module, "current_tenant", lambda: tenant)
-    monkeypatch.setattr(executions_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    for module in (executions_module, servicer_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     return tenant
 
 
@@ -356,6 +388,34 @@ async def test_a_preparation_is_in_flight_until_its_requests_are(alice: Tenant) 
     await ended(third)
     await settled()
     assert alice.unseen == 0
+
+
+async def test_what_estimate_cost_prepares_counts(alice: Tenant) -> None:
+    runtime = Preparing()
+    served = executions(runtime)
+    api = RunnerApi(served, served._router, served._state)
+
+    async def estimate(*names: str) -> None:
+        items = [runner_pb2.ExecuteItem(item_id=name) for name in names]
+        await api.EstimateCost(runner_pb2.EstimateCostRequest(items=items), cast(Any, None))
+
+    alice.quota = Quota(max_per_s=20)
+    for _ in range(10):
+        await estimate("a", "b")
+    for _ in range(50):
+        with pytest.raises(QuotaExceeded, match="max_per_s"):
+            await estimate("a")
+    assert runtime.prepared == 20
+
+    alice.quota = Quota(max_in_flight=1)
+    runtime.may_prepare.clear()
+    running = asyncio.create_task(estimate("a"))
+    await asyncio.sleep(0)
+    with pytest.raises(QuotaExceeded, match="max_in_flight"):
+        await estimate("a")
+    runtime.may_prepare.set()
+    await running
+    await estimate("a")
 
 
 async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from google.rpc import error_details_pb2
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 
+from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.budgets import Budget
+from service.caches.keyed_answers import KeyedAnswers
 from service.config import Config
 from service.errors import (
     AnswersFull,
@@ -28,9 +31,11 @@ from service.extensions.providers import failures
 from service.pool.gpus import Gpu
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.execution import Execution
+from service.runtimes.executions import Executions
 from service.runtimes.local import LocalRuntime
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router, Routing
+from service.runtimes.servicer import RunnerApi
 from tests.error_details import status_reason
 from tests.service.served import state_of
 from workers.common import worker_pb2
@@ -44,6 +49,7 @@ class FakeRuntime:
     failures: Mapping[str, QuireError] = field(default_factory=dict)
     raises: QuireError | None = None
     wait_s: float = 0.0
+    cost_usd: float | None = 0.0
     trouble: str = ""
     asked: list[list[str]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
@@ -68,6 +74,12 @@ class FakeRuntime:
                     chunk.finish_reason = runner_pb2.FINISH_REASON_ERROR
                 sink.put([chunk])
 
+    async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
+        for item in items:
+            if item.item_id in self.failures:
+                raise self.failures[item.item_id]
+        return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
+
     async def load_weights(
         self, request: admin_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse, None]:
@@ -91,9 +103,10 @@ async def executed(
     *wanted: runner_pb2.ExecuteItem,
     runtime: str = "",
     deadline_s: float | None = None,
+    max_cost_usd: float | None = None,
 ) -> tuple[runner_pb2.ExecutionStarted, dict[tuple[str, int], runner_pb2.SampleChunk]]:
     """The chunks that a reader gets."""
-    request = runner_pb2.ExecuteRequest(items=wanted, runtime=runtime)
+    request = runner_pb2.ExecuteRequest(items=wanted, runtime=runtime, max_cost_usd=max_cost_usd)
     samples = [(item.item_id, sample) for item in wanted for sample in range(max(1, item.n))]
     execution = Execution(
         "id", samples, 0.0, lambda _: None, Budget(1 << 40, AnswersFull), ReplayBudget(1 << 40)
@@ -226,6 +239,9 @@ async def test_a_text_that_breaks_off_after_a_fallback_reports_that_error() -> N
         (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=0.5), FakeRuntime("b")], "a"),
         (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=1.5), FakeRuntime("b")], "b"),
         (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=1.5)], "a"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=3), FakeRuntime("b", cost_usd=2)], "b"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=None), FakeRuntime("b", cost_usd=2)], "b"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=1, wait_s=9), FakeRuntime("b", cost_usd=2)], "b"),
     ],
 )
 async def test_policies(routing: Routing, runtimes: list[FakeRuntime], taken: str) -> None:
@@ -244,6 +260,48 @@ async def test_a_full_runtime_queues_if_configured() -> None:
     other = FakeRuntime("b")
     _, found = await executed(Router([only, other], Routing(when_full="queue")), *items("x", "y"))
     assert found["x", 0].text == "a" and found["y", 0].HasField("error") and not other.asked
+
+
+@pytest.mark.parametrize(
+    ("most_usd", "costs_usd", "taken"),
+    [(2.5, (1.0, 0.5), "a"), (1.5, (1.0, 0.5), "b"), (0.5, (1.0, 0.5), ""), (9.0, (None, 4.0), "b")],
+)
+async def test_a_batch_runs_only_where_its_cost_limit_holds(
+    most_usd: float, costs_usd: tuple[float | None, float | None], taken: str
+) -> None:
+    """The cost of each of the two items."""
+    runtimes = [FakeRuntime(name, cost_usd=cost) for name, cost in zip("ab", costs_usd, strict=True)]
+    started, found = await executed(Router(runtimes), *items("x", "y"), max_cost_usd=most_usd)
+    if taken:
+        assert started.runtime == taken and {chunk.text for chunk in found.values()} == {taken}
+    else:
+        assert {status_reason(chunk.error) for chunk in found.values()} == {"BUDGET_EXCEEDED"}
+        assert not any(runtime.asked for runtime in runtimes)
+
+
+async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
+    """The response of EstimateCost."""
+    state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
+    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state)
+    request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
+    return (await api.EstimateCost(request, cast(Any, None))).estimates
+
+
+async def test_a_runtime_that_cannot_run_an_item_does_not_hide_other_estimates() -> None:
+    router = Router([FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", cost_usd=2)])
+    first, second = await estimated(router, *items("y", "x"))
+    assert (first.runtime, status_reason(first.error)) == ("a", NO_TEMPLATE.reason)
+    assert not first.HasField("max_cost_usd") and not second.HasField("error")
+    assert (second.runtime, second.max_cost_usd) == ("b", 2)
+    assert [estimate.HasField("error") for estimate in await estimated(router, *items("y"))] == [False] * 2
+
+
+@pytest.mark.parametrize(("runtime", "reason"), [("", NO_TEMPLATE.reason), ("b", NO_ENTRY.reason)])
+async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, reason: str) -> None:
+    refusing = [FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", failures={"x": NO_ENTRY})]
+    with pytest.raises(QuireError) as raised:
+        await estimated(Router(refusing), *items("x"), runtime=runtime)
+    assert raised.value.reason == reason
 
 
 @pytest.mark.parametrize(

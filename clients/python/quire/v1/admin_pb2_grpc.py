@@ -97,7 +97,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+        """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
         recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
         calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
         """

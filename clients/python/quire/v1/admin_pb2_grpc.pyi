@@ -40,7 +40,7 @@ class AdminServiceStub:
     the server opens its port: retry until one connects.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
-    """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+    """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
     recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
     calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
     """
@@ -82,7 +82,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     the server opens its port: retry until one connects.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
-    """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+    """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
     recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
     calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
     """
@@ -133,7 +133,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
-        """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
+        """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
         recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
         calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
         """

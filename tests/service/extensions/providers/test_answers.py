@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tracemalloc
 from typing import Any
 
@@ -13,6 +14,7 @@ from service.api.status import to_status
 from service.caches.tenants import Tenant
 from service.errors import DeadlinePassed
 from service.extensions.providers.dialects.base import Delta
+from service.extensions.providers.prices import Prices
 from service.extensions.providers.samples import Samples
 from service.runtimes.base import Batch
 from tests.service.extensions.providers.fake_provider import (
@@ -38,11 +40,12 @@ from tests.service.extensions.providers.fake_provider import (
 STOP, LENGTH = runner_pb2.FINISH_REASON_STOP, runner_pb2.FINISH_REASON_LENGTH
 TOOL_CALLS = runner_pb2.FINISH_REASON_TOOL_CALLS
 FILTERED = runner_pb2.FINISH_REASON_CONTENT_FILTER
+PRICES = {"m": Prices(input_usd=2.0, output_usd=10.0, cached_input_usd=1.0)}
 
 
 async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider) -> None:
     provider.script.append(said("Hel", "lo"))
-    out = await answered(provider, item())
+    out = await answered(provider, item(), prices=PRICES)
     assert provider.asked[0].headers["accept-encoding"] == "identity"
     assert "traceparent" not in provider.asked[0].headers, "without traces of our own"
     assert "authorization" not in provider.asked[0].headers, "none is configured"
@@ -52,6 +55,7 @@ async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider
     usage = last.usage
     assert (usage.input_tokens, usage.output_tokens) == (7, 5)
     assert (usage.cached_tokens, usage.reasoning_tokens) == (3, 2)
+    assert math.isclose(usage.cost_usd, (4 * 2 + 3 * 1 + 5 * 10) / 1e6)
 
 
 async def test_the_codec_of_a_response_is_not_the_providers_choice(provider: FakeProvider) -> None:
@@ -60,6 +64,18 @@ async def test_the_codec_of_a_response_is_not_the_providers_choice(provider: Fak
     provider.script.append(raw(head + event(delta("\u20ac", finish="stop")) + event("[DONE]")))
     out = await answered(provider, item())
     assert (out.text(), out.last().finish_reason) == ("\u20ac", STOP)
+
+
+async def test_without_a_price_no_cost_is_reported(provider: FakeProvider) -> None:
+    provider.script.append(said("x"))
+
+    async with remote(config(provider)) as runtime:
+        usage = (await run(runtime, item())).last().usage
+        estimate = await runtime.estimate([item("x" * 400, max_tokens=9, n=2)])
+
+    assert usage.output_tokens == 5 and not usage.HasField("cost_usd")
+    assert (estimate.input_tokens, estimate.max_output_tokens, estimate.is_counted) == (100, 18, False)
+    assert not estimate.HasField("max_cost_usd")
 
 
 async def test_without_usage_from_the_provider_none_is_reported(provider: FakeProvider) -> None:
@@ -198,7 +214,7 @@ ANTHROPIC = [
 async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ITS_KEY", "k1")
     provider.script.append(stream(*ANTHROPIC, done=False))
-    made = config(provider, dialect="anthropic-messages", api_key_env="ITS_KEY")
+    made = config(provider, dialect="anthropic-messages", api_key_env="ITS_KEY", prices=PRICES)
 
     async with remote(made) as runtime:
         out = await run(runtime, item(n=2))
@@ -259,6 +275,18 @@ async def test_a_thousand_requests_yield_to_the_event_loop(provider: FakeProvide
     assert turns > 5
 
 
+@pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
+async def test_the_most_tokens_of_all_samples_can_be_estimated(provider: FakeProvider, dialect: str) -> None:
+    wanted = item(n=128, max_tokens=(1 << 32) - 1, max_cost_usd=1.0)
+
+    async with remote(config(provider, dialect=dialect, prices=PRICES), VirtualTime()) as runtime:
+        estimate = await runtime.estimate([wanted])
+        out = await run(runtime, wanted)
+
+    assert estimate.max_output_tokens == (1 << 32) - 1
+    assert {reason(out.last(sample=sample)) for sample in range(128)} == {"BUDGET_EXCEEDED"}
+
+
 async def test_connections_are_reused(provider: FakeProvider) -> None:
     body = b"".join([event(delta("x", finish="stop")), event("[DONE]")])
     head = EVENT_STREAM.replace("Connection: close", "Transfer-Encoding: chunked").encode()
@@ -274,7 +302,7 @@ async def test_connections_are_reused(provider: FakeProvider) -> None:
 
 def test_a_complete_sample_cannot_fail_later() -> None:
     out = Collected()
-    samples = Samples(item(), [0], out)
+    samples = Samples(item(), [0], None, out)
     samples.take(Delta(text="x", finish=STOP))
     samples.end()
     samples.end(to_status(DeadlinePassed()))
@@ -290,7 +318,7 @@ async def test_an_item_fails_without_the_others(provider: FakeProvider) -> None:
 
 
 async def test_describing_a_runtime(provider: FakeProvider) -> None:
-    made = config(provider, provider="somebody", requests_per_minute=60)
+    made = config(provider, provider="somebody", prices=PRICES, requests_per_minute=60, tokens_per_minute=1e4)
     provider.script.append(said("x"))
 
     async with remote(made, VirtualTime()) as runtime:
@@ -304,6 +332,9 @@ async def test_describing_a_runtime(provider: FakeProvider) -> None:
     assert before.runtime_kind == runner_pb2.RUNTIME_KIND_OPENAI_CHAT
     assert before.transport_kind == runner_pb2.TRANSPORT_KIND_REMOTE_NETWORK
     assert (before.trouble, before.breaker) == ("", runner_pb2.BREAKER_STATE_CLOSED)
-    assert (before.rate_limits.requests_left, after.rate_limits.requests_left) == (60, 59)
+    assert (before.prices.output_usd, before.prices.cached_input_usd) == (10.0, 1.0)
+    assert (before.rate_limits.requests_left, before.rate_limits.tokens_left) == (60, 1e4)
+    # As counted by the provider, not as expected.
+    assert (after.rate_limits.requests_left, after.rate_limits.tokens_left) == (59, 1e4 - 12)
     assert (after.rate_limits.running, after.executions) == (0, 0)
     assert [answer.phase for answer in loads] == [admin_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED]

@@ -15,6 +15,9 @@ from quire.v1 import runner_pb2
 
 from service.caches.requests import Priority
 from service.caches.tenants import Quota, Tenant
+from service.extensions.providers.prices import Prices
+from service.extensions.providers.spending import Spending
+from service.journal.values import StoredValues
 from service.runtimes.base import Batch
 from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
@@ -36,6 +39,7 @@ from tests.service.extensions.providers.fake_provider import (
     status,
     stream,
 )
+from tests.sim.harness import FailingJournal
 
 HEAD = EVENT_STREAM.encode()
 GOOD = said("good")
@@ -324,7 +328,7 @@ async def test_the_breaker_opens_and_closes(provider: FakeProvider) -> None:
     assert after.breaker == runner_pb2.BREAKER_STATE_CLOSED
 
 
-# Limits.
+# Limits and budgets.
 
 
 async def test_a_permit_is_held_until_its_stream_ends(provider: FakeProvider) -> None:
@@ -362,13 +366,14 @@ async def test_tenants_take_turns_at_a_provider(provider: FakeProvider) -> None:
     assert asked[:3] == ["alice 0", "urgent", "bob"] and asked[3:] == [f"alice {n}" for n in range(1, 5)]
 
 
+@pytest.mark.parametrize("limit", [{"requests_per_minute": 1}, {"tokens_per_minute": 13}])
 async def test_a_request_whose_rate_limit_delay_exceeds_the_deadline_is_refused(
-    provider: FakeProvider,
+    provider: FakeProvider, limit: dict[str, float]
 ) -> None:
     provider.script.append(GOOD)
     virtual = VirtualTime()
 
-    async with remote(config(provider, requests_per_minute=1), virtual) as runtime:
+    async with remote(config(provider, **limit), virtual) as runtime:
         await run(runtime, item())
         out = await run(runtime, item(), deadline_s=virtual.now_s + 30)
 
@@ -419,3 +424,90 @@ async def test_a_tenants_request_rate_is_limited(provider: FakeProvider) -> None
     # The caller learns when to come again: the second detail is RetryInfo.
     assert len(out.last("c").error.details) == 2
     assert reason(later.last()) == ""
+
+
+DEAR = {"m": Prices(input_usd=0.0, output_usd=1e6)}  # a dollar for each token
+
+
+@pytest.mark.parametrize(("most_usd", "expected"), [(9.0, "BUDGET_EXCEEDED"), (10.0, "")])
+async def test_an_item_that_could_exceed_its_cost_limit_is_not_sent(
+    provider: FakeProvider, most_usd: float, expected: str
+) -> None:
+    provider.script.append(GOOD)
+    out = await answered(provider, item(max_tokens=10, max_cost_usd=most_usd), prices=DEAR)
+    assert reason(out.last()) == expected
+    assert len(provider.asked) == (0 if expected else 1)
+
+
+async def test_a_cost_limit_needs_a_price(provider: FakeProvider) -> None:
+    out = await answered(provider, item(max_cost_usd=1e9))
+    assert reason(out.last()) == "BUDGET_EXCEEDED"
+
+
+async def test_the_hourly_budget(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+
+    async with remote(made, VirtualTime()) as runtime:
+        # Each is expected to cost 10 dollars, and costs 5: the budget allows a second one, but not a third.
+        outs = [await run(runtime, item(max_tokens=8 if i else 10)) for i in range(3)]
+
+    assert [reason(out.last()) for out in outs] == ["", "", "BUDGET_EXCEEDED"]
+
+
+async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    values = StoredValues()
+    virtual = VirtualTime()
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+
+    async def of_a_server(*max_tokens: int) -> list[str]:
+        spending = Spending(values, virtual.clock())
+        async with remote(made, virtual, spending) as runtime:
+            reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in max_tokens]
+        await spending.flush()
+        return reasons
+
+    # Each request that is sent costs 5 dollars.
+    assert await of_a_server(10) == [""]
+    virtual.now_s += 1800
+    assert await of_a_server(9, 8) == ["BUDGET_EXCEEDED", ""]
+    assert await of_a_server(4) == ["BUDGET_EXCEEDED"]
+    # The first server's spending expires after an hour, then the second server's.
+    virtual.now_s += 1900
+    assert await of_a_server(9) == ["BUDGET_EXCEEDED"]
+    virtual.now_s += 1800
+    assert await of_a_server(13) == [""]
+
+
+async def test_requests_in_flight_when_the_server_is_killed_count(
+    provider: FakeProvider,
+) -> None:
+    values = StoredValues()
+    provider.script += [stalled(HEAD + TEXT), GOOD]
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+    sink = Collected()
+
+    async with remote(made, spending=Spending(values)) as runtime:
+        batch = Batch("k", None, [item(max_tokens=10)])
+        running = asyncio.create_task(runtime.execute(batch, sink))
+        await sink.first.wait()
+        async with remote(made, spending=Spending(values)) as after:
+            out = await run(after, item(max_tokens=4), item(item_id="b", max_tokens=3))
+        assert [reason(out.last("a")), reason(out.last("b"))] == ["BUDGET_EXCEEDED", ""]
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_a_journal_that_cannot_be_written_is_logged_and_the_budget_applies(
+    provider: FakeProvider, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provider.script.append(GOOD)
+    journal = FailingJournal()
+    spending = Spending(StoredValues(journal))
+    journal.fails = True
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+    async with remote(made, spending=spending) as runtime:
+        reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in (13, 13)]
+    assert reasons == ["", "BUDGET_EXCEEDED"]
+    assert capsys.readouterr().out.count("a restart will forget what providers have cost") == 1
