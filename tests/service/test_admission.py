@@ -37,16 +37,6 @@ def test_goodput_stays_whatever_is_asked(times: float, timeout_s: float) -> None
     assert group.answers["late"] < 0.05 * group.answers.total(), "who cannot be served is told so"
 
 
-# That all take alike is in the test above, but for how long.
-@pytest.mark.parametrize(
-    ("spread", "goodput"), [pytest.param(0.0, 0.9, marks=pytest.mark.thorough), (0.9, 0.85)]
-)
-def test_forwards_that_all_take_alike_or_very_differently(spread: float, goodput: float) -> None:
-    for timeout_s in (1.0, 0.25):
-        (group,) = run(Group(per_s=10 * CAPACITY, timeout_s=timeout_s), spread=spread, seconds=10)
-        assert group.per_s_in_time(10) > goodput * CAPACITY, group.answers
-
-
 def test_who_is_alone_is_never_refused() -> None:
     """Even where everything takes longer than it may: who knows, the next may not."""
     (group,) = run(Group(loops=1, timeout_s=0.02, tokens=2000), seconds=5)
@@ -73,16 +63,6 @@ def test_who_asks_for_hundreds_at_once_is_refused_and_not_the_others() -> None:
     greedy, other = run(Group(loops=200, timeout_s=1.0), other, seconds=8)
     assert greedy.answers["OVERLOADED"] > 100
     assert other.answers["OK"] > 0.97 * other.answers.total(), other.answers
-
-
-def test_when_a_load_is_over_all_is_as_before() -> None:
-    flood, after = Group(per_s=20 * CAPACITY, timeout_s=0.25), Group(per_s=0.5 * CAPACITY)
-    overload = Overloaded([flood], CAPACITY)
-    overload.run(10)
-    assert flood.answers["OVERLOADED"] > 100
-    overload.groups = [after]
-    overload.run(40)
-    assert after.answers["OK"] > 250 and set(after.answers) == {"OK"}
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, pytest.param(5.0, marks=pytest.mark.thorough)])

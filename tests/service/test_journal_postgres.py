@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import asyncpg
 import pytest
 
 from service.caches.records import CacheReleased
 from service.extensions.gateways.postgres import database
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
-from service.extensions.gateways.postgres.schema import VERSION
 from service.journal import stored
 from service.journal.base import JournalUnusable, OwnershipLost
 from tests.postgres_server import PostgresServer
@@ -40,27 +37,6 @@ async def recovered(url: str, name: str = "test") -> dict[int, object]:
         return facts(owner.ledger)
 
 
-async def test_commits_are_recovered(postgres: PostgresServer) -> None:
-    """As with SQLite: three gateways, one after the other, while the journal is compacted all the time."""
-    expected: dict[int, object] = {}
-    first_seqs = []
-    for seed in range(3):
-        async with Owner(postgres.url, f"gateway {seed}", compaction_bytes=-1 << 30) as owner:
-            assert facts(owner.ledger) == expected
-            traffic = Traffic(seed, owner.ledger, prompt_tokens=20)
-            for _ in range(100):
-                assert await owner.commit(*traffic.next())
-                await asyncio.sleep(0.002)
-            expected = facts(owner.ledger)
-        async with operator(postgres.url) as connection:
-            query = "SELECT first_seq, min(seq) FROM quire.shards JOIN quire.log USING (shard) GROUP BY 1"
-            first_seq, kept = await connection.fetchrow(query)
-            first_seqs.append(first_seq)
-            assert kept <= first_seq, "what is not needed may be dropped later, by the next owner too"
-    assert 1 < first_seqs[0] < first_seqs[1] < first_seqs[2], "each has compacted it"
-    assert await recovered(postgres.url) == expected
-
-
 async def test_a_journal_that_fails_in_an_unknown_way_ends_the_ownership(postgres: PostgresServer) -> None:
     """Before, the answer of the next commit was given to the one that had failed."""
     async with Owner(postgres.url, "a") as owner:
@@ -76,24 +52,6 @@ async def test_a_journal_that_fails_in_an_unknown_way_ends_the_ownership(postgre
             await owner.running
         del owner.database.fetch
         assert not await owner.commit(created(2)) and not told
-
-
-async def test_an_internal_error_of_the_driver_is_a_broken_connection(postgres: PostgresServer) -> None:
-    """It is raised when one breaks in an unlucky moment, and the statement may have been executed."""
-    broken = Database(postgres.url)
-    assert await broken.fetch("SELECT 1") == [(1,)]
-
-    async def fails(*_: object) -> Any:
-        raise asyncpg.InternalClientError("cannot switch to state 11; another operation (2) is in progress")
-
-    broken._connection = SimpleNamespace(
-        fetch=fails, is_closed=lambda: False, terminate=broken._connection.terminate
-    )
-    with pytest.raises(DatabaseFailed) as failed:
-        await broken.fetch("SELECT 1")
-    assert not failed.value.is_certain
-    assert await broken.fetch("SELECT 1") == [(1,)], "on another connection"
-    await broken.close()
 
 
 async def test_commits_of_one_turn_are_one_row_and_told_in_order(postgres: PostgresServer) -> None:
@@ -112,15 +70,6 @@ async def test_commits_of_one_turn_are_one_row_and_told_in_order(postgres: Postg
             assert await connection.fetchval("SELECT count(*) FROM quire.log") == 1
 
 
-async def test_a_journal_that_begins_too_late_is_refused(postgres: PostgresServer) -> None:
-    async with Owner(postgres.url, "a") as owner:
-        assert await owner.commit(created(1)) and await owner.commit(appended(1, 0, 7))
-    async with operator(postgres.url) as connection:
-        await connection.execute("UPDATE quire.shards SET first_seq = 2")
-    with pytest.raises(JournalUnusable, match=r"frame 2: .*conflict"):
-        await recovered(postgres.url)
-
-
 async def test_rows_of_another_shard_are_refused(postgres: PostgresServer) -> None:
     async with Owner(postgres.url, "a") as owner:
         assert await owner.commit(created(1))
@@ -137,17 +86,6 @@ async def test_tables_of_a_version_before_the_first_release_are_refused(postgres
         await connection.execute("UPDATE quire.version SET version = 2")
     with pytest.raises(DatabaseFailed, match="to begin without caches, drop the schema quire"):
         await recovered(postgres.url)
-
-
-async def test_programs_that_start_together_create_the_tables_once(postgres: PostgresServer) -> None:
-    databases = [Database(postgres.url) for _ in range(6)]
-    await asyncio.gather(*(each.prepare() for each in databases))
-    async with operator(postgres.url) as connection:
-        await connection.execute("UPDATE quire.version SET version = 99")
-    with pytest.raises(DatabaseFailed, match=rf"version 99.*knows {VERSION} only"):
-        await databases[0].prepare()
-    for each in databases:
-        await each.close()
 
 
 async def test_a_crash_of_the_database_loses_nothing(postgres: PostgresServer) -> None:
@@ -431,18 +369,6 @@ async def test_an_owner_after_a_restored_copy_has_a_number_that_nobody_had(postg
             with pytest.raises(OwnershipLost, match="another gateway has taken it over"):
                 await forgotten.running
             assert await owner.commit(created(2))
-
-
-async def test_a_database_that_refuses_writes_refuses_commits(postgres: PostgresServer) -> None:
-    async with Owner(postgres.url, "a") as owner, operator(postgres.url) as connection:
-        await connection.execute("ALTER TABLE quire.log ADD CONSTRAINT full_disk CHECK (seq < 2)")
-        assert await owner.commit(created(1))
-        assert not await owner.commit(created(2))
-        await connection.execute("ALTER TABLE quire.log DROP CONSTRAINT full_disk")
-        await asyncio.sleep(0.3)
-        assert await owner.commit(created(3))
-        expected = facts(owner.ledger)
-    assert await recovered(postgres.url) == expected
 
 
 async def test_no_message_has_a_password(postgres: PostgresServer) -> None:

@@ -24,7 +24,6 @@ from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
 from service.journal.base import Journal
-from tests.error_details import status_reason
 from tests.forwards import SentForward, forwards_in
 from tests.service.served import state_of
 from workers.common import worker_pb2
@@ -194,47 +193,3 @@ async def test_a_fork_touches_what_it_releases(kind: str, monkeypatch: pytest.Mo
     await harness.start(calls)
     assert begun == 1
     assert len(harness.peer.results) == 8
-
-
-async def test_no_more_than_a_session_may_have_is_started_of_a_message() -> None:
-    harness = Harness(Config(max_session_calls=10))
-    session = harness.start(forwards(95))
-    for answered in range(0, 95, 10):
-        await turns()
-        assert len(harness.sent) == min(10, 95 - answered)
-        harness.answer()
-    await session
-    assert len(harness.peer.results) == 95
-
-
-async def test_answers_of_all_callers_share_a_budget() -> None:
-    """What is not read counts as well as what is computed. What has no room is never computed."""
-    f32 = types_pb2.DATA_TYPE_F32
-    harness = Harness(Config(max_unread_bytes=4 * 1024))
-    harness.peer.reads.clear()
-    first = harness.start(forwards(4, f32))
-    await turns()
-    assert len(harness.sent) == 4 and harness.state.budgets.answers.used == 4 * 1024
-    second_peer = Peer()
-    harness.peer, first_peer = second_peer, harness.peer
-    refused = harness.start(forwards(1, f32))
-    await refused
-    assert status_reason(second_peer.results[0].error) == "ANSWERS_FULL"
-    assert len(harness.sent) == 4
-    harness.answer()
-    await turns()
-    assert 0 < harness.state.budgets.answers.used < 1024, "computed, and not read yet, at its true size"
-    first_peer.reads.set()
-    await first
-    assert harness.state.budgets.answers.used == 0
-
-
-async def test_a_session_that_ends_gives_back_what_it_held() -> None:
-    harness = Harness(Config())
-    session = harness.start(forwards(20))
-    await turns()
-    assert harness.state.budgets.answers.used > 0
-    session.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await session
-    assert harness.state.budgets.answers.used == 0 and harness.dispatcher.caches.operations_in_flight == 0

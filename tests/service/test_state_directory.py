@@ -70,14 +70,6 @@ def test_without_a_home_another_users_directory_is_not_used(
     assert "other users can write" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("journal", ["auto", "disk", "memory"])
-def test_a_directory_below_one_that_all_can_write_to_is_refused(everybodys: Path, journal: str) -> None:
-    config = Config(data_dir=str(everybodys / "data"), journal=journal)
-    with pytest.raises(StateUnusable, match=f"{everybodys}: other users can write to it") as refused:
-        prepare(config)
-    assert not refused.value.may_pass and not (everybodys / "data").exists()
-
-
 def test_a_file_and_a_directory_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -71,12 +69,6 @@ async def serves_another_model(requests: Requests) -> AsyncIterator[worker_pb2.C
     yield ready("two")
     async for _ in requests:
         yield worker_pb2.ConnectResponse()
-
-
-async def loads(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Never becomes ready."""
-    yield worker_pb2.ConnectResponse()
-    await asyncio.get_running_loop().create_future()
 
 
 async def closes_its_stream(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
@@ -300,9 +292,6 @@ def bench_of(monkeypatch: pytest.MonkeyPatch) -> MakeBench:
     return make
 
 
-NO_FILES = OSError(errno.EMFILE, "too many open files")
-
-
 async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None:
     """Also if its stream ends before its process."""
     bench = bench_of(closes_its_stream, status=EXIT_CONFIG)
@@ -330,24 +319,6 @@ async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int
             bench.launcher.started[0].exit()
             await bench.events(2)
     assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
-
-
-@pytest.mark.parametrize(
-    ("address", "where"), [("", {"pid": 1001}), ("10.0.0.7:4242", {"address": "10.0.0.7:4242"})]
-)
-async def test_the_log_says_where_a_worker_was(
-    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch, address: str, where: dict[str, object]
-) -> None:
-    """By its process, or of one on another host, whose process is not known, by its address."""
-    monkeypatch.setattr(FakeEndpoint, "host_address", address)
-    bench = bench_of(works, works)
-    with structlog.testing.capture_logs() as logs:
-        async with running(bench):
-            await bench.events(1)
-            bench.launcher.started[0].exit()
-            await bench.events(2)
-    (gone,) = (line for line in logs if line["event"] == "worker is gone")
-    assert {name: gone[name] for name in ("pid", "address") if name in gone} == where
 
 
 @pytest.mark.parametrize("is_drained", [True, False])
@@ -415,46 +386,12 @@ async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
     assert bench.sleeps_s == [0.0, 0.25, 0.5, 1.0, 2.0]
 
 
-async def test_workers_of_other_hosts_are_taken_without_end(bench_of: MakeBench) -> None:
-    """What is wrong there, or on the way there, may be mended without this gateway."""
-    bench = bench_of(*[closes_its_stream] * 9, works, pool_listen="here:50060", pool="here")
-    async with running(bench):
-        assert await bench.events(1) == [("ready", 10)]
-
-
 async def test_wrong_model_on_one_host_does_not_end_the_pool(bench_of: MakeBench) -> None:
     """Workers of other hosts have directories of their own. The right one is served."""
     bench = bench_of(serves_another_model, works, pool_listen="here:50060", pool="here")
     bench.versions.expected_fingerprint = "one"
     async with running(bench):
         assert await bench.events(1) == [("ready", 2)]
-
-
-@pytest.mark.parametrize("failure", [NO_FILES, serves_another_model], ids=["no process", "another model"])
-async def test_failed_starts_are_retried_with_backoff(
-    bench_of: MakeBench, failure: Behaviour | Exception
-) -> None:
-    """However many, if a worker was ready before. The slot says why there is none."""
-    bench = bench_of(works, *[failure] * 9, works)
-    (slot,) = bench.versions.slots
-    troubles = set()
-    bench.on_sleep = lambda: troubles.add(slot.trouble)
-    with structlog.testing.capture_logs() as logs:
-        async with running(bench):
-            assert await bench.events(1) == [("ready", 1)] and slot.trouble == ""
-            bench.launcher.started[0].exit()
-            assert await bench.events(2) == [("lost", 1), ("ready", 11)], "the others are not reported"
-            assert slot.trouble == ""
-    assert bench.sleeps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[10.0] * 3]
-    troubles -= {"", "its process ended with status 0"}
-    if failure is NO_FILES:
-        assert troubles == {"its process cannot be started: too many open files"}
-        failed = [record["file"] for record in logs if record["event"] == "worker cannot be started"]
-        assert failed == [sys.executable] * 9
-    else:
-        (trouble,) = troubles
-        assert "holds another model now (two)" in trouble and MODEL not in trouble, "clients see it"
-        assert any(record.get("model") == MODEL for record in logs)
 
 
 async def test_hung_worker_is_killed_and_replaced(bench_of: MakeBench) -> None:

@@ -146,11 +146,3 @@ async def test_a_copy_of_the_journal_alone_has_the_weights_of_its_caches(tmp_pat
     again = ModelVersions("a", 1, StoredValues(journal, ledger), lambda number: number == 1)
     journal.close()
     assert (again.serving.model, again.serving.number, again.expected_fingerprint) == ("b", 1, "fb")
-
-
-def test_whoever_subscribes_is_told_of_each_change() -> None:
-    versions, seen = ModelVersions("a", 1), []
-    versions.subscribe(lambda: seen.append(versions.serving.number))
-    become_ready(versions, "")
-    versions.serve(versions.next_version("b"), types_pb2.ModelDescription())
-    assert seen == [0, 1]

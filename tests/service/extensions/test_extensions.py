@@ -15,7 +15,6 @@ from quire.v1 import executor_pb2
 from benchmarks.checkout import ROOT, environment, quire_command
 from benchmarks.gateway_process import GatewayProcess
 from tests import undisturbed
-from tests.quire_command import run
 
 OWN = sorted(
     path.name for path in (ROOT / "service" / "extensions").iterdir() if (path / "extension.py").exists()
@@ -135,14 +134,6 @@ def test_the_journal_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             text.append(decode(gateway, cache_id, len(PROMPT) + len(text) - 1, text[-1]))
     assert text == undisturbed.greedy(PROMPT, 4)
-
-
-def test_a_journal_of_no_extension_is_refused() -> None:
-    flags = ["--listen", "127.0.0.1:0", "--model", "paged-attention", "--journal", "redis://host/0"]
-    serving = run("serve", *flags)
-    _, said = serving.communicate(timeout=60)
-    assert serving.returncode == 2
-    assert "journal = 'redis://host/0'" in said and "no extension that is installed" in said
 
 
 OPENED = """

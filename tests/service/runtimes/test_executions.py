@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -118,15 +116,6 @@ async def test_a_tenant_gets_half_of_the_slots() -> None:
     served.open(request(), BOB, None)
 
 
-async def test_two_tenants_leave_slots_for_others() -> None:
-    served = executions(Slow(), max_queued_operations=8)
-    for tenant, share in ((ALICE, 4), (BOB, 2), (Tenant("carol"), 1), (Tenant("dave"), 1)):
-        for _ in range(share):
-            served.open(request(), tenant, None)
-        with pytest.raises(TooManyExecutions):
-            served.open(request(), tenant, None)
-
-
 async def test_finished_unread_executions_take_no_slots_and_the_oldest_are_dropped() -> None:
     served = executions(FakeRuntime("local"), max_queued_operations=2)
     kept = {name: served.open(request(name), None, None) for name in "abcd"[:2]}
@@ -223,17 +212,6 @@ async def test_a_lost_execution_starts_again_only_where_that_gives_the_same_text
     assert not local.batches[-1].resumed
 
 
-async def test_a_finished_execution_holds_no_reference_to_its_request() -> None:
-    served = executions(FakeRuntime("local"))
-    asked = request("a")
-    before = sys.getrefcount(asked)
-    await ended(served.open(asked, None, None))
-    await asyncio.sleep(0)
-    gc.collect()
-    assert sys.getrefcount(asked) == before
-    assert served.cancel("a", None)
-
-
 async def test_acceptance_is_sent_before_the_first_chunk() -> None:
     slow = Slow()
     reader, call = calling(executions(slow), request())
@@ -244,29 +222,6 @@ async def test_acceptance_is_sent_before_the_first_chunk() -> None:
     assert len(second.chunks) == 1 and not second.HasField("started")
     await call
     assert reader.sent.empty()
-
-
-async def test_a_runtime_that_is_chosen_late_is_sent_late() -> None:
-    class Thinking(FakeRuntime):
-        async def estimate(self, items: Any) -> runner_pb2.CostEstimate:
-            await may_tell.wait()
-            return await super().estimate(items)
-
-    may_tell = asyncio.Event()
-    served = executions(Thinking("local", raises=NoWorker()), FakeRuntime("other", cost_usd=1.0))
-    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
-    first = await reader.sent.get()
-    assert (first.started.request_id, first.started.runtime) == ("a", "")
-    may_tell.set()
-    await call
-    # The cheapest runtime has no worker.
-    second = await reader.sent.get()
-    assert (second.started.request_id, second.started.runtime) == ("a", "other") and second.chunks
-    # A reader that resumes gets everything at once.
-    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
-    await call
-    first = await reader.sent.get()
-    assert first.started.resumed and first.started.runtime == "other"
 
 
 @pytest.mark.parametrize("runtime", ["", "other"])
@@ -453,19 +408,3 @@ async def test_readers_of_finished_executions_count() -> None:
         for execution, reader in held:
             execution.detach(reader)
     assert [served.cancel(f"a{number}", ALICE) for number in range(4)] == [True] * 4
-
-
-async def test_without_tenants_readers_count_too() -> None:
-    served = executions(FakeRuntime("local"), max_queued_operations=2)
-    for name in "ab":
-        await ended(served.open(request(name), None, None))
-    served._router.runtimes = [Slow()]
-    for name in "cd":
-        served.open(request(name), None, None)
-    with pytest.raises(TooManyExecutions):
-        served.open(request("a"), None, None)
-    assert served.cancel("c", None)
-    reading = served.open(request("a"), None, None)
-    reading.attach({})
-    with pytest.raises(TooManyExecutions):
-        served.open(request("b"), None, None)

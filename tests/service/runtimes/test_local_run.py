@@ -325,26 +325,6 @@ async def test_a_prefix_that_cannot_be_forked_is_released_at_once() -> None:
     assert fork < releases[0] < len(dispatcher.requests) // 2, "others have tokens to come"
 
 
-async def test_samples_of_one_prompt_report_cached_tokens() -> None:
-    reader = Reader(random.Random(1))
-    # The prefix is one prefill, and the last token is one per sample, too short to reuse a page.
-    run = LocalRun(cast(Dispatcher, FakeDispatcher([16, 0, 0])), Batch("key", None, []), reader)
-    await run.run([prepared("x", list(range(33)), 1, 2)])
-    found = [reader.chunks["x", sample][-1].usage.cached_tokens for sample in (0, 1)]
-    assert found == [16, 32]
-
-
-async def test_a_thousand_samples_yield_to_the_event_loop() -> None:
-    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
-    running = asyncio.create_task(run.run([prepared(str(n), [1], 1, 1) for n in range(1000)]))
-    turns = 0
-    while not running.done():
-        turns += 1
-        await asyncio.sleep(0)
-    # Making a thousand requests and chunks takes several slices on any machine.
-    assert turns > 5
-
-
 class FullReader(Reader):
     """It is full from its first chunk on, until `has_room` is set."""
 

@@ -287,15 +287,6 @@ async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: st
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 
 
-async def test_a_runtime_that_cannot_run_an_item_does_not_hide_other_estimates() -> None:
-    router = Router([FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", cost_usd=2)])
-    first, second = await estimated(router, *items("y", "x"))
-    assert (first.runtime, status_reason(first.error)) == ("a", NO_TEMPLATE.reason)
-    assert not first.HasField("max_cost_usd") and not second.HasField("error")
-    assert (second.runtime, second.max_cost_usd) == ("b", 2)
-    assert [estimate.HasField("error") for estimate in await estimated(router, *items("y"))] == [False] * 2
-
-
 @pytest.mark.parametrize(("runtime", "reason"), [("", NO_TEMPLATE.reason), ("b", NO_ENTRY.reason)])
 async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, reason: str) -> None:
     refusing = [FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", failures={"x": NO_ENTRY})]

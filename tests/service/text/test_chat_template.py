@@ -170,14 +170,3 @@ def test_a_template_that_exceeds_a_limit_is_refused(
     with pytest.raises(TemplateError, match=message) as caught:
         render_chat(template(source), USER)
     assert len(str(caught.value)) < 400
-
-
-def test_a_text_at_the_limit_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "MAX_PROMPT_CHARACTERS", 1_000_000)
-    assert render_chat(template("{{ '\u20ac' * 1000000 }}"), USER) == "\u20ac" * 1_000_000
-
-
-def test_a_model_without_a_default_template_lists_its_templates() -> None:
-    others = types_pb2.ChatTemplate(sources={"tool_use": "x", "rag\n": "y"})
-    with pytest.raises(TemplateError, match=r"named rag\\x0a, tool_use, and none for plain chat"):
-        render_chat(others, USER)

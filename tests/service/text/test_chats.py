@@ -27,7 +27,7 @@ from service.text.chat_template import ChatTemplates, TemplateRaised
 from service.text.chats import prompt_of
 from service.text.template_process import render
 from tests.chat_templates import byte_tokenizer
-from tests.conversations import DEEPSEEK, EXACT, TEMPLATES
+from tests.conversations import DEEPSEEK, TEMPLATES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ORACLE = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **SPECIAL)  # type: ignore[no-untyped-call]
@@ -166,24 +166,6 @@ FINISHED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_finished_call_is_written_by_every_template(name: str) -> None:
-    text = expected(TEMPLATES[name], FINISHED)
-    assert text is not None
-    assert written(parsed(FINISHED), TEMPLATES[name]) == text
-    assert written(item(FINISHED).chat, TEMPLATES[name]) == text
-
-
-@pytest.mark.parametrize("arguments", ["", "null", " null ", "{}"])
-@pytest.mark.parametrize("name", ["deepseek", "qwen", "gemma"])
-def test_no_arguments_are_an_empty_object(name: str, arguments: str) -> None:
-    messages = copy.deepcopy(FINISHED)
-    messages[1]["tool_calls"] = [call("{}", "abcdefghi")]
-    text = written(parsed(messages), TEMPLATES[name])
-    messages[1]["tool_calls"] = [call(arguments, "abcdefghi")]
-    assert written(parsed(messages), TEMPLATES[name]) == text
-
-
 def test_the_error_of_a_template_that_fails_with_both_forms_is_the_first() -> None:
     is_value = "messages[1].tool_calls[0].function.arguments is mapping"
     source = f"{{{{ raise_exception('first' if {is_value} else 'second') }}}}"
@@ -277,15 +259,3 @@ def test_the_template_for_tools_is_taken_where_there_are_some(
             asyncio.run(prompt_of(ChatTemplates(), types_pb2.ChatTemplate(sources=sources), made))
     else:
         assert written(made, sources) == f"{used}{tools or None}"
-
-
-def test_a_long_name_of_a_function_is_not_repeated() -> None:
-    made = parsed(FINISHED)
-    made.messages[1].tool_calls[0].name = "x" * 257
-    assert written(made, EXACT).count("x" * 257) == 1
-
-
-def test_an_explicit_name_of_a_result_stays() -> None:
-    messages = copy.deepcopy(FINISHED)
-    messages[2]["name"] = "other"
-    assert '"name": "other"' in written(parsed(messages), EXACT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from service.errors import HelperFailed
 from service.text import task_process
 from service.text.chat_template import ChatTemplates
 from service.text.constraints import Constraints, Grammar, Matcher
-from service.text.task_process import TaskFailed, TaskProcess
+from service.text.task_process import TaskProcess
 from service.text.text_model import TextModel
 from tests.service.text.kinds import byte_level
 from tests.service.text.test_task_process import HOSTILE, is_gone, run
@@ -40,12 +39,6 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(child_process, "import_path", lambda: path)
 
 
-def test_the_directory_of_the_server_is_gone(gone: None) -> None:
-    process = TaskProcess(HOSTILE)
-    assert run(process, b"echo a") == b"a"
-    process.close()
-
-
 def test_one_that_ends_before_its_first_task_is_logged(broken: None) -> None:
     process = TaskProcess(HOSTILE)
     with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
@@ -54,13 +47,6 @@ def test_one_that_ends_before_its_first_task_is_logged(broken: None) -> None:
     (line,) = lines
     assert line["log_level"] == "error" and line["module"] == HOSTILE.module and line["status"] == 1
     assert line["error"] == r"ImportError: it was\x1b replaced"
-
-
-def test_one_that_cannot_be_started_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
-        run(TaskProcess(HOSTILE), b"echo a")
-    assert [line["error"] for line in lines] == ["No such file or directory"]
 
 
 def test_one_that_hangs_at_its_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,20 +63,6 @@ def test_the_task_before_the_first_one_is_not_the_callers(setup_task: bytes) -> 
     with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
         run(process, b"echo a")
     assert len(lines) == 1 and is_gone(process.pid)
-
-
-def test_killing_it_while_it_starts_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = TaskProcess(HOSTILE)
-    spawn = process._spawn
-
-    def spawn_and_kill(errors: int) -> None:
-        spawn(errors)
-        process.kill()
-
-    monkeypatch.setattr(process, "_spawn", spawn_and_kill)
-    with structlog.testing.capture_logs() as lines, pytest.raises(TaskFailed, match="was stopped"):
-        run(process, b"echo a")
-    assert lines == []
 
 
 async def render() -> None:
@@ -147,19 +119,6 @@ async def test_what_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(HelperFailed):
                 await text.encode("a", max_tokens=10)
     assert await text.encode("a", max_tokens=10)
-    text.close()
-
-
-async def test_a_text_needs_no_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    ready = worker_pb2.WorkerReady(tokenizer_json=byte_level().to_str().encode())
-    text = TextModel(lambda: ready, lambda: "")
-    await text.tokenizer()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", no_thread)
-        assert await text.encode("a" * 1000, max_tokens=1000)
     text.close()
 
 

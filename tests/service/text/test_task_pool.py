@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -56,20 +55,6 @@ async def write(templates: ChatTemplates, source: str, content: str = "hi") -> s
     return await templates.render(template, [{"role": "user", "content": content}])
 
 
-async def test_a_process_is_reused(templates: ChatTemplates) -> None:
-    assert await write(templates, PLAIN, "a") == "a"
-    (pid,) = pids(templates)
-    for content in ("b", "\u20ac" * 100_000, ""):
-        assert await write(templates, PLAIN, content) == content
-    # A failed template does not end its process.
-    with pytest.raises(TemplateError, match="failed: no"):
-        await write(templates, "{{ raise_exception('no') }}")
-    with pytest.raises(TemplateError, match="failed: no"):
-        await write(templates, "{{ raise_exception('no') }}")
-    assert await write(templates, PLAIN, "c") == "c"
-    assert pids(templates) == [pid]
-
-
 # Each tries to store the content somewhere, and to read what an earlier prompt stored.
 STORING = [
     "{{ kept }}{% set kept = messages[0].content %}",
@@ -117,15 +102,6 @@ async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
     # Only the process of the good template is left.
     assert len(children()) == 1
     templates.close()
-
-
-async def test_more_callers_than_processes_take_turns(templates: ChatTemplates) -> None:
-    sources = [PLAIN, PLAIN + " ", PLAIN + "."]
-    contents = [str(number) for number in range(12)]
-    pairs = list(zip(itertools.cycle(sources), contents, strict=False))
-    texts = await asyncio.gather(*(write(templates, source, content) for source, content in pairs))
-    assert texts == [source.replace(PLAIN, content) for source, content in pairs]
-    assert len(children()) <= RENDER.max_processes
 
 
 async def test_cancelling_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,22 +217,6 @@ async def test_a_process_is_replaced_after_max_tasks_and_ended_when_idle(
     assert await write(templates, PLAIN, "a") == "a"
     templates.close()
     assert not children()
-
-
-async def test_a_missing_thread_leaks_no_permit(
-    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_thread(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    loop = asyncio.get_running_loop()
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "run_in_executor", no_thread)
-        # It needs one to start a process.
-        for _ in range(RENDER.max_processes + 1):
-            with pytest.raises(RuntimeError):
-                await write(templates, PLAIN)
-    assert await write(templates, PLAIN, "a") == "a"
 
 
 async def test_closing_fails_running_and_waiting_tasks(templates: ChatTemplates) -> None:

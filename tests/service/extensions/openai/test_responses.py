@@ -162,16 +162,6 @@ def test_offsets_are_those_of_the_text(name: str, text: str) -> None:
         assert token.startswith("bytes:") or sent[begin:end].strip() == token.strip()
 
 
-def test_an_emoji_of_several_tokens_is_one_character() -> None:
-    for name in ("byte_level_across_words", "byte_fallback"):
-        bytes_ids = [id_of("byte_fallback", f"<0x{byte:02X}>") for byte in "\U0001f608".encode()]
-        ids = bytes_ids if name == "byte_fallback" else kind(name).encode("\U0001f608").ids
-        letter = id_of(name, "b")
-        text, logprobs = answers(name, chunks_of(name, [letter, *ids, letter]))
-        assert text == "b\U0001f608b"
-        assert logprobs["text_offset"] == [0, *[1] * len(ids), 2] and len(ids) > 1
-
-
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
 def test_offsets_of_any_tokens_are_in_the_text(name: str, data: st.DataObject) -> None:
@@ -183,15 +173,6 @@ def test_offsets_of_any_tokens_are_in_the_text(name: str, data: st.DataObject) -
     text, logprobs = answers(name, chunks_of(name, ids, stops))
     offsets = logprobs.get("text_offset", [])
     assert offsets == sorted(offsets) and all(offset <= len(text) for offset in offsets)
-
-
-def test_the_tokens_of_a_stop_text_are_at_the_end() -> None:
-    ids = [id_of("byte_level", letter) for letter in "abcde"]
-    text, logprobs = answers("byte_level", chunks_of("byte_level", ids, ["cd"]))
-    assert (text, logprobs["tokens"], logprobs["text_offset"]) == ("ab", list("abcd"), [0, 1, 2, 2])
-    # What was held back as a possible beginning of one.
-    text, logprobs = answers("byte_level", chunks_of("byte_level", ids, ["cda"]))
-    assert (text, logprobs["text_offset"]) == ("abcde", [0, 1, 2, 3, 4])
 
 
 # Chats.

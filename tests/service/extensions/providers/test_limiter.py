@@ -124,21 +124,6 @@ def order(queue: FairQueue) -> list[Ticket]:
     return found
 
 
-def test_urgent_requests_go_first() -> None:
-    queue, (alice, bob, *_) = FairQueue(), TENANTS
-    for tenant, priority in [
-        (alice, LOW),
-        (alice, NORMAL),
-        (bob, LOW),
-        (alice, HIGH),
-        (bob, NORMAL),
-        (bob, HIGH),
-    ]:
-        queue.add(tenant, priority)
-    found = [(ticket.priority, ticket.tenant) for ticket in order(queue)]
-    assert found == [(priority, tenant) for priority in (HIGH, NORMAL, LOW) for tenant in (alice, bob)]
-
-
 def test_a_priority_is_only_a_head_start() -> None:
     queue, (alice, bob, *_) = FairQueue(), TENANTS
     for tenant, priority in itertools.product((bob, alice), (NORMAL, HIGH)):
@@ -172,14 +157,6 @@ def test_urgent_requests_starve_no_other(others: list[tuple[int, Priority]], pat
             queue.add(TENANTS[number], priority)
     # Two head starts lie between the lowest and the highest priority.
     assert all(passed_over[stranger] <= 2 * HEAD_START + 1 for stranger in strangers)
-
-
-def test_a_tenants_urgent_requests_do_not_starve_its_others() -> None:
-    queue, alice = FairQueue(), TENANTS[0]
-    low = queue.add(alice, LOW)
-    for _ in range(3 * HEAD_START):
-        queue.add(alice, HIGH)
-    assert order(queue).index(low) == HEAD_START
 
 
 @pytest.mark.parametrize(
