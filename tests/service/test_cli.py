@@ -64,17 +64,6 @@ def test_directories_are_listed_with_size_and_age(home: Path, capsys: pytest.Cap
     ]
 
 
-@pytest.mark.parametrize(
-    ("days", "said"), [(2, "2.0 days ago"), (0.5, "12.0 hours ago"), (1 / 96, "15 minutes ago")]
-)
-def test_ages_have_a_fitting_unit(
-    home: Path, capsys: pytest.CaptureFixture[str], days: float, said: str
-) -> None:
-    left_behind(1, days=days)
-    assert main(["state", "list"]) == 0
-    assert said in capsys.readouterr().out
-
-
 def test_directories_are_removed_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = left_behind(1, days=40), left_behind(2, days=2)
     assert main(["state", "remove", old.name]) == 0

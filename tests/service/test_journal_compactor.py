@@ -16,7 +16,7 @@ from service.journal.compactor import Compactor
 from tests.service.journal_traffic import Traffic, appended, caches_of, created, facts
 
 SEGMENT_TOKENS = 4
-SCHEDULES = 200
+SCHEDULES = 80
 EVENTS = 80
 
 

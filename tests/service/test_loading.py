@@ -192,34 +192,6 @@ async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: p
             await asyncio.sleep(0)
 
 
-async def test_cancellation_before_the_switch_is_stored_discards_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Loads(tmp_path, monkeypatch)
-    async with serving(bench):
-        bench.reader.may_read.clear()
-        loading = asyncio.create_task(bench.load())
-        await bench.reader.reading.wait()
-        with pytest.raises(Loading):
-            await bench.load()
-        loading.cancel()
-        await asyncio.wait({loading})
-        assert loading.cancelled() and bench.is_unchanged()
-        bench.reader.may_read.set()
-        while not bench.reader.discarded:
-            await asyncio.sleep(0)
-
-        bench.journal.is_slow = True
-        loading = asyncio.create_task(bench.load())
-        while not bench.journal._waiting:
-            await asyncio.sleep(0)
-        loading.cancel()
-        await asyncio.sleep(0)
-        bench.journal.settle()
-        await asyncio.wait({loading})
-        assert loading.cancelled() and bench.gateway.machine.weights.serving == 1
-
-
 async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Loads(tmp_path, monkeypatch)
     (bench.source / "model.safetensors").write_bytes(bytes(1000))

@@ -22,11 +22,6 @@ from service.logging import bind_request_id, configure_logging, current_request_
 from workers.common.background_log import BackgroundLog
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture(autouse=True)
 def _restored(logging_as_before: None) -> Iterator[None]:
     yield
@@ -60,21 +55,6 @@ def test_json_line_has_time_level_logger_event_and_request_id() -> None:
         "duration_ms": 3.5,
     }
     assert "request_id" not in second, "the id went with the call's task"
-
-
-def test_pretty_on_a_terminal_only() -> None:
-    terminal = Terminal()
-    configure_logging("info", "auto", terminal)
-    get_logger("service").info("hello")
-    assert "hello" in terminal.getvalue() and not terminal.getvalue().startswith("{")
-
-    configure_logging("info", "pretty", file := io.StringIO())
-    get_logger("service").info("hello")
-    assert "hello" in file.getvalue() and "\x1b" not in file.getvalue(), "colours are for terminals"
-
-    configure_logging("info", "json", terminal := Terminal())
-    get_logger("service").info("hello")
-    assert lines_of(terminal)[0]["event"] == "hello"
 
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from quire.v1 import executor_pb2 as pb
@@ -18,7 +18,6 @@ from service.api.time_slice import SLICE_S, TimeSlice
 from service.caches.effects import Send
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
-from service.caches.requests import Request
 from service.caches.reservations import Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
@@ -165,31 +164,3 @@ async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyP
     assert max(in_a_turn) == 80
     harness.answer()
     await session
-
-
-@pytest.mark.parametrize("kind", ["fork_cache", "fork_caches"])
-async def test_a_fork_touches_what_it_releases(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of releases in each call of a message: one call is a slice."""
-    harness = Harness(Config())
-    begun = 0
-    start = harness.dispatcher.start
-
-    def counted(requests: Sequence[Request], *others: Any) -> list[int]:
-        nonlocal begun
-        begun = max(begun, len(requests))
-        return start(requests, *others)
-
-    monkeypatch.setattr(harness.dispatcher, "start", counted)
-    fields: dict[str, Any] = {"release": [f"kv_{index}" for index in range(1000)]}
-    if kind == "fork_cache":
-        call = pb.SessionCall(fork_cache=pb.ForkCacheRequest(cache_id="kv", **fields))
-    else:
-        forks = [pb.ForkSource(cache_id="kv")]
-        call = pb.SessionCall(fork_caches=pb.ForkCachesRequest(forks=forks, **fields))
-    calls = [pb.SessionCall() for _ in range(8)]
-    for tag, each in enumerate(calls):
-        each.CopyFrom(call)
-        each.tag = tag
-    await harness.start(calls)
-    assert begun == 1
-    assert len(harness.peer.results) == 8

@@ -43,10 +43,12 @@ def start(*flags: str, **environ: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("home", "why"),
-    [("/dev/null", "/dev/null: Not a directory"), ("/proc/nope", "No such file or directory")],
+    ("home", "why", "flags"),
+    [
+        ("/dev/null", "/dev/null: Not a directory", ()),
+        ("/proc/nope", "No such file or directory", ("--gateways", "2", "--workers", "2")),
+    ],
 )
-@pytest.mark.parametrize("flags", [(), ("--gateways", "2", "--workers", "2")])
 def test_a_home_that_is_no_directory(home: str, why: str, flags: tuple[str, ...]) -> None:
     status, said = start(*flags, HOME=home, XDG_STATE_HOME="")
     assert status == EXIT_CONFIG

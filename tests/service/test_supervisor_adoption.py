@@ -9,7 +9,6 @@ import pytest
 import structlog
 
 from service.caches.effects import Claim
-from service.pool import incarnation
 from service.pool.rolling_restart import RollingRestart
 from tests.service.test_supervisor import (
     Behaviour,
@@ -143,17 +142,3 @@ async def test_a_version_that_cannot_start_replaces_one_worker_only(bench_of: Ma
         assert events[2:] == [("draining", 1), ("lost", 1)]
         assert bench.dispatcher.events.empty()
     assert "others are not replaced" in str([line for line in logs if line["log_level"] == "error"])
-
-
-async def test_what_a_worker_has_is_looked_at_in_portions(
-    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The digests of all tokens would stop everything else."""
-    monkeypatch.setattr(incarnation, "_CLAIMED_TOKENS", 20)
-    bench = bench_of(works)
-    bench.dispatcher.claimed = CLAIMS[:1]
-    add_orphan(bench, keeps)
-    async with running(bench):
-        events = await bench.events(3)
-        assert events[:2] == [("holds", {1: 12, 2: 20}), ("holds", {3: 5})]
-        assert events[2] == ("ready", 5, {1: 10})

@@ -140,35 +140,6 @@ async def test_a_full_disk_leaves_nothing(
     assert server.kept() == [source]
 
 
-async def test_a_switch_while_the_served_upload_is_copied(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy has all files, although the upload that they come from is not served any more."""
-    (model / "tokenizer.json").touch()
-    server = Server(tmp_path / "data", model)
-    server.serve(server.find(await server.upload()))
-    # One thread copies. The other removes what is not needed, then does what `switch` waits for.
-    server.threads = ThreadPoolExecutor(2)
-    loop = asyncio.get_running_loop()
-    loop.set_default_executor(server.threads)
-    real_copy = shutil.copyfile
-
-    async def switch() -> None:
-        server.serve(model)
-        await asyncio.to_thread(int)
-
-    def copy(source: Path, target: Path) -> None:
-        if server.versions.serving.model != str(model):
-            asyncio.run_coroutine_threadsafe(switch(), loop).result()
-        real_copy(source, target)
-
-    monkeypatch.setattr(shutil, "copyfile", copy)
-    source = await server.upload()
-    files = {path.name for path in server.find(source).iterdir()}
-    assert files == {MODEL, "config.json", "tokenizer.json"}
-    assert server.kept() == [source]
-
-
 async def test_the_next_gateway_keeps_what_it_may_serve(tmp_path: Path, model: Path) -> None:
     """Also with other settings, which may be a mistake."""
     server = Server(tmp_path / "data", model)

@@ -169,16 +169,6 @@ async def test_a_tenants_unread_chunks_pause_its_own_executions() -> None:
     assert not budget.used and not shares[ALICE].used
 
 
-async def test_resuming_near_the_end_of_a_long_text_does_not_block_the_event_loop() -> None:
-    execution = Played(keep_s=60).execution
-    execution.put([chunk(position) for position in range(10_000)])
-    reader = execution.attach({("a", 0): 9_999})
-    reading = asyncio.create_task(execution.read(reader))
-    await asyncio.sleep(0)
-    assert not reading.done(), "other tasks run while chunks are skipped"
-    assert positions(await reading) == [9_999]
-
-
 async def test_a_reader_that_claims_more_than_there_is_gets_the_end() -> None:
     execution = Played(keep_s=60).execution
     execution.put([chunk(0), chunk(1, last=True)])

@@ -136,34 +136,6 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
 
 
-@pytest.mark.parametrize("owner", [ALICE, BOB, None], ids=["same", "other", "anonymous"])
-@pytest.mark.parametrize("how", ["cancel", "keep", "failure", "server"])
-async def test_one_that_ends_without_a_result_displaces_no_kept_one(how: str, owner: Tenant | None) -> None:
-    """It never counts as finished unread, not even for a moment."""
-    runtime = Slow()
-    served = executions(runtime, max_queued_operations=1)
-    first = None if owner is None else ALICE
-    runtime.may_end.set()
-    await ended(served.open(request("kept"), first, None))
-    runtime.may_end.clear()
-    asked = request("b")
-    if how == "keep":
-        asked.keep.CopyFrom(duration_pb2.Duration(nanos=20_000_000))
-    running = served.open(asked, owner, None)
-    running.detach(running.attach({}))
-    if how == "cancel":
-        assert served.cancel("b", owner)
-    elif how == "failure":
-        runtime.failures = {"x": NoWorker()}
-        runtime.may_end.set()
-    elif how == "server":
-        running.end()
-    while served.num_unfinished:
-        await asyncio.sleep(0.01)
-    assert not served.cancel("b", owner)
-    assert served.cancel("kept", first)
-
-
 async def test_of_tenants_that_keep_equally_many_the_one_whose_execution_ends_loses_one() -> None:
     served = executions(FakeRuntime("local"), max_queued_operations=2)
     for tenant, name in ((ALICE, "a"), (BOB, "b"), (BOB, "c")):
@@ -222,22 +194,6 @@ async def test_acceptance_is_sent_before_the_first_chunk() -> None:
     assert len(second.chunks) == 1 and not second.HasField("started")
     await call
     assert reader.sent.empty()
-
-
-@pytest.mark.parametrize("runtime", ["", "other"])
-@pytest.mark.parametrize("has_recovered", [False, True])
-async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> None:
-    """Also where calls wait for the first one, because caches were found again."""
-    local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
-    served = executions(local, other, has_worker=False)
-    served._state.has_recovered = has_recovered
-    reader, call = calling(served, request(runtime=runtime))
-    await call
-    assert reader.sent.get_nowait().started.runtime == "other"
-    estimate = await RunnerApi(served, served._router, served._state).EstimateCost(
-        runner_pb2.EstimateCostRequest(runtime="other", items=request().items), cast(Any, reader)
-    )
-    assert estimate.estimates[0].runtime == "other" and not estimate.estimates[0].HasField("error")
 
 
 async def test_a_local_only_batch_is_refused_until_a_worker_was_ready() -> None:
@@ -324,53 +280,6 @@ async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None
     alice.admit(1000.0)
     with pytest.raises(QuotaExceeded):
         alice.admit(1000.0)
-
-
-async def test_a_preparation_is_in_flight_until_its_requests_are(alice: Tenant) -> None:
-    alice.quota = Quota(max_in_flight=2)
-    runtime = Preparing()
-    runtime.may_prepare.clear()
-    served = executions(runtime)
-    first, second = served.open(bad(), alice, None), served.open(bad("good"), alice, None)
-    with pytest.raises(QuotaExceeded, match="max_in_flight"):
-        served.open(bad(), alice, None)
-    # One that is cancelled before its task begins, too.
-    second.cancel()
-    await settled()
-    third = served.open(bad(), alice, None)
-    runtime.may_prepare.set()
-    await ended(first)
-    await ended(third)
-    await settled()
-    assert alice.unseen == 0
-
-
-async def test_what_estimate_cost_prepares_counts(alice: Tenant) -> None:
-    runtime = Preparing()
-    served = executions(runtime)
-    api = RunnerApi(served, served._router, served._state)
-
-    async def estimate(*names: str) -> None:
-        items = [runner_pb2.ExecuteItem(item_id=name) for name in names]
-        await api.EstimateCost(runner_pb2.EstimateCostRequest(items=items), cast(Any, None))
-
-    alice.quota = Quota(max_per_s=20)
-    for _ in range(10):
-        await estimate("a", "b")
-    for _ in range(50):
-        with pytest.raises(QuotaExceeded, match="max_per_s"):
-            await estimate("a")
-    assert runtime.prepared == 20
-
-    alice.quota = Quota(max_in_flight=1)
-    runtime.may_prepare.clear()
-    running = asyncio.create_task(estimate("a"))
-    await asyncio.sleep(0)
-    with pytest.raises(QuotaExceeded, match="max_in_flight"):
-        await estimate("a")
-    runtime.may_prepare.set()
-    await running
-    await estimate("a")
 
 
 async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:

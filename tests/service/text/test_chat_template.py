@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import types_pb2
 from transformers import PreTrainedTokenizerFast
@@ -71,6 +71,7 @@ def variables(messages: list[dict[str, str]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations())
+@settings(max_examples=settings().max_examples // 2)
 def test_a_template_renders_as_in_transformers(name: str, messages: list[dict[str, str]]) -> None:
     source = TEMPLATES[name]
     assert outcome(lambda: render(source, variables(messages), PLENTY)) == outcome(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 from quire import item
@@ -147,6 +147,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations())
+@settings(max_examples=settings().max_examples // 3)
 def test_a_conversation_is_written_as_by_transformers(name: str, messages: list[dict[str, Any]]) -> None:
     text = expected(TEMPLATES[name], messages)
     made = [parsed(messages), item(messages).chat]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
@@ -64,8 +64,13 @@ def any_ids(tokenizer: Tokenizer, data: st.DataObject) -> list[int]:
     return data.draw(st.lists(drawn, max_size=60))
 
 
+# Of many kinds, each gets a part of the examples.
+FEW = settings(max_examples=settings().max_examples // 3)
+
+
 @pytest.mark.parametrize("name", KINDS_OF_ANY)
 @given(data=st.data())
+@FEW
 def test_the_text_of_any_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
     tokenizer = of_any_kind(name)
     ids = any_ids(tokenizer, data)
@@ -74,6 +79,7 @@ def test_the_text_of_any_tokens_is_that_of_one_decode(name: str, data: st.DataOb
 
 @pytest.mark.parametrize("name", KINDS_OF_ANY)
 @given(data=st.data(), prompt=CHARACTERS)
+@FEW
 def test_any_tokens_after_a_prompt(name: str, data: st.DataObject, prompt: str) -> None:
     """The prompt is a text, which ends neither within a character nor, with byte fallback, with bytes."""
     tokenizer = of_any_kind(name)
@@ -129,7 +135,7 @@ class CountingDecoder:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("which", ["<0xE2>", "<0x41>", "\u00e2", END, "a", "\u2581"])
+@pytest.mark.parametrize("which", ["<0xE2>", "\u00e2", END])
 def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(name: str, which: str) -> None:
     # Invalid bytes, special tokens, letters, spaces.
     tokenizer = kind(name)

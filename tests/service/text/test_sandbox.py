@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import psutil
 import pytest
 
 from benchmarks.checkout import ROOT, environment
-from service.text import sandbox
 from service.text.task_process import TaskProcess
 from service.text.tasks import COMPILE, ENCODE, MASK, RENDER, TaskKind
 
@@ -184,16 +182,6 @@ def test_without_landlock_the_rest_is_done() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(ROOT), capture_output=True, text=True)
     assert done.stdout == "Landlock (no)\nrefused\nrefused\n", done.stderr
-
-
-def test_the_filter_is_the_same_for_both_machines() -> None:
-    for machine, column in sandbox._MACHINES.values():
-        instructions = [*sandbox._filter(machine, column)]
-        assert len(instructions) < 4096
-        for at, (operation, if_true, if_false, number) in enumerate(instructions):
-            struct.pack("=HBBI", operation, if_true, if_false, number)
-            is_jump = operation in (sandbox._EQUAL, sandbox._AT_LEAST)
-            assert at + is_jump + max(if_true, if_false) < len(instructions)
 
 
 def test_a_gateway_hides_its_memory() -> None:

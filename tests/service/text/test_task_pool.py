@@ -19,9 +19,7 @@ from quire.v1 import types_pb2
 from service.errors import Draining
 from service.text import tasks, template_process
 from service.text.chat_template import ChatTemplates, TemplateError
-from service.text.task_pool import TaskPool
-from service.text.task_process import TaskProcess
-from service.text.tasks import MASK, RENDER
+from service.text.tasks import RENDER
 
 PLAIN = "{{ messages[0].content }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -117,33 +115,6 @@ async def test_cancelling_ends_the_process_at_once(monkeypatch: pytest.MonkeyPat
     assert await write(templates, PLAIN, "a") == "a"
     assert len(children()) == 1
     templates.close()
-
-
-async def test_work_that_outlives_its_caller_keeps_its_turn_and_its_process() -> None:
-    began, may_end, log = asyncio.Event(), asyncio.Event(), list[str]()
-
-    async def work(_process: TaskProcess) -> None:
-        log.append("began")
-        began.set()
-        await may_end.wait()
-        log.append("ended")
-
-    async def next_one(_process: TaskProcess) -> None:
-        log.append("next")
-
-    pool = TaskPool(MASK)
-    running = asyncio.create_task(pool.run(work))
-    await began.wait()
-    for _ in range(3):
-        running.cancel()
-        await asyncio.sleep(0)
-    waiting = asyncio.create_task(pool.run(next_one))
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert log == ["began"]
-    may_end.set()
-    await waiting
-    assert log == ["began", "ended", "next"]
 
 
 async def test_cancelling_twice_keeps_the_turn_until_the_process_has_ended(

@@ -263,22 +263,6 @@ async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
         assert caught.value.status_code == 503
 
 
-async def test_a_shutdown_lets_a_finished_stream_be_read_to_its_end() -> None:
-    text = "x" * (1 << 23)
-
-    async def generate(_batch: Batch, sink: ChunkSink) -> None:
-        sink.put([chunk(text, finish_reason=runner_pb2.FINISH_REASON_STOP)])
-
-    runtime = FakeRuntime(generate)
-    async with serving(runtime) as served, served.client() as client:
-        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
-        await until(lambda: not runtime.running)
-        stopping = asyncio.create_task(served.front.stop(TIMEOUT_S))
-        await asyncio.sleep(0.05)
-        assert "".join([part.choices[0].delta.content or "" async for part in stream]) == text
-        await stopping
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_client_that_does_not_read_is_disconnected(is_stream: bool) -> None:
     async def generate(_batch: Batch, sink: ChunkSink) -> None:

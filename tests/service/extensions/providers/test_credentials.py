@@ -268,28 +268,3 @@ async def test_an_unexpected_exception_reveals_no_credentials(
     assert reason(out.last()) == "INTERNAL"
     logged = caplog.text + "".join(capfd.readouterr())
     assert "ZeroDivisionError" in logged and "planted" not in logged
-
-
-async def test_a_replaced_runtime_finishes_its_calls_and_closes_its_connections() -> None:
-    """One request is running at that time, and one is queued."""
-    goes_on = asyncio.Event()
-
-    async def reply(writer: asyncio.StreamWriter) -> bool:
-        writer.write(EVENT_STREAM.replace("Connection: close\r\n", "").encode() + event(delta("go")))
-        await goes_on.wait()
-        writer.write(event(delta("od", finish="stop")) + event("[DONE]"))
-        return False
-
-    async with fake_provider() as provider:
-        provider.script.append(reply)
-        async with remote(config(provider, max_concurrent=1)) as runtime:
-            sink = Collected()
-            batch = Batch(key="k", tenant=None, items=[item(), item(item_id="b")])
-            running = asyncio.create_task(runtime.execute(batch, sink))
-            await sink.first.wait()
-            await runtime.close()
-            goes_on.set()
-            await running
-            assert [sink.text("a"), sink.text("b")] == ["good", "good"]
-            while provider.open:
-                await asyncio.sleep(0)
