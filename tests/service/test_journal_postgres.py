@@ -107,21 +107,6 @@ async def test_a_crash_of_the_database_loses_nothing(postgres: PostgresServer) -
     assert await recovered(postgres.url) == expected
 
 
-async def test_commits_are_refused_while_the_database_is_away(postgres: PostgresServer) -> None:
-    async with Owner(postgres.url, "a") as owner:
-        assert await owner.commit(created(1))
-        postgres.kill()
-        # The connections' ends are known in the next turn of the event loop.
-        await asyncio.sleep(0.05)
-        for number in (2, 3):
-            assert not await owner.commit(created(number))
-        postgres.start()
-        while not await owner.commit(created(4)):
-            await asyncio.sleep(0.05)
-        expected = facts(owner.ledger)
-    assert await recovered(postgres.url) == expected
-
-
 async def test_commits_wait_for_a_database_that_stands_still(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,39 +164,6 @@ async def test_the_outcome_of_a_commit_whose_connection_broke_is_found_out(
     assert await recovered(postgres.url) == expected
 
 
-@pytest.mark.parametrize(("changes", "lease_s"), [("", 600.0), ("", 2.0), (", first_seq = 9", 600.0)])
-async def test_a_commit_of_unknown_outcome_ends_when_another_owner_has_come(
-    postgres: PostgresServer, changes: str, lease_s: float
-) -> None:
-    """Before, its callers waited until their deadline: it can never be stored any more.
-
-    Unless that owner has dropped rows, and it may have been among them. The short lease is renewed
-    meanwhile, so that its loss is noticed there, too.
-    """
-    # Connections that wait for the row: of the journal, and of the renewals.
-    waiting = 1 if lease_s == 600 else 2
-    with TcpProxy(postgres.address) as proxy:
-        url = postgres.url_at(proxy.address)
-        async with Owner(url, "a", lease_s=lease_s) as owner, operator(postgres.url) as connection:
-            assert await owner.commit(created(1))
-            async with connection.transaction():
-                await connection.execute(f"UPDATE quire.shards SET owner = 'b', fence = fence + 1{changes}")
-                under_way = asyncio.create_task(owner.commit(appended(1, 0, 7)))
-                await until_waiting(postgres.url, waiting)
-                later = asyncio.create_task(owner.commit(created(2)))
-                proxy.break_connections()
-                await until_waiting(postgres.url, 2 * waiting)
-                assert not under_way.done()
-            with pytest.raises(OwnershipLost, match="another gateway has taken it over"):
-                await owner.running
-            if not changes:
-                assert (await under_way, await later) == (False, False)
-            assert await connection.fetch("SELECT seq FROM quire.log WHERE seq > 1") == []
-            assert under_way.done() == (not changes)
-            for commit in (under_way, later):
-                commit.cancel()
-
-
 async def test_a_commit_that_waits_for_a_standby_is_not_reported_before(postgres: PostgresServer) -> None:
     """It is durable here, but would be lost with this machine: also when the connection breaks."""
     with TcpProxy(postgres.address) as proxy:
@@ -238,74 +190,6 @@ async def test_a_commit_that_waits_for_a_standby_is_not_reported_before(postgres
             assert await owner.commit(appended(1, position + 1, 7))
 
 
-async def test_a_broken_connection_between_commits_costs_nothing(postgres: PostgresServer) -> None:
-    with TcpProxy(postgres.address) as proxy:
-        async with Owner(postgres.url_at(proxy.address), "a") as owner:
-            for number in range(1, 6):
-                assert await owner.commit(created(number))
-                proxy.break_connections()
-                await asyncio.sleep(0.02)
-        assert len(await recovered(postgres.url)) == 5
-
-
-async def test_a_database_that_has_lost_rows_ends_the_ownership(postgres: PostgresServer) -> None:
-    """As after the promotion of a standby that was behind: what the gateway knows is not what is stored."""
-    with TcpProxy(postgres.address) as proxy:
-        async with Owner(postgres.url_at(proxy.address), "a") as owner:
-            assert await owner.commit(created(1)) and await owner.commit(created(2))
-            async with locked(postgres.url):
-                lost = asyncio.create_task(owner.commit(created(3)))
-                await until_waiting(postgres.url)
-                await _end_backends(postgres, proxy)
-                async with operator(postgres.url) as connection:
-                    await connection.execute("DELETE FROM quire.log WHERE seq = 2")
-            with pytest.raises(OwnershipLost, match="lost rows"):
-                await owner.running
-            assert not lost.done(), "whether it is stored is not known"
-            lost.cancel()
-
-
-async def test_a_row_that_is_missing_before_the_last_one_ends_the_ownership(postgres: PostgresServer) -> None:
-    """Before, commits went on until the next gateway could not read the log."""
-    async with Owner(postgres.url, "a") as owner:
-        owner.journal._count_at_s = 0.0
-        for number in (1, 2, 3):
-            assert await owner.commit(created(number))
-        async with operator(postgres.url) as connection:
-            await connection.execute("DELETE FROM quire.log WHERE seq = 2")
-        owner.journal._count_at_s = 0.0
-        assert await owner.commit(created(4)), "it is behind the last row, which is there"
-        with pytest.raises(OwnershipLost, match=r"1 of its rows are missing\. An older copy was restored"):
-            await owner.running
-        assert not await owner.commit(created(5))
-
-
-@pytest.mark.parametrize("compacted", [False, True])
-async def test_an_older_copy_of_the_database_ends_the_ownership(
-    postgres: PostgresServer, compacted: bool
-) -> None:
-    """Before, later commits were told to be durable, and nobody could read the log with its gap."""
-    async with Owner(postgres.url, "a", compaction_bytes=-1 << 30) as owner:
-        assert await owner.commit(created(1)) and await owner.commit(appended(1, 0, 7))
-        postgres.copy()
-        while not await owner.commit(appended(1, 1, 7)):
-            await asyncio.sleep(0.05)
-        if compacted:
-            assert await owner.commit(CacheReleased(1)) and await owner.commit()
-            while owner.journal._first_seq == 1:
-                await asyncio.sleep(0.01)
-        postgres.restore()
-        for number in (2, 3, 4):
-            commit = asyncio.create_task(owner.commit(created(number)))
-            await asyncio.wait({commit, owner.running}, return_when=asyncio.FIRST_COMPLETED)
-            # Of one that was sent before the end of its connection was known, nothing is ever told.
-            assert not (commit.done() and commit.result())
-            commit.cancel()
-        with pytest.raises(OwnershipLost, match="An older copy was restored"):
-            await owner.running
-    assert len(await recovered(postgres.url, "a")) == 1
-
-
 async def test_compaction_drops_nothing_of_an_older_copy(postgres: PostgresServer) -> None:
     """Before, all rows of the copy were taken for those that the compaction had written again."""
     async with Owner(postgres.url, "a") as owner:
@@ -321,33 +205,6 @@ async def test_compaction_drops_nothing_of_an_older_copy(postgres: PostgresServe
         with pytest.raises(OwnershipLost, match="An older copy was restored"):
             await owner.running
     assert len(await recovered(postgres.url, "a")) == 1
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "DELETE FROM quire.log WHERE seq = 3",
-        "DELETE FROM quire.log",
-        "INSERT INTO quire.log SELECT shard, 4, data FROM quire.log WHERE seq = 3",
-        "INSERT INTO quire.log SELECT shard, 9, data FROM quire.log WHERE seq = 3",
-        "UPDATE quire.shards SET fence = fence - 1",
-        "DELETE FROM quire.log; DELETE FROM quire.shards",
-    ],
-)
-async def test_nothing_is_appended_to_what_this_owner_did_not_leave(
-    postgres: PostgresServer, statement: str
-) -> None:
-    async with Owner(postgres.url, "a") as owner:
-        for number in (1, 2, 3):
-            assert await owner.commit(created(number))
-        async with operator(postgres.url) as connection:
-            await connection.execute(statement)
-            before = await connection.fetch("SELECT seq FROM quire.log ORDER BY seq")
-            assert not await owner.commit(created(4))
-            assert not await owner.commit(created(5))
-            with pytest.raises(OwnershipLost, match="An older copy was restored"):
-                await owner.running
-            assert await connection.fetch("SELECT seq FROM quire.log ORDER BY seq") == before
 
 
 async def test_an_owner_after_a_restored_copy_has_a_number_that_nobody_had(postgres: PostgresServer) -> None:
