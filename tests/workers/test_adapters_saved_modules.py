@@ -48,9 +48,9 @@ def change(directory: Path, by: Callable[[dict[str, torch.Tensor]], object]) -> 
 
 
 @pytest.mark.parametrize("how", SAVED)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tied", "packed", "dtype"), [(False, False, torch.float32), (True, True, torch.bfloat16)]
+)
 def test_unchanged_ones_are_left_out(
     how: str, tied: bool, packed: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -186,9 +186,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("inside")
-@pytest.mark.parametrize(
-    "seed", [*range(2), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(2, 20))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.thorough) for s in range(1, 20))])
 def test_any_mix_of_rows_that_come_and_go(
     runners: Runners, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,24 +461,6 @@ def test_biases_of_earlier_rows_are_gone_after_a_failed_launch(decoder: Decoder,
     masked.sequence.length -= 1
     # In the place of which the one with biases was.
     runners.step([masked], [row])
-
-
-def test_what_adjusts_rows_is_not_written_while_it_is_read(decoder: Decoder) -> None:
-    """Each launch fails after it was sent."""
-    queue, dice = CheckedQueue(), random.Random(0)
-    runners = Runners(decoder, queue)
-    texts = [runners.begin(kind, [1, kind]) for kind in (4, 9, 6)]
-    for _ in range(4):
-        rows = [text.row(dice) for text in texts]
-        inputs = runners.pack(texts)
-        for text in texts:
-            text.sequence.length -= 1
-        for fails_after in (1, 2, 3):
-            runners.graph._captured_for(inputs, rows)
-            queue.fails_after = fails_after
-            with pytest.raises(RuntimeError, match="planted"):
-                runners.graph.step(inputs, rows)
-    runners.step(texts, [text.row(dice) for text in texts])
 
 
 def test_a_step_with_unusable_logits_beside_adjusted_rows_names_them(runners: Runners) -> None:

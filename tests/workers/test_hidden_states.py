@@ -10,7 +10,6 @@ import torch
 from benchmarks.in_process import LlmExecutor
 from tests.model_factory import TinyModel, hf_states, make_model
 from tests.workers.stepping import Worker
-from workers.executors.errors import ExecutorError
 from workers.models.capture import RowCapture
 from workers.operations import (
     Forward,
@@ -83,12 +82,6 @@ def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytes
     assert seen == [None, None]
     executor.batch_decode([(1, 3, OutputSpec()), (2, 4, LAST)])
     assert seen[-1] is not None and seen[-1].rows == {2: [1]}, "of the one row that is asked for"
-
-
-def test_layers_that_are_not_there(executor: LlmExecutor) -> None:
-    for layers in ([3], [0, -1]):
-        with pytest.raises(ExecutorError, match="hidden states of layers"):
-            executor.prefill(1, PROMPT, OutputSpec(hidden=HiddenSpec(layers)))
 
 
 @pytest.mark.parametrize("plain_first", [False, True])
