@@ -41,7 +41,7 @@ def sum_loss(inputs: int) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 9, 32, 300])
+@pytest.mark.parametrize("rows", [0, 1, 3, 6, 7, 32, 300])
 @pytest.mark.parametrize(("outputs", "inputs", "biased"), BIASED)
 def test_packed_weights_are_as_exact_as_plain_ones(
     rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype
