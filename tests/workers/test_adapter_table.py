@@ -136,19 +136,6 @@ def test_an_adapter_is_read_when_a_forward_needs_it() -> None:
     assert (metrics.operations, metrics.tokens, metrics.size_bytes) == (1, 1, SIZE)
 
 
-def test_slots_are_made_when_the_first_adapter_comes() -> None:
-    bench = Bench(slots=3)
-    bench.change(source(1), source(2))
-    bench.advance()
-    made = [bench.model.made]
-    assert bench.table.max_adapters == 3
-    for number in (1, 2):
-        bench.forward(number)
-        bench.advance()
-    made.append(bench.model.made)
-    assert made == [0, 1]
-
-
 def test_without_room_for_slots_a_load_fails_and_a_later_one_tries_again() -> None:
     bench = Bench(model=WithoutRoom(slots=3, times=1))
     bench.change(source(1), source(2), source(3))

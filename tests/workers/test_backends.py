@@ -35,11 +35,6 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_native_code_is_taken_where_there_is_some(native: Path, other: Path) -> None:
-    assert LlmExecutor.load(native, kv_pages=4).info().backend == "native"
-    assert LlmExecutor.load(other, kv_pages=4).info().backend == "transformers"
-
-
 @pytest.mark.parametrize(("head_dim", "backend"), [(32, "transformers"), (64, "native")])
 def test_on_a_gpu_a_head_width_without_kernels_is_left_to_the_library(
     tmp_path: Path, head_dim: int, backend: str

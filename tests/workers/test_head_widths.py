@@ -17,8 +17,6 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
 from workers.executors.llm import LlmExecutor
-from workers.models.config import ModelConfig
-from workers.models.errors import ModelError
 from workers.models.model import new_pages
 
 torch.set_num_threads(1)
@@ -108,8 +106,3 @@ def test_heads_of_an_odd_width_are_served_if_an_even_part_is_rotated(backend: st
     executor = LlmExecutor.load(directory, kv_pages=8, backend=backend)
     executor.warmup()
     assert (executor.info().backend, executor.info().head_dim) == (backend, 33)
-
-
-def test_heads_of_an_odd_width_cannot_be_rotated_whole() -> None:
-    with pytest.raises(ModelError, match="head_dim: must be even, got 33"):
-        ModelConfig.from_settings({"model_type": "llama", "head_dim": 33})

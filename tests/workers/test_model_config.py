@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from kernels.rope import RopeSpec, rope_frequencies
-from workers.models.config import LayerConfig, ModelConfig
+from kernels.rope import rope_frequencies
+from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.registry import FAMILIES, Family
 from workers.models.values import warn_outside
@@ -50,31 +50,6 @@ def read(**changes: Any) -> ModelConfig:
 def windows_of(config: ModelConfig) -> list[int | None]:
     """The window of each layer."""
     return [layer.window for layer in config.layers]
-
-
-def test_old_spelling() -> None:
-    config = read()
-    assert config == ModelConfig(
-        model_type="qwen3",
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        rotary_dim=128,
-        attention_scale=128**-0.5,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        attention_output_bias=False,
-        layers=(LayerConfig(None, RopeSpec(theta=1e6)),) * 28,
-        eos_token_ids=(151645,),
-        bos_token_id=151643,
-        dtype="bfloat16",
-    )
 
 
 def test_new_spelling_is_the_same_model() -> None:

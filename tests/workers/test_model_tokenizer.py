@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from service.cli.hub import _SMALL
 from tests.service.text.kinds import kind
 from workers.models.chat_template import read_chat_template
-from workers.models.errors import ModelError
 from workers.models.files import _SETTINGS
 from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import TokenizerFile, read_tokenizer
@@ -250,12 +249,6 @@ def test_a_tokenizer_that_grows_too_large_is_left_out(
     assert read_tokenizer(tmp_path, 1 << 20, PLENTY).content
     assert read_tokenizer(tmp_path, 1 << 20, size_bytes // 2) == TokenizerFile()
     assert "too large" in caplog.text
-
-
-def test_a_secret_is_no_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"auths": {}}')
-    with pytest.raises(ModelError, match="is not a tokenizer"):
-        read_tokenizer(tmp_path, 1 << 20, PLENTY)
 
 
 @pytest.mark.parametrize("other", ["vocab.json", "tokenizer.model", ""])
