@@ -24,14 +24,6 @@ def _memory_of_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 DTYPES = [torch.bfloat16, torch.float32]
 
 

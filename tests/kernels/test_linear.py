@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -22,13 +20,6 @@ BIASED = [
     for index, shape in enumerate(SHAPES)
     for biased in (False, True)
 ]
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def sum_loss(inputs: int) -> float:
@@ -56,7 +47,6 @@ def test_packed_weights_are_as_exact_as_plain_ones(
     torch.testing.assert_close(actual.double(), expected, rtol=DTYPES[dtype], atol=sum_loss(inputs))
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(

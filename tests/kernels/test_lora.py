@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,13 +17,6 @@ DTYPES = [torch.bfloat16, torch.float32]
 CPU = torch.device("cpu")
 # Inputs, and the outputs of each part: those that fill the last blocks, and those that do not; odd ones.
 SHAPES = [(64, (48, 16, 16)), (160, (33, 7, 20)), (47, (100, 1)), (33, (130,)), (288, (1040, 32))]
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -161,7 +154,6 @@ def test_only_x_a_and_the_sum_are_rounded() -> None:
     assert y.tolist() == [[256.0], [258.0]]
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(

@@ -14,8 +14,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from kernels.rope import ROPE_TYPES, RopeSpec, apply_rope_reference, rope_frequencies, rope_table
 from tests.kernels.references import angle_loss, assert_close, rotate64
 
-torch.set_num_threads(1)
-
 SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},

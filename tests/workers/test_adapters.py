@@ -20,8 +20,6 @@ from workers.adapters import tensors
 from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
 
-torch.set_num_threads(1)
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The experts of these are changed when PEFT reads an adapter; only their attention can have one here.
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_moe with dense layers")

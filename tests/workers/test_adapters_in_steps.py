@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from tests.workers.adapted_callers import Callers
 from tests.workers.adapted_steps import Adapted
 from workers.adapters.table import AdapterTable
 from workers.models.decoder import Decoder
 from workers.models.lora import PackedLora
-
-torch.set_num_threads(1)
 
 SEEDS, ROUNDS = range(8), 150
 

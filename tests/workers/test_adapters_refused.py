@@ -32,8 +32,6 @@ from workers.adapters import config
 from workers.adapters.adapter import Adapter, read_adapter
 from workers.adapters.errors import AdapterError
 
-torch.set_num_threads(1)
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of `TinyModel`.
 MODULES = {

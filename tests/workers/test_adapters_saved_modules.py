@@ -18,8 +18,6 @@ from workers.adapters.errors import AdapterError
 from workers.adapters.tensors import WEIGHTS_FILE
 from workers.models.decoder import Decoder
 
-torch.set_num_threads(1)
-
 EMBEDDING, HEAD = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
 SAVED: dict[str, dict[str, Any]] = {
     "modules_to_save": {"modules_to_save": ["embed_tokens", "lm_head"]},

@@ -30,7 +30,7 @@ from workers.runners.cuda_graph import CudaGraphRunner
 from workers.runners.decode_buffers import DecodeBuffers
 from workers.runners.device_queue import DeviceQueue
 from workers.runners.eager import EagerRunner, choose_tokens
-from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow
+from workers.sampling import NothingAllowedError, SamplingRow
 
 if not conftest.HAS_TRITON or not conftest.INTERPRETED:
     pytest.skip("the interpreter of Triton is needed", allow_module_level=True)
@@ -464,20 +464,6 @@ def test_biases_of_earlier_rows_are_gone_after_a_failed_launch(decoder: Decoder,
     masked.sequence.length -= 1
     # In the place of which the one with biases was.
     runners.step([masked], [row])
-
-
-def test_a_step_with_unusable_logits_beside_adjusted_rows_names_them(runners: Runners) -> None:
-    dice = random.Random(0)
-    texts = [runners.begin(kind, [5, kind]) for kind in (4, 0, 8)]
-    for layer in range(2):
-        for pages in runners.graph._kv.layer(layer):
-            pages.data[texts[1].sequence.pages[0], 0] = torch.nan
-    with pytest.raises(BadLogitsError) as caught:
-        runners.graph.step(runners.pack(texts), [text.row(dice) for text in texts])
-    assert caught.value.rows == (1,)
-    for text in texts:
-        text.sequence.length -= 1
-    runners.step([texts[0], texts[2]], [texts[0].row(dice), texts[2].row(dice)])
 
 
 @pytest.mark.parametrize("fails", [False, True])

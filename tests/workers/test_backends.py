@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.in_process import LlmExecutor
 from tests.bad_directories import setting
@@ -19,8 +18,6 @@ from tests.workers.test_library_model import tiny_model
 from workers.executors.loading import choose_backend, runs_on_cuda
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import new_pages
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -21,8 +21,6 @@ from workers.models.config_keys import REFUSED_UNLESS, keys_read
 from workers.models.errors import ModelError
 from workers.models.registry import FAMILIES, WRAPPERS
 
-torch.set_num_threads(1)
-
 _LIBRARY = Path(transformers.__file__).parent
 # The library's code that runs for every model.
 _FOR_ALL = (

@@ -18,8 +18,6 @@ from workers.counter_rng import GUMBEL_MAX, gumbel, mix64, mix_key, mix_keys, ph
 from workers.operations import Sampling
 from workers.sampling import SamplingRow, choose_tokens
 
-torch.set_num_threads(1)
-
 U64 = st.integers(0, 2**64 - 1)
 
 

@@ -9,8 +9,6 @@ from workers.device_sampling import _settings, choose_tokens, is_simple
 from workers.operations import Sampling, TokenMask
 from workers.sampling import SamplingRow
 
-torch.set_num_threads(1)
-
 INF = float("inf")
 
 

@@ -28,8 +28,6 @@ from workers.kv.tensors import KvTensors
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.model import PAGE_SIZE
 
-torch.set_num_threads(1)
-
 PRIME = 2**31 - 1
 SIZES: list[dict[str, Any]] = [
     {"vocab_size": 64},

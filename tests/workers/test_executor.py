@@ -21,8 +21,6 @@ from workers.operations import (
     OutputSpec,
 )
 
-torch.set_num_threads(1)
-
 PAGES = 12
 VOCAB = 1024
 

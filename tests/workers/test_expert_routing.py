@@ -22,8 +22,6 @@ from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
 from workers.operations import Failed, Forward, Kind, OutputSpec, RowOutput, Sampling, TokenMask
 
-torch.set_num_threads(1)
-
 FAMILIES = ("mixtral", "qwen3_moe", "qwen3_moe with dense layers")
 VOCAB = 97
 EXPERTS = OutputSpec(experts=True, logprob=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels.cpu import library
@@ -18,8 +17,6 @@ from tests.model_factory import float32_losses, hf_logits, hf_model, load_decode
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
 from workers.executors.llm import LlmExecutor
 from workers.models.model import new_pages
-
-torch.set_num_threads(1)
 
 # The ends, what kernels have, what is beside it, open_llama_3b's 100, and one beyond all kernels.
 SOME = (2, 14, 16, 18, 62, 96, 100, 130, 254, 256, 258)

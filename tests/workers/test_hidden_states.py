@@ -19,8 +19,6 @@ from workers.operations import (
     RowOutput,
 )
 
-torch.set_num_threads(1)
-
 PROMPT = [5, 9, 2, 40]
 RELATIVE_ERROR = 2e-5
 LAST = OutputSpec(hidden=HiddenSpec([2]))

@@ -31,8 +31,6 @@ from workers.operations import (
 )
 from workers.wire import to_command, to_event
 
-torch.set_num_threads(1)
-
 PAGE = 16
 RANDOM = random.Random(7)
 PROMPT = [RANDOM.randrange(12) for _ in range(5 * PAGE + 3)]

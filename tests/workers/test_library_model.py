@@ -39,8 +39,6 @@ from workers.models.library.parity_check import check_loaded, check_scaled_down
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.model import ModelDescription
 
-torch.set_num_threads(1)
-
 CPU = torch.device("cpu")
 VOCAB = 97
 # float32 with sums of a few hundred terms over a few layers: about ten times what is measured.

@@ -28,8 +28,6 @@ from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.errors import UnsupportedError
 from workers.models.lora import LoraPair, LoraWeights
 
-torch.set_num_threads(1)
-
 SLOTS, MAX_RANK = 5, 256
 DTYPES = [torch.float32, torch.bfloat16]
 # The slot of each text; that of the last one is empty.

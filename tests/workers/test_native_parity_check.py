@@ -23,7 +23,6 @@ from workers.models.linear import LoadTarget
 from workers.models.native_parity_check import check_native
 from workers.models.rope_settings import read_ropes
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 

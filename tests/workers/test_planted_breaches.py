@@ -21,8 +21,6 @@ from tests.workers.company import assert_same_bits
 from tests.workers.packing import random_texts
 from workers.models import decoder, experts, layers, linear
 
-torch.set_num_threads(1)
-
 # A whole text has more rows, chunks beside others have fewer.
 MANY = 64
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -15,8 +15,6 @@ from workers.operations import LogitsFormat, OutputSpec, RowOutput
 from workers.row_outputs import best_ids, build_outputs, encode_row, score_tokens
 from workers.sampling import BadLogitsError, SamplingRow, best_k, choose_tokens
 
-torch.set_num_threads(1)
-
 INF = float("inf")
 EPSILON = 2.0**-24  # Half a unit in the last place, relative.
 

@@ -26,8 +26,6 @@ from workers.counter_rng import gumbel, mix_key
 from workers.operations import Sampling, TokenMask
 from workers.sampling import BadLogitsError, NothingAllowedError, SamplingRow, choose_tokens
 
-torch.set_num_threads(1)
-
 SEEDS = st.one_of(st.sampled_from([0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
 POSITIONS = st.one_of(st.integers(0, 300), st.sampled_from([2**31 - 1, 2**31, 2**40]))
 # Few distinct values, so that tokens tie; floats, so that they do not; and both ends of the range.

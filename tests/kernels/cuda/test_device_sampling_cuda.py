@@ -17,8 +17,6 @@ from workers.device_sampling import choose_tokens
 from workers.operations import DraftProbabilities, OutputSpec, Sampling, TokenMask
 from workers.sampling import BadLogitsError, Draft, NothingAllowedError, SamplingRow
 
-torch.set_num_threads(1)
-
 NAN = float("nan")
 SCORE_ERROR = 1e-12  # as in test_sampling_cuda
 

@@ -10,8 +10,6 @@ from kernels.linear import linear_reference
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.test_linear import sum_loss
 
-torch.set_num_threads(1)
-
 DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
