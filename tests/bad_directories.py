@@ -331,6 +331,7 @@ KINDS_OF_FILES = [
     BadDirectory("a FIFO as the tokenizer", fifo(TOKENIZER), f"{_TOKENIZER}is not a regular file"),
     BadDirectory("a FIFO as the weights", fifo(WEIGHTS), f"{_FILE}is not a regular file"),
     BadDirectory("a FIFO as the index", fifo(INDEX), f"{_INDEX}is not a regular file", sharded=True),
+    BadDirectory("a socket as the weights", a_socket(WEIGHTS), f"{_FILE}cannot be read"),
     BadDirectory("a device as the weights", link(WEIGHTS, "/dev/zero"), f"{_FILE}is not a regular file"),
     BadDirectory("a link to nothing", link(WEIGHTS, "nowhere"), f"{_FILE}cannot be read: No such file"),
 ]
