@@ -425,6 +425,50 @@ def test_the_caches_know_no_messages() -> None:
     assert offenders("service", wire, elsewhere) == []
 
 
+# How the modules of the caches call an operation and a cache, as whose fields they set.
+OF_CACHES = {
+    "operation": "Operation",
+    "forward": "Operation",
+    "entry": "CacheEntry",
+    "suspect": "CacheEntry",
+}
+
+
+def stated_writers() -> dict[tuple[str, str], str]:
+    """The module that is to write a field once its object is made, by class and field, as entries.py says."""
+    path = ROOT / "service" / "caches" / "entries.py"
+    lines, stated = path.read_text().splitlines(), {}
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ClassDef) or node.name not in OF_CACHES.values():
+            continue
+        fields = (field for field in node.body if isinstance(field, ast.AnnAssign))
+        for field in fields:
+            above = [line for line in lines[node.lineno : field.lineno] if "# Written by " in line]
+            if above:
+                assert isinstance(field.target, ast.Name)
+                stated[node.name, field.target.id] = above[-1].split("Written by ")[1].split(".py")[0]
+    return stated
+
+
+def test_each_field_of_a_cache_or_an_operation_has_one_writer() -> None:
+    stated, wrong, written = stated_writers(), [], set()
+    for path in sorted((ROOT / "service").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+                continue
+            of = str(getattr(node.value, "attr", "") or getattr(node.value, "id", ""))
+            field = (OF_CACHES.get(of, ""), node.attr)
+            if field == ("Operation", "state") and path.stem in MOVED_BY.values():
+                # The simulator checks which module writes which state.
+                continue
+            if "caches" in path.parts and of in OF_CACHES:
+                written.add(field)
+                if stated.get(field) != path.stem:
+                    wrong.append(f"{path.name}:{node.lineno} writes {of}.{node.attr}")
+    assert wrong == []
+    assert written == stated.keys() - NEVER_STORED, "and nobody else has to"
+
+
 def test_the_states_of_an_operation_are_described_as_they_are() -> None:
     rows = [line.split(" | ") for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines()]
     told = {row[0].removeprefix("| "): row for row in rows if row[0].removeprefix("| ") in State.__members__}
@@ -433,6 +477,10 @@ def test_the_states_of_an_operation_are_described_as_they_are() -> None:
         _, moved_by, _, *to = told[name]
         assert moved_by == MOVED_BY[state]
         assert set("".join(to).strip(" |").replace(",", "").split()) == {after.name for after in NEXT[state]}
+
+
+# Only what it holds changes.
+NEVER_STORED = {("CacheEntry", "waiting")}
 
 
 def test_only_the_pool_speaks_with_workers() -> None:
