@@ -5,8 +5,8 @@ batches. Between two steps the loop takes all commands that have arrived, so tha
 run together. Results are emitted after each step, and before it those that are complete already. A cancelled
 or failed operation is rolled back before the next step.
 
-On a GPU the loop does not wait for a step of plain decodes, and runs chunks of prompts beside it: see
-`steps_in_flight`. Protobuf, sockets and the event loop are in `server.py`.
+On a GPU the loop does not wait for a step of plain decodes: see `steps_in_flight`. Protobuf, sockets and the
+event loop are in `server.py`.
 """
 
 from __future__ import annotations
@@ -122,9 +122,8 @@ class StepLoop:
             on_failed=lambda decodes, error: self._run_alone([], decodes, error),
             on_end=self._step_done,
         )
-        # When the running step has begun, and its chunks.
+        # When the running step has begun.
         self._began_ns = 0
-        self._chunks: Sequence[Chunk] = ()
         self._adapters = adapters
         if adapters is not None:
             adapters.report_to(lambda read: self.submit([read]))
@@ -218,9 +217,9 @@ class StepLoop:
     def _has_work(self) -> bool:
         """Whether there is anything to run but the step in flight."""
         has_adapters = self._adapters is not None and self._adapters.has_work
-        # Plain decodes that wait join the next step.
+        # What may join the next step waits for that.
         is_in_flight = self._in_flight.step is not None
-        has_forwards = self._scheduler.has_queued if is_in_flight else self._scheduler.has_others
+        has_forwards = self._in_flight.has_to_end if is_in_flight else self._scheduler.has_others
         return bool(has_forwards or self._drawing or self._integrity_checks.has_work or has_adapters)
 
     @property
@@ -446,18 +445,12 @@ class StepLoop:
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
 
-        Or goes on with the step in flight, or runs chunks beside it. Forwards that wait may expire meanwhile.
+        Or goes on with the step in flight. Forwards that wait may expire meanwhile.
         """
         for forward in self._scheduler.expire(time.monotonic_ns()):
             self._results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
         if self._in_flight.step is not None:
-            has_other_work = self._has_other_work
-            chunks = [] if has_other_work else self._in_flight.chunks_beside(self._begin)
-            if chunks:
-                self._chunks = chunks
-                self._run(chunks)
-            else:
-                self._in_flight.advance(has_other_work=has_other_work)
+            self._in_flight.advance(self._begin, has_other_work=self._has_other_work)
             self._prelauncher.drop_expired(time.monotonic_ns())
             return
         if self._integrity_checks.has_work:
@@ -466,7 +459,7 @@ class StepLoop:
             self._advance_adapters(self._adapters)
         self._prelauncher.next_step()
         begin_decodes = self._prelauncher.begin if self._prelauncher.queued else self._engine.begin_decodes
-        self._chunks = chunks = self._scheduler.next_batch(self._begin, begin_decodes)
+        chunks = self._scheduler.next_batch(self._begin, begin_decodes)
         decodes = self._scheduler.running
         if chunks or decodes.size:
             self._began_ns = time.monotonic_ns()
@@ -475,13 +468,13 @@ class StepLoop:
             self._draw_samples()
         now_ns = time.monotonic_ns()
         if (chunks or decodes.size) and self._in_flight.step is None:
-            self._step_done()
+            self._step_done(chunks)
         if self._prelauncher.ready:
             self._prelauncher.drop_expired(now_ns)
 
-    def _step_done(self) -> None:
-        now_ns, chunks = time.monotonic_ns(), self._chunks
-        took_ns, self._began_ns, self._chunks = now_ns - self._began_ns, now_ns, ()
+    def _step_done(self, chunks: Sequence[Chunk]) -> None:
+        now_ns = time.monotonic_ns()
+        took_ns, self._began_ns = now_ns - self._began_ns, now_ns
         self._scheduler.record_step(chunks, took_ns)
         self._window.step_done(self._answered, now_ns, took_ns)
         self._answered = []
@@ -525,9 +518,7 @@ class StepLoop:
             # Samples are drawn between two steps.
             may_launch = decodes.size and self._engine.runner.can_launch and not self._drawing
             if may_launch and self._in_flight.launch(decodes, chunks):
-                if not chunks:
-                    return
-                decodes = NO_DECODES
+                return
             done = self._engine.execute(chunks, decodes)
         except DeviceLostError:
             # The device is unusable: the process ends, and the gateway starts another one.
