@@ -206,7 +206,11 @@ class CudaGraphRunner:
             self._last = graph
             return graph
         sent = chunks.to(self._kv.device, pinned=True)
-        return Graph(lambda: self._decode(buffers, rows, None, lora=False, chunks=sent), graph.logits, [])
+
+        def launch() -> None:
+            self._decode(buffers, rows, None, lora=False, chunks=sent)
+
+        return Graph(launch, graph.logits, [])
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
