@@ -12,10 +12,12 @@ import torch
 from tests.workers.adapted_callers import Callers
 from tests.workers.adapted_steps import Adapted
 from workers.adapters.table import AdapterTable
+from workers.answers import Answers
 from workers.decodes import ADAPTER, Decodes, Mask
 from workers.models.decoder import Decoder
 from workers.models.lora import PackedLora
 from workers.operations import AdapterRead
+from workers.other_commands import required
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
@@ -85,9 +87,10 @@ def the_reading_thread_changes_slots_itself(patch: pytest.MonkeyPatch) -> None:
     def at_once(self: StepLoop, commands: Any) -> None:
         for command in commands:
             if isinstance(command, AdapterRead):
-                self._adapter_table.read(command)
-                if self._adapter_table.is_full:
-                    self._adapter_table._place(set)
+                table = required(self._adapters)
+                table.read(command)
+                if table.is_full:
+                    table._place(set)
             else:
                 submit(self, [command])
 
@@ -96,17 +99,17 @@ def the_reading_thread_changes_slots_itself(patch: pytest.MonkeyPatch) -> None:
 
 def a_prelaunched_forward_keeps_the_slot_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
     """Its adapter may be in another one by then."""
-    follow = StepLoop._follow
+    follow = Answers._follow
 
     def with_any_slot(_self: object, decodes: Decodes) -> Mask:
         return np.ones(decodes.size, np.bool_)
 
-    def followed(self: StepLoop, *arguments: Any) -> None:
+    def followed(self: Answers, *arguments: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(AdapterTable, "assign_slots", with_any_slot)
             follow(self, *arguments)
 
-    patch.setattr(StepLoop, "_follow", followed)
+    patch.setattr(Answers, "_follow", followed)
 
 
 def what_waits_is_not_woken(patch: pytest.MonkeyPatch) -> None:
