@@ -13,6 +13,7 @@ graphs switched off, the kernels of a decode are launched one by one, over the s
 
 Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
 (`launch`), with other rows whose tokens the host has: so the device does not wait for the host between them.
+Chunks of prompts may be in the same forward: it is launched kernel by kernel over the memory of the graph.
 Until the tokens of the last launched step are read, its buffers are taken: other steps run eagerly then,
 behind it.
 """
