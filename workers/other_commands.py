@@ -1,9 +1,8 @@
-"""The commands that are no forwards: changes of sequences, of adapters and of weights, checks, copies."""
+"""The commands that are no forwards: changes of sequences, of adapters and of weights, checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from workers.adapters.errors import AdapterError
 from workers.adapters.table import AdapterTable
@@ -15,8 +14,6 @@ from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
 from workers.integrity_checks import IntegrityChecks
-from workers.kv_copies import export_kv, import_kv
-from workers.kv_messages import ExportKv, ImportKv
 from workers.models.errors import ModelError
 from workers.operations import (
     Abort,
@@ -49,14 +46,6 @@ def required(adapters: AdapterTable[Any] | None) -> AdapterTable[Any]:
     return adapters
 
 
-class ModelParts(NamedTuple):
-    """What commands change of a model, or ask of it. None: it has no adapters, or keeps its weights."""
-
-    adapters: AdapterTable[Any] | None
-    replacement: WeightsReplacement[Any] | None
-    fingerprint: Callable[[], str]
-
-
 class OtherCommands:
     """Carries them out between steps, while none is in flight. Owns only the integrity checks."""
 
@@ -68,12 +57,13 @@ class OtherCommands:
         window: CoalescingWindow,
         answers: Answers,
         drawing: Drawing,
-        model: ModelParts,
+        adapters: AdapterTable[Any] | None,
+        replacement: WeightsReplacement[Any] | None,
     ) -> None:
-        """Take the parts of a step loop."""
+        """Take the parts of a step loop. None: the model has no adapters, or keeps its weights."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._window, self._answers, self._drawing = window, answers, drawing
-        self._adapters, self._replacement, self._fingerprint = model
+        self._adapters, self._replacement = adapters, replacement
         self.integrity_checks = IntegrityChecks(engine)
 
     def carry_out(self, command: Command | Internal) -> None:
@@ -109,10 +99,6 @@ class OtherCommands:
             case Adopt():
                 self._prelauncher.drop_all()
                 results.append(keep_confirmed(self._engine, command))
-            case ExportKv():
-                results.append(export_kv(self._engine, command, self._fingerprint()))
-            case ImportKv():
-                results.append(import_kv(self._engine, command, self._fingerprint()))
             case ChangeAdapters():
                 required(self._adapters).change(command)
             case ReplaceWeights():

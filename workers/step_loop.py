@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,7 +31,7 @@ from workers.inbox import Inbox
 from workers.kv.page_pool import OutOfPages
 from workers.logging import get_logger
 from workers.operations import Chunk, Command, Failed, FailureReason, Forward
-from workers.other_commands import Internal, ModelParts, OtherCommands, required
+from workers.other_commands import Internal, OtherCommands, required
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
 from workers.scheduler import Scheduler
@@ -62,9 +62,8 @@ class StepLoop:
         prelaunch_unrequested: bool = False,
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
-        fingerprint: Callable[[], str] = str,
     ) -> None:
-        """`max_seq_tokens`: the longest sequence that fits the engine. `fingerprint`: that of its model.
+        """`max_seq_tokens`: the longest sequence that fits the engine.
 
         adapters, replacement: those of the executor. None: it has no adapters, or cannot replace its weights.
         The rest: see `Prelauncher`.
@@ -95,7 +94,8 @@ class StepLoop:
             self._window,
             self._answers,
             self._drawing,
-            ModelParts(adapters, replacement, fingerprint),
+            adapters,
+            replacement,
         )
         self._integrity_checks = self._others.integrity_checks
         if adapters is not None:
