@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from service.adapters.loader import AdapterLoader, FindAdapter
+from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters
 from service.adapters.store import AdapterStore
 from service.api.admin import OperatorCalls
@@ -48,7 +48,6 @@ class Core:
         opened: OpenShard,
         tenant_of: Callable[[str], Tenant] | None = None,
         extensions: Sequence[Extension] = (),
-        find_adapter: FindAdapter | None = None,
         gpus: Sequence[Gpu] = (),
         worker_port: WorkerPort | None = None,
     ) -> None:
@@ -89,7 +88,6 @@ class Core:
             self.pool,
             self.caches,
             config,
-            find_adapter,
             self.caches.adapter_contents(),
         )
         self.caches.parts.context.digest_of = self.adapters.digest_of

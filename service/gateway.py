@@ -21,7 +21,6 @@ from quire.v1 import (
     runner_pb2_grpc,
 )
 
-from service.adapters.loader import FindAdapter
 from service.api import admin
 from service.api.admin import AdminApi
 from service.api.grpc_services import HealthApi, add_reflection, new_server
@@ -66,12 +65,11 @@ _REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 async def open_gateway(
     config: Config,
     find_model: FindModel | None = None,
-    find_adapter: FindAdapter | None = None,
     given: Sequence[Extension] = (),
 ) -> Gateway:
     """Opens the journal, which can mean to wait for other gateways. Raises JournalUnusable or ConfigError.
 
-    `find_...`: finds models and adapters of the hub. `given`: extensions beside those that are found.
+    `find_model`: finds models of the hub. `given`: extensions beside those that are found.
     """
     own_gpus = gpus.chosen(config)
     config = gpus.with_workers(config, own_gpus)
@@ -82,7 +80,7 @@ async def open_gateway(
         opened = await open_home(open_journal)
     else:
         opened = await open_shard(config, open_journal, data_directory(config))
-    return Gateway(config, opened, extensions, own_gpus, find_model, find_adapter)
+    return Gateway(config, opened, extensions, own_gpus, find_model)
 
 
 class Gateway:
@@ -95,10 +93,9 @@ class Gateway:
         extensions: Sequence[Extension],
         own_gpus: Sequence[gpus.Gpu] = (),
         find_model: FindModel | None = None,
-        find_adapter: FindAdapter | None = None,
     ) -> None:
         """See `open_gateway`. `opened`: the first shard. `own_gpus`: of this machine. Raises ConfigError."""
-        self._find_model, self._find_adapter = find_model, find_adapter
+        self._find_model = find_model
         self._gpus = own_gpus
         self.config = config
         self.authenticator = Authenticator.of(config)
@@ -108,9 +105,7 @@ class Gateway:
         self._worker_port = None
         if config.pool_listen and not any(one.launcher is not None for one in extensions):
             self._worker_port = pool_files.worker_port(config.pool_listen, Path(config.pool))
-        self.core = Core(
-            config, opened, self._tenant_of, extensions, find_adapter, own_gpus, self._worker_port
-        )
+        self.core = Core(config, opened, self._tenant_of, extensions, own_gpus, self._worker_port)
         self.state = self.core.state
         self._others = self._connect()
         # Set when the server has to stop.
@@ -152,7 +147,6 @@ class Gateway:
             opened,
             self._tenant_of,
             self.extensions,
-            self._find_adapter,
             worker_port=self._worker_port,
         )
         core.count_with(self.core)

@@ -11,6 +11,7 @@ from quire.cli.main import main
 
 from service.config import all_settings
 from service.config_sources import read_settings
+from service.pool import pool_files
 from tests.certificates import Authority
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,10 @@ def test_whatever_starts_a_server_can_be_checked(
     ("flags", "why"),
     [
         ("--journal redis://host/0", "no extension that is installed has such a journal"),
+        (
+            "--journal postgresql://me@host/q",
+            "no extension that is installed has such a journal without peer_listen",
+        ),
         ("--journal disk --listen 127.0.0.1:0", "needs a data_dir if the port is chosen at each start"),
     ],
 )
@@ -138,8 +143,10 @@ def test_a_journal_on_disk_has_the_directory_that_is_given(
     assert problems(capsys, *flags) == []
 
 
-def test_a_database_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert problems(capsys, "--journal", "postgresql://quire@127.0.0.1:1/quire") == []
+def test_a_database_is_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool_files.write_certificates(tmp_path, 1)
+    shared = ("--peer-listen", "host:1", "--pool", str(tmp_path), "--pool-listen", "host:2")
+    assert problems(capsys, "--journal", "postgresql://quire@127.0.0.1:1/quire", *shared) == []
 
 
 def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:

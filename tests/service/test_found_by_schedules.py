@@ -28,9 +28,9 @@ def test_a_replay_that_is_taken_back_leaves_no_tokens() -> None:
     cache = gateway.create(1, 2)
     gateway.lose_worker()
     worker = gateway.start_worker("worker-0")
-    gateway.work()
+    gateway.append(decode(cache, 3))
     worker.forget()
-    replaying = gateway.ask(decode(cache, 3))
+    replaying = gateway.ask(decode(cache, 4))
     # The forward finds no KV, and the replay is answered too late.
     worker.work()
     gateway.deliver(worker)

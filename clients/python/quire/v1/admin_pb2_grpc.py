@@ -107,7 +107,7 @@ class AdminServiceServicer:
 
     def LoadAdapter(self, request_iterator, context):
         """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-        server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+        server's machine, or from the stream. The adapter is copied, and tried on a worker before
         this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
         changes nothing.
         """

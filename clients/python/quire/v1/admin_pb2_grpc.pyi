@@ -46,7 +46,7 @@ class AdminServiceStub:
     """
     LoadAdapter: _grpc.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
     """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-    server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+    server's machine, or from the stream. The adapter is copied, and tried on a worker before
     this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
     changes nothing.
     """
@@ -88,7 +88,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     LoadAdapter: _aio.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-    server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+    server's machine, or from the stream. The adapter is copied, and tried on a worker before
     this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
     changes nothing.
     """
@@ -145,7 +145,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
         """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-        server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+        server's machine, or from the stream. The adapter is copied, and tried on a worker before
         this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
         changes nothing.
         """

@@ -345,7 +345,7 @@ export type LoadAdapterRequest = Message<"quire.v1.LoadAdapterRequest"> & {
   adapterId: string;
 
   /**
-   * An absolute path of a directory, or ORG/NAME on the hub. Empty: the files are on this stream.
+   * An absolute path of a directory. Empty: the files are on this stream.
    *
    * @generated from field: string source = 2;
    */
@@ -689,7 +689,7 @@ export const AdminService: GenService<{
   },
   /**
    * Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-   * server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
+   * server's machine, or from the stream. The adapter is copied, and tried on a worker before
    * this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
    * changes nothing.
    *
