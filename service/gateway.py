@@ -263,9 +263,11 @@ class Gateway:
                 group.create_task(self.authenticator.watch(), name="authenticator")
             group.create_task(self.state.watch.run(), name="watch")
             group.create_task(self.state.receiver.run(), name="receiver")
-            group.create_task(self.state.connections.run(self._port), name="connections")
             if self._port > 1:
-                handshakes = Handshakes(self._port, has_spoken, handshake_limits(self.config))
+                handshakes = Handshakes(
+                    self._port, has_spoken, handshake_limits(self.config), self.config.max_connections
+                )
+                self.state.connections = handshakes
                 group.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
             for extension in self.extensions:
                 group.create_task(extension.run(), name=type(extension).__name__)
