@@ -128,7 +128,8 @@ SERVICE_ROOMS = {
     "service.api": (
         "service.adapters", "service.budgets", "service.caches.answers", "service.caches.requests",
         "service.caches.tenants", "service.config",
-        "service.dispatcher", "service.errors", "service.auth", "service.handshakes", "service.logging", "service.memory",
+        "service.dispatcher", "service.errors", "service.auth", "service.handshakes",
+        "service.logging", "service.memory",
         "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
         "service.pool.wire",
         "service.printable", "service.running_clock", "service.turns",
