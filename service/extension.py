@@ -63,8 +63,11 @@ _ONLY_ONE = ("launcher", "runtimes", "journal", "open_home")
 class RuntimeSource(Protocol):
     """What runs whole texts beside this server's workers."""
 
-    def open_router(self, local: Runtime) -> Router:
-        """The router of all runtimes, the given one first. Called once."""
+    def open_router(self, local: Runtime, values: StoredValues) -> Router:
+        """The router of all runtimes, the given one first. Called once.
+
+        `values`: where it can keep a value under a name that begins with its own, for the next gateway.
+        """
 
     async def read_again(self, renewed: str) -> int:
         """Applies the configuration as it is now; `renewed`: a runtime that is made anew in any case.

@@ -113,7 +113,7 @@ class Gateway:
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         others = next((one.runtimes for one in extensions if one.runtimes is not None), None)
         local = self._local_runtime()
-        self.router = Router([local]) if others is None else others.open_router(local)
+        self.router = Router([local]) if others is None else others.open_router(local, self.core.values)
         self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
         self.runner = RunnerApi(self.executions, self.router, self.state)
         read_again = None if others is None else others.read_again

@@ -77,6 +77,9 @@ class Runtime(Protocol):
         can run; a failure of one item is a chunk of that item.
         """
 
+    async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
+        """The most that a batch can cost. Raises the error of the first item that cannot run."""
+
     def load_weights(
         self, request: admin_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse]:

@@ -20,7 +20,7 @@ from service.caches.tenants import Tenant
 from service.errors import Draining, ExecutionLost, InvalidArgument, reused_request_id
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution, State
-from service.runtimes.items import check_ids, num_samples
+from service.runtimes.items import check_cost, check_ids, num_samples
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router
 
@@ -113,6 +113,7 @@ class Executions:
     def _check(self, request: runner_pb2.ExecuteRequest) -> None:
         self.check_items(request.items)
         validation.check_request_id(request.request_id)
+        check_cost(request)
         if request.HasField("keep"):
             if not request.request_id:
                 raise InvalidArgument("BAD_KEEP", "keep", "an execution is kept by its request_id")

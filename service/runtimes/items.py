@@ -60,6 +60,13 @@ def check(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_CONSTRAINT", "constraint", text)
     if item.HasField("timeout") and _timeout_s(item) <= 0:
         raise InvalidArgument("BAD_TIMEOUT", "timeout", "a timeout must be longer than 0")
+    check_cost(item)
+
+
+def check_cost(message: runner_pb2.ExecuteItem | runner_pb2.ExecuteRequest) -> None:
+    """Raises InvalidArgument if max_cost_usd is negative or not a number."""
+    if message.HasField("max_cost_usd") and not message.max_cost_usd >= 0:
+        raise InvalidArgument("BAD_MAX_COST", "max_cost_usd", "must be a number, and not negative")
 
 
 def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: int) -> int:

@@ -60,6 +60,7 @@ class LocalRuntime:
         described = runner_pb2.Runtime(
             name=NAME,
             runtime_kind=runner_pb2.RUNTIME_KIND_LOCAL,
+            prices=runner_pb2.TokenPrices(),
             executions=self._executions,
             transport_kind=self._expected_transport,
         )
@@ -121,6 +122,18 @@ class LocalRuntime:
             return items.failures(item, DeadlinePassed())
         except QuireError as error:
             return items.failures(item, error.without_traceback())
+
+    async def estimate(self, batch: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
+        """Raises the error of the first item that cannot be run."""
+        estimate = runner_pb2.CostEstimate(runtime=NAME, max_cost_usd=0, is_counted=True)
+        time_slice = TimeSlice()
+        for item in batch:
+            if time_slice.due:
+                await time_slice.yield_to_others()
+            prepared = await self._preparer.prepare(item, None)
+            estimate.input_tokens += len(prepared.spec.prompt)
+            estimate.max_output_tokens += prepared.spec.max_tokens * prepared.num_samples
+        return estimate
 
     async def rebuild_session(self, cause: admin_pb2.RebuildCause) -> int:
         """Replaces the workers one after another; a poisoned one gets no grace."""

@@ -7,6 +7,7 @@ queued, or falls back to the next runtime.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from quire.v1 import runner_pb2
 
 from service.api.status import from_status
+from service.api.time_slice import TimeSlice
 from service.errors import ProviderFailure, QuireError, RuntimeNotFound
 from service.runtimes.base import Batch, Runtime, SampleKey
 from service.runtimes.execution import Execution
@@ -25,6 +27,7 @@ from service.runtimes.items import failures
 _POLICIES = {
     "order": runner_pb2.ROUTING_POLICY_ORDER,
     "local-first": runner_pb2.ROUTING_POLICY_LOCAL_FIRST,
+    "cheapest": runner_pb2.ROUTING_POLICY_CHEAPEST,
 }
 # The bounds of the retry delay after BACKPRESSURE.
 _LEAST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
@@ -52,7 +55,7 @@ _Refusal: TypeAlias = tuple[str, status_pb2.Status]
 class Routing:
     """The configuration for batches that name no runtime."""
 
-    policy: Literal["order", "local-first"] = "order"
+    policy: Literal["order", "local-first", "cheapest"] = "order"
     # For `local-first`: when more seconds of work than this are queued locally, other runtimes come first.
     local_max_wait_s: float = 5.0
     # What happens to a batch for which the first runtime has no capacity.
@@ -106,7 +109,8 @@ class Router:
             # Another runtime would generate another text.
             candidates = [Candidate(self.runtimes[0], "it goes on where it was begun")]
         else:
-            candidates = self._candidates(request.policy)
+            candidates = await self._candidates(request.policy, batch)
+        candidates = await _affordable(request, candidates, batch)
         when_full = self._routing.when_full
         if not request.runtime and not batch.resumed:
             if when_full == "reject" and _is_full(candidates[0].runtime, batch):
@@ -120,10 +124,12 @@ class Router:
         execution.set_runtime(candidate.runtime.describe(), candidate.reason)
         await candidate.runtime.execute(batch, execution)
 
-    def _candidates(self, policy: runner_pb2.RoutingPolicy) -> list[Candidate]:
+    async def _candidates(self, policy: runner_pb2.RoutingPolicy, batch: Batch) -> list[Candidate]:
         """All runtimes in the order of the policy, those in trouble last."""
         policy = policy or _POLICIES[self._routing.policy]
-        if policy == runner_pb2.ROUTING_POLICY_LOCAL_FIRST:
+        if policy == runner_pb2.ROUTING_POLICY_CHEAPEST:
+            candidates = await self._by_price(batch)
+        elif policy == runner_pb2.ROUTING_POLICY_LOCAL_FIRST:
             candidates = self._local_first()
         else:
             candidates = [Candidate(runtime, "it is the first healthy runtime") for runtime in self.runtimes]
@@ -140,6 +146,21 @@ class Router:
             *(Candidate(other, reason) for other in others),
             Candidate(local, "no other runtime could take it"),
         ]
+
+    async def _by_price(self, batch: Batch) -> list[Candidate]:
+        """Runtimes that can start in time first, each group by price; unknown prices last in their group."""
+        priced: list[tuple[bool, float, Candidate]] = []
+        for runtime in self.runtimes:
+            is_full, (cost_usd, runs_all) = _is_full(runtime, batch), await _most_usd(runtime, batch.items)
+            if not runs_all:
+                # It cannot run one of the items, but maybe the others.
+                is_full, cost_usd, reason = True, 0.0, "no cheaper runtime could take it"
+            elif math.isfinite(cost_usd):
+                reason = f"it costs {cost_usd:.6f} USD at most"
+            else:
+                reason = "no runtime with a known price could take it"
+            priced.append((is_full, cost_usd, Candidate(runtime, reason)))
+        return [candidate for *_, candidate in sorted(priced, key=lambda found: found[:2])]
 
 
 class _Fallback:
@@ -227,6 +248,43 @@ def _no_room(wait_s: float) -> ProviderFailure:
     retry_after_s = min(max(wait_s, _LEAST_RETRY_S), _LONGEST_RETRY_S)
     text = "the runtime has no room for it now"
     return ProviderFailure("BACKPRESSURE", text, retry_after_s=retry_after_s)
+
+
+async def _affordable(
+    request: runner_pb2.ExecuteRequest, candidates: Sequence[Candidate], batch: Batch
+) -> list[Candidate]:
+    """The candidates within the request's cost limit. Raises ProviderFailure if there are none."""
+    if not request.HasField("max_cost_usd"):
+        return list(candidates)
+    # The own workers cost nothing.
+    costs_usd = [
+        0.0
+        if candidate.runtime.describe().runtime_kind == runner_pb2.RUNTIME_KIND_LOCAL
+        else (await _most_usd(candidate.runtime, batch.items))[0]
+        for candidate in candidates
+    ]
+    found = [c for c, cost_usd in zip(candidates, costs_usd, strict=True) if cost_usd <= request.max_cost_usd]
+    if not found:
+        least_usd = min(costs_usd)
+        might = f"{least_usd:.6f} US dollars" if math.isfinite(least_usd) else "an unknown amount"
+        text = f"the batch could cost {might}, and may cost {request.max_cost_usd:.6f}"
+        raise ProviderFailure("BUDGET_EXCEEDED", text)
+    return found
+
+
+async def _most_usd(runtime: Runtime, items: Sequence[runner_pb2.ExecuteItem]) -> tuple[float, bool]:
+    """The most that a batch can cost (inf: unknown), and whether all items can run. Others cost nothing."""
+    total_usd, runs_all, time_slice = 0.0, True, TimeSlice()
+    for item in items:
+        if time_slice.due:
+            await time_slice.yield_to_others()
+        try:
+            estimate = await runtime.estimate([item])
+        except QuireError:
+            runs_all = False
+        else:
+            total_usd += estimate.max_cost_usd if estimate.HasField("max_cost_usd") else math.inf
+    return total_usd, runs_all
 
 
 def _is_full(runtime: Runtime, batch: Batch) -> bool:

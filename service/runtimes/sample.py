@@ -123,3 +123,5 @@ class Sample:
         chunk.usage.input_tokens = len(self.spec.prompt)
         chunk.usage.output_tokens = self._num_tokens
         chunk.usage.cached_tokens = self.cached_tokens
+        # Own hardware has no price per token.
+        chunk.usage.cost_usd = 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +15,11 @@ from quire.v1 import runner_pb2
 from service.api import validation
 from service.api.server_state import ServerState
 from service.api.session import write_in_time
+from service.api.status import to_status
 from service.auth.authenticator import current_tenant
+from service.errors import QuireError
+from service.logging import current_request_id
+from service.runtimes.base import Runtime
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 
@@ -35,7 +42,7 @@ class RunnerApi:
         reader = execution.attach({(at.item_id, at.sample): at.position for at in request.resume_after})
         sent, chunks = runner_pb2.ExecutionStarted(), list[runner_pb2.SampleChunk]()
         try:
-            # A runtime is chosen within this turn of the loop. Then the first message has it.
+            # Most policies choose a runtime within this turn of the loop. Then the first message has it.
             await asyncio.sleep(0)
             while True:
                 response = runner_pb2.ExecuteResponse(chunks=chunks)
@@ -61,3 +68,29 @@ class RunnerApi:
     ) -> runner_pb2.ListRuntimesResponse:
         runtimes = [runtime.describe() for runtime in self.router.runtimes]
         return runner_pb2.ListRuntimesResponse(runtimes=runtimes)
+
+    async def EstimateCost(
+        self, request: runner_pb2.EstimateCostRequest, context: Context
+    ) -> runner_pb2.EstimateCostResponse:
+        self.executions.check_items(request.items)
+        wanted = [self.router.named(request.runtime)] if request.runtime else self.router.runtimes
+        tenant, now_s = current_tenant(), time.monotonic()
+        # It prepares the items, which costs as much as to run the shortest ones.
+        with nullcontext() if tenant is None else tenant.admit_unseen(now_s, len(request.items)):
+            return await self._estimate(request.items, wanted)
+
+    async def _estimate(
+        self, items: Sequence[runner_pb2.ExecuteItem], wanted: Sequence[Runtime]
+    ) -> runner_pb2.EstimateCostResponse:
+        estimates: list[runner_pb2.CostEstimate] = []
+        errors: list[QuireError] = []
+        for runtime in wanted:
+            try:
+                estimates.append(await runtime.estimate(items))
+            except QuireError as error:
+                errors.append(error.without_traceback())
+                status = to_status(error, current_request_id())
+                estimates.append(runner_pb2.CostEstimate(runtime=runtime.name, error=status))
+        if len(errors) == len(wanted):
+            raise errors[0]
+        return runner_pb2.EstimateCostResponse(estimates=estimates)

@@ -57,7 +57,7 @@ def test_a_failed_sample_is_raised_or_ends_alone(gateway: GatewayProcess) -> Non
 
 
 def test_settings_are_those_of_the_api() -> None:
-    named = set(quire.TextSettings.__annotations__) | {"item_id", "tokens", "text", "chat"}
+    named = set(quire.TextSettings.__annotations__) | {"item_id", "max_cost_usd", "tokens", "text", "chat"}
     sampling = set(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     assert named - sampling == set(runner_pb2.ExecuteItem.DESCRIPTOR.fields_by_name)
     assert named >= sampling
@@ -75,11 +75,15 @@ def test_several_prompts_are_items_by_their_numbers(gateway: GatewayProcess) -> 
             assert texts == {"0": "2", "1": "4"}
 
 
-def test_a_policy_is_one_of_a_few(gateway: GatewayProcess) -> None:
+def test_what_a_batch_may_cost_and_who_takes_it(gateway: GatewayProcess) -> None:
     with quire.Client(gateway.address) as client:
-        assert client.execute("1+1=", max_tokens=2, policy="local_first").texts() == ["2"]
-        with pytest.raises(ValueError, match="policy is one of order, local_first"):
+        execution = client.execute("1+1=", max_tokens=2, policy="cheapest", max_cost_usd=0.5)
+        assert execution.texts() == ["2"]
+        with pytest.raises(ValueError, match="policy is one of order, local_first, cheapest"):
             client.execute("1+1=", policy="dearest")  # type: ignore[arg-type]
+        with pytest.raises(quire.InvalidRequest) as raised:
+            list(client.execute("1+1=", max_cost_usd=-1))
+        assert raised.value.reason == "BAD_MAX_COST"
 
 
 def test_seconds_and_schemas_are_taken_as_they_are(gateway: GatewayProcess) -> None:

@@ -21,7 +21,7 @@ from benchmarks.checkout import ROOT, environment
 from service.auth.tokens import Role, new_token
 from tests import quire_command
 from tests.certificates import Authority
-from tests.error_details import reason_of, status_reason
+from tests.error_details import reason_of, refused, status_reason
 from tests.gateway_process import GatewayProcess
 
 PROMPT = list(range(1, 50))
@@ -187,6 +187,10 @@ def test_what_is_prepared_counts_before_it_is(tmp_path: Path) -> None:
     items = [runner_pb2.ExecuteItem(item_id=str(index), chat=chat) for index in range(3)]
     with Guarded(tmp_path, model="adder", quotas=quotas) as gateway:
 
+        def estimate(client: Client) -> str:
+            request = runner_pb2.EstimateCostRequest(items=items)
+            return refused(lambda: client.runner_stub.EstimateCost(request, metadata=client.metadata))
+
         def execute(client: Client) -> str:
             request = runner_pb2.ExecuteRequest(items=items)
             try:
@@ -196,6 +200,6 @@ def test_what_is_prepared_counts_before_it_is(tmp_path: Path) -> None:
             (reason,) = {status_reason(chunk.error) for answer in answers for chunk in answer.chunks}
             return reason
 
-        for name in ("alice", "mallory"):
+        for name, ask in (("alice", estimate), ("mallory", execute)):
             with gateway.client(name) as client:
-                assert [execute(client) for _ in range(20)] == ["NO_CHAT_TEMPLATE"] + ["QUOTA"] * 19
+                assert [ask(client) for _ in range(20)] == ["NO_CHAT_TEMPLATE"] + ["QUOTA"] * 19

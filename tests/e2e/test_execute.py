@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import itertools
+import math
 import random
 import signal
 import threading
@@ -17,8 +18,8 @@ import grpc
 import psutil
 import pytest
 from google.protobuf import duration_pb2
+from quire.v1 import admin_pb2, runner_pb2, types_pb2
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import runner_pb2, types_pb2
 
 from tests.error_details import refused, status_reason
 from tests.gateway_process import GatewayProcess
@@ -160,6 +161,7 @@ def test_items_that_are_wrong_fail_alone(shipped_gateway: GatewayProcess) -> Non
                 messages=[runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content="hi")]
             )
         ),
+        "BAD_MAX_COST": runner_pb2.ExecuteItem(text=text, max_cost_usd=math.nan),
         "BAD_MASK": runner_pb2.ExecuteItem(
             text=text,
             constraint=runner_pb2.Constraint(mask=types_pb2.TokenMask(packed=b"\x01")),
@@ -192,6 +194,7 @@ def progress(sample: int = 0) -> runner_pb2.SampleProgress:
         ("BAD_KEEP", {"keep": duration_pb2.Duration(seconds=1)}),
         ("BAD_KEEP", {"keep": duration_pb2.Duration(seconds=-1), "request_id": "a"}),
         ("BAD_POLICY", {"policy": 9}),
+        ("BAD_MAX_COST", {"max_cost_usd": math.nan}),
         ("BAD_RESUME_AFTER", {"resume_after": [progress(sample=1)]}),
         ("BAD_RESUME_AFTER", {"resume_after": [progress()] * 1000}),
         ("TOO_MANY_SAMPLES", {"items": [item(str(n), [1], 1, n=128) for n in range(9)]}),
@@ -384,3 +387,40 @@ def provider_port() -> Iterator[int]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port
         server.shutdown()
+
+
+def test_a_budget_outlives_a_killed_server_and_the_file_can_raise_it(
+    tmp_path: Path, provider_port: int
+) -> None:
+    path = tmp_path / "runtimes.toml"
+
+    def write(budget_usd: int) -> None:
+        path.write_text(
+            f"""
+            [runtimes.there]
+            dialect = "openai-chat"
+            base_url = "http://127.0.0.1:{provider_port}/v1"
+            model = "m"
+            budget_usd_per_hour = {budget_usd}
+            prices.m = {{ input_usd = 0, output_usd = 1e6 }}
+            """
+        )
+
+    def ask(gateway: GatewayProcess) -> str:
+        asked = runner_pb2.ExecuteItem(item_id="a", text="hello", max_tokens=10)
+        request = runner_pb2.ExecuteRequest(runtime="there", items=[asked])
+        *_, last = gateway.runner.Execute(request, timeout=PATIENCE_S)
+        return status_reason(last.chunks[-1].error) if last.chunks[-1].HasField("error") else ""
+
+    write(15)
+    flags = ["--runtimes", str(path), "--data-dir", str(tmp_path / "data")]
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        assert [ask(gateway), ask(gateway)] == ["", "BUDGET_EXCEEDED"]
+        gateway.kill()
+    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        assert ask(gateway) == "BUDGET_EXCEEDED"
+        write(25)
+        cause = admin_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
+        rebuild = admin_pb2.RebuildSessionRequest(cause=cause)
+        assert gateway.admin.RebuildSession(rebuild, timeout=PATIENCE_S).rebuilt == 1
+        assert [ask(gateway), ask(gateway)] == ["", "BUDGET_EXCEEDED"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import grpc
 import pytest
 from quire import Client, InvalidRequest, item
 from quire.cli.main import main
@@ -15,6 +16,7 @@ from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import QWEN, byte_tokenizer
+from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 from tests.hub_server import COMMIT, Hub, serving
 from tests.model_factory import TinyModel, hf_greedy, make_model
@@ -205,4 +207,7 @@ def test_texts_that_the_tokenizer_fails_on_are_refused_and_free_their_slot(
             with pytest.raises(InvalidRequest) as refused:
                 client.generate(text, max_tokens=1)
             assert refused.value.reason == "BAD_TEXT"
+        with pytest.raises(grpc.RpcError) as caught:
+            client.runner_stub.EstimateCost(runner_pb2.EstimateCostRequest(items=[item(text, item_id="a")]))
+        assert reason_of(caught.value) == "BAD_TEXT"
         assert [list(delta.token_ids) for delta in client.execute("hi", max_tokens=1)]

@@ -15,23 +15,12 @@ from service.auth.tokens import read_token_store
 from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
-from service.pool import pool_files
 from tests.quire_command import run
 from tests.service.journal_traffic import open_journal
 
 
 def none(*_: object) -> None:
     """There are no records."""
-
-
-def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> None:
-    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    with run("serve", "--model", "org/name", "--listen", "127.0.0.1:0", **environment) as process:
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    where = f"is no directory here and is not in the cache {tmp_path / 'hub'}; HF_HUB_OFFLINE is set"
-    hint = "download it first (hf download org/name), or name a directory that holds it"
-    assert error == f"quire: org/name {where}: {hint}\n"
 
 
 def refused(*flags: str) -> dict[str, Any]:
@@ -41,40 +30,6 @@ def refused(*flags: str) -> dict[str, Any]:
     assert process.returncode == 1
     (line,) = map(json.loads, error.splitlines())
     return dict(line)
-
-
-def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
-    """The first one has the data directory of the address, too."""
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        listen = f"127.0.0.1:{first.getsockname()[1]}"
-        directory = tmp_path / "data"
-        with contextlib.closing(open_journal(directory, "normal")):
-            line = refused("--listen", listen, "--data-dir", str(directory))
-    assert (line["event"], line["listen"]) == ("cannot listen", listen)
-    assert line["error"] == "another process has this address: end it, or choose another address"
-
-
-@pytest.mark.parametrize(
-    "setting", ["openai-listen", "metrics-listen", "pool-listen", "gateways", "gateways of metrics"]
-)
-def test_a_further_port_that_is_taken_is_named_with_the_reason(tmp_path: Path, setting: str) -> None:
-    """Not the one of callers, which is free."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = f"127.0.0.1:{other.getsockname()[1]}"
-        flags = [f"--{setting}", taken]
-        if setting == "pool-listen":
-            pool_files.write_certificates(tmp_path, 1)
-            flags += ["--pool", str(tmp_path), "--workers", "1"]
-        elif setting.startswith("gateways"):
-            other_port = "--openai-listen" if setting == "gateways" else "--metrics-listen"
-            flags = ["--gateways", "2", "--workers", "2", other_port, taken]
-            flags += ["--data-dir", str(tmp_path / "data")]
-        with run("serve", "--listen", "127.0.0.1:0", *flags, "--log-format", "json") as process:
-            _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    line, *_ = (line for line in map(json.loads, error.splitlines()) if line["level"] == "error")
-    assert taken in line.get("listen", line["error"])
-    assert line["error"].endswith("another process has this address: end it, or choose another address")
 
 
 def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
@@ -97,17 +52,6 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
                 patch.setenv("QUIRE_GATEWAYS", variable)
             assert main([*flags, *given]) == 2
         assert capsys.readouterr().err.startswith(f"quire: {said}")
-
-
-def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) -> None:
-    """Not with a journal in memory either, with which neither has locked the directory by then."""
-    of_first = [tmp_path / "data" / name for name in ("adapter-versions/1", "weight-uploads/0a")]
-    for path in of_first:
-        path.mkdir(parents=True)
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        listen = f"127.0.0.1:{first.getsockname()[1]}"
-        refused("--listen", listen, "--data-dir", str(tmp_path / "data"), "--journal", "memory")
-    assert all(path.is_dir() for path in of_first)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

@@ -11,7 +11,6 @@ from service.config import Config
 from service.pool import gpus
 from service.pool.local import LocalLauncher, cores_near, settings_of
 from service.settings import ConfigError
-from tests.gateway_process import GatewayProcess
 from tests.load_config import load_config
 from workers.common import worker_pb2
 
@@ -90,16 +89,6 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
     assert workers(tensor_parallel=2) == 1
     assert workers(workers=2) == 2
     assert workers(device="cpu") == 1
-
-
-def test_each_worker_has_its_own(machine: Path) -> None:
-    """The others are hidden from it before torch is loaded."""
-    flags = ["--workers", "auto", "--device", "auto", "--devices", "2,0", "--kv-pages", "16"]
-    # A fork does not show its environment.
-    with GatewayProcess(model="paged-attention", workers=2, flags=flags, forks=False) as gateway:
-        seen = {process.environ().get("CUDA_VISIBLE_DEVICES") for process in gateway.worker_processes()}
-        assert seen == {UUIDS[2], UUIDS[0]}
-        assert {status.state for status in gateway.status().workers} == {2}, "they fall back to the CPU"
 
 
 async def test_a_worker_runs_near_its_gpus(tmp_path: Path) -> None:

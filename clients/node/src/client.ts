@@ -31,6 +31,7 @@ import {
   type WorkerLoraMetrics,
 } from "./gen/quire/v1/executor_pb.js";
 import {
+  type CostEstimate,
   type ExecuteItem,
   ExecuteRequestSchema,
   ModelRunnerService,
@@ -137,14 +138,14 @@ export class QuireClient extends Caller implements AsyncDisposable {
     items: Prompt | readonly Prompt[] | readonly ExecuteItem[],
     settings: ExecuteSettings & TextSettings = {},
   ): Execution {
-    const { runtime, policy, requestId, keepMs, timeoutMs, priority, signal, raiseOnError, ...text } = settings;
+    const { runtime, policy, requestId, keepMs, maxCostUsd, timeoutMs, priority, signal, raiseOnError, ...text } = settings;
     const request = create(ExecuteRequestSchema, {
       items: itemsOf(items, text),
       requestId: requestId || randomUUID(),
       policy: policyOf(policy),
       priority: priorityOf(priority ?? this.#options.priority),
       keep: durationOf(keepMs),
-      ...{ runtime },
+      ...{ runtime, maxCostUsd },
     });
     const { retries } = this.#options;
     // Only this gateway knows a kept execution.
@@ -261,6 +262,16 @@ export class QuireClient extends Caller implements AsyncDisposable {
   /** The runtimes that `execute` can use, in the order of the configuration. */
   async listRuntimes(options: CallOptions = {}): Promise<Runtime[]> {
     return (await this.call(RUNNER.listRuntimes, {}, options)).runtimes;
+  }
+
+  /** The maximum cost of what `execute` would do, on one runtime or, without a name, on each. */
+  async estimateCost(
+    items: Prompt | readonly Prompt[] | readonly ExecuteItem[],
+    settings: CallOptions & TextSettings & { runtime?: string } = {},
+  ): Promise<CostEstimate[]> {
+    const { runtime, timeoutMs, priority, signal, ...text } = settings;
+    const request = { runtime, items: itemsOf(items, text) };
+    return (await this.call(RUNNER.estimateCost, request, { timeoutMs, priority, signal })).estimates;
   }
 
   /**

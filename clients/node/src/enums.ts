@@ -9,7 +9,7 @@ import { DataTypeSchema, PrioritySchema, VerifyAcceptSchema } from "./gen/quire/
 export type Priority = "low" | "normal" | "high";
 /** Which drafts `verify` keeps. "all": the caller truncates the cache. */
 export type Accept = "all" | "greedy" | "sampled" | "speculative";
-export type Policy = "order" | "local_first";
+export type Policy = "order" | "local_first" | "cheapest";
 export type Cause = "manual" | "cuda_context_poisoned" | "remote_auth_failure" | "remote_config_change";
 export type FinishReason = "stop" | "length" | "content_filter" | "tool_calls" | "error" | "cancelled";
 /** Of a row of logits, or of a hidden state. */

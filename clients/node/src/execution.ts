@@ -26,12 +26,14 @@ const MAX_BACKOFF_MS = 2000;
 export interface ExecuteSettings extends CallOptions {
   /** The name of a runtime. Undefined: the server chooses one by `policy`. */
   runtime?: string;
-  /** How the server chooses: "order" or "local_first". Undefined: as it is configured. */
+  /** How the server chooses: "order", "local_first" or "cheapest". Undefined: as it is configured. */
   policy?: Policy;
   /** The key to resume or cancel the execution with. Undefined: one is generated. */
   requestId?: string;
   /** How long the server keeps the execution without a reader. The stream then resumes after a lost connection. */
   keepMs?: number;
+  /** The maximum cost of all items together. */
+  maxCostUsd?: number;
   /** Throw the error of a sample that fails, which ends all. False: its last chunk has the error, and others go on. */
   raiseOnError?: boolean;
 }

@@ -66,7 +66,7 @@ const FIELDS = new Set([
 /** An item for `execute`; `itemId` identifies it in the chunks. Throws TypeError or RangeError for invalid arguments. */
 export function item(
   prompt: Prompt,
-  settings: TextSettings & { itemId?: string } = {},
+  settings: TextSettings & { itemId?: string; maxCostUsd?: number } = {},
 ): ExecuteItem {
   const [own, rest] = splitSampling(settings);
   const { sampling, constraint, itemTimeoutMs, itemId = "0", ...fields } = rest;

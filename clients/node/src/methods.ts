@@ -42,6 +42,7 @@ const REPEATABLE = new Map<string, (request: any) => boolean>([
   // Read-only.
   ["Forward", always],
   ["BatchForward", always],
+  ["EstimateCost", always],
   ["ListCaches", always],
   ["ListAdapters", always],
   ["ListRuntimes", always],

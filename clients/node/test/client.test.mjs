@@ -136,6 +136,7 @@ test("the calls of each service answer", async () => {
   assert.deepEqual([metrics.workerId, metrics.poolIntact], [workerId, true]);
   assert.deepEqual((await client.loraMetrics()).map((worker) => worker.workerId), [workerId]);
   assert.deepEqual((await client.listRuntimes()).map(({ name }) => name), ["local"]);
+  assert.equal((await client.estimateCost("1+1=", { maxTokens: 5 }))[0].maxOutputTokens, 5n);
   assert.equal(await client.cancelExecution("nobody's"), false);
   const cache = await client.prefill([1, 2, 3]);
   assert.deepEqual((await client.listCaches()).map(({ cacheId }) => cacheId), [cache.cacheId]);
@@ -283,7 +284,7 @@ test("a failure says its code, reason, metadata and field", async () => {
   assert.equal(mismatch.retryDelayMs, undefined);
   await cache.release();
   await assert.rejects(cache.decode(1), CacheNotFound);
-  await assert.rejects(client.generate("x", { runtime: "nowhere" }), RuntimeNotFound);
+  await assert.rejects(client.estimateCost("x", { runtime: "nowhere" }), RuntimeNotFound);
   const wrong = await refused(client.batchDecode([]));
   assert.deepEqual([wrong.code, wrong.reason], [status.INVALID_ARGUMENT, "EMPTY_BATCH"]);
   assert.equal(wrong.violations[0].field, "items");

@@ -10,7 +10,7 @@ from quire.v1 import admin_pb2, runner_pb2, types_pb2
 Priority: TypeAlias = Literal["low", "normal", "high"]
 # Which drafts `verify` keeps. "all": the caller truncates the cache.
 Accept: TypeAlias = Literal["all", "greedy", "sampled", "speculative"]
-Policy: TypeAlias = Literal["order", "local_first"]
+Policy: TypeAlias = Literal["order", "local_first", "cheapest"]
 Cause: TypeAlias = Literal["manual", "cuda_context_poisoned", "remote_auth_failure", "remote_config_change"]
 FinishReason: TypeAlias = Literal["stop", "length", "content_filter", "tool_calls", "error", "cancelled"]
 

@@ -59,7 +59,9 @@ class TextSettings(SamplingSettings, total=False):
     cache_salt: str
 
 
-def item(prompt: Prompt, *, item_id: str = "0", **settings: Unpack[TextSettings]) -> runner_pb2.ExecuteItem:
+def item(
+    prompt: Prompt, *, item_id: str = "0", max_cost_usd: float | None = None, **settings: Unpack[TextSettings]
+) -> runner_pb2.ExecuteItem:
     """An item for `execute`. Raises TypeError or ValueError for invalid arguments.
 
     Args:
@@ -67,10 +69,11 @@ def item(prompt: Prompt, *, item_id: str = "0", **settings: Unpack[TextSettings]
             `tool_calls` and `tool_call_id`, as in the OpenAI API, and `name` and `reasoning_content` for the
             chat templates that use these.
         item_id: Identifies the item in the chunks; unique in its batch.
+        max_cost_usd: The maximum cost of the item. None: no limit.
         settings: Settings of sampling, such as temperature and seed, and other fields of ExecuteItem, such as
             max_tokens, stop, n, constraint; see `TextSettings`.
     """
-    made = runner_pb2.ExecuteItem(item_id=item_id)
+    made = runner_pb2.ExecuteItem(item_id=item_id, max_cost_usd=max_cost_usd)
     sampling: Any = {}
     for name, value in settings.items():
         if name in types_pb2.SamplingParams.DESCRIPTOR.fields_by_name:

@@ -8,9 +8,9 @@ it is then not applied twice:
     BatchPrefill, BatchDecode                           if each item is safe to retry
     TruncateKV, ReleaseCache, RenewCache                always: idempotent
     UnifiedForward                                      if each item is of a cache, with `position`
-    Forward, BatchForward                               always: read-only
+    Forward, BatchForward, EstimateCost                 always: read-only
     Get..., List...                                     always: read-only
-    CancelExecution, UnloadAdapter, Warmup              always: idempotent
+    CancelExecution, UnloadAdapter, Warmup   always: idempotent
     every other call                                    never
 
 The clients' methods set `position` and `request_id`. Calls on a Session are not retried, because its stream
@@ -130,6 +130,9 @@ CANCEL_EXECUTION: Method[runner_pb2.CancelExecutionRequest, runner_pb2.CancelExe
 )
 LIST_RUNTIMES: Method[runner_pb2.ListRuntimesRequest, runner_pb2.ListRuntimesResponse] = Method(
     "ListRuntimes", can_retry=_always, stub="runner_stub"
+)
+ESTIMATE_COST: Method[runner_pb2.EstimateCostRequest, runner_pb2.EstimateCostResponse] = Method(
+    "EstimateCost", can_retry=_always, stub="runner_stub"
 )
 REBUILD_SESSION: Method[admin_pb2.RebuildSessionRequest, admin_pb2.RebuildSessionResponse] = Method(
     "RebuildSession", stub="admin_stub"

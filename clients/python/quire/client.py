@@ -159,7 +159,7 @@ class Client(Caller):
         )
         return Session(stream, close_timeout_s, self._priority)
 
-    def execute(
+    def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
         items: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt,
         *,
@@ -167,6 +167,7 @@ class Client(Caller):
         policy: Policy | None = None,
         request_id: str = "",
         keep_s: float | None = None,
+        max_cost_usd: float | None = None,
         timeout_s: float | None = None,
         priority: Priority | None = None,
         raise_on_error: bool = True,
@@ -181,10 +182,11 @@ class Client(Caller):
             items: Items, see `quire.item`; or one or several prompts, with their `settings`. The ids of
                 several prompts are "0", "1" and so on.
             runtime: The name of a runtime. Empty: the server chooses one by `policy`.
-            policy: How the server chooses: "order" or "local_first". None: as it is configured.
+            policy: How the server chooses: "order", "local_first" or "cheapest". None: as it is configured.
             request_id: The key to resume the execution with. Empty: one is generated.
             keep_s: How long the server keeps the execution without a client. The stream then resumes
                 automatically after a lost connection or a server restart, but not with `retries=False`.
+            max_cost_usd: The maximum cost of all items together. None: no limit.
             timeout_s: The timeout of the call, with all that resume it. None: the client's.
             priority: None: the client's.
             raise_on_error: Raise the error of a sample that fails, which ends all. False: its last chunk has
@@ -197,6 +199,7 @@ class Client(Caller):
             request_id=request_id,
             policy=policy_of(policy),
             keep=_calls.duration(keep_s),
+            max_cost_usd=max_cost_usd,
             priority=priority_of(priority or self._priority),
         )
         target = self._gateways.next()
@@ -368,6 +371,19 @@ class Client(Caller):
         """The runtimes that `execute` can use, in the order of the configuration."""
         response = self._call(_methods.LIST_RUNTIMES, runner_pb2.ListRuntimesRequest(), call)
         return list(response.runtimes)
+
+    def estimate_cost(
+        self,
+        items: Sequence[runner_pb2.ExecuteItem] | Sequence[Prompt] | Prompt,
+        *,
+        runtime: str = "",
+        timeout_s: float | None = None,
+        **settings: Unpack[TextSettings],
+    ) -> list[runner_pb2.CostEstimate]:
+        """The maximum cost of what `execute` would do, on one runtime or, without a name, on each."""
+        request = runner_pb2.EstimateCostRequest(runtime=runtime, items=items_of(items, settings))
+        response = self._call(_methods.ESTIMATE_COST, request, {"timeout_s": timeout_s})
+        return list(response.estimates)
 
     def rebuild_session(
         self, runtime: str = "", *, cause: Cause = "manual", **call: Unpack[CallOptions]

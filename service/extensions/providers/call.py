@@ -64,6 +64,8 @@ class ProviderCall:
     item: runner_pb2.ExecuteItem
     # All calls of an item share the body: a prompt may be large.
     body: bytes
+    # The most that the call is expected to use.
+    expected: runner_pb2.Usage
     # The indexes of the samples in the item.
     indexes: Sequence[int]
     # On the provider's `clock`.
@@ -116,11 +118,12 @@ class ProviderCall:
         limiter, batch = self.provider.limiter, self.batch
         self._waits_for_reader = False
         try:
-            await limiter.acquire(self.deadline_s, batch.tenant, batch.priority)
+            await limiter.acquire(self.expected, self.deadline_s, batch.tenant, batch.priority)
             try:
+                await limiter.wait_until_saved()
                 await self._send_if_healthy()
             finally:
-                limiter.release()
+                limiter.release(self.expected, self._used())
         except ProviderFailure as error:
             return error.without_traceback()
         except _ReaderStalled:
@@ -189,10 +192,21 @@ class ProviderCall:
         return reader.is_done
 
     def _new_samples(self) -> Samples:
-        return Samples(self.item, self.indexes, self.sink)
+        return Samples(self.item, self.indexes, self.provider.config.price, self.sink)
 
     def _time_left_s(self) -> float:
         return self.deadline_s - self._clock.now_s()
+
+    def _used(self) -> runner_pb2.Usage:
+        """What the last attempt used, as far as it is known. One without a response used nothing."""
+        samples = self._samples
+        if samples.usage is not None:
+            return samples.usage
+        if not samples.estimated_tokens:
+            return runner_pb2.Usage()
+        return runner_pb2.Usage(
+            input_tokens=self.expected.input_tokens, output_tokens=samples.estimated_tokens
+        )
 
 
 def retry_delay_s(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal
 from urllib.parse import urlsplit
 
+from service.extensions.providers.prices import Prices
 from service.outbound import is_this_machine
 
 DialectName = Literal["openai-chat", "openai-completions", "anthropic-messages"]
@@ -39,11 +41,15 @@ class ProviderConfig:
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     # The token limit of an item without max_tokens.
     max_output_tokens: int = 4096
+    # By model.
+    prices: Mapping[str, Prices] = field(default_factory=dict)
 
     requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
     max_concurrent: int = 64
-    # The length of the queue for these limits.
+    # The length of the queue for those limits.
     max_waiting: int = 4096
+    budget_usd_per_hour: float | None = None
 
     max_retries: int = 3
     breaker_failures: int = 10
@@ -74,6 +80,8 @@ class ProviderConfig:
                     raise ValueError(f"{setting.name}: must be finite")
                 if not value and setting.name not in _MAY_BE_0:
                     raise ValueError(f"{setting.name}: must be more than 0")
+        if self.budget_usd_per_hour is not None and self.model not in self.prices:
+            raise ValueError("budget_usd_per_hour: needs a price of the model")
 
     def _check_address(self) -> None:
         form = "base_url: must be http(s)://HOST[:PORT][/PATH], without credentials or a query"
@@ -93,3 +101,8 @@ class ProviderConfig:
     def is_on_this_machine(self) -> bool:
         """Whether it is reached without a proxy, and maybe without TLS."""
         return is_this_machine(urlsplit(self.base_url).hostname or "")
+
+    @property
+    def price(self) -> Prices | None:
+        """The price of the model. None: unknown."""
+        return self.prices.get(self.model)

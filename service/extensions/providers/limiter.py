@@ -1,4 +1,4 @@
-"""The limits of one provider: of its rate, and of concurrent requests. Requests wait in a fair queue."""
+"""Rate limits, concurrency limit and budget of one provider. Requests wait in a fair queue."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from service.errors import ProviderFailure
 from service.extensions.providers.clock import Clock
 from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.failures import failure
+from service.extensions.providers.spending import Spending
 from service.fair_queue import FairQueue, Ticket
 from service.token_bucket import TokenBucket
 
@@ -22,20 +23,23 @@ _ANSWER_S = 5.0
 
 
 class Limiter:
-    """Limits concurrent requests, and requests per minute."""
+    """Limits concurrent requests, requests per minute, tokens per minute and US dollars per hour."""
 
-    def __init__(self, config: ProviderConfig, clock: Clock) -> None:
+    def __init__(self, config: ProviderConfig, clock: Clock, spending: Spending) -> None:
         self._config = config
         self._clock = clock
-        limit = math.inf if config.requests_per_minute is None else config.requests_per_minute
-        self._requests = TokenBucket(limit, limit / _MINUTE_S)
+        self._requests = _bucket(config.requests_per_minute)
+        self._tokens = _bucket(config.tokens_per_minute)
         self.running = 0
+        budget_usd = config.budget_usd_per_hour
+        self._budget = None if budget_usd is None else spending.budget(config.name, budget_usd)
+        self._spending = spending
         self._queue = FairQueue()
 
     @property
     def wait_s(self) -> float:
-        """About how long a new request would wait."""
-        wait_s = self._requests.wait_s(1, self._clock.now_s())
+        """About how long a new request would wait. Leaves out its tokens and the budget."""
+        wait_s = self._bucket_wait_s(1, self._clock.now_s())
         waiting = len(self._queue)
         if waiting or self._is_busy:
             wait_s = max(wait_s, _ANSWER_S * (1 + waiting / self._config.max_concurrent))
@@ -47,36 +51,65 @@ class Limiter:
         if self._config.requests_per_minute is not None:
             limits.requests_per_minute = self._requests.capacity
             limits.requests_left = self._requests.level(now_s)
+        if self._config.tokens_per_minute is not None:
+            limits.tokens_per_minute = self._tokens.capacity
+            limits.tokens_left = self._tokens.level(now_s)
         return limits
 
-    async def acquire(self, deadline_s: float, tenant: Tenant | None, priority: Priority) -> None:
-        """Waits until a request may be sent. Its end calls `release`.
+    async def acquire(
+        self, expected: runner_pb2.Usage, deadline_s: float, tenant: Tenant | None, priority: Priority
+    ) -> None:
+        """Waits until a request may be sent that is expected to use so much. Its end calls `release`.
 
-        Raises ProviderFailure: the queue is full, or the wait would exceed the deadline.
+        Raises ProviderFailure: the queue is full, the wait would exceed the deadline, or the cost the budget.
         """
+        tokens, cost_usd = self._amounts(expected)
         ticket = self._enqueue(tenant, priority)
         try:
             while True:
                 ticket.wake.clear()
-                # Only the first in the queue checks the limits.
+                # Only the first in the queue checks the limits. A smaller request must not overtake it.
                 is_first = self._queue.first is ticket
-                wait_s = self._wait_s(deadline_s) if is_first else math.inf
+                wait_s = self._wait_s(tokens, cost_usd, deadline_s) if is_first else math.inf
                 if wait_s <= 0:
                     break
                 await self._pause(wait_s, ticket.wake)
                 if not ticket.is_waiting:
                     raise _too_many(len(self._queue))
             self._queue.take(ticket)
-            self.running += 1
-            self._requests.take(1, self._clock.now_s())
+            self._begin(tokens, cost_usd)
         finally:
             self._queue.remove(ticket)
             self._wake_first()
 
-    def release(self) -> None:
-        """A request has ended."""
+    async def wait_until_saved(self) -> None:
+        """Returns when the budget's reservations are on disk. No request is sent before that."""
+        if self._budget is not None:
+            await self._spending.flush()
+
+    def release(self, expected: runner_pb2.Usage, used: runner_pb2.Usage) -> None:
+        """A request has ended: it has used `used` instead of `expected`."""
+        now_s = self._clock.now_s()
+        (reserved_tokens, reserved_usd), (tokens, cost_usd) = self._amounts(expected), self._amounts(used)
         self.running -= 1
+        self._tokens.take(tokens - reserved_tokens, now_s)
+        if self._budget is not None:
+            self._budget.settle(reserved_usd, cost_usd, now_s)
+            self._spending.save()
         self._wake_first()
+
+    def _amounts(self, usage: runner_pb2.Usage) -> tuple[int, float]:
+        """The tokens of a request, and its cost in US dollars; 0: unknown."""
+        price = self._config.price
+        return usage.input_tokens + usage.output_tokens, 0.0 if price is None else price.cost_usd(usage)
+
+    def _begin(self, tokens: int, cost_usd: float) -> None:
+        now_s = self._clock.now_s()
+        self.running += 1
+        self._requests.take(1, now_s)
+        self._tokens.take(tokens, now_s)
+        if self._budget is not None:
+            self._budget.reserve(cost_usd)
 
     def _enqueue(self, tenant: Tenant | None, priority: Priority) -> Ticket:
         """Adds a request to the queue, and may evict another. Raises ProviderFailure: the queue is full."""
@@ -98,11 +131,18 @@ class Limiter:
     def _is_busy(self) -> bool:
         return self.running >= self._config.max_concurrent
 
-    def _wait_s(self, deadline_s: float) -> float:
+    def _bucket_wait_s(self, tokens: int, now_s: float) -> float:
+        """How long the rate limits delay a request with `tokens`."""
+        return max(self._requests.wait_s(1, now_s), self._tokens.wait_s(tokens, now_s))
+
+    def _wait_s(self, tokens: int, cost_usd: float, deadline_s: float) -> float:
         """When to check again, unless another request ends earlier. 0: the request may be sent."""
         now_s = self._clock.now_s()
-        bucket_s = self._requests.wait_s(1, now_s)
-        if now_s + bucket_s > deadline_s:
+        if self._budget is not None and (budget_s := self._budget.wait_s(cost_usd, now_s)):
+            raise _no_budget(budget_s)
+        bucket_s = self._bucket_wait_s(tokens, now_s)
+        # Running requests may return tokens when they end, so only an idle provider is certain.
+        if not self.running and now_s + bucket_s > deadline_s:
             text = "this server may not ask the provider again before the deadline"
             raise failure("RATE_LIMITED", text, retry_after_s=bucket_s)
         return math.inf if self._is_busy else bucket_s
@@ -117,6 +157,16 @@ class Limiter:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+def _bucket(per_minute: float | None) -> TokenBucket:
+    limit = math.inf if per_minute is None else per_minute
+    return TokenBucket(limit, limit / _MINUTE_S)
+
+
+def _no_budget(wait_s: float) -> ProviderFailure:
+    text = "it could cost more than is left of the hourly budget"
+    return failure("BUDGET_EXCEEDED", text, retry_after_s=wait_s if math.isfinite(wait_s) else None)
 
 
 def _too_many(waiting: int) -> ProviderFailure:

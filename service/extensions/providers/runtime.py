@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from quire.v1 import admin_pb2, runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
 from service.api.time_slice import TimeSlice
-from service.errors import InvalidArgument, QuireError
-from service.extensions.providers import exchange, failures
+from service.errors import InvalidArgument, ProviderFailure, QuireError
+from service.extensions.providers import exchange, failures, prices
 from service.extensions.providers.breaker import Breaker
 from service.extensions.providers.call import Provider, ProviderCall
 from service.extensions.providers.clock import Clock
@@ -21,6 +21,7 @@ from service.extensions.providers.dialects.anthropic import Messages
 from service.extensions.providers.dialects.base import Dialect, refuse
 from service.extensions.providers.dialects.openai import ChatCompletions, Completions
 from service.extensions.providers.limiter import Limiter
+from service.extensions.providers.spending import Spending
 from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
 from service.text import bounded_json
@@ -42,15 +43,17 @@ _LIMITS = RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)
 class RemoteRuntime:
     """Runs batches at a provider. See `Runtime`. Must be closed."""
 
-    def __init__(self, config: ProviderConfig, clock: Clock | None = None) -> None:
-        """Opens no connection yet."""
+    def __init__(
+        self, config: ProviderConfig, clock: Clock | None = None, spending: Spending | None = None
+    ) -> None:
+        """Opens no connection yet. Without `spending` the budget's use is not stored."""
         clock = clock or Clock()
         self.config = config
         self._provider = Provider(
             config=config,
             dialect=DIALECTS[config.dialect],
             connections=Connections(config),
-            limiter=Limiter(config, clock),
+            limiter=Limiter(config, clock, spending or Spending(clock=clock)),
             breaker=Breaker(config.breaker_failures, config.breaker_open_s),
             clock=clock,
         )
@@ -61,7 +64,7 @@ class RemoteRuntime:
         return self.config.name
 
     def describe(self) -> runner_pb2.Runtime:
-        provider = self._provider
+        provider, price = self._provider, self.config.price
         now_s = provider.clock.now_s()
         left_s = provider.breaker.left_s(now_s)
         trouble = f"it has failed again and again, and is left alone for {left_s:.0f} s" if left_s else ""
@@ -73,6 +76,7 @@ class RemoteRuntime:
             model_id=self.config.model,
             rate_limits=provider.limiter.message(),
             breaker=provider.breaker.state(now_s),
+            prices=None if price is None else price.message(),
             trouble=provider.connections.trouble or trouble,
             executions=self._executions,
         )
@@ -97,6 +101,23 @@ class RemoteRuntime:
                         await time_slice.yield_to_others()
         finally:
             self._executions -= 1
+
+    async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
+        """Raises the error of the first item that cannot be run."""
+        estimate = runner_pb2.CostEstimate(runtime=self.name)
+        price = self.config.price
+        if price is not None:
+            estimate.max_cost_usd = 0.0
+        time_slice = TimeSlice()
+        for item in items:
+            if time_slice.due:
+                await time_slice.yield_to_others()
+            _, _, total = await self._planned(item)
+            estimate.input_tokens += total.input_tokens
+            estimate.max_output_tokens += total.output_tokens
+            if price is not None:
+                estimate.max_cost_usd += price.cost_usd(total)
+        return estimate
 
     async def load_weights(
         self,
@@ -123,16 +144,32 @@ class RemoteRuntime:
         deadline_s = items.deadline_s(item, batch.deadline_s, self._provider.clock.now_s())
         by_s = math.inf if deadline_s is None else deadline_s
         try:
-            await check(item, self._provider.dialect)
-            groups = self._sample_groups(item)
-            data = exchange.encode_body(self._provider.dialect.body(item, len(groups[0]), self.config))
+            body, expected, total = await self._planned(item)
+            self._check_cost(item, total)
+            data = exchange.encode_body(body)
         except QuireError as error:
             sink.put(items.failures(item, error.without_traceback()))
             return []
         except Exception as bug:
             sink.put(items.failures(item, failures.internal(bug)))
             return []
-        return [ProviderCall(self._provider, batch, item, data, group, by_s, sink) for group in groups]
+        return [
+            ProviderCall(self._provider, batch, item, data, expected, group, by_s, sink)
+            for group in self._sample_groups(item)
+        ]
+
+    async def _planned(
+        self, item: runner_pb2.ExecuteItem
+    ) -> tuple[Mapping[str, object], runner_pb2.Usage, runner_pb2.Usage]:
+        """The body of each call for an item, and the most that one call and all use. Raises QuireError."""
+        await check(item, self._provider.dialect)
+        calls = self._sample_groups(item)
+        expected = prices.expected(item, len(calls[0]), self.config.max_output_tokens)
+        total = runner_pb2.Usage(
+            input_tokens=min(expected.input_tokens * len(calls), prices.MAX_TOKENS),
+            output_tokens=min(expected.output_tokens * len(calls), prices.MAX_TOKENS),
+        )
+        return self._provider.dialect.body(item, len(calls[0]), self.config), expected, total
 
     def _sample_groups(self, item: runner_pb2.ExecuteItem) -> list[range]:
         """The sample indexes of each call. All calls have the same number of samples."""
@@ -140,6 +177,18 @@ class RemoteRuntime:
         if self._provider.dialect.takes_n:
             return [range(samples)]
         return [range(index, index + 1) for index in range(samples)]
+
+    def _check_cost(self, item: runner_pb2.ExecuteItem, total: runner_pb2.Usage) -> None:
+        """Raises ProviderFailure if the item could exceed its max_cost_usd."""
+        if not item.HasField("max_cost_usd"):
+            return
+        if self.config.price is None:
+            text = "what the model costs is not known, so it cannot be bounded"
+            raise ProviderFailure("BUDGET_EXCEEDED", text)
+        most_usd = self.config.price.cost_usd(total)
+        if most_usd > item.max_cost_usd:
+            text = f"it could cost {most_usd:.6f} US dollars, and may cost {item.max_cost_usd:.6f}"
+            raise ProviderFailure("BUDGET_EXCEEDED", text)
 
 
 async def check(item: runner_pb2.ExecuteItem, dialect: type[Dialect]) -> None:

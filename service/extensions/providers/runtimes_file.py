@@ -18,6 +18,8 @@ from service.errors import BadRuntimes, RuntimeNotFound
 from service.extension import Extension
 from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.runtime import RemoteRuntime
+from service.extensions.providers.spending import Spending
+from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.printable import escaped
 from service.runtimes.base import Runtime
@@ -56,8 +58,9 @@ class RuntimesFile(Extension):
         self._providers: list[RemoteRuntime] = []
         self.runtimes = self
 
-    def open_router(self, local: Runtime) -> Router:
-        """Makes the providers of the file, and the router."""
+    def open_router(self, local: Runtime, values: StoredValues) -> Router:
+        """Makes the providers of the file, and the router. What was spent is kept in `values`."""
+        self._spending = Spending(values)
         self._providers = self._reuse_or_create(self._configured.runtimes.values())
         self.router = Router([local, *self._providers], self._configured.routing)
         return self.router
@@ -91,7 +94,7 @@ class RuntimesFile(Extension):
         return [
             known
             if (known := same.get(config.name)) is not None and known.config == config
-            else RemoteRuntime(config)
+            else RemoteRuntime(config, spending=self._spending)
             for config in configs
         ]
 

@@ -11,6 +11,7 @@ from quire.v1 import runner_pb2
 
 from service.extensions.providers.dialects.base import Delta, StreamUpdate, ToolCallDelta
 from service.extensions.providers.failures import malformed
+from service.extensions.providers.prices import Prices, tokens_of
 from service.runtimes.base import ChunkSink
 from service.text.stops import StopMatcher
 
@@ -20,23 +21,30 @@ _DECODER = codecs.getincrementaldecoder("utf-16-le")
 class Samples:
     """The samples of one request for one item. Puts each piece of text once."""
 
-    def __init__(self, item: runner_pb2.ExecuteItem, indexes: Sequence[int], sink: ChunkSink) -> None:
+    def __init__(
+        self, item: runner_pb2.ExecuteItem, indexes: Sequence[int], price: Prices | None, sink: ChunkSink
+    ) -> None:
         """`indexes`: the index in the item of each of the request's samples, in order."""
         self._samples = [_Sample(item.item_id, index, item.stop) for index in indexes]
+        self._price = price
         self._sink = sink
         # Whether a chunk was put out. A retry is not possible then.
         self.has_put = False
         self._has_ended = False
         # The use that the provider reported last. None: none yet.
-        self._usage: runner_pb2.Usage | None = None
+        self.usage: runner_pb2.Usage | None = None
+        # The output tokens so far, estimated from the text.
+        self.estimated_tokens = 0
 
     def take(self, update: StreamUpdate) -> None:
         """Adds an update of the stream. Raises ProviderFailure if the request has no such sample."""
         if isinstance(update, runner_pb2.Usage):
-            self._usage = update
+            self.usage = update
             return
         if update.sample >= len(self._samples):
             raise malformed()
+        self.estimated_tokens += tokens_of(update.text)
+        self.estimated_tokens += sum(tokens_of(call.arguments_json) for call in update.tool_calls)
         chunk = self._samples[update.sample].take(update)
         if chunk is not None:
             self._put([chunk])
@@ -62,11 +70,13 @@ class Samples:
 
     def _counted(self, sample: _Sample, chunk: runner_pb2.SampleChunk) -> runner_pb2.SampleChunk:
         """Adds the usage to a sample's last chunk. The first sample reports that of the whole request."""
-        if self._usage is not None:
+        if self.usage is not None:
             if sample is not self._samples[0]:
                 chunk.usage.SetInParent()
             else:
-                chunk.usage.CopyFrom(self._usage)
+                chunk.usage.CopyFrom(self.usage)
+            if self._price is not None:
+                chunk.usage.cost_usd = self._price.cost_usd(chunk.usage)
         return chunk
 
     def _put(self, chunks: Sequence[runner_pb2.SampleChunk]) -> None:

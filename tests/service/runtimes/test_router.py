@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from google.rpc import error_details_pb2
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 
+from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.budgets import Budget
+from service.caches.keyed_answers import KeyedAnswers
 from service.config import Config
 from service.errors import (
     AnswersFull,
@@ -25,12 +28,13 @@ from service.errors import (
     Unsupported,
 )
 from service.extensions.providers import failures
-from service.pool.gpus import Gpu
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.execution import Execution
+from service.runtimes.executions import Executions
 from service.runtimes.local import LocalRuntime
 from service.runtimes.replay_buffer import ReplayBudget
 from service.runtimes.router import Router, Routing
+from service.runtimes.servicer import RunnerApi
 from tests.error_details import status_reason
 from tests.service.served import state_of
 from workers.common import worker_pb2
@@ -44,6 +48,7 @@ class FakeRuntime:
     failures: Mapping[str, QuireError] = field(default_factory=dict)
     raises: QuireError | None = None
     wait_s: float = 0.0
+    cost_usd: float | None = 0.0
     trouble: str = ""
     asked: list[list[str]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
@@ -68,6 +73,12 @@ class FakeRuntime:
                     chunk.finish_reason = runner_pb2.FINISH_REASON_ERROR
                 sink.put([chunk])
 
+    async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
+        for item in items:
+            if item.item_id in self.failures:
+                raise self.failures[item.item_id]
+        return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
+
     async def load_weights(
         self, request: admin_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse, None]:
@@ -91,9 +102,10 @@ async def executed(
     *wanted: runner_pb2.ExecuteItem,
     runtime: str = "",
     deadline_s: float | None = None,
+    max_cost_usd: float | None = None,
 ) -> tuple[runner_pb2.ExecutionStarted, dict[tuple[str, int], runner_pb2.SampleChunk]]:
     """The chunks that a reader gets."""
-    request = runner_pb2.ExecuteRequest(items=wanted, runtime=runtime)
+    request = runner_pb2.ExecuteRequest(items=wanted, runtime=runtime, max_cost_usd=max_cost_usd)
     samples = [(item.item_id, sample) for item in wanted for sample in range(max(1, item.n))]
     execution = Execution(
         "id", samples, 0.0, lambda _: None, Budget(1 << 40, AnswersFull), ReplayBudget(1 << 40)
@@ -226,6 +238,9 @@ async def test_a_text_that_breaks_off_after_a_fallback_reports_that_error() -> N
         (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=0.5), FakeRuntime("b")], "a"),
         (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=1.5), FakeRuntime("b")], "b"),
         (Routing("local-first", 1.0), [FakeRuntime("a", wait_s=1.5)], "a"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=3), FakeRuntime("b", cost_usd=2)], "b"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=None), FakeRuntime("b", cost_usd=2)], "b"),
+        (Routing("cheapest"), [FakeRuntime("a", cost_usd=1, wait_s=9), FakeRuntime("b", cost_usd=2)], "b"),
     ],
 )
 async def test_policies(routing: Routing, runtimes: list[FakeRuntime], taken: str) -> None:
@@ -247,30 +262,36 @@ async def test_a_full_runtime_queues_if_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "has_gpus", "kind"),
-    [
-        ({}, False, "LOCAL_CPU"),
-        ({}, True, "LOCAL_GPU"),
-        ({"device": "cpu"}, False, "LOCAL_CPU"),
-        ({"device": "cuda"}, False, "LOCAL_GPU"),
-        ({"device": "cuda", "pool_listen": "10.0.0.1:1"}, False, "LOCAL_GPU"),
-        ({"pool_listen": "10.0.0.1:1"}, False, "UNSPECIFIED"),
-    ],
+    ("most_usd", "costs_usd", "taken"),
+    [(2.5, (1.0, 0.5), "a"), (1.5, (1.0, 0.5), "b"), (0.5, (1.0, 0.5), ""), (9.0, (None, 4.0), "b")],
 )
-def test_where_workers_compute_is_told_before_one_is_ready(
-    settings: dict[str, Any], has_gpus: bool, kind: str
+async def test_a_batch_runs_only_where_its_cost_limit_holds(
+    most_usd: float, costs_usd: tuple[float | None, float | None], taken: str
 ) -> None:
-    state = state_of(Config(**settings), worker_pb2.WorkerReady())
-    state._versions.first_ready = None
-    found = [Gpu("0", "GPU-a")] if has_gpus else []
-    nothing = cast(Any, None)
-    local = LocalRuntime(nothing, state, nothing, nothing, nothing, nothing, found)
-    described = local.describe()
-    assert runner_pb2.TransportKind.Name(described.transport_kind) == f"TRANSPORT_KIND_{kind}"
-    # What a worker says counts.
-    ready = worker_pb2.WorkerReady(executor=types_pb2.ExecutorCapabilities(device="cpu"))
-    state._versions.first_ready = ready
-    assert local.describe().transport_kind == runner_pb2.TRANSPORT_KIND_LOCAL_CPU
+    """The cost of each of the two items."""
+    runtimes = [FakeRuntime(name, cost_usd=cost) for name, cost in zip("ab", costs_usd, strict=True)]
+    started, found = await executed(Router(runtimes), *items("x", "y"), max_cost_usd=most_usd)
+    if taken:
+        assert started.runtime == taken and {chunk.text for chunk in found.values()} == {taken}
+    else:
+        assert {status_reason(chunk.error) for chunk in found.values()} == {"BUDGET_EXCEEDED"}
+        assert not any(runtime.asked for runtime in runtimes)
+
+
+async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
+    """The response of EstimateCost."""
+    state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
+    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state)
+    request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
+    return (await api.EstimateCost(request, cast(Any, None))).estimates
+
+
+@pytest.mark.parametrize(("runtime", "reason"), [("", NO_TEMPLATE.reason), ("b", NO_ENTRY.reason)])
+async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, reason: str) -> None:
+    refusing = [FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", failures={"x": NO_ENTRY})]
+    with pytest.raises(QuireError) as raised:
+        await estimated(Router(refusing), *items("x"), runtime=runtime)
+    assert raised.value.reason == reason
 
 
 async def test_where_no_worker_is_ready_another_runtime_comes_first() -> None:

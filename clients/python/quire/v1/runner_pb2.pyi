@@ -17,6 +17,7 @@ class RoutingPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROUTING_POLICY_UNSPECIFIED: _ClassVar[RoutingPolicy]
     ROUTING_POLICY_ORDER: _ClassVar[RoutingPolicy]
     ROUTING_POLICY_LOCAL_FIRST: _ClassVar[RoutingPolicy]
+    ROUTING_POLICY_CHEAPEST: _ClassVar[RoutingPolicy]
 
 class ChatRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -60,6 +61,7 @@ class BreakerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ROUTING_POLICY_UNSPECIFIED: RoutingPolicy
 ROUTING_POLICY_ORDER: RoutingPolicy
 ROUTING_POLICY_LOCAL_FIRST: RoutingPolicy
+ROUTING_POLICY_CHEAPEST: RoutingPolicy
 CHAT_ROLE_UNSPECIFIED: ChatRole
 CHAT_ROLE_SYSTEM: ChatRole
 CHAT_ROLE_USER: ChatRole
@@ -87,13 +89,14 @@ BREAKER_STATE_OPEN: BreakerState
 BREAKER_STATE_HALF_OPEN: BreakerState
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("request_id", "runtime", "policy", "items", "resume_after", "keep", "priority")
+    __slots__ = ("request_id", "runtime", "policy", "items", "resume_after", "keep", "max_cost_usd", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     RESUME_AFTER_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_COST_USD_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     runtime: str
@@ -101,11 +104,12 @@ class ExecuteRequest(_message.Message):
     items: _containers.RepeatedCompositeFieldContainer[ExecuteItem]
     resume_after: _containers.RepeatedCompositeFieldContainer[SampleProgress]
     keep: _duration_pb2.Duration
+    max_cost_usd: float
     priority: _types_pb2.Priority
-    def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., policy: _Optional[_Union[RoutingPolicy, str]] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ..., resume_after: _Optional[_Iterable[_Union[SampleProgress, _Mapping]]] = ..., keep: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., policy: _Optional[_Union[RoutingPolicy, str]] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ..., resume_after: _Optional[_Iterable[_Union[SampleProgress, _Mapping]]] = ..., keep: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ExecuteItem(_message.Message):
-    __slots__ = ("item_id", "tokens", "text", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "adapter_id", "sampled_logprobs", "cache_salt")
+    __slots__ = ("item_id", "tokens", "text", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +125,7 @@ class ExecuteItem(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_ONLY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_COST_USD_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -139,10 +144,11 @@ class ExecuteItem(_message.Message):
     constraint: Constraint
     tokens_only: bool
     timeout: _duration_pb2.Duration
+    max_cost_usd: float
     adapter_id: str
     sampled_logprobs: bool
     cache_salt: str
-    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class TokenPrompt(_message.Message):
     __slots__ = ("token_ids",)
@@ -277,31 +283,47 @@ class TokenLogprob(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Union[_types_pb2.TopLogprobs, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., text_offset: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("input_tokens", "output_tokens", "reasoning_tokens", "cached_tokens")
+    __slots__ = ("input_tokens", "output_tokens", "reasoning_tokens", "cached_tokens", "cost_usd")
     INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_USD_FIELD_NUMBER: _ClassVar[int]
     input_tokens: int
     output_tokens: int
     reasoning_tokens: int
     cached_tokens: int
-    def __init__(self, input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    cost_usd: float
+    def __init__(self, input_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., cost_usd: _Optional[float] = ...) -> None: ...
 
 class RateLimits(_message.Message):
-    __slots__ = ("requests_per_minute", "max_concurrent", "requests_left", "running")
+    __slots__ = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "requests_left", "tokens_left", "running")
     REQUESTS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONCURRENT_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     requests_per_minute: float
+    tokens_per_minute: float
     max_concurrent: int
     requests_left: float
+    tokens_left: float
     running: int
-    def __init__(self, requests_per_minute: _Optional[float] = ..., max_concurrent: _Optional[int] = ..., requests_left: _Optional[float] = ..., running: _Optional[int] = ...) -> None: ...
+    def __init__(self, requests_per_minute: _Optional[float] = ..., tokens_per_minute: _Optional[float] = ..., max_concurrent: _Optional[int] = ..., requests_left: _Optional[float] = ..., tokens_left: _Optional[float] = ..., running: _Optional[int] = ...) -> None: ...
+
+class TokenPrices(_message.Message):
+    __slots__ = ("input_usd", "output_usd", "cached_input_usd")
+    INPUT_USD_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_USD_FIELD_NUMBER: _ClassVar[int]
+    CACHED_INPUT_USD_FIELD_NUMBER: _ClassVar[int]
+    input_usd: float
+    output_usd: float
+    cached_input_usd: float
+    def __init__(self, input_usd: _Optional[float] = ..., output_usd: _Optional[float] = ..., cached_input_usd: _Optional[float] = ...) -> None: ...
 
 class Runtime(_message.Message):
-    __slots__ = ("name", "runtime_kind", "transport_kind", "provider", "model_id", "fingerprint", "rate_limits", "breaker", "trouble", "executions")
+    __slots__ = ("name", "runtime_kind", "transport_kind", "provider", "model_id", "fingerprint", "rate_limits", "breaker", "prices", "trouble", "executions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_KIND_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_KIND_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +332,7 @@ class Runtime(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     RATE_LIMITS_FIELD_NUMBER: _ClassVar[int]
     BREAKER_FIELD_NUMBER: _ClassVar[int]
+    PRICES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     EXECUTIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -320,9 +343,10 @@ class Runtime(_message.Message):
     fingerprint: str
     rate_limits: RateLimits
     breaker: BreakerState
+    prices: TokenPrices
     trouble: str
     executions: int
-    def __init__(self, name: _Optional[str] = ..., runtime_kind: _Optional[_Union[RuntimeKind, str]] = ..., transport_kind: _Optional[_Union[TransportKind, str]] = ..., provider: _Optional[str] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rate_limits: _Optional[_Union[RateLimits, _Mapping]] = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., trouble: _Optional[str] = ..., executions: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., runtime_kind: _Optional[_Union[RuntimeKind, str]] = ..., transport_kind: _Optional[_Union[TransportKind, str]] = ..., provider: _Optional[str] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., rate_limits: _Optional[_Union[RateLimits, _Mapping]] = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., prices: _Optional[_Union[TokenPrices, _Mapping]] = ..., trouble: _Optional[str] = ..., executions: _Optional[int] = ...) -> None: ...
 
 class CancelExecutionRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -345,3 +369,33 @@ class ListRuntimesResponse(_message.Message):
     RUNTIMES_FIELD_NUMBER: _ClassVar[int]
     runtimes: _containers.RepeatedCompositeFieldContainer[Runtime]
     def __init__(self, runtimes: _Optional[_Iterable[_Union[Runtime, _Mapping]]] = ...) -> None: ...
+
+class EstimateCostRequest(_message.Message):
+    __slots__ = ("runtime", "items")
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    runtime: str
+    items: _containers.RepeatedCompositeFieldContainer[ExecuteItem]
+    def __init__(self, runtime: _Optional[str] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ...) -> None: ...
+
+class EstimateCostResponse(_message.Message):
+    __slots__ = ("estimates",)
+    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
+    estimates: _containers.RepeatedCompositeFieldContainer[CostEstimate]
+    def __init__(self, estimates: _Optional[_Iterable[_Union[CostEstimate, _Mapping]]] = ...) -> None: ...
+
+class CostEstimate(_message.Message):
+    __slots__ = ("runtime", "input_tokens", "max_output_tokens", "max_cost_usd", "is_counted", "error")
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_COST_USD_FIELD_NUMBER: _ClassVar[int]
+    IS_COUNTED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    runtime: str
+    input_tokens: int
+    max_output_tokens: int
+    max_cost_usd: float
+    is_counted: bool
+    error: _status_pb2.Status
+    def __init__(self, runtime: _Optional[str] = ..., input_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_cost_usd: _Optional[float] = ..., is_counted: _Optional[bool] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...

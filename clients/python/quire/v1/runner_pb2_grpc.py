@@ -54,6 +54,11 @@ class ModelRunnerServiceStub:
                 request_serializer=quire_dot_v1_dot_runner__pb2.ListRuntimesRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_runner__pb2.ListRuntimesResponse.FromString,
                 _registered_method=True)
+        self.EstimateCost = channel.unary_unary(
+                '/quire.v1.ModelRunnerService/EstimateCost',
+                request_serializer=quire_dot_v1_dot_runner__pb2.EstimateCostRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_runner__pb2.EstimateCostResponse.FromString,
+                _registered_method=True)
 
 
 class ModelRunnerServiceServicer:
@@ -88,6 +93,14 @@ class ModelRunnerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EstimateCost(self, request, context):
+        """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+        because it is prepared like one that is run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelRunnerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,6 +118,11 @@ def add_ModelRunnerServiceServicer_to_server(servicer, server):
                     servicer.ListRuntimes,
                     request_deserializer=quire_dot_v1_dot_runner__pb2.ListRuntimesRequest.FromString,
                     response_serializer=quire_dot_v1_dot_runner__pb2.ListRuntimesResponse.SerializeToString,
+            ),
+            'EstimateCost': grpc.unary_unary_rpc_method_handler(
+                    servicer.EstimateCost,
+                    request_deserializer=quire_dot_v1_dot_runner__pb2.EstimateCostRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_runner__pb2.EstimateCostResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -193,6 +211,33 @@ class ModelRunnerService:
             '/quire.v1.ModelRunnerService/ListRuntimes',
             quire_dot_v1_dot_runner__pb2.ListRuntimesRequest.SerializeToString,
             quire_dot_v1_dot_runner__pb2.ListRuntimesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EstimateCost(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ModelRunnerService/EstimateCost',
+            quire_dot_v1_dot_runner__pb2.EstimateCostRequest.SerializeToString,
+            quire_dot_v1_dot_runner__pb2.EstimateCostResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,10 @@ class ModelRunnerServiceStub:
     """
     ListRuntimes: _grpc.UnaryUnaryMultiCallable[_runner_pb2.ListRuntimesRequest, _runner_pb2.ListRuntimesResponse]
     """The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first."""
+    EstimateCost: _grpc.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]
+    """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+    because it is prepared like one that is run.
+    """
 
 @_typing.type_check_only
 class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
@@ -71,6 +75,10 @@ class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
     """
     ListRuntimes: _aio.UnaryUnaryMultiCallable[_runner_pb2.ListRuntimesRequest, _runner_pb2.ListRuntimesResponse]  # type: ignore[assignment]
     """The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first."""
+    EstimateCost: _aio.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]  # type: ignore[assignment]
+    """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+    because it is prepared like one that is run.
+    """
 
 class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
@@ -108,5 +116,15 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_runner_pb2.ListRuntimesResponse, _abc.Awaitable[_runner_pb2.ListRuntimesResponse]]:
         """The runtimes that the caller may use, and their state, in the order of the configuration, the server's own first."""
+
+    @_abc_1.abstractmethod
+    def EstimateCost(
+        self,
+        request: _runner_pb2.EstimateCostRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runner_pb2.EstimateCostResponse, _abc.Awaitable[_runner_pb2.EstimateCostResponse]]:
+        """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+        because it is prepared like one that is run.
+        """
 
 def add_ModelRunnerServiceServicer_to_server(servicer: ModelRunnerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -17,6 +17,7 @@ from service.caches.tenants import Tenant
 from service.extensions.providers.clock import Clock
 from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.runtime import RemoteRuntime
+from service.extensions.providers.spending import Spending
 from service.runtimes.base import Batch, Runtime
 from tests.error_details import status_reason
 
@@ -255,8 +256,10 @@ async def run(
 
 
 @asynccontextmanager
-async def remote(made: ProviderConfig, time: VirtualTime | None = None) -> AsyncIterator[RemoteRuntime]:
-    runtime = RemoteRuntime(made, time.clock() if time else None)
+async def remote(
+    made: ProviderConfig, time: VirtualTime | None = None, spending: Spending | None = None
+) -> AsyncIterator[RemoteRuntime]:
+    runtime = RemoteRuntime(made, time.clock() if time else None, spending)
     try:
         yield runtime
     finally:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import tracemalloc
+import math
 from typing import Any
 
 import pytest
 from quire.v1 import admin_pb2, runner_pb2
 
 from service.api.status import to_status
-from service.caches.tenants import Tenant
 from service.errors import DeadlinePassed
 from service.extensions.providers.dialects.base import Delta
+from service.extensions.providers.prices import Prices
 from service.extensions.providers.samples import Samples
-from service.runtimes.base import Batch
 from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
     USAGE,
@@ -31,18 +29,18 @@ from tests.service.extensions.providers.fake_provider import (
     remote,
     run,
     said,
-    stalled,
     stream,
 )
 
 STOP, LENGTH = runner_pb2.FINISH_REASON_STOP, runner_pb2.FINISH_REASON_LENGTH
 TOOL_CALLS = runner_pb2.FINISH_REASON_TOOL_CALLS
 FILTERED = runner_pb2.FINISH_REASON_CONTENT_FILTER
+PRICES = {"m": Prices(input_usd=2.0, output_usd=10.0, cached_input_usd=1.0)}
 
 
 async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider) -> None:
     provider.script.append(said("Hel", "lo"))
-    out = await answered(provider, item())
+    out = await answered(provider, item(), prices=PRICES)
     assert provider.asked[0].headers["accept-encoding"] == "identity"
     assert "traceparent" not in provider.asked[0].headers, "without traces of our own"
     assert "authorization" not in provider.asked[0].headers, "none is configured"
@@ -52,6 +50,7 @@ async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider
     usage = last.usage
     assert (usage.input_tokens, usage.output_tokens) == (7, 5)
     assert (usage.cached_tokens, usage.reasoning_tokens) == (3, 2)
+    assert math.isclose(usage.cost_usd, (4 * 2 + 3 * 1 + 5 * 10) / 1e6)
 
 
 async def test_the_codec_of_a_response_is_not_the_providers_choice(provider: FakeProvider) -> None:
@@ -62,13 +61,16 @@ async def test_the_codec_of_a_response_is_not_the_providers_choice(provider: Fak
     assert (out.text(), out.last().finish_reason) == ("\u20ac", STOP)
 
 
-async def test_without_usage_from_the_provider_none_is_reported(provider: FakeProvider) -> None:
-    provider.script.append(stream(delta("x"), delta(finish="length")))
+async def test_without_a_price_no_cost_is_reported(provider: FakeProvider) -> None:
+    provider.script.append(said("x"))
 
     async with remote(config(provider)) as runtime:
-        last = (await run(runtime, item())).last()
+        usage = (await run(runtime, item())).last().usage
+        estimate = await runtime.estimate([item("x" * 400, max_tokens=9, n=2)])
 
-    assert last.finish_reason == LENGTH and not last.HasField("usage")
+    assert usage.output_tokens == 5 and not usage.HasField("cost_usd")
+    assert (estimate.input_tokens, estimate.max_output_tokens, estimate.is_counted) == (100, 18, False)
+    assert not estimate.HasField("max_cost_usd")
 
 
 async def test_samples_of_one_request_are_separated(provider: FakeProvider) -> None:
@@ -80,21 +82,6 @@ async def test_samples_of_one_request_are_separated(provider: FakeProvider) -> N
     assert (out.last(sample=0).finish_reason, out.last(sample=1).finish_reason) == (STOP, LENGTH)
     # The provider's count for the whole request is reported once.
     assert [out.last(sample=i).usage.output_tokens for i in (0, 1)] == [5, 0]
-
-
-async def test_tool_calls_are_streamed(provider: FakeProvider) -> None:
-    first = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": ""}}
-    more = {"index": 0, "function": {"arguments": '{"a":1}'}}
-    provider.script.append(
-        stream(delta(tool_calls=[first]), delta(tool_calls=[more]), delta(finish="tool_calls"))
-    )
-    out = await answered(provider, item())
-    calls = [call for chunk in out.of() for call in chunk.tool_calls]
-    assert [(c.index, c.id, c.name, c.arguments_json) for c in calls] == [
-        (0, "c1", "look", ""),
-        (0, "", "", '{"a":1}'),
-    ]
-    assert out.last().finish_reason == TOOL_CALLS
 
 
 async def test_logprobs_and_refusals(provider: FakeProvider) -> None:
@@ -149,12 +136,6 @@ async def test_stop_texts_beyond_the_providers_limit_end_the_stream_here(provide
     assert (out.last().finish_reason, out.last().stop) == (STOP, "END")
 
 
-async def test_a_partial_stop_text_is_put_out_at_the_end(provider: FakeProvider) -> None:
-    provider.script.append(stream(delta("a E"), delta(finish="length")))
-    out = await answered(provider, item(stop=["END"]))
-    assert [chunk.text for chunk in out.of()] == ["a ", "E"]
-
-
 async def test_completions_continue_texts_and_tokens(provider: FakeProvider) -> None:
     choice = {"index": 0, "text": "x", "logprobs": {"token_logprobs": [None, -1]}, "finish_reason": None}
     end = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
@@ -198,7 +179,7 @@ ANTHROPIC = [
 async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ITS_KEY", "k1")
     provider.script.append(stream(*ANTHROPIC, done=False))
-    made = config(provider, dialect="anthropic-messages", api_key_env="ITS_KEY")
+    made = config(provider, dialect="anthropic-messages", api_key_env="ITS_KEY", prices=PRICES)
 
     async with remote(made) as runtime:
         out = await run(runtime, item(n=2))
@@ -218,63 +199,21 @@ async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.M
         assert (last.usage.input_tokens, last.usage.cached_tokens, last.usage.output_tokens) == (7, 3, 9)
 
 
-async def test_samples_share_their_prompt(provider: FakeProvider) -> None:
-    """Queued requests hold no copy of the prompt, however many there are."""
-    provider.script.append(stalled())
-    made = config(provider, dialect="anthropic-messages", max_concurrent=1)
+@pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
+async def test_the_most_tokens_of_all_samples_can_be_estimated(provider: FakeProvider, dialect: str) -> None:
+    wanted = item(n=128, max_tokens=(1 << 32) - 1, max_cost_usd=1.0)
 
-    async with remote(made) as runtime:
-        large = item("x" * (1 << 20), n=100)
-        tracemalloc.start()
-        try:
-            running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [large]), Collected()))
-            while not provider.asked:
-                await asyncio.sleep(0.001)
-            _, peak_bytes = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        running.cancel()
-        await asyncio.wait([running])
+    async with remote(config(provider, dialect=dialect, prices=PRICES), VirtualTime()) as runtime:
+        estimate = await runtime.estimate([wanted])
+        out = await run(runtime, wanted)
 
-    # The fake provider holds some copies, too.
-    assert peak_bytes < 30 << 20
-
-
-async def test_a_thousand_requests_yield_to_the_event_loop(provider: FakeProvider) -> None:
-    provider.script.append(said("x"))
-    batch = Batch("k", Tenant(), [item("x" * 20_000, item_id=str(n)) for n in range(1000)])
-    sink = Collected()
-
-    async with remote(config(provider, max_concurrent=1, max_waiting=1)) as runtime:
-        running = asyncio.create_task(runtime.execute(batch, sink))
-        turns = 0
-        # All are refused at once, except one that runs and one that waits.
-        while len(sink.chunks) < 990:
-            turns += 1
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.wait([running])
-
-    # Creating so many takes several time slices on any machine.
-    assert turns > 5
-
-
-async def test_connections_are_reused(provider: FakeProvider) -> None:
-    body = b"".join([event(delta("x", finish="stop")), event("[DONE]")])
-    head = EVENT_STREAM.replace("Connection: close", "Transfer-Encoding: chunked").encode()
-    whole = head + f"{len(body):x}\r\n".encode() + body + b"\r\n"
-    provider.script.append(raw(whole, b"0\r\n\r\n", pause_s=0.01, stays=True))
-
-    async with remote(config(provider)) as runtime:
-        outs = [await run(runtime, item()) for _ in range(3)]
-
-    assert [out.text() for out in outs] == ["x"] * 3
-    assert (len(provider.asked), provider.connections) == (3, 1)
+    assert estimate.max_output_tokens == (1 << 32) - 1
+    assert {reason(out.last(sample=sample)) for sample in range(128)} == {"BUDGET_EXCEEDED"}
 
 
 def test_a_complete_sample_cannot_fail_later() -> None:
     out = Collected()
-    samples = Samples(item(), [0], out)
+    samples = Samples(item(), [0], None, out)
     samples.take(Delta(text="x", finish=STOP))
     samples.end()
     samples.end(to_status(DeadlinePassed()))
@@ -290,7 +229,7 @@ async def test_an_item_fails_without_the_others(provider: FakeProvider) -> None:
 
 
 async def test_describing_a_runtime(provider: FakeProvider) -> None:
-    made = config(provider, provider="somebody", requests_per_minute=60)
+    made = config(provider, provider="somebody", prices=PRICES, requests_per_minute=60, tokens_per_minute=1e4)
     provider.script.append(said("x"))
 
     async with remote(made, VirtualTime()) as runtime:
@@ -304,6 +243,9 @@ async def test_describing_a_runtime(provider: FakeProvider) -> None:
     assert before.runtime_kind == runner_pb2.RUNTIME_KIND_OPENAI_CHAT
     assert before.transport_kind == runner_pb2.TRANSPORT_KIND_REMOTE_NETWORK
     assert (before.trouble, before.breaker) == ("", runner_pb2.BREAKER_STATE_CLOSED)
-    assert (before.rate_limits.requests_left, after.rate_limits.requests_left) == (60, 59)
+    assert (before.prices.output_usd, before.prices.cached_input_usd) == (10.0, 1.0)
+    assert (before.rate_limits.requests_left, before.rate_limits.tokens_left) == (60, 1e4)
+    # As counted by the provider, not as expected.
+    assert (after.rate_limits.requests_left, after.rate_limits.tokens_left) == (59, 1e4 - 12)
     assert (after.rate_limits.running, after.executions) == (0, 0)
     assert [answer.phase for answer in loads] == [admin_pb2.LOAD_WEIGHTS_PHASE_NOT_NEEDED]

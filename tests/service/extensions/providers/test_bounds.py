@@ -1,6 +1,8 @@
-"""Invariants of the circuit breaker and retries."""
+"""Invariants of budgets, the circuit breaker and retries."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 from hypothesis import example, given
@@ -11,6 +13,40 @@ from service.extensions.providers.breaker import Breaker, Result
 from service.extensions.providers.call import retry_delay_s
 from service.extensions.providers.exchange import retry_after_s
 from service.extensions.providers.failures import failure
+from service.extensions.providers.spending import HourlyBudget
+
+
+@given(
+    limit_usd=st.floats(0.5, 10.0),
+    steps=st.lists(st.tuples(st.floats(0, 4000), st.floats(0, 5), st.floats(0, 1)), max_size=40),
+)
+def test_no_hour_costs_more_than_its_budget(
+    limit_usd: float, steps: list[tuple[float, float, float]]
+) -> None:
+    budget, now_s = HourlyBudget(limit_usd), 0.0
+    spent: list[tuple[float, float]] = []
+    for pause_s, expected_usd, part in steps:
+        now_s += pause_s
+        wait_s = budget.wait_s(expected_usd, now_s)
+        assert (wait_s == math.inf) <= (expected_usd > limit_usd)
+        if wait_s:
+            continue
+        budget.reserve(expected_usd)
+        budget.settle(expected_usd, expected_usd * part, now_s)
+        spent.append((now_s, expected_usd * part))
+        hour = sum(usd for at_s, usd in spent if at_s > now_s - 3600)
+        assert hour <= limit_usd * (1 + 1e-9) + 1e-9
+
+
+def test_a_budget_is_free_again_after_an_hour() -> None:
+    budget = HourlyBudget(1.0)
+    budget.reserve(1.0)
+    assert budget.wait_s(0.5, 0.0) == math.inf
+    budget.settle(1.0, 1.0, 30.0)
+    wait_s = budget.wait_s(0.5, 30.0)
+    assert 3600 <= wait_s <= 3660
+    assert budget.wait_s(0.5, 30.0 + wait_s) == 0
+
 
 STEPS = st.tuples(st.sampled_from([0.0, 1.0, 31.0]), st.sampled_from(Result), st.booleans())
 FAIL, BEGIN = (0.0, Result.FAILURE, False), (0.0, Result.NEUTRAL, True)

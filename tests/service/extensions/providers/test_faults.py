@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2
 
-from service.caches.requests import Priority
 from service.caches.tenants import Quota, Tenant
+from service.extensions.providers.prices import Prices
+from service.extensions.providers.spending import Spending
+from service.journal.values import StoredValues
 from service.runtimes.base import Batch
 from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
@@ -36,6 +35,7 @@ from tests.service.extensions.providers.fake_provider import (
     status,
     stream,
 )
+from tests.sim.harness import FailingJournal
 
 HEAD = EVENT_STREAM.encode()
 GOOD = said("good")
@@ -208,17 +208,6 @@ async def test_an_endless_response_is_limited(
     await asyncio.wait_for(provider.left.wait(), 5)
 
 
-async def test_an_endless_error_body_is_limited(provider: FakeProvider) -> None:
-    provider.script.append(raw(b"HTTP/1.1 403 X\r\n\r\n", *([b"x"] * 10_000), pause_s=0.005))
-
-    async with remote(config(provider, read_timeout_s=0.1)) as runtime:
-        out = await asyncio.wait_for(run(runtime, item()), 10)
-
-    # The status was enough.
-    assert reason(out.last()) == "FORBIDDEN"
-    await asyncio.wait_for(provider.left.wait(), 5)
-
-
 @pytest.mark.parametrize("is_full_before", [False, True])
 async def test_a_stalled_reader_does_not_block_other_calls(
     provider: FakeProvider, is_full_before: bool
@@ -252,31 +241,6 @@ async def test_a_stalled_reader_does_not_block_other_calls(
 
 
 # Time.
-
-
-@pytest.mark.parametrize(
-    ("seconds", "left_s"), [("30", 20.0), ("301", math.inf), ("9" * 30, math.inf), ("1e300", math.inf)]
-)
-async def test_no_retry_comes_after_the_deadline_or_much_later(
-    provider: FakeProvider, seconds: str, left_s: float
-) -> None:
-    provider.script.append(status(429, headers=f"Retry-After: {seconds}\r\n"))
-    virtual = VirtualTime()
-
-    async with remote(config(provider), virtual) as runtime:
-        wanted = item(timeout=duration_pb2.Duration(seconds=2**62))
-        out = await run(runtime, wanted, deadline_s=virtual.now_s + left_s)
-
-    assert reason(out.last()) == "RATE_LIMITED" and virtual.slept == []
-    # The caller learns when to come again: the second detail is RetryInfo.
-    assert len(out.last().error.details) == 2
-
-
-async def test_the_deadline_of_the_call_holds(provider: FakeProvider) -> None:
-    provider.script.append(stalled(HEAD + TEXT))
-    out = await answered(provider, item(), deadline_s=time.monotonic() + 0.3)
-    assert (out.text(), reason(out.last())) == ("half", "DEADLINE_PASSED")
-    await asyncio.wait_for(provider.left.wait(), 5)
 
 
 async def test_cancelling_closes_the_stream(provider: FakeProvider) -> None:
@@ -324,51 +288,17 @@ async def test_the_breaker_opens_and_closes(provider: FakeProvider) -> None:
     assert after.breaker == runner_pb2.BREAKER_STATE_CLOSED
 
 
-# Limits.
+# Limits and budgets.
 
 
-async def test_a_permit_is_held_until_its_stream_ends(provider: FakeProvider) -> None:
-    provider.script.append(raw(HEAD + TEXT, event(delta(finish="stop")), pause_s=0.01))
-
-    async with remote(config(provider, max_concurrent=2)) as runtime:
-        most = 0
-
-        async def watch() -> None:
-            nonlocal most
-            while True:
-                most = max(most, provider.open)
-                await asyncio.sleep(0.001)
-
-        watching = asyncio.create_task(watch())
-        out = await run(runtime, *(item(item_id=str(i)) for i in range(6)))
-        watching.cancel()
-
-    assert len(out.chunks) == 12 and most == 2
-
-
-async def test_tenants_take_turns_at_a_provider(provider: FakeProvider) -> None:
-    provider.script.append(GOOD)
-    alice, bob = Tenant("alice"), Tenant("bob")
-
-    async with remote(config(provider, max_concurrent=1)) as runtime:
-        batches = [
-            Batch("k", alice, [item(f"alice {n}", item_id=str(n)) for n in range(5)]),
-            Batch("l", bob, [item("bob")]),
-            Batch("m", alice, [item("urgent")], priority=Priority.HIGH),
-        ]
-        await asyncio.gather(*(runtime.execute(batch, Collected()) for batch in batches))
-
-    asked = [asked.body["messages"][0]["content"] for asked in provider.asked]
-    assert asked[:3] == ["alice 0", "urgent", "bob"] and asked[3:] == [f"alice {n}" for n in range(1, 5)]
-
-
+@pytest.mark.parametrize("limit", [{"requests_per_minute": 1}, {"tokens_per_minute": 13}])
 async def test_a_request_whose_rate_limit_delay_exceeds_the_deadline_is_refused(
-    provider: FakeProvider,
+    provider: FakeProvider, limit: dict[str, float]
 ) -> None:
     provider.script.append(GOOD)
     virtual = VirtualTime()
 
-    async with remote(config(provider, requests_per_minute=1), virtual) as runtime:
+    async with remote(config(provider, **limit), virtual) as runtime:
         await run(runtime, item())
         out = await run(runtime, item(), deadline_s=virtual.now_s + 30)
 
@@ -419,3 +349,74 @@ async def test_a_tenants_request_rate_is_limited(provider: FakeProvider) -> None
     # The caller learns when to come again: the second detail is RetryInfo.
     assert len(out.last("c").error.details) == 2
     assert reason(later.last()) == ""
+
+
+DEAR = {"m": Prices(input_usd=0.0, output_usd=1e6)}  # a dollar for each token
+
+
+@pytest.mark.parametrize(("most_usd", "expected"), [(9.0, "BUDGET_EXCEEDED"), (10.0, "")])
+async def test_an_item_that_could_exceed_its_cost_limit_is_not_sent(
+    provider: FakeProvider, most_usd: float, expected: str
+) -> None:
+    provider.script.append(GOOD)
+    out = await answered(provider, item(max_tokens=10, max_cost_usd=most_usd), prices=DEAR)
+    assert reason(out.last()) == expected
+    assert len(provider.asked) == (0 if expected else 1)
+
+
+async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider) -> None:
+    provider.script.append(GOOD)
+    values = StoredValues()
+    virtual = VirtualTime()
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+
+    async def of_a_server(*max_tokens: int) -> list[str]:
+        spending = Spending(values, virtual.clock())
+        async with remote(made, virtual, spending) as runtime:
+            reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in max_tokens]
+        await spending.flush()
+        return reasons
+
+    # Each request that is sent costs 5 dollars.
+    assert await of_a_server(10) == [""]
+    virtual.now_s += 1800
+    assert await of_a_server(9, 8) == ["BUDGET_EXCEEDED", ""]
+    assert await of_a_server(4) == ["BUDGET_EXCEEDED"]
+    # The first server's spending expires after an hour, then the second server's.
+    virtual.now_s += 1900
+    assert await of_a_server(9) == ["BUDGET_EXCEEDED"]
+    virtual.now_s += 1800
+    assert await of_a_server(13) == [""]
+
+
+async def test_requests_in_flight_when_the_server_is_killed_count(
+    provider: FakeProvider,
+) -> None:
+    values = StoredValues()
+    provider.script += [stalled(HEAD + TEXT), GOOD]
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+    sink = Collected()
+
+    async with remote(made, spending=Spending(values)) as runtime:
+        batch = Batch("k", None, [item(max_tokens=10)])
+        running = asyncio.create_task(runtime.execute(batch, sink))
+        await sink.first.wait()
+        async with remote(made, spending=Spending(values)) as after:
+            out = await run(after, item(max_tokens=4), item(item_id="b", max_tokens=3))
+        assert [reason(out.last("a")), reason(out.last("b"))] == ["BUDGET_EXCEEDED", ""]
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_a_journal_that_cannot_be_written_is_logged_and_the_budget_applies(
+    provider: FakeProvider, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provider.script.append(GOOD)
+    journal = FailingJournal()
+    spending = Spending(StoredValues(journal))
+    journal.fails = True
+    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
+    async with remote(made, spending=spending) as runtime:
+        reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in (13, 13)]
+    assert reasons == ["", "BUDGET_EXCEEDED"]
+    assert capsys.readouterr().out.count("a restart will forget what providers have cost") == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from quire.v1 import runner_pb2
 
 from service.caches.requests import Priority
 from service.caches.tenants import Tenant
@@ -20,10 +21,12 @@ from service.errors import ProviderFailure
 from service.extensions.providers.clock import Clock
 from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.limiter import Limiter
+from service.extensions.providers.spending import Spending
 from service.fair_queue import HEAD_START, FairQueue, Ticket
 from tests.sim.virtual_loop import VirtualLoop
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH
+ONE_TOKEN = runner_pb2.Usage(output_tokens=1)
 TENANTS = [Tenant("alice"), Tenant("bob"), Tenant("carol"), None]
 
 
@@ -31,7 +34,7 @@ def limiter(now_s: Callable[[], float], **changes: Any) -> Limiter:
     config = ProviderConfig(
         name="x", dialect="openai-chat", base_url="https://a.example", model="m", **changes
     )
-    return Limiter(config, Clock(now_s=now_s))
+    return Limiter(config, Clock(now_s=now_s), Spending())
 
 
 @dataclass
@@ -76,7 +79,7 @@ def test_tenants_take_turns(wanted: list[Wanted], one_priority: bool, limit: dic
     async def enter(request: Wanted) -> None:
         request.joined = next(events)
         priority = NORMAL if one_priority else request.priority
-        await limits.acquire(1e9, TENANTS[request.tenant], priority)
+        await limits.acquire(ONE_TOKEN, 1e9, TENANTS[request.tenant], priority)
         # Not after `wait_for`, which may return a turn of the loop later.
         request.passed = next(events)
 
@@ -87,7 +90,7 @@ def test_tenants_take_turns(wanted: list[Wanted], one_priority: bool, limit: dic
         except TimeoutError:
             return
         await asyncio.sleep(request.holds_s)
-        limits.release()
+        limits.release(ONE_TOKEN, ONE_TOKEN)
 
     async def all_of_them() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -119,21 +122,6 @@ def order(queue: FairQueue) -> list[Ticket]:
         queue.take(ticket)
         found.append(ticket)
     return found
-
-
-def test_urgent_requests_go_first() -> None:
-    queue, (alice, bob, *_) = FairQueue(), TENANTS
-    for tenant, priority in [
-        (alice, LOW),
-        (alice, NORMAL),
-        (bob, LOW),
-        (alice, HIGH),
-        (bob, NORMAL),
-        (bob, HIGH),
-    ]:
-        queue.add(tenant, priority)
-    found = [(ticket.priority, ticket.tenant) for ticket in order(queue)]
-    assert found == [(priority, tenant) for priority in (HIGH, NORMAL, LOW) for tenant in (alice, bob)]
 
 
 def test_a_priority_is_only_a_head_start() -> None:
@@ -185,10 +173,10 @@ def test_a_tenants_urgent_requests_do_not_starve_its_others() -> None:
 )
 async def test_a_full_queue_evicts_fairly(tenant: int, priority: Priority, refused: str) -> None:
     limits = limiter(time.monotonic, max_concurrent=1, max_waiting=3)
-    await limits.acquire(1e9, TENANTS[0], NORMAL)
-    flood = [asyncio.create_task(limits.acquire(1e9, TENANTS[0], NORMAL)) for _ in range(3)]
+    await limits.acquire(ONE_TOKEN, 1e9, TENANTS[0], NORMAL)
+    flood = [asyncio.create_task(limits.acquire(ONE_TOKEN, 1e9, TENANTS[0], NORMAL)) for _ in range(3)]
     await asyncio.sleep(0)
-    newcomer = asyncio.create_task(limits.acquire(1e9, TENANTS[tenant], priority))
+    newcomer = asyncio.create_task(limits.acquire(ONE_TOKEN, 1e9, TENANTS[tenant], priority))
     for _ in range(5):
         await asyncio.sleep(0)
     failed = flood[-1] if refused == "the last" else newcomer
@@ -197,7 +185,7 @@ async def test_a_full_queue_evicts_fairly(tenant: int, priority: Priority, refus
     assert isinstance(error, ProviderFailure) and error.reason == "BACKPRESSURE"
     others = [task for task in (*flood, newcomer) if task is not failed]
     for released in range(1, 4):
-        limits.release()
+        limits.release(ONE_TOKEN, ONE_TOKEN)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert sum(task.done() for task in others) == released

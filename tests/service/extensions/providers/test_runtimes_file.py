@@ -12,7 +12,7 @@ from service.config import Config
 from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.runtimes_file import RuntimesFile, load
-from service.runtimes.router import Router
+from service.journal.values import StoredValues
 from service.runtimes.runtime_calls import RuntimeCalls
 from tests.service.runtimes.test_router import FakeRuntime
 from tests.service.served import state_of
@@ -28,7 +28,12 @@ dialect = "openai-chat"
 base_url = "https://example.com/v1"
 model = "m"
 api_key_env = "SOME_KEY"
+budget_usd_per_hour = 3
 requests_per_minute = 60
+
+[runtimes.gpt.prices.m]
+input_usd = 1
+output_usd = 2.5
 
 [runtimes.other]
 dialect = "anthropic-messages"
@@ -47,19 +52,15 @@ def test_a_file(tmp_path: Path) -> None:
     found = load(written(tmp_path, GOOD))
     assert (found.routing.policy, found.routing.when_full) == ("local-first", "queue")
     gpt, other = found.runtimes.values()
-    assert (gpt.name, gpt.requests_per_minute) == ("gpt", 60)
+    assert (gpt.name, gpt.requests_per_minute, gpt.price) == ("gpt", 60, gpt.prices["m"])
     assert other.model == "c"
-
-
-def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
-    assert load(written(tmp_path, "")).runtimes == {}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
         ("[routing]", "[routes]", "routes is not known; there are routing, runtimes"),
-        ('"local-first"', '"best"', "routing.policy: must be one of order, local-first"),
+        ('"local-first"', '"best"', "routing.policy: must be one of order, local-first, cheapest"),
         ("local_max_wait_s = 2", "local_max_wait_s = -1", "routing.local_max_wait_s"),
         ("local_max_wait_s = 2", "local_max_wait_s = nan", "routing.local_max_wait_s"),
         ('when_full = "queue"', 'when = "queue"', "[routing]: when is not known"),
@@ -70,7 +71,13 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ('model = "c"', 'model = "c"\nmax_concurrent = 1.5', "runtimes.other.max_concurrent: must be a int"),
         ('model = "c"', 'model = "c"\nkey = "sk-secret"', "[runtimes.other]: key is not known"),
         ("http://127.0.0.1:9/v1", "http://example.com/v1", "base_url"),
+        ("output_usd = 2.5", "output_usd = -1", "runtimes.gpt.prices.m.output_usd: must be a number"),
+        ("output_usd = 2.5", "", "[runtimes.gpt.prices.m]: output_usd is needed"),
+        ("output_usd = 2.5", f"output_usd = {10**400}", "[runtimes.gpt.prices.m]: must be finite"),
         ("_minute = 60", f"_minute = {10**400}", "requests_per_minute: must be finite"),
+        ("output_usd = 2.5", f"output_usd = 1{'0' * 5000}", "is not TOML"),
+        ("output_usd = 2.5", "output_usd = inf", "[runtimes.gpt.prices.m]: must be finite"),
+        ("prices.m]", "prices.n]", "budget_usd_per_hour"),
         ("http://127.0.0.1:9/v1", "https://user:sk-secret@example.com/v1", "base_url"),
         ("http://127.0.0.1:9/v1", "https://example.com/v1?key=sk-secret", "base_url"),
         ("http://127.0.0.1:9/v1", "https://example.com:sk-secret/v1", "base_url"),
@@ -82,7 +89,11 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ('model = "c"', 'model = "c"\nrequests_per_minute = inf', "requests_per_minute: must be finite"),
         ('model = "c"', 'model = "c"\nmax_tokens_field = "tokens"', "max_tokens_field: must be one of"),
         ('model = "c"', 'model = "c"\nname = "d"', "[runtimes.other]: name is not known"),
-        ("[runtimes.other]\n", "[runtimes]\nother = 3\n[runtimes.more]\n", "runtimes.other: must be a table"),
+        (
+            "[runtimes.gpt.prices.m]",
+            "[runtimes.gpt.prices]",
+            "runtimes.gpt.prices.input_usd: must be a table",
+        ),
         ("[routing]", "[routing", "line 2: is not TOML"),
         ("[runtimes.gpt]", 'key = "sk-secret', "line 7: is not TOML"),
     ],
@@ -95,14 +106,9 @@ def test_a_bad_setting_is_refused_with_its_place(tmp_path: Path, old: str, new: 
     assert "sk-secret" not in str(raised.value) and str(tmp_path) not in str(raised.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(BadRuntimes, match="No such file"):
-        load(tmp_path / "none.toml")
-
-
 def opened(path: Path) -> RuntimesFile:
     file = RuntimesFile(path)
-    file.open_router(FakeRuntime("local"))
+    file.open_router(FakeRuntime("local"), StoredValues())
     return file
 
 
@@ -172,7 +178,7 @@ async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     file = opened(written(tmp_path, GOOD))
     before = file.router.runtimes
     for text, says in (
-        (GOOD + 'key = "sk-secret\n', "line 18: is not TOML"),
+        (GOOD + 'key = "sk-secret\n', "line 23: is not TOML"),
         (GOOD + 'key = "sk-secret"', "[runtimes.other]: key is not known"),
     ):
         written(tmp_path, text)
@@ -181,11 +187,3 @@ async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
         assert says in raised.value.message
         assert "sk-secret" not in raised.value.message and str(tmp_path) not in raised.value.message
         assert file.router.runtimes is before
-
-
-async def test_without_a_file_there_is_none_to_reload() -> None:
-    state, router = state_of(Config()), Router([FakeRuntime("local")])
-    api = RuntimeCalls(router, state, None, cast(Any, None))
-    cause = admin_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
-    with pytest.raises(BadRuntimes, match="started without one"):
-        await api.RebuildSession(admin_pb2.RebuildSessionRequest(cause=cause), cast(Any, None))

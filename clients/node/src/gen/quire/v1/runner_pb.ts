@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/runner.proto.
  */
 export const file_quire_v1_runner: GenFile = /*@__PURE__*/
-  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIqcCCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lKBAgHEAhSDG1heF9jb3N0X3VzZCLvAwoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEioKCHNhbXBsaW5nGAUgASgLMhgucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMSEgoKbWF4X3Rva2VucxgGIAEoDRIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEhIKCmlnbm9yZV9lb3MYCSABKAgSEAoIbG9ncHJvYnMYCiABKAgSFAoMdG9wX2xvZ3Byb2JzGAsgASgNEgkKAW4YDCABKA0SKAoKY29uc3RyYWludBgNIAEoCzIULnF1aXJlLnYxLkNvbnN0cmFpbnQSEwoLdG9rZW5zX29ubHkYDiABKAgSKgoHdGltZW91dBgPIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgphZGFwdGVyX2lkGBEgASgJEhgKEHNhbXBsZWRfbG9ncHJvYnMYEiABKAgSEgoKY2FjaGVfc2FsdBgTIAEoCUIICgZwcm9tcHRKBAgQEBFSDG1heF9jb3N0X3VzZCIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAki0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kItsCCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAlCEAoOX2ZpbmlzaF9yZWFzb24isAEKDFRva2VuTG9ncHJvYhIUCgdsb2dwcm9iGAEgASgCSACIAQESIgoDdG9wGAIgASgLMhUucXVpcmUudjEuVG9wTG9ncHJvYnMSHAoPc2FtcGxlZF9sb2dwcm9iGAMgASgCSAGIAQESGAoLdGV4dF9vZmZzZXQYBCABKA1IAogBAUIKCghfbG9ncHJvYkISChBfc2FtcGxlZF9sb2dwcm9iQg4KDF90ZXh0X29mZnNldCJ1CgVVc2FnZRIUCgxpbnB1dF90b2tlbnMYASABKA0SFQoNb3V0cHV0X3Rva2VucxgCIAEoDRIYChByZWFzb25pbmdfdG9rZW5zGAMgASgNEhUKDWNhY2hlZF90b2tlbnMYBCABKA1KBAgFEAZSCGNvc3RfdXNkIuEBCgpSYXRlTGltaXRzEiAKE3JlcXVlc3RzX3Blcl9taW51dGUYASABKAFIAIgBARIbCg5tYXhfY29uY3VycmVudBgDIAEoDUgBiAEBEhoKDXJlcXVlc3RzX2xlZnQYBCABKAFIAogBARIPCgdydW5uaW5nGAYgASgNQhYKFF9yZXF1ZXN0c19wZXJfbWludXRlQhEKD19tYXhfY29uY3VycmVudEIQCg5fcmVxdWVzdHNfbGVmdEoECAIQA0oECAUQBlIRdG9rZW5zX3Blcl9taW51dGVSC3Rva2Vuc19sZWZ0It4CCgdSdW50aW1lEgwKBG5hbWUYASABKAkSKwoMcnVudGltZV9raW5kGAIgASgOMhUucXVpcmUudjEuUnVudGltZUtpbmQSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESEAoIcHJvdmlkZXIYBCABKAkSEAoIbW9kZWxfaWQYBSABKAkSEwoLZmluZ2VycHJpbnQYBiABKAkSKQoLcmF0ZV9saW1pdHMYByABKAsyFC5xdWlyZS52MS5SYXRlTGltaXRzEiwKB2JyZWFrZXIYCCABKA4yFi5xdWlyZS52MS5CcmVha2VyU3RhdGVIAYgBARIPCgd0cm91YmxlGAogASgJEhIKCmV4ZWN1dGlvbnMYCyABKA1CEQoPX3RyYW5zcG9ydF9raW5kQgoKCF9icmVha2VySgQICRAKUgZwcmljZXMiLAoWQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJIiwKF0NhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEhEKCWNhbmNlbGxlZBgBIAEoCCIVChNMaXN0UnVudGltZXNSZXF1ZXN0IjsKFExpc3RSdW50aW1lc1Jlc3BvbnNlEiMKCHJ1bnRpbWVzGAEgAygLMhEucXVpcmUudjEuUnVudGltZSqIAQoNUm91dGluZ1BvbGljeRIeChpST1VUSU5HX1BPTElDWV9VTlNQRUNJRklFRBAAEhgKFFJPVVRJTkdfUE9MSUNZX09SREVSEAESHgoaUk9VVElOR19QT0xJQ1lfTE9DQUxfRklSU1QQAiIECAMQAyoXUk9VVElOR19QT0xJQ1lfQ0hFQVBFU1QqfAoIQ2hhdFJvbGUSGQoVQ0hBVF9ST0xFX1VOU1BFQ0lGSUVEEAASFAoQQ0hBVF9ST0xFX1NZU1RFTRABEhIKDkNIQVRfUk9MRV9VU0VSEAISFwoTQ0hBVF9ST0xFX0FTU0lTVEFOVBADEhIKDkNIQVRfUk9MRV9UT09MEAQq1QEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRklOSVNIX1JFQVNPTl9TVE9QEAESGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAhIgChxGSU5JU0hfUkVBU09OX0NPTlRFTlRfRklMVEVSEAMSHAoYRklOSVNIX1JFQVNPTl9UT09MX0NBTExTEAQSFwoTRklOSVNIX1JFQVNPTl9FUlJPUhAFEhsKF0ZJTklTSF9SRUFTT05fQ0FOQ0VMTEVEEAYqjgEKDVRyYW5zcG9ydEtpbmQSHgoaVFJBTlNQT1JUX0tJTkRfVU5TUEVDSUZJRUQQABIcChhUUkFOU1BPUlRfS0lORF9MT0NBTF9DUFUQARIcChhUUkFOU1BPUlRfS0lORF9MT0NBTF9HUFUQAhIhCh1UUkFOU1BPUlRfS0lORF9SRU1PVEVfTkVUV09SSxADKqsBCgtSdW50aW1lS2luZBIcChhSVU5USU1FX0tJTkRfVU5TUEVDSUZJRUQQABIWChJSVU5USU1FX0tJTkRfTE9DQUwQARIcChhSVU5USU1FX0tJTkRfT1BFTkFJX0NIQVQQAhIjCh9SVU5USU1FX0tJTkRfT1BFTkFJX0NPTVBMRVRJT05TEAMSIwofUlVOVElNRV9LSU5EX0FOVEhST1BJQ19NRVNTQUdFUxAEKnwKDEJyZWFrZXJTdGF0ZRIdChlCUkVBS0VSX1NUQVRFX1VOU1BFQ0lGSUVEEAASGAoUQlJFQUtFUl9TVEFURV9DTE9TRUQQARIWChJCUkVBS0VSX1NUQVRFX09QRU4QAhIbChdCUkVBS0VSX1NUQVRFX0hBTEZfT1BFThADMv0BChJNb2RlbFJ1bm5lclNlcnZpY2USQAoHRXhlY3V0ZRIYLnF1aXJlLnYxLkV4ZWN1dGVSZXF1ZXN0GhkucXVpcmUudjEuRXhlY3V0ZVJlc3BvbnNlMAESVgoPQ2FuY2VsRXhlY3V0aW9uEiAucXVpcmUudjEuQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBohLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEk0KDExpc3RSdW50aW1lcxIdLnF1aXJlLnYxLkxpc3RSdW50aW1lc1JlcXVlc3QaHi5xdWlyZS52MS5MaXN0UnVudGltZXNSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
+  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKHBAoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEioKCHNhbXBsaW5nGAUgASgLMhgucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMSEgoKbWF4X3Rva2VucxgGIAEoDRIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEhIKCmlnbm9yZV9lb3MYCSABKAgSEAoIbG9ncHJvYnMYCiABKAgSFAoMdG9wX2xvZ3Byb2JzGAsgASgNEgkKAW4YDCABKA0SKAoKY29uc3RyYWludBgNIAEoCzIULnF1aXJlLnYxLkNvbnN0cmFpbnQSEwoLdG9rZW5zX29ubHkYDiABKAgSKgoHdGltZW91dBgPIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYECABKAFIAYgBARISCgphZGFwdGVyX2lkGBEgASgJEhgKEHNhbXBsZWRfbG9ncHJvYnMYEiABKAgSEgoKY2FjaGVfc2FsdBgTIAEoCUIICgZwcm9tcHRCDwoNX21heF9jb3N0X3VzZCIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAki0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kItsCCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAlCEAoOX2ZpbmlzaF9yZWFzb24isAEKDFRva2VuTG9ncHJvYhIUCgdsb2dwcm9iGAEgASgCSACIAQESIgoDdG9wGAIgASgLMhUucXVpcmUudjEuVG9wTG9ncHJvYnMSHAoPc2FtcGxlZF9sb2dwcm9iGAMgASgCSAGIAQESGAoLdGV4dF9vZmZzZXQYBCABKA1IAogBAUIKCghfbG9ncHJvYkISChBfc2FtcGxlZF9sb2dwcm9iQg4KDF90ZXh0X29mZnNldCKJAQoFVXNhZ2USFAoMaW5wdXRfdG9rZW5zGAEgASgNEhUKDW91dHB1dF90b2tlbnMYAiABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgDIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAQgASgNEhUKCGNvc3RfdXNkGAUgASgBSACIAQFCCwoJX2Nvc3RfdXNkIpUCCgpSYXRlTGltaXRzEiAKE3JlcXVlc3RzX3Blcl9taW51dGUYASABKAFIAIgBARIeChF0b2tlbnNfcGVyX21pbnV0ZRgCIAEoAUgBiAEBEhsKDm1heF9jb25jdXJyZW50GAMgASgNSAKIAQESGgoNcmVxdWVzdHNfbGVmdBgEIAEoAUgDiAEBEhgKC3Rva2Vuc19sZWZ0GAUgASgBSASIAQESDwoHcnVubmluZxgGIAEoDUIWChRfcmVxdWVzdHNfcGVyX21pbnV0ZUIUChJfdG9rZW5zX3Blcl9taW51dGVCEQoPX21heF9jb25jdXJyZW50QhAKDl9yZXF1ZXN0c19sZWZ0Qg4KDF90b2tlbnNfbGVmdCJoCgtUb2tlblByaWNlcxIRCglpbnB1dF91c2QYASABKAESEgoKb3V0cHV0X3VzZBgCIAEoARIdChBjYWNoZWRfaW5wdXRfdXNkGAMgASgBSACIAQFCEwoRX2NhY2hlZF9pbnB1dF91c2Qi9wIKB1J1bnRpbWUSDAoEbmFtZRgBIAEoCRIrCgxydW50aW1lX2tpbmQYAiABKA4yFS5xdWlyZS52MS5SdW50aW1lS2luZBI0Cg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmRIAIgBARIQCghwcm92aWRlchgEIAEoCRIQCghtb2RlbF9pZBgFIAEoCRITCgtmaW5nZXJwcmludBgGIAEoCRIpCgtyYXRlX2xpbWl0cxgHIAEoCzIULnF1aXJlLnYxLlJhdGVMaW1pdHMSLAoHYnJlYWtlchgIIAEoDjIWLnF1aXJlLnYxLkJyZWFrZXJTdGF0ZUgBiAEBEiUKBnByaWNlcxgJIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJpY2VzEg8KB3Ryb3VibGUYCiABKAkSEgoKZXhlY3V0aW9ucxgLIAEoDUIRCg9fdHJhbnNwb3J0X2tpbmRCCgoIX2JyZWFrZXIiLAoWQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJIiwKF0NhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEhEKCWNhbmNlbGxlZBgBIAEoCCIVChNMaXN0UnVudGltZXNSZXF1ZXN0IjsKFExpc3RSdW50aW1lc1Jlc3BvbnNlEiMKCHJ1bnRpbWVzGAEgAygLMhEucXVpcmUudjEuUnVudGltZSJMChNFc3RpbWF0ZUNvc3RSZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkSJAoFaXRlbXMYAiADKAsyFS5xdWlyZS52MS5FeGVjdXRlSXRlbSJBChRFc3RpbWF0ZUNvc3RSZXNwb25zZRIpCgllc3RpbWF0ZXMYASADKAsyFi5xdWlyZS52MS5Db3N0RXN0aW1hdGUiswEKDENvc3RFc3RpbWF0ZRIPCgdydW50aW1lGAEgASgJEhQKDGlucHV0X3Rva2VucxgCIAEoBBIZChFtYXhfb3V0cHV0X3Rva2VucxgDIAEoBBIZCgxtYXhfY29zdF91c2QYBCABKAFIAIgBARISCgppc19jb3VudGVkGAUgASgIEiEKBWVycm9yGAYgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNCDwoNX21heF9jb3N0X3VzZCqGAQoNUm91dGluZ1BvbGljeRIeChpST1VUSU5HX1BPTElDWV9VTlNQRUNJRklFRBAAEhgKFFJPVVRJTkdfUE9MSUNZX09SREVSEAESHgoaUk9VVElOR19QT0xJQ1lfTE9DQUxfRklSU1QQAhIbChdST1VUSU5HX1BPTElDWV9DSEVBUEVTVBADKnwKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEKtUBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEEhcKE0ZJTklTSF9SRUFTT05fRVJST1IQBRIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAGKo4BCg1UcmFuc3BvcnRLaW5kEh4KGlRSQU5TUE9SVF9LSU5EX1VOU1BFQ0lGSUVEEAASHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfQ1BVEAESHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfR1BVEAISIQodVFJBTlNQT1JUX0tJTkRfUkVNT1RFX05FVFdPUksQAyqrAQoLUnVudGltZUtpbmQSHAoYUlVOVElNRV9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSUlVOVElNRV9LSU5EX0xPQ0FMEAESHAoYUlVOVElNRV9LSU5EX09QRU5BSV9DSEFUEAISIwofUlVOVElNRV9LSU5EX09QRU5BSV9DT01QTEVUSU9OUxADEiMKH1JVTlRJTUVfS0lORF9BTlRIUk9QSUNfTUVTU0FHRVMQBCp8CgxCcmVha2VyU3RhdGUSHQoZQlJFQUtFUl9TVEFURV9VTlNQRUNJRklFRBAAEhgKFEJSRUFLRVJfU1RBVEVfQ0xPU0VEEAESFgoSQlJFQUtFUl9TVEFURV9PUEVOEAISGwoXQlJFQUtFUl9TVEFURV9IQUxGX09QRU4QAzLMAgoSTW9kZWxSdW5uZXJTZXJ2aWNlEkAKB0V4ZWN1dGUSGC5xdWlyZS52MS5FeGVjdXRlUmVxdWVzdBoZLnF1aXJlLnYxLkV4ZWN1dGVSZXNwb25zZTABElYKD0NhbmNlbEV4ZWN1dGlvbhIgLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QaIS5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXNwb25zZRJNCgxMaXN0UnVudGltZXMSHS5xdWlyZS52MS5MaXN0UnVudGltZXNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVzcG9uc2USTQoMRXN0aW1hdGVDb3N0Eh0ucXVpcmUudjEuRXN0aW1hdGVDb3N0UmVxdWVzdBoeLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
 
 /**
  * @generated from message quire.v1.ExecuteRequest
@@ -68,6 +68,14 @@ export type ExecuteRequest = Message<"quire.v1.ExecuteRequest"> & {
    * @generated from field: google.protobuf.Duration keep = 6;
    */
   keep?: Duration | undefined;
+
+  /**
+   * The maximum cost of all items together. A batch that could exceed it is refused before anything is spent. Unset:
+   * no limit.
+   *
+   * @generated from field: optional double max_cost_usd = 7;
+   */
+  maxCostUsd?: number | undefined;
 
   /**
    * @generated from field: quire.v1.Priority priority = 8;
@@ -201,6 +209,13 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
    * @generated from field: google.protobuf.Duration timeout = 15;
    */
   timeout?: Duration | undefined;
+
+  /**
+   * The maximum cost of the item. Unset: no limit.
+   *
+   * @generated from field: optional double max_cost_usd = 16;
+   */
+  maxCostUsd?: number | undefined;
 
   /**
    * The LoRA adapter, as in PrefillRequest. Only this server's own runtime has adapters.
@@ -704,6 +719,13 @@ export type Usage = Message<"quire.v1.Usage"> & {
    * @generated from field: uint32 cached_tokens = 4;
    */
   cachedTokens: number;
+
+  /**
+   * Unset: the price is not known.
+   *
+   * @generated from field: optional double cost_usd = 5;
+   */
+  costUsd?: number | undefined;
 };
 
 /**
@@ -714,7 +736,7 @@ export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 12);
 
 /**
- * A provider's limits. Unset: no limit.
+ * A provider's rate limits and the remaining budget. Unset: no limit.
  *
  * @generated from message quire.v1.RateLimits
  */
@@ -725,14 +747,26 @@ export type RateLimits = Message<"quire.v1.RateLimits"> & {
   requestsPerMinute?: number | undefined;
 
   /**
+   * @generated from field: optional double tokens_per_minute = 2;
+   */
+  tokensPerMinute?: number | undefined;
+
+  /**
    * @generated from field: optional uint32 max_concurrent = 3;
    */
   maxConcurrent?: number | undefined;
 
   /**
+   * Can be negative for a short time, if more tokens were used than estimated.
+   *
    * @generated from field: optional double requests_left = 4;
    */
   requestsLeft?: number | undefined;
+
+  /**
+   * @generated from field: optional double tokens_left = 5;
+   */
+  tokensLeft?: number | undefined;
 
   /**
    * @generated from field: uint32 running = 6;
@@ -746,6 +780,37 @@ export type RateLimits = Message<"quire.v1.RateLimits"> & {
  */
 export const RateLimitsSchema: GenMessage<RateLimits> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 13);
+
+/**
+ * US dollars per million tokens.
+ *
+ * @generated from message quire.v1.TokenPrices
+ */
+export type TokenPrices = Message<"quire.v1.TokenPrices"> & {
+  /**
+   * @generated from field: double input_usd = 1;
+   */
+  inputUsd: number;
+
+  /**
+   * @generated from field: double output_usd = 2;
+   */
+  outputUsd: number;
+
+  /**
+   * Unset: the same as input_usd.
+   *
+   * @generated from field: optional double cached_input_usd = 3;
+   */
+  cachedInputUsd?: number | undefined;
+};
+
+/**
+ * Describes the message quire.v1.TokenPrices.
+ * Use `create(TokenPricesSchema)` to create a new message.
+ */
+export const TokenPricesSchema: GenMessage<TokenPrices> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 14);
 
 /**
  * @generated from message quire.v1.Runtime
@@ -798,6 +863,13 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
   breaker?: BreakerState | undefined;
 
   /**
+   * Unset: not known.
+   *
+   * @generated from field: quire.v1.TokenPrices prices = 9;
+   */
+  prices?: TokenPrices | undefined;
+
+  /**
    * Why the runtime is unavailable. Empty: it is available.
    *
    * @generated from field: string trouble = 10;
@@ -817,7 +889,7 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
  * Use `create(RuntimeSchema)` to create a new message.
  */
 export const RuntimeSchema: GenMessage<Runtime> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 14);
+  messageDesc(file_quire_v1_runner, 15);
 
 /**
  * @generated from message quire.v1.CancelExecutionRequest
@@ -834,7 +906,7 @@ export type CancelExecutionRequest = Message<"quire.v1.CancelExecutionRequest"> 
  * Use `create(CancelExecutionRequestSchema)` to create a new message.
  */
 export const CancelExecutionRequestSchema: GenMessage<CancelExecutionRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 15);
+  messageDesc(file_quire_v1_runner, 16);
 
 /**
  * @generated from message quire.v1.CancelExecutionResponse
@@ -854,7 +926,7 @@ export type CancelExecutionResponse = Message<"quire.v1.CancelExecutionResponse"
  * Use `create(CancelExecutionResponseSchema)` to create a new message.
  */
 export const CancelExecutionResponseSchema: GenMessage<CancelExecutionResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 16);
+  messageDesc(file_quire_v1_runner, 17);
 
 /**
  * @generated from message quire.v1.ListRuntimesRequest
@@ -867,7 +939,7 @@ export type ListRuntimesRequest = Message<"quire.v1.ListRuntimesRequest"> & {
  * Use `create(ListRuntimesRequestSchema)` to create a new message.
  */
 export const ListRuntimesRequestSchema: GenMessage<ListRuntimesRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 17);
+  messageDesc(file_quire_v1_runner, 18);
 
 /**
  * @generated from message quire.v1.ListRuntimesResponse
@@ -884,7 +956,100 @@ export type ListRuntimesResponse = Message<"quire.v1.ListRuntimesResponse"> & {
  * Use `create(ListRuntimesResponseSchema)` to create a new message.
  */
 export const ListRuntimesResponseSchema: GenMessage<ListRuntimesResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 18);
+  messageDesc(file_quire_v1_runner, 19);
+
+/**
+ * @generated from message quire.v1.EstimateCostRequest
+ */
+export type EstimateCostRequest = Message<"quire.v1.EstimateCostRequest"> & {
+  /**
+   * Empty: all runtimes.
+   *
+   * @generated from field: string runtime = 1;
+   */
+  runtime: string;
+
+  /**
+   * @generated from field: repeated quire.v1.ExecuteItem items = 2;
+   */
+  items: ExecuteItem[];
+};
+
+/**
+ * Describes the message quire.v1.EstimateCostRequest.
+ * Use `create(EstimateCostRequestSchema)` to create a new message.
+ */
+export const EstimateCostRequestSchema: GenMessage<EstimateCostRequest> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 20);
+
+/**
+ * @generated from message quire.v1.EstimateCostResponse
+ */
+export type EstimateCostResponse = Message<"quire.v1.EstimateCostResponse"> & {
+  /**
+   * @generated from field: repeated quire.v1.CostEstimate estimates = 1;
+   */
+  estimates: CostEstimate[];
+};
+
+/**
+ * Describes the message quire.v1.EstimateCostResponse.
+ * Use `create(EstimateCostResponseSchema)` to create a new message.
+ */
+export const EstimateCostResponseSchema: GenMessage<EstimateCostResponse> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 21);
+
+/**
+ * The maximum cost of a batch on one runtime.
+ *
+ * @generated from message quire.v1.CostEstimate
+ */
+export type CostEstimate = Message<"quire.v1.CostEstimate"> & {
+  /**
+   * @generated from field: string runtime = 1;
+   */
+  runtime: string;
+
+  /**
+   * @generated from field: uint64 input_tokens = 2;
+   */
+  inputTokens: bigint;
+
+  /**
+   * @generated from field: uint64 max_output_tokens = 3;
+   */
+  maxOutputTokens: bigint;
+
+  /**
+   * 0 for the server's own workers. Unset: the price is not known.
+   *
+   * @generated from field: optional double max_cost_usd = 4;
+   */
+  maxCostUsd?: number | undefined;
+
+  /**
+   * True: the tokens were counted with the model's tokenizer. False: they were estimated from the length of the text.
+   *
+   * @generated from field: bool is_counted = 5;
+   */
+  isCounted: boolean;
+
+  /**
+   * Why the runtime cannot run the batch: the error of the first item that it cannot run. Then only the runtime's
+   * name is set beside it. EstimateCost for one runtime fails with this error. For all runtimes it fails only if none
+   * can run the batch, with the error of the first one.
+   *
+   * @generated from field: google.rpc.Status error = 6;
+   */
+  error?: Status | undefined;
+};
+
+/**
+ * Describes the message quire.v1.CostEstimate.
+ * Use `create(CostEstimateSchema)` to create a new message.
+ */
+export const CostEstimateSchema: GenMessage<CostEstimate> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 22);
 
 /**
  * How a runtime is chosen for a request that does not name one.
@@ -910,6 +1075,13 @@ export enum RoutingPolicy {
    * @generated from enum value: ROUTING_POLICY_LOCAL_FIRST = 2;
    */
   LOCAL_FIRST = 2,
+
+  /**
+   * The runtime with the lowest known price that is expected to meet the deadline.
+   *
+   * @generated from enum value: ROUTING_POLICY_CHEAPEST = 3;
+   */
+  CHEAPEST = 3,
 }
 
 /**
@@ -1165,6 +1337,17 @@ export const ModelRunnerService: GenService<{
     methodKind: "unary";
     input: typeof ListRuntimesRequestSchema;
     output: typeof ListRuntimesResponseSchema;
+  },
+  /**
+   * The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
+   * because it is prepared like one that is run.
+   *
+   * @generated from rpc quire.v1.ModelRunnerService.EstimateCost
+   */
+  estimateCost: {
+    methodKind: "unary";
+    input: typeof EstimateCostRequestSchema;
+    output: typeof EstimateCostResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_quire_v1_runner, 0);
