@@ -18,10 +18,6 @@ _SHOWN_CHARACTERS = 64
 NOT_FAILURES = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
-# The reason of an id that no worker has.
-UNKNOWN_WORKER = "UNKNOWN_WORKER"
-
-
 class QuireError(Exception):
     """A failure with a stable reason and the name of its gRPC code.
 

@@ -38,6 +38,7 @@ from service.logging import drain_log, get_logger
 from service.memory import keep_trimmed
 from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
+from service.pool.rolling_restart import RollingRestart
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
@@ -154,12 +155,15 @@ class Gateway:
 
     def _new_admin(self, runtimes: RuntimeCalls) -> AdminApi:
         core, others = self.core, self._others
-        calls, stop = core.operator_calls, None
-        if others is not None:
-            calls, stop = others.operator_calls, others.stop_all
+        stop = None if others is None else others.stop_all
         caches_of = core.caches.adapters_in_use
         parts = self.state, core.adapter_loader, core.adapters, caches_of, stop or self.stop
-        return AdminApi(*parts, calls, runtimes)
+
+        def restarts() -> Sequence[RollingRestart]:
+            further = () if others is None else others.further_shards()
+            return [core.restarts, *(shard.restarts for shard in further)]
+
+        return AdminApi(*parts, restarts, runtimes)
 
     def _local_runtime(self) -> LocalRuntime:
         core = self.core

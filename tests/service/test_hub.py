@@ -150,9 +150,7 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
     site = Hub(MODEL, SMALL | weights | OTHERS)
     with serving(site) as endpoint:
         found, said = find(HF_ENDPOINT=endpoint)
-        assert {
-            name: (Path(found) / name).read_bytes() for name in names_in(found)
-        } == SMALL | weights
+        assert {name: (Path(found) / name).read_bytes() for name in names_in(found)} == SMALL | weights
         assert sorted(site.fetched) == sorted(SMALL | weights), "each once"
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
         assert [line for line in said.splitlines() if "%" in line][-1] == "quire: 100% downloaded"

@@ -665,8 +665,8 @@ export const RebuildCauseSchema: GenEnum<RebuildCause> = /*@__PURE__*/
  */
 export const AdminService: GenService<{
   /**
-   * Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
-   * the server opens its port: retry until one connects.
+   * Returns when the workers of the gateway that is called are ready, for scripts that start a server and then use it.
+   * Calls fail to connect until the server opens its port: retry until one connects.
    *
    * @generated from rpc quire.v1.AdminService.Warmup
    */
@@ -676,9 +676,10 @@ export const AdminService: GenService<{
     output: typeof WarmupResponseSchema;
   },
   /**
-   * Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
-   * recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
-   * calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
+   * Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it
+   * is computing. Its caches are recomputed on another worker when they are next used. Returns when the new workers are
+   * ready. With one worker, calls wait until the new worker has loaded the model, or fail with NO_WORKER at their
+   * deadlines.
    *
    * @generated from rpc quire.v1.AdminService.Drain
    */
@@ -689,9 +690,8 @@ export const AdminService: GenService<{
   },
   /**
    * Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-   * server's machine, or from the stream. The adapter is copied, and tried on a worker before
-   * this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
-   * changes nothing.
+   * server's machine, or from the stream. The adapter is copied, and tried on a worker before this returns. If the id is
+   * in use, this makes a new version: caches keep theirs until they are released. A failure changes nothing.
    *
    * @generated from rpc quire.v1.AdminService.LoadAdapter
    */
