@@ -196,9 +196,7 @@ class Gateway:
             extension.attach(parts)
 
     def _observing(self) -> list[Observing]:
-        """What extensions do with each call. Connects the log of slow calls."""
-        if self.config.slow_call_ms:
-            self.core.journal.on_latency += (self.state.call_log.committed,)
+        """What extensions do with each call."""
         return [one.calls for one in self.extensions if one.calls is not None]
 
     def stop(self, *, leave_workers: bool = False) -> None:
