@@ -342,7 +342,7 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
         ("generat 12+34=", "quire: error: generat is no command; did you mean generate?"),
         ("--verson", "quire: error: --verson is not known; did you mean --version?"),
         ("dance", "dance is no command; the commands are serve, status, top, generate, load, caches,"),
-        ("", "status|top|generate|load|caches|adapters|completion|pool|serve|token"),
+        ("", "status|top|generate|load|caches|adapters|completion|token"),
     ],
 )
 def test_wrong_usage_is_told_in_a_sentence(
