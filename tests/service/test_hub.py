@@ -36,11 +36,11 @@ SHARDS = {
     "model-00001-of-00002.safetensors": b"1" * 1000,
     "model-00002-of-00002.safetensors": b"2" * 1000,
 }
-# What names a licence is fetched where there is any, and a cache without it is whole.
-CARDS = {"README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"MIT"}
 # What lies beside a model on the hub, and is not fetched.
 OTHERS = {
     "docs/README.md": b"#",
+    "README.md": b"---\nlicense: mit\n---\n",
+    "LICENSE": b"MIT",
     "pytorch_model.bin": b"pickle",
     "modeling_custom.py": b"import os",
     "consolidated.safetensors": b"twice",
@@ -59,14 +59,14 @@ def find(tmp_path: Path) -> Find:
     """
     home = str(tmp_path / "home")
 
-    def run(*files: str, revision: str | None = None, **environment: str) -> tuple[str, str]:
+    def run(*, revision: str | None = None, **environment: str) -> tuple[str, str]:
         # Not those of whoever runs the tests.
         others = ("HF_", "TRANSFORMERS_", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
         base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
             quire_command.module(
                 "tests.service.find_model",
-                json.dumps([revision, files]),
+                json.dumps(revision),
                 imported=["service.cli.hub"],
             ),
             env=base | {"HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
@@ -147,13 +147,11 @@ def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Pat
 
 @pytest.mark.parametrize("weights", [pytest.param(WEIGHTS, marks=pytest.mark.thorough), SHARDS])
 def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, bytes]) -> None:
-    site = Hub(MODEL, SMALL | CARDS | weights | OTHERS)
+    site = Hub(MODEL, SMALL | weights | OTHERS)
     with serving(site) as endpoint:
         found, said = find(HF_ENDPOINT=endpoint)
-        assert {
-            name: (Path(found) / name).read_bytes() for name in names_in(found)
-        } == SMALL | CARDS | weights
-        assert sorted(site.fetched) == sorted(SMALL | CARDS | weights), "each once"
+        assert {name: (Path(found) / name).read_bytes() for name in names_in(found)} == SMALL | weights
+        assert sorted(site.fetched) == sorted(SMALL | weights), "each once"
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
         assert [line for line in said.splitlines() if "%" in line][-1] == "quire: 100% downloaded"
         assert Path(found).name == COMMIT

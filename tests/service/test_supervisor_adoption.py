@@ -16,12 +16,16 @@ from tests.service.test_supervisor import (
     MakeBench,
     Processes,
     Requests,
+    bench_of,
     closes_its_stream,
     ready,
     running,
     works,
 )
 from workers.common import worker_pb2
+
+# A fixture.
+__all__ = ["bench_of"]
 
 Responses = AsyncIterator[worker_pb2.ConnectResponse]
 CLAIMS = [Claim(1, 10, b"d" * 16), Claim(2, 20, b"e" * 16)]

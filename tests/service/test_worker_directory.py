@@ -93,6 +93,8 @@ def test_epochs_and_the_id_are_durable(directory: WorkerDirectory, data_dir: Pat
     directory.write_epoch(41)
     assert directory.last_epoch() == 41
     assert len(directory.gateway_id()) == 32 and directory.gateway_id() == directory.gateway_id("another")
+    (data_dir / "workers" / "gateway-id").write_text("")
+    assert len(directory.gateway_id()) == 32, "no gateway has an empty id"
     for content in ("", "-1", "4e3", "9" * 30, "9" * 5000, "\N{SNOWMAN}"):
         (data_dir / "workers" / "epoch").write_text(content)
         assert directory.last_epoch() == 0
