@@ -135,19 +135,6 @@ async def test_what_is_being_sent_counts_until_the_reader_asks_for_more_or_leave
     assert played.budget.used < 3 * len(LARGE), "all are unread again, and none is being sent"
 
 
-async def test_messages_are_small_while_too_much_is_unread() -> None:
-    """Each of thousands of readers that do not read keeps one."""
-    played = Played(keep_s=60)
-    execution = played.execution
-    reader = execution.attach({})
-    execution.put([chunk(position, "x" * 10_000) for position in range(60)])
-    played.budget.adjust(1 << 40)
-    small = await execution.read(reader)
-    played.budget.adjust(-(1 << 40))
-    large = await execution.read(reader)
-    assert len(small) == 2 and len(large) > 20
-
-
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 
 
@@ -258,17 +245,6 @@ async def test_chunks_kept_after_reading_are_limited() -> None:
     assert positions(await execution.read(execution.attach({("a", 0): 399}))) == [399]
     execution.end()
     assert not played.kept.used_bytes and not played.budget.used
-
-
-async def test_unread_chunks_are_limited_and_the_last_read_ones_kept_meanwhile() -> None:
-    execution = Played(keep_s=60).execution
-    await read_all(execution, 20)
-    sent = 20
-    while not execution.is_full:
-        execution.put([chunk(sent, LARGE)])
-        sent += 1
-    assert 100 < sent < 400
-    assert positions(await execution.read(execution.attach({("a", 0): 15})))[0] == 15
 
 
 async def test_executions_share_the_replay_budget_equally() -> None:
