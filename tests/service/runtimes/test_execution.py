@@ -258,3 +258,18 @@ async def test_executions_share_the_replay_budget_equally() -> None:
     assert positions(await small.execution.read(small.execution.attach({})))[0] == 0, "others keep more"
     with pytest.raises(ExecutionLost):
         large.execution.attach({})
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_an_execution_whose_samples_all_failed_is_not_kept_unread(is_read: bool) -> None:
+    played = Played(keep_s=60)
+    reader = played.execution.attach({})
+    failed = chunk(0)
+    failed.finish_reason = runner_pb2.FINISH_REASON_ERROR
+    if is_read:
+        played.execution.put([failed])
+        await played.execution.read(reader)
+        assert not played.gone
+    played.execution.detach(reader)
+    played.execution.put([failed])
+    assert played.gone

@@ -136,7 +136,7 @@ def can_continue(expression: str, text: bytes) -> bool:
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data(), expression=EXPRESSIONS)
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 6)
 async def test_masks_match_the_expression(
     of_kind: Callable[[str], Constraints], name: str, data: st.DataObject, expression: str
 ) -> None:
