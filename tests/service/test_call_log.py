@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -122,21 +121,6 @@ def test_a_batch_is_as_slow_as_its_slowest_item(stream: io.StringIO, monkeypatch
         ("ForkCaches", None),
         ("ListCaches", None),
     ]
-
-
-def test_each_kind_of_line_has_a_limit_of_its_own(
-    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.api.call_log.time.monotonic", lambda: 100.0)
-    monkeypatch.setattr(module, "elapsed_ms", lambda took_s: took_s * 1000)
-    state = state_of(Config(log_calls="all", slow_call_ms=1000))
-    answer = executor_pb2.DecodeResponse()
-    for _ in range(200):
-        state.call_log.done("Decode", 0.5, answer)
-        state.call_log.done("Decode", 1.5, answer)
-        state.call_log.refused("Decode", QueueFull(1, 1.0), 0.1)
-    events = Counter(line["event"] for line in lines_of(stream))
-    assert events == dict.fromkeys(("call done", "slow call", "call refused"), 50)
 
 
 def test_a_flood_is_logged_in_part_and_counted_in_full(

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -155,18 +154,6 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(JournalUnusable, match="lock"):
         open_configured("disk", "normal", tmp_path, none, none)
     assert victim.read_text() == "precious"
-
-
-def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_left_its_socket(
-    tmp_path: Path,
-) -> None:
-    directory, path = tmp_path / "data", tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX) as killed:
-        killed.bind(str(path))
-    with contextlib.closing(open_journal(directory, "normal")):
-        assert refused("--listen", f"unix:{path}", "--data-dir", str(directory))["event"] == (
-            "cannot use the journal"
-        )
 
 
 def test_a_token_and_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -224,21 +224,3 @@ def test_a_directory_without_a_journal_is_told(tmp_path: Path, capsys: pytest.Ca
     assert f"quire: {tmp_path} has no journal" in capsys.readouterr().err
     assert main(["journal", "backup", str(tmp_path / "no"), str(tmp_path / "copy")]) == 1
     assert not (tmp_path / "copy").exists()
-
-
-def test_of_several_gateways_the_directories_with_journals_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for index in range(2):
-        (tmp_path / "shards" / str(index) / "journal").mkdir(parents=True)
-    assert main(["journal", "verify", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.endswith(f"name one of {tmp_path}/shards/0, {tmp_path}/shards/1\n")
-
-
-def test_names_of_the_list_are_known(
-    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(directory.parent))
-    (directory.parent / "quire").mkdir()
-    directory.rename(directory.parent / "quire" / "one")
-    assert "all is well" in said(capsys, "verify", "one")

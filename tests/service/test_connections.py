@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -21,7 +19,6 @@ from quire.v1 import runner_pb2, runner_pb2_grpc
 
 from service.auth.connections import ConnectionCount, TooFewDescriptors, server_options, with_descriptors
 from service.config import Config
-from tests.service.served import until
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
 
@@ -69,48 +66,6 @@ def test_those_accepted_here_are_counted(kind: str, tmp_path: Path) -> None:
             assert count.count == 6
         count.refresh(port)
         assert count.count == 4
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Nothing can be opened."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, (path.name for path in Path("/proc/self/fd").iterdir())))
-    with ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-        try:
-            with suppress(OSError):
-                while True:
-                    stack.enter_context(socket.socket())
-            with pytest.raises(OSError, match="Too many open files"):
-                socket.socket()
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@needs_proc
-async def test_the_count_goes_on_and_says_once_that_there_are_too_many(tmp_path: Path) -> None:
-    with ExitStack() as stack, structlog.testing.capture_logs() as logs:
-        listen, config, port = listening("tcp", tmp_path)
-        stack.enter_context(listen)
-        count = ConnectionCount(config)
-        running = asyncio.create_task(count.run(port))
-
-        connected(listen, 2, stack)
-        await until(lambda: count.count == 2)
-        with no_descriptors():
-            with pytest.raises(OSError, match="Too many open files"):
-                count.refresh(port)
-            assert count.count == 2, "as it was"
-        connected(listen, 1, stack)
-        await until(lambda: count.count == 3)
-        connected(listen, 1, stack)
-        await until(lambda: count.count == 4)
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-    assert [log["event"] for log in logs] == ["too many connections: further ones are closed"]
 
 
 class QuietRunner(runner_pb2_grpc.ModelRunnerServiceServicer):

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -93,31 +92,6 @@ async def test_with_normal_commits_are_synced_soon(
         while segments.read_end(tmp_path / "data" / JOURNAL).synced < 3:
             await asyncio.sleep(0.01)
     running.cancel()
-
-
-async def test_a_slow_disk_stops_the_event_loop_for_a_hundredth_of_the_time(
-    journal: FileJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread writes what follows."""
-    now_s, takes_s, write = 1000.0, 0.0, os.write
-
-    def write_slowly(fd: int, data: bytes) -> int:
-        nonlocal now_s
-        now_s += takes_s
-        return write(fd, data)
-
-    monkeypatch.setattr(os, "write", write_slowly)
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    # After which pause, how long it takes, and whether the event loop writes it.
-    schedule = [(0, 0.01, True), (0, 0.05, True), (4.5, 0, False), (0.5, 0, True), (0, 0, True)]
-    on_loop = []
-    for number, (pause_s, took_s, _) in enumerate(schedule):
-        now_s, takes_s = now_s + pause_s, took_s
-        done = asyncio.get_running_loop().create_future()
-        journal.commit([created(number)], done.set_result)
-        on_loop.append(done.done())
-        assert await done
-    assert on_loop == [expected for *_, expected in schedule]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError(), BaseException("a panic")])
@@ -257,19 +231,6 @@ async def test_an_end_is_replaced_by_one_call(
         (tmp_path / END).write_bytes(end)
         written.append(segments.read_end(tmp_path).written)
     assert written == [1, 2]
-
-
-async def test_a_frame_of_full_that_was_taken_back_need_not_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was synced, but its file had lost its name, and was put back later."""
-    with contextlib.closing(open_journal(tmp_path / "data", "full")) as journal:
-        assert await commit(journal, created(1))
-        segment(tmp_path).rename(tmp_path / "away")
-        assert not await commit(journal, created(2))
-        (tmp_path / "away").rename(segment(tmp_path))
-    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
-    assert [state.number for state in recovered(tmp_path / "data")] == [1]
 
 
 @pytest.mark.parametrize("lock_removed", [False, True])
@@ -489,41 +450,12 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         open_journal(tmp_path / "data")
 
 
-def test_a_journal_of_a_version_before_the_first_release_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "journal.db").write_bytes(b"SQLite format 3\0")
-    with pytest.raises(
-        JournalUnusable, match=r"does not read. To begin without its caches, move .*journal.db"
-    ):
-        open_journal(tmp_path)
-    (tmp_path / "journal.db").rename(tmp_path / "old")
-    open_journal(tmp_path).close()
-
-
 def test_a_segment_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(segments, "_FORMAT", 9)
         open_journal(tmp_path).close()
     with pytest.raises(JournalUnusable, match="it has format 9: use the version that wrote it"):
         open_journal(tmp_path)
-
-
-async def test_a_read_only_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root can write to all files, so the system's refusal is played."""
-    await filled(tmp_path)
-    open_ = os.open
-
-    def read_only(path: Any, flags: int, mode: int = 0o777) -> int:
-        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).endswith((".log", END)):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-        return open_(path, flags, mode)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", read_only)
-        with pytest.raises(
-            JournalUnusable, match=r"Read-only file system\. Make sure that it can be written to"
-        ):
-            open_journal(tmp_path / "data")
-    assert len(recovered(tmp_path / "data")) == 1
 
 
 # Compaction.

@@ -367,13 +367,6 @@ async def test_slots_follow_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await bench.events(1) == [("ready", 3)]
 
 
-async def test_pool_failed_of_the_launcher_ends_the_pool(bench_of: MakeBench) -> None:
-    bench = bench_of(PoolFailed("no such place"))
-    with pytest.raises(PoolFailed, match="no such place"):
-        await bench.run()
-    assert bench.launcher.attempts == 1
-
-
 async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
     bench = bench_of(closes_its_stream, status=1)
     with pytest.raises(PoolFailed, match="failed to start 5 times"):

@@ -42,14 +42,6 @@ def data_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def temporary(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = data_dir / "tmp"
-    path.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(path))
-    return path
-
-
-@pytest.fixture
 def directory(data_dir: Path) -> Iterator[WorkerDirectory]:
     opened = WorkerDirectory(data_dir)
     opened.open()
@@ -255,37 +247,6 @@ async def test_workers_of_other_code_are_adopted_as_outdated(directory: WorkerDi
         found = (await adopted(directory.path.parent, 60, CONFIG))["worker-0"]
         assert found.is_outdated is (epoch > 1)
         worker.end()
-
-
-def test_digest_of_the_code_changes_with_any_source(tmp_path: Path) -> None:
-    kernel = tmp_path / "kernels" / "cpu" / "products.cpp"
-    kernel.parent.mkdir(parents=True)
-    digests = {worker_code(tmp_path)}
-    for content in ("one", "two"):
-        kernel.write_text(content)
-        digests.add(worker_code(tmp_path))
-    kernel.rename(kernel.with_name("sums.cpp"))
-    digests.add(worker_code(tmp_path))
-    (kernel.parent / "library.so").touch()
-    digests.add(worker_code(tmp_path))
-    assert len(digests) == 4
-
-
-async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) -> None:
-    living, dead, third = (LocalLauncher(None, 0) for _ in range(3))
-    (temporary / "quire-workers-notes").symlink_to(temporary / "else")
-    (temporary / "else").mkdir()
-    for launcher in (living, dead):
-        await launcher.adopt([CONFIG])
-    # It is killed.
-    dead._port.leave(dead._gateway_id)
-    dead._directory.close()
-    await third.adopt([CONFIG])
-    left = sorted(os.listdir(temporary))  # noqa: PTH208 - pathlib's is not for async functions
-    homes = [launcher._directory.path.parent.name for launcher in (living, third)]
-    assert left == sorted(["else", "quire-workers-notes", *homes])
-    living.close()
-    third.close()
 
 
 @pytest.mark.parametrize("can_watch", [True, False])

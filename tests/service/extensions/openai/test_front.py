@@ -14,8 +14,6 @@ from typing import Any
 import openai
 import pytest
 from quire.v1 import runner_pb2, types_pb2
-from starlette.requests import Request
-from starlette.types import Message
 
 from service.adapters.registry import Adapters
 from service.api.interceptor import CallInterceptor
@@ -223,24 +221,6 @@ def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
     assert [models.resolve(name).runtime for name in ("m", "d")] == ["a", "d"]
     with pytest.raises(RuntimeNotFound, match=r"no model 'gpt\\x1b-4': /v1/models lists the models"):
         models.resolve("gpt\x1b-4")
-
-
-async def test_tool_calls() -> None:
-    async def generate(_batch: Batch, sink: ChunkSink) -> None:
-        first = runner_pb2.ToolCall(index=0, id="call-1", name="add", arguments_json='{"a":')
-        second = runner_pb2.ToolCall(index=0, arguments_json="1}")
-        sink.put([chunk(tool_calls=[first]), chunk(position=1, tool_calls=[second])])
-        sink.put([chunk(position=2, finish_reason=runner_pb2.FINISH_REASON_TOOL_CALLS)])
-
-    async with serving(FakeRuntime(generate)) as served, served.client() as client:
-        whole = await client.chat.completions.create(model="fake", messages=QUESTION)
-        choice = whole.choices[0]
-        call = choice.message.tool_calls[0]
-        assert (call.id, call.function.name, call.function.arguments) == ("call-1", "add", '{"a":1}')
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        async with client.chat.completions.stream(model="fake", messages=QUESTION) as stream:
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.tool_calls[0].function.arguments == '{"a":1}'
 
 
 async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
@@ -456,17 +436,3 @@ async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
             assert (b"200 OK" in rest) == is_read
         finally:
             writer.close()
-
-
-async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None:
-    bodies, held_bytes = reader_of(1000, 2000), []
-
-    async def receive() -> Message:
-        held_bytes.append(bodies.budgets.bodies.used)
-        return {"type": "http.request", "body": b" " * 100, "more_body": len(held_bytes) < 3}
-
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"1001")]
-    with pytest.raises(InvalidArgument, match="at most 1000 bytes"):
-        async with bodies.read(Request({"type": "http", "headers": headers}, receive)):
-            pass
-    assert held_bytes == [0, 0, 0]
