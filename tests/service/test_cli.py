@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,95 +11,14 @@ import pytest
 from quire.cli.main import main
 
 from service.auth.tokens import read_token_store
-from service.config import Config
-from service.data_directory import data_directory
 from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
 from tests.quire_command import run
-from tests.service.journal_traffic import open_journal
-
-DAY_S = 86_400
 
 
 def none(*_: object) -> None:
     """There are no records."""
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path / "quire"
-
-
-def left_behind(port: int, *, days: float, more_bytes: int = 0) -> Path:
-    """The directory of a server that has ended."""
-    directory = data_directory(Config(listen=f"127.0.0.1:{port}"))
-    assert directory is not None
-    with contextlib.closing(open_journal(directory, "normal")):
-        (directory / "workers").mkdir()
-        (directory / "workers" / "epoch").write_bytes(bytes(more_bytes))
-    then_s = time.time() - days * DAY_S
-    for path in (directory, *directory.rglob("*")):
-        os.utime(path, (then_s, then_s))
-    return directory
-
-
-def test_directories_are_listed_with_size_and_age(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["state", "list"]) == 0
-    assert capsys.readouterr().out == f"in {home}:\n"
-    old = left_behind(1, days=40, more_bytes=3 << 20)
-    new = left_behind(2, days=2)
-    (home / "run" / "quire-1-2").mkdir(parents=True)
-    with contextlib.closing(open_journal(new, "normal")):
-        assert main(["state", "list"]) == 0
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split() for row in rows] == [
-        ["3.0", "MiB", "40.0", "days", "ago", old.name],
-        ["0.0", "MiB", "in", "use", new.name],
-    ]
-
-
-def test_directories_are_removed_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = left_behind(1, days=40), left_behind(2, days=2)
-    assert main(["state", "remove", old.name]) == 0
-    assert capsys.readouterr().out == f"removed {old.name}: 0.0 MiB, written to 40.0 days ago\n"
-    assert list(home.iterdir()) == [new]
-    (home / "run").mkdir()
-    for name in (old.name, "run", "..", ""):
-        assert main(["state", "remove", name]) == 1
-        assert capsys.readouterr() == ("", f"quire: {name} is not in {home}\n")
-    assert sorted(home.iterdir()) == [new, home / "run"]
-
-
-def test_old_directories_are_removed_and_others_kept(home: Path) -> None:
-    old, new = left_behind(1, days=40), left_behind(2, days=2)
-    # As a removal leaves it that was interrupted; a server has come to the same address since.
-    old.rename(old.with_name(old.name + ".removed"))
-    left_behind(1, days=35)
-    assert main(["state", "remove", "--older-than", "30"]) == 0
-    assert list(home.iterdir()) == [new]
-    assert main(["state", "remove", "--older-than", "0"]) == 0
-    assert list(home.iterdir()) == []
-
-
-@pytest.mark.parametrize("locked", ["lock", "workers"])
-def test_what_a_server_uses_is_never_removed(
-    home: Path, capsys: pytest.CaptureFixture[str], locked: str
-) -> None:
-    """Which of them it locks depends on where caches are written down, and whether workers outlive it."""
-    used = left_behind(1, days=40)
-    lock = os.open(used / locked, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        before = sorted(used.rglob("*"))
-        assert main(["state", "remove", "--older-than", "0"]) == 0
-        assert main(["state", "remove", used.name]) == 1
-        assert capsys.readouterr() == ("", f"quire: {used.name} is in use by a server\n")
-        assert sorted(used.rglob("*")) == before
-    finally:
-        os.close(lock)
-    assert main(["state", "remove", used.name]) == 0
 
 
 def refused(*flags: str) -> dict[str, Any]:

@@ -102,7 +102,6 @@ def test_what_only_a_start_reads_is_checked(tmp_path: Path, capsys: pytest.Captu
     [
         "--gateways 2 --workers 2",
         "--model org/name",
-        "--ray-address auto --pool-listen 127.0.0.1:7001",
         "--journal disk",
     ],
 )

@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load_config({"config": toml(tmp_path, f"{'.'.join('a' * 2_000)} = 1")}, {})
 
 
-@pytest.mark.parametrize("name", ["model", "data_dir", "tls_cert", "pool", "ray_address"])
+@pytest.mark.parametrize("name", ["model", "data_dir", "tls_cert", "pool"])
 def test_no_text_has_a_zero_byte(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"config": toml(tmp_path, f'{name} = "a\\u0000b"')}, {})

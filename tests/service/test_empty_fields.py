@@ -14,7 +14,6 @@ from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 
 from service.adapters.registry import check_adapter_id
 from service.api import append_codec, validation
-from service.api.admin import AdminApi
 from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
 from service.extensions.openai.generate import generate
@@ -93,11 +92,6 @@ def _drafts(draft: types_pb2.DraftProbabilities) -> None:
     _verify(rows=rows, accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE)
 
 
-def _move(**fields: str) -> None:
-    api = AdminApi.__new__(AdminApi)
-    asyncio.run(api.MoveCache(admin_pb2.MoveCacheRequest(**fields), None))  # type: ignore[arg-type]
-
-
 def _source() -> None:
     asyncio.run(ModelSources(Path("/nowhere"), None, lambda _: None).find(""))
 
@@ -145,13 +139,12 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "ExecuteRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "EstimateCostRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "LoadWeightsRequest.source": ("BAD_SOURCE", _source),
-    "MoveCacheRequest.cache_id": ("EMPTY_CACHE_ID", lambda: _move(worker_id="w0")),
     "LoadAdapterRequest.adapter_id": ("BAD_ADAPTER", lambda: check_adapter_id("")),
 }
 # Refused where caches, workers or files are looked up.
 REFUSED_LATER = {
     "TokenPrompt.token_ids", "Chat.messages", "CancelExecutionRequest.request_id",
-    "MoveCacheRequest.worker_id", "AdapterFile.name", "UnloadAdapterRequest.adapter_id",
+    "AdapterFile.name", "UnloadAdapterRequest.adapter_id",
 }  # fmt: skip
 
 

@@ -71,7 +71,6 @@ def test_what_is_not_there_is_refused(machine: Path, devices: str) -> None:
         {"devices": "zero"},
         {"devices": "0,"},
         {"devices": "0", "device": "cpu"},
-        {"devices": "0", "ray_address": "auto"},
     ],
 )
 def test_a_setting_without_a_meaning_is_refused(settings: dict[str, str]) -> None:
@@ -90,7 +89,6 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
     assert workers(tensor_parallel=2) == 1
     assert workers(workers=2) == 2
     assert workers(device="cpu") == 1
-    assert workers(ray_address="auto") is None
 
 
 async def test_a_worker_runs_near_its_gpus(tmp_path: Path) -> None:

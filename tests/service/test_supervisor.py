@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +23,6 @@ from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import Stream
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import Supervisor
-from service.setting_rules import MAX_WORKERS
 from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
@@ -112,7 +110,6 @@ class Processes:
         self.pid = 1000 + epoch
         self.is_outdated = False
         self.epoch = epoch
-        self.leaving: asyncio.Future[float] | None = asyncio.get_running_loop().create_future()
         self.grace_s: float | None = None
         self.was_killed = self.was_detached = False
         self._status = status
@@ -173,27 +170,6 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed = True
-
-
-class FakeElasticLauncher(FakeLauncher):
-    """Has places for some workers; others wait."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.places = asyncio.Semaphore(0)
-        self.rooms: asyncio.Queue[int] = asyncio.Queue()
-        self.waiting = 0
-
-    async def start(self, config: worker_pb2.WorkerConfig) -> Processes:
-        self.waiting += 1
-        try:
-            await self.places.acquire()
-        finally:
-            self.waiting -= 1
-        return await super().start(config)
-
-    async def room(self, known: int) -> int:
-        return await self.rooms.get()
 
 
 class FakeDispatcher:
@@ -315,56 +291,6 @@ async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int
             bench.launcher.started[0].exit()
             await bench.events(2)
     assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
-
-
-@pytest.mark.parametrize("is_drained", [True, False])
-async def test_a_machine_that_leaves_is_drained(bench_of: MakeBench, *, is_drained: bool) -> None:
-    """Its worker gets nothing new, and is replaced when it has computed all, or just before it is gone."""
-    bench = bench_of(works)
-    if is_drained:
-        bench.dispatcher.drained.set()
-    async with running(bench):
-        assert await bench.events(1) == [("ready", 1)]
-        first = bench.launcher.started[0]
-        assert first.leaving is not None
-        first.leaving.set_result(math.inf if is_drained else 0.0)
-        assert await bench.events(3) == [("draining", 1), ("lost", 1), ("ready", 2)]
-    assert first.grace_s == 2.0, "it was stopped, not killed"
-
-
-async def test_slots_follow_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with a worker keep their slot. Those that wait for a place lose it."""
-    launcher = FakeElasticLauncher(works)
-    bench = Bench(launcher, monkeypatch, Config(workers=None))
-
-    def names() -> list[str]:
-        return [slot.worker_id for slot in bench.versions.slots]
-
-    async def settled(count: int, waiting: int) -> None:
-        while len(names()) != count or launcher.waiting != waiting:
-            await asyncio.sleep(0.001)
-
-    async with asyncio.timeout(20), running(bench):
-        await settled(1, 1)
-        launcher.rooms.put_nowait(3)
-        await settled(3, 3)
-        launcher.places.release()
-        launcher.places.release()
-        assert sorted(await bench.events(2)) == [("ready", 1), ("ready", 2)]
-        launcher.rooms.put_nowait(1)
-        await settled(2, 0)
-        launcher.started[1].exit()
-        assert await bench.events(1) == [("lost", 2)]
-        await settled(1, 0)
-        launcher.rooms.put_nowait(0)
-        launcher.started[0].exit()
-        assert await bench.events(1) == [("lost", 1)]
-        # The last one stays.
-        await settled(1, 1)
-        launcher.rooms.put_nowait(1 << 20)
-        await settled(MAX_WORKERS, MAX_WORKERS)
-        launcher.places.release()
-        assert await bench.events(1) == [("ready", 3)]
 
 
 async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
