@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,8 +22,12 @@ from service.logging import configure_logging
 from tests.service.served import channel_to, state_of
 from tests.service.test_interceptor import PATIENCE_S, Servicer, raises
 from tests.service.test_logging import lines_of
-from tests.service.test_metrics_docs import FIELDS_OF_CALLS
 
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+# Of a line of the log about a call: those of the table, and those of all lines.
+_TABLE = OPERATIONS.read_text().partition("## Logs of calls")[2].partition("\n## ")[0]
+_FIRST_COLUMN = " ".join(re.findall(r"^\| (`.*?) \|", _TABLE, flags=re.MULTILINE))
+FIELDS_OF_CALLS = {*re.findall(r"\w+", _FIRST_COLUMN), "timestamp", "level", "logger"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 METADATA = [("x-request-id", "r-1"), ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-00")]
 
