@@ -20,11 +20,11 @@ import pytest
 from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
 from service.journal import file_journal, segments, stored
-from service.journal.base import DirectoryInUse, JournalUnusable
+from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
 from tests.service import journal_stores as faults
-from tests.service.journal_stores import change_segment
+from tests.service.journal_stores import Change, change_segment
 from tests.service.journal_traffic import appended, commit, created, facts, open_journal, recovered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,6 +231,25 @@ async def test_an_end_is_replaced_by_one_call(
         (tmp_path / END).write_bytes(end)
         written.append(segments.read_end(tmp_path).written)
     assert written == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "change", [faults.one_missing, faults.one_changed, faults.exchanged, faults.last_changed]
+)
+async def test_frames_that_are_changed_are_noticed_by_the_next_commit(
+    journal: FileJournal, tmp_path: Path, change: Change
+) -> None:
+    running = asyncio.create_task(journal.run())
+    assert await commit(journal, created(1))
+    for position in range(5):
+        assert await commit(journal, appended(1, position, 7))
+    # The time of a file is that of the last tick of the system's clock.
+    await asyncio.sleep(0.02)
+    change_segment(tmp_path / "data" / JOURNAL, change)
+    for position in (5, 6):
+        assert not await commit(journal, appended(1, position, 7))
+    with pytest.raises(OwnershipLost, match="Stop the gateway, and restore all files"):
+        await running
 
 
 @pytest.mark.parametrize("lock_removed", [False, True])

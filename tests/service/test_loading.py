@@ -16,7 +16,7 @@ import pytest
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.config import Config
-from service.errors import InvalidArgument, LoadFailed, NoMemory, StorageUnavailable
+from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, StorageUnavailable
 from service.journal.values import StoredValues
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import loading as loading_module
@@ -215,6 +215,28 @@ class Hub:
         finally:
             self.ended.set()
         return Path("/nowhere")
+
+
+async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, hub = Loads(tmp_path, monkeypatch), Hub()
+    bench.loader._sources = ModelSources(tmp_path, hub.find, lambda _: None)
+    async with serving(bench):
+
+        async def load() -> None:
+            async for _ in bench.loader.replace("org/name", recompute=False):
+                pass
+
+        downloading = asyncio.create_task(load())
+        await asyncio.to_thread(hub.begun.wait)
+        downloading.cancel()
+        await asyncio.wait({downloading})
+        with pytest.raises(Loading):
+            await bench.load()
+        hub.may_continue.set()
+        await asyncio.to_thread(hub.ended.wait)
+        while bench.loader._sources.is_busy:
+            await asyncio.sleep(0)
+        assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
 
 
 def test_stopping_server_ends_a_download(tmp_path: Path) -> None:

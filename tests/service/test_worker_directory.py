@@ -249,6 +249,40 @@ async def test_workers_of_other_code_are_adopted_as_outdated(directory: WorkerDi
         worker.end()
 
 
+@pytest.fixture
+def temporary(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = data_dir / "tmp"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
+async def test_without_a_directory_workers_end_with_their_gateway(
+    data_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their socket is in a temporary one then."""
+    (data_dir / "a-file").touch()
+    monkeypatch.setattr("service.pool.worker_directory._LOCK_TIMEOUT_S", 0.1)
+    locked: list[int] = []
+    first = LocalLauncher(data_dir, 60, lambda: locked.append(1))
+    assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
+    for place in (data_dir, data_dir / "a-file"):
+        other = LocalLauncher(place, 60, lambda: locked.append(2))
+        assert await other.adopt([CONFIG]) == {} and other._grace_s == 0
+        socket = other._directory.socket
+        assert socket.is_socket() and temporary in socket.parents
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        other.close()
+        assert list(temporary.iterdir()) == []  # noqa: ASYNC240 - of a test
+    assert first._directory.socket.is_socket()
+    first.close()
+    assert locked == [1]
+    monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
+    third = LocalLauncher(data_dir, 60)
+    assert await third.adopt([CONFIG]) == {} and third._grace_s == 0
+    third.close()
+
+
 @pytest.mark.parametrize("can_watch", [True, False])
 async def test_child_is_watched_and_stopped(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, can_watch: bool

@@ -18,7 +18,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.errors import InvalidArgument
+from service.errors import Draining, InvalidArgument
 from service.text import tasks
 from service.text.constraints import Constraints, Grammar, Matcher
 from service.text.task_process import TaskProcess
@@ -336,6 +336,21 @@ async def test_a_check_that_has_begun_runs_to_its_end(
     assert await allowed((await stays)()) == {ord("0")}
     await factory(constraints, "regex", "last")
     assert checks.begun == ["0", "last"], "checks that had not begun are cancelled"
+
+
+HUGE = "regex", "a?" * 20_000 + "a" * 20_000
+
+
+async def test_closing_fails_checks_and_masks_with_draining() -> None:
+    with opened() as constraints:
+        constrained = (await factory(constraints, "regex", "a"))()
+        checks = [asyncio.create_task(factory(constraints, "regex", text)) for text in (HUGE[1], "waiting")]
+        await asyncio.sleep(0)
+    for check in (*checks, asyncio.create_task(factory(constraints, "regex", "new"))):
+        with pytest.raises(Draining):
+            await check
+    with pytest.raises(Draining):
+        await compute(constrained)
 
 
 async def test_a_grammar_that_grows_later_fails_only_its_sample(constraints: Constraints) -> None:

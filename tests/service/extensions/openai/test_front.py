@@ -223,6 +223,14 @@ def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
         models.resolve("gpt\x1b-4")
 
 
+async def test_a_provider_needs_no_worker() -> None:
+    """Also while other calls wait for the first worker, because caches were recovered."""
+    async with serving(FakeRuntime(generate_yes), has_worker=False) as served, served.client() as client:
+        served.state.has_recovered = True
+        completion = await client.chat.completions.create(model="m", messages=QUESTION)
+        assert completion.choices[0].message.content
+
+
 async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
     async def generate(_batch: Batch, sink: ChunkSink) -> None:
         sink.put([chunk("so far")])
