@@ -201,6 +201,20 @@ def test_other_formats_are_told_with_what_to_give_instead(tmp_path: Path, name: 
             load_config(parse("--model", str(model)), {})
 
 
+def test_help_tells_all_of_every_setting_in_groups() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    text = parser.format_help()
+    for name in all_settings():
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"env QUIRE_{name.upper()})" in " ".join(text.split())
+    _, options, *groups = text.split("\n\n")
+    assert "--config" in options and "--model" not in options
+    flags = {group.partition(":")[0]: re.findall(r"^  (--[\w-]+)", group, re.MULTILINE) for group in groups}
+    assert flags["model"][:2] == ["--model", "--model-revision"] and "--dtype" in flags["model"]
+    assert "--listen" in flags["addresses and access"] and "--data-dir" in flags["state on disk"]
+
+
 @given(st.sampled_from([*all_settings()]), st.text(max_size=20))
 def test_any_text_is_taken_or_refused_by_name(name: str, value: str) -> None:
     config: Config | None

@@ -375,6 +375,22 @@ class SlowMatcher:
         return bytes(1)
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_masks_that_are_ready_while_a_run_is_cancelled_are_no_failure(turns: int) -> None:
+    matcher = SlowMatcher()
+    item = replace(prepared("x", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))
+    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
+    running = asyncio.create_task(run.run([item]))
+    while not matcher.num_calls:
+        await asyncio.sleep(0)
+    running.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    matcher.may_continue.set()
+    await asyncio.wait({running, *matcher.works})
+    assert running.cancelled()
+
+
 async def test_an_execution_that_has_ended_computes_no_more_masks() -> None:
     matcher = SlowMatcher()
     item = replace(prepared("slow", [1], 10, 8), new_matcher=lambda: cast(Matcher, matcher))

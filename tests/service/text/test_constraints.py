@@ -319,6 +319,26 @@ class Checks:
             await asyncio.sleep(0.001)
 
 
+async def test_a_checked_grammar_does_not_wait_for_a_check(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask_again() -> None:
+        new = await factory(constraints, "regex", "[ab]*")
+        assert await allowed(new()) == {ord("a"), ord("b"), 256}
+        with pytest.raises(InvalidArgument):
+            await factory(constraints, "regex", "(a")
+
+    await ask_again()
+    checks = Checks(monkeypatch)
+    slow = asyncio.create_task(factory(constraints, "regex", "slow"))
+    await checks.until_begun(1)
+    async with asyncio.timeout(60):
+        await ask_again()
+    assert not slow.done()
+    checks.may_run.set()
+    await slow
+
+
 async def test_a_check_that_has_begun_runs_to_its_end(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
