@@ -14,6 +14,8 @@ from typing import Any
 import openai
 import pytest
 from quire.v1 import runner_pb2, types_pb2
+from starlette.requests import Request
+from starlette.types import Message
 
 from service.adapters.registry import Adapters
 from service.api.interceptor import CallInterceptor
@@ -444,3 +446,17 @@ async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
             assert (b"200 OK" in rest) == is_read
         finally:
             writer.close()
+
+
+async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None:
+    bodies, held_bytes = reader_of(1000, 2000), []
+
+    async def receive() -> Message:
+        held_bytes.append(bodies.budgets.bodies.used)
+        return {"type": "http.request", "body": b" " * 100, "more_body": len(held_bytes) < 3}
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"1001")]
+    with pytest.raises(InvalidArgument, match="at most 1000 bytes"):
+        async with bodies.read(Request({"type": "http", "headers": headers}, receive)):
+            pass
+    assert held_bytes == [0, 0, 0]
