@@ -68,7 +68,7 @@ def test_a_command_says_what_the_system_refuses(
         raise error
 
     monkeypatch.setattr("quire.cli.main._run", refused)
-    assert main(["state", "list"]) == status
+    assert main(["token", "alice"]) == status
     assert capsys.readouterr().err == f"quire: {said}\n"
 
 
