@@ -1,4 +1,4 @@
-"""The disk of a journal or its database is full: appends are refused, nothing is lost, and all goes on later."""
+"""The disk of a journal or its database is full: appends are refused, nothing is lost, all goes on later."""
 
 from __future__ import annotations
 
