@@ -1,4 +1,4 @@
-"""What rank 0 sends arrives whole, also where it is more than a socket holds; what it is: `test_rank_processes`."""
+"""A message of rank 0 that is larger than a socket holds arrives whole. What it is: `test_rank_processes`."""
 
 from __future__ import annotations
 
