@@ -46,7 +46,6 @@ REQUIRED = {
     "namespaces": "network namespaces",
     "node": "no node|node is|npm cannot fetch",
     "postgresql": "initdb of PostgreSQL",
-    "ray": "ray is not installed",
     "sbom": "`make sbom` installs",
     "wheels": "`make dist` installs|needs a registry of packages",
 }
