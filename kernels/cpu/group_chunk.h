@@ -90,7 +90,8 @@ typedef uint16_t Pairs __attribute__((vector_size(64)));
 template <int kBits>
 inline Pairs step_of_plane(const uint8_t* plane, int step) {
   const uint16_t mask = ((1 << kBits) - 1) * 0x0101;
-  return load<Pairs>(plane + step % kBits * kStepBytes) >> step / kBits * kBits & mask;
+  const uint16_t shift = static_cast<uint16_t>(step / kBits * kBits);
+  return load<Pairs>(plane + step % kBits * kStepBytes) >> shift & mask;
 }
 
 // "iq4_nl"'s table, with 128 added to each number.
