@@ -30,6 +30,7 @@ WORKER_LAYERS = (
     {"process"},
     {"server", "wire"},
     {"step_loop"},
+    {"other_commands", "drawing", "answers"},
     {
         "scheduler",
         "service_class",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
-from service.api import call_log as module
 from service.api.call_log import CallLog
 from service.api.interceptor import CallInterceptor
 from service.config import Config
@@ -21,8 +21,12 @@ from service.logging import configure_logging
 from tests.service.served import channel_to, state_of
 from tests.service.test_interceptor import PATIENCE_S, Servicer, raises
 from tests.service.test_logging import lines_of
-from tests.service.test_metrics_docs import FIELDS_OF_CALLS
 
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+# Of a line of the log about a call: those of the table, and those of all lines.
+_TABLE = OPERATIONS.read_text().partition("## Logs of calls")[2].partition("\n## ")[0]
+_FIRST_COLUMN = " ".join(re.findall(r"^\| (`.*?) \|", _TABLE, flags=re.MULTILINE))
+FIELDS_OF_CALLS = {*re.findall(r"\w+", _FIRST_COLUMN), "timestamp", "level", "logger"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 METADATA = [("x-request-id", "r-1"), ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-00")]
 
@@ -84,19 +88,6 @@ async def test_the_setting_says_which_calls_have_a_line(
             ("NOT_FOUND", "CACHE_NOT_FOUND") if failed else ("OK", None)
         )
     assert server.call_log.refusals == {"CACHE_NOT_FOUND": 1}, "they are counted whatever is logged"
-
-
-def test_each_kind_of_line_has_a_limit_of_its_own(
-    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.api.call_log.time.monotonic", lambda: 100.0)
-    monkeypatch.setattr(module, "elapsed_ms", lambda took_s: took_s * 1000)
-    state = state_of(Config(log_calls="all"))
-    for _ in range(200):
-        state.call_log.done("Decode", 0.5)
-        state.call_log.refused("Decode", QueueFull(1, 1.0), 0.1)
-    events = Counter(line["event"] for line in lines_of(stream))
-    assert events == dict.fromkeys(("call done", "call refused"), 50)
 
 
 def test_a_flood_is_logged_in_part_and_counted_in_full(

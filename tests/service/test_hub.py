@@ -160,17 +160,6 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
     assert find(revision=COMMIT, HF_HUB_OFFLINE="1") == (found, "")
 
 
-def test_a_transfer_that_always_breaks_leaves_nothing_half(find: Find) -> None:
-    site = Hub(MODEL, SMALL | WEIGHTS, breaks=1000, break_after=0)
-    with serving(site) as endpoint:
-        found, said = find(HF_ENDPOINT=endpoint)
-        assert found == "" and "cannot be downloaded from 127.0.0.1" in said.splitlines()[-1]
-        assert find(HF_HUB_OFFLINE="1")[0] == "", "what is there is not taken for whole"
-        site.breaks = 0
-        found, _ = find(HF_ENDPOINT=endpoint)
-    assert (Path(found) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
-
-
 @pytest.mark.parametrize(
     ("refusal", "said"),
     [
@@ -203,16 +192,6 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
 def test_what_cannot_be_served_is_told(files: dict[str, bytes], said: str) -> None:
     with pytest.raises(hub.HubError, match=re.escape(said)):
         hub._check_can_be_served(MODEL, {name: len(content) for name, content in files.items()})
-
-
-def test_quantised_weights_are_not_fetched(find: Find) -> None:
-    config = b'{"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}'
-    quantised = Hub(MODEL, SMALL | WEIGHTS | {"config.json": config})
-    with serving(quantised) as endpoint:
-        found, lines = find(HF_ENDPOINT=endpoint)
-    assert found == "" and lines.count("\n") == 1
-    assert f"{MODEL} cannot be served: its weights are quantised (awq, " in lines
-    assert "model.safetensors" not in quantised.fetched
 
 
 def test_a_token_is_shown_to_the_hub_and_to_nobody_else(find: Find) -> None:

@@ -146,3 +146,20 @@ async def test_a_version_that_cannot_start_replaces_one_worker_only(bench_of: Ma
         assert events[2:] == [("draining", 1), ("lost", 1)]
         assert bench.dispatcher.events.empty()
     assert "others are not replaced" in str([line for line in logs if line["log_level"] == "error"])
+
+
+async def test_detached_workers_keep_running_and_others_stop(bench_of: MakeBench) -> None:
+    bench = bench_of(works, workers=2)
+    async with running(bench):
+        await bench.events(2)
+        bench.supervisor.kill()
+        assert all(processes.was_killed for processes in bench.launcher.started)
+        bench.supervisor.detach_workers()
+    for processes in bench.launcher.started:
+        processes.was_killed = False
+    bench.supervisor.kill()
+    for processes in bench.launcher.started:
+        assert not processes.was_killed, "they are detached"
+        assert processes.was_detached and processes.grace_s is None
+        await processes.stop(grace_s=0)
+    assert bench.launcher.closed
