@@ -26,10 +26,12 @@ class ModelSource(Protocol):
     Attributes:
         path: The directory, or the file.
         config_file: What has the settings, for messages.
+        is_of_library: The transformers library can run it too.
     """
 
     path: Path
     config_file: Path
+    is_of_library: bool
 
     def check(self) -> None:
         """Raises ModelError for what would be dangerous to read."""
@@ -52,6 +54,8 @@ class ModelSource(Protocol):
 
 class DirectorySource:
     """A directory of the Hugging Face hub, with its weights as safetensors."""
+
+    is_of_library = True
 
     def __init__(self, path: Path) -> None:
         self.path, self.config_file = path, path / CONFIG_FILE

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from workers.common.gguf import GgufError
+from workers.common.gguf.files import model_files
+from workers.common.gguf.header import TensorInfo, read_header
+from workers.common.gguf.settings import architecture_of, read_settings
 from workers.models.checkpoint import StoredTensor
 from workers.models.errors import ModelError
-from workers.models.files import errors_naming
-from workers.models.gguf.container import Header, TensorInfo, read_header
-from workers.models.gguf.settings import architecture_of, read_settings
-from workers.models.gguf.tensors import read_vector, stored_tensors
+from workers.models.files import file_version, open_regular
+from workers.models.gguf.tensors import FileHeader, read_vector, stored_tensors
 from workers.models.gguf.tokenizer import TEXT_ARRAYS, TOKEN_ARRAYS, read_text
 from workers.models.text import ModelText
 
-SUFFIX = ".gguf"
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.ASCII | re.DOTALL)
-# A projector of images, which is beside many models.
-_PROJECTOR = "mmproj"
-_MAX_FILES = 1000
 _MAX_FACTORS = 4096
 _MAX_LICENCE_CHARACTERS = 256
 
 
 class GgufSource:
     """A GGUF file, or the files into which a model is split. The first has the metadata."""
+
+    is_of_library = False
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         self.path, self._files = path, files
@@ -46,41 +45,41 @@ class GgufSource:
     def tensors(self) -> dict[str, StoredTensor]:
         """See `ModelSource`."""
         headers = self._headers(TOKEN_ARRAYS)
-        with errors_naming(self.config_file):
-            _, architecture = architecture_of(headers[0].metadata)
+        with _errors_naming(self.config_file):
+            _, architecture = architecture_of(headers[0].content.metadata)
         return stored_tensors(headers, architecture, self._settings(headers))
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """See `ModelSource`."""
-        header = read_header(self.config_file, TEXT_ARRAYS)
-        with errors_naming(self.config_file):
+        header = _read(self.config_file, TEXT_ARRAYS).content
+        with _errors_naming(self.config_file):
             return read_text(header.metadata, vocab_size, max_bytes)
 
     def licence(self) -> str:
         """See `ModelSource`."""
         try:
-            found = read_header(self.config_file).metadata.get("general.license", "")
+            found = _read(self.config_file).content.metadata.get("general.license", "")
         except ModelError:
             return ""
         text = found if isinstance(found, str) else ""
         return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_MAX_LICENCE_CHARACTERS])
 
-    def _settings(self, headers: list[Header]) -> dict[str, object]:
-        tensors = {name: info for header in headers for name, info in header.tensors.items()}
-        owner = {name: header for header in headers for name in header.tensors}
+    def _settings(self, headers: list[FileHeader]) -> dict[str, object]:
+        tensors = {name: info for header in headers for name, info in header.content.tensors.items()}
+        owner = {name: header for header in headers for name in header.content.tensors}
 
         def read_factors(info: TensorInfo) -> list[float]:
             return read_vector(owner[info.name], info, _MAX_FACTORS)
 
-        with errors_naming(self.config_file):
-            return read_settings(headers[0].metadata, tensors, read_factors)
+        with _errors_naming(self.config_file):
+            return read_settings(headers[0].content.metadata, tensors, read_factors)
 
-    def _headers(self, arrays: Collection[str]) -> list[Header]:
+    def _headers(self, arrays: Collection[str]) -> list[FileHeader]:
         """Those of all files. Raises ModelError, also if they are not of one model."""
-        headers = [read_header(self._files[0], arrays), *map(read_header, self._files[1:])]
+        headers = [_read(self._files[0], arrays), *map(_read, self._files[1:])]
         for index, header in enumerate(headers):
-            count = header.metadata.get("split.count", 1)
-            number = header.metadata.get("split.no", 0)
+            count = header.content.metadata.get("split.count", 1)
+            number = header.content.metadata.get("split.no", 0)
             if len(headers) > 1 and (count, number) != (len(headers), index):
                 raise ModelError(
                     f"{header.path}: must be file {index} of {len(headers)}, says split.no = {number!r} and"
@@ -95,39 +94,29 @@ class GgufSource:
 
 
 def gguf_source(path: Path) -> GgufSource | None:
-    """The model at a path, if that is a GGUF file or a directory with one; None: it is something else.
+    """The model at a path, if that is in GGUF; None: it is something else. See `model_files`.
 
-    A directory that has safetensors too is none of GGUF.
-
-    Raises:
-        ModelError: Several models are there, or a file of a model that is split is missing.
+    Raises ModelError.
     """
-    if path.suffix == SUFFIX and not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir may raise
-        return GgufSource(path, _files_of(path))
+    with _errors_naming(path):
+        files = model_files(path)
+    return None if files is None else GgufSource(path, files)
+
+
+@contextmanager
+def _errors_naming(path: Path) -> Iterator[None]:
+    """Inside the block, each GgufError becomes a ModelError with the path."""
     try:
-        names = sorted(os.listdir(path))  # noqa: PTH208 - only the names are needed
-    except OSError:
-        return None
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return None
-    files = [name for name in names if name.endswith(SUFFIX) and not name.startswith(_PROJECTOR)]
-    first = [name for name in files if (shard := _SHARD.fullmatch(name)) is None or int(shard[2]) == 1]
-    if not files:
-        return None
-    if len(first) != 1:
-        shown = ", ".join(first[:5] or files[:5])
-        raise ModelError(f"{path}: must have one GGUF model, or be named with the file: has {shown}")
-    return GgufSource(path, _files_of(path / first[0]))
+        yield
+    except GgufError as error:
+        raise ModelError(f"{path}: {error}") from None
 
 
-def _files_of(path: Path) -> list[Path]:
-    """The files of the model whose first one this is. Raises ModelError."""
-    shard = _SHARD.fullmatch(path.name)
-    if shard is None:
-        return [path]
-    stem, number, count = shard[1], int(shard[2]), int(shard[3])
-    if number != 1 or not 1 <= count <= _MAX_FILES:
-        raise ModelError(
-            f"{path}: is not the first file of a model: name that which ends with -00001-of-{shard[3]}"
-        )
-    return [path.with_name(f"{stem}-{index:05}-of-{shard[3]}{SUFFIX}") for index in range(1, count + 1)]
+def _read(path: Path, arrays: Collection[str] = ()) -> FileHeader:
+    """The header of a file. Raises ModelError."""
+    with open_regular(path) as file, _errors_naming(path):
+        try:
+            version = file_version(os.fstat(file.fileno()))
+            return FileHeader(path, version, read_header(file, arrays))
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from error

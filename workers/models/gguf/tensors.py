@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from workers.common.gguf.header import Header, TensorInfo
+from workers.common.gguf.settings import EMBEDDING, FACTORS, HEAD, Architecture
 from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_parts
 from workers.models.errors import ModelError
-from workers.models.gguf.container import Header, TensorInfo
-from workers.models.gguf.settings import EMBEDDING, FACTORS, HEAD, Architecture
+from workers.models.files import FileVersion
 from workers.models.registry import SANDWICH_NORMS, ExpertNames, family_of
 
 # Spellings of a checkpoint. Those of quantised types are the names of formats.
@@ -43,6 +45,15 @@ _WITH_NORMS_AFTER = {
 _INTERLEAVED = ("attn_q", "attn_k")
 
 
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """The header of a file, and the file's version when it was read."""
+
+    path: Path
+    version: FileVersion
+    content: Header
+
+
 @dataclass(frozen=True)
 class GgufTensor(TensorEntry):
     """A tensor of a file, which differs from that of a checkpoint.
@@ -71,7 +82,7 @@ class GgufTensor(TensorEntry):
 
 
 def stored_tensors(
-    headers: list[Header], architecture: Architecture, settings: Mapping[str, object]
+    headers: list[FileHeader], architecture: Architecture, settings: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """The tensors of all files of a model, by their names in a checkpoint.
 
@@ -90,7 +101,7 @@ def stored_tensors(
     assert isinstance(head_rows, int)
     found: dict[str, StoredTensor] = {}
     for header in headers:
-        for info in header.tensors.values():
+        for info in header.content.tensors.values():
             if info.name in FACTORS:
                 continue
             changes = _changes(header, info, architecture, head_rows)
@@ -101,7 +112,9 @@ def stored_tensors(
     return found
 
 
-def _changes(header: Header, info: TensorInfo, architecture: Architecture, head_rows: int) -> dict[str, Any]:
+def _changes(
+    header: FileHeader, info: TensorInfo, architecture: Architecture, head_rows: int
+) -> dict[str, Any]:
     """What differs from a checkpoint's tensor: fields of `GgufTensor`. Raises ModelError."""
     part = info.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if head_rows and part in _INTERLEAVED:
@@ -132,7 +145,7 @@ class _Names:
             self._parts["ffn_gate_inp"] = family.experts.router
             self._experts = _expert_parts(family.experts)
 
-    def entries(self, header: Header, info: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
+    def entries(self, header: FileHeader, info: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
         """A tensor, or one for each expert, by their names in a checkpoint."""
         entry = GgufTensor(
             info.name, header.path, _DTYPES.get(info.type, info.type), info.shape, info.begin, info.nbytes,
@@ -158,7 +171,7 @@ def _expert_parts(names: ExpertNames) -> dict[str, str]:
     return {"ffn_gate_exps": names.gate, "ffn_up_exps": names.up, "ffn_down_exps": names.down}
 
 
-def read_vector(header: Header, info: TensorInfo, most: int) -> list[float]:
+def read_vector(header: FileHeader, info: TensorInfo, most: int) -> list[float]:
     """A vector of float32. Raises ModelError if it is something else, or longer than `most`."""
     if info.type != "f32" or len(info.shape) != 1 or info.shape[0] > most:
         raise ModelError(f"{header.path}: tensor {info.name} must be a vector of at most {most} float32")

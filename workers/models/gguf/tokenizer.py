@@ -14,10 +14,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from workers.common.gguf import GgufError
+from workers.common.gguf.header import Value
+from workers.common.gguf.splits import Split, split_of
 from workers.models.chat_template import DEFAULT, ChatTemplate
-from workers.models.errors import ModelError, UnsupportedError
-from workers.models.gguf.container import Value
-from workers.models.gguf.tokenizer_splits import NFC, NO_BOS, SPLITS
 from workers.models.text import ModelText
 
 _log = logging.getLogger(__name__)
@@ -45,15 +45,14 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
         max_bytes: What exceeds it in all is left out, with a warning in the log.
 
     Raises:
-        ModelError: The tokenizer is invalid; the message names a key.
-        UnsupportedError: It is of a kind that is not known.
+        GgufError: The tokenizer is invalid, or of a kind that is not known; the message names a key.
     """
     tokens = _strings(metadata, "tokens")
     if tokens is None:
         _log.warning("there is no tokenizer in the file, so texts are refused and only tokens served")
         return ModelText(chat_template=_template(metadata, [], max_bytes))
     if len(tokens) > vocab_size:
-        raise ModelError(f"{_PREFIX}tokens: has {len(tokens)} tokens, and the model has {vocab_size}")
+        raise GgufError(f"{_PREFIX}tokens: has {len(tokens)} tokens, and the model has {vocab_size}")
     template = _template(metadata, tokens, max_bytes)
     content = json.dumps(_tokenizer(metadata, tokens), ensure_ascii=False, separators=(",", ":")).encode()
     if len(content) > max_bytes - template.nbytes:
@@ -71,14 +70,12 @@ def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, An
     """The content of a tokenizer.json."""
     kinds = metadata.get(f"{_PREFIX}token_type")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != len(tokens)):
-        raise ModelError(f"{_PREFIX}token_type: must have a number for each of {len(tokens)} tokens")
-    kind = metadata.get(f"{_PREFIX}model")
-    if kind == "gpt2":
-        parts, adds_bos = _byte_level(metadata, tokens)
-    elif kind == "llama":
+        raise GgufError(f"{_PREFIX}token_type: must have a number for each of {len(tokens)} tokens")
+    split = split_of(metadata)
+    if split is None:
         parts, adds_bos = _sentencepiece(metadata, tokens), True
     else:
-        raise UnsupportedError(f"{_PREFIX}model: must be gpt2 or llama, got {kind!r}")
+        parts, adds_bos = _byte_level(metadata, tokens, split)
     added = [
         {
             "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
@@ -93,17 +90,14 @@ def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, An
         "padding": None,
         "added_tokens": added,
         **parts,
-        "post_processor": _around(metadata, tokens, adds_bos=adds_bos, byte_level=kind == "gpt2"),
+        "post_processor": _around(metadata, tokens, adds_bos=adds_bos, byte_level=split is not None),
     }
 
 
-def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tuple[dict[str, Any], bool]:
+def _byte_level(
+    metadata: Mapping[str, Value], tokens: list[str], split: Split
+) -> tuple[dict[str, Any], bool]:
     """Normalizer, pre-tokenizer, decoder and model; and whether it adds a first token if nothing says so."""
-    name = metadata.get(f"{_PREFIX}pre", "default")
-    if not isinstance(name, str) or name not in SPLITS:
-        known = ", ".join(sorted(SPLITS))
-        raise UnsupportedError(f"{_PREFIX}pre: must be one of {known}, got {name!r}")
-    split = SPLITS[name]
     steps: list[dict[str, Any]] = []
     if split.digits:
         steps.append({"type": "Digits", "individual_digits": True})
@@ -115,17 +109,17 @@ def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tuple[dict[
     steps.append(byte_level | {"use_regex": not split.pattern})
     merges = [merge.split(" ") for merge in _strings(metadata, "merges") or ()]
     if any(len(pair) != 2 for pair in merges):
-        raise ModelError(f"{_PREFIX}merges: each must be two tokens with a space between them")
+        raise GgufError(f"{_PREFIX}merges: each must be two tokens with a space between them")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if any(not {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
-        raise ModelError(f"{_PREFIX}merges: each must be of tokens, and make a token")
+        raise GgufError(f"{_PREFIX}merges: each must be of tokens, and make a token")
     parts = {
-        "normalizer": {"type": "NFC"} if name in NFC else None,
+        "normalizer": {"type": "NFC"} if split.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": byte_level | {"use_regex": True},
         "model": _bpe(vocabulary, merges) | {"ignore_merges": split.whole},
     }
-    return parts, name not in NO_BOS
+    return parts, split.whole
 
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, Any]:
@@ -139,10 +133,10 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str
     else:
         given = metadata.get(f"{_PREFIX}scores")
         if not isinstance(given, list) or len(given) != len(tokens):
-            raise ModelError(f"{_PREFIX}scores: must have a number for each of {len(tokens)} tokens")
+            raise GgufError(f"{_PREFIX}scores: must have a number for each of {len(tokens)} tokens")
         scores = given  # type: ignore[assignment] # a number each, or the sort below fails
         if any(type(score) is not float or score != score for score in scores):  # noqa: PLR0124 - NaN
-            raise ModelError(f"{_PREFIX}scores: must be numbers")
+            raise GgufError(f"{_PREFIX}scores: must be numbers")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = _token_id(metadata, "unknown_token_id", len(tokens))
     prefix = metadata.get(f"{_PREFIX}add_space_prefix", not is_gemma)
@@ -256,20 +250,20 @@ def _template(metadata: Mapping[str, Value], tokens: list[str], max_bytes: int) 
 
 
 def _token_id(metadata: Mapping[str, Value], name: str, count: int) -> int | None:
-    """A token's id; None: there is none. Raises ModelError if it is not in the vocabulary."""
+    """A token's id; None: there is none. Raises GgufError if it is not in the vocabulary."""
     value = metadata.get(_PREFIX + name)
     if value is None:
         return None
     if type(value) is not int or not 0 <= value < count:
-        raise ModelError(f"{_PREFIX}{name}: must be the id of one of {count} tokens, got {value!r}")
+        raise GgufError(f"{_PREFIX}{name}: must be the id of one of {count} tokens, got {value!r}")
     return value
 
 
 def _strings(metadata: Mapping[str, Value], name: str) -> list[str] | None:
-    """An array of strings; None: there is none. Raises ModelError."""
+    """An array of strings; None: there is none. Raises GgufError."""
     value = metadata.get(_PREFIX + name)
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ModelError(f"{_PREFIX}{name}: must be an array of strings")
+        raise GgufError(f"{_PREFIX}{name}: must be an array of strings")
     return value  # type: ignore[return-value] # as checked

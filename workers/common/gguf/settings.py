@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.models.errors import ModelError, UnsupportedError
-from workers.models.gguf.container import TensorInfo, Value
+from workers.common.gguf import GgufError
+from workers.common.gguf.header import TensorInfo, Value, shown
 
 # Settings of a config.json, and the keys that have them. Without one of the first the model is not known.
 _NEEDED = {
@@ -92,13 +92,13 @@ ARCHITECTURES = {
 
 
 def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
-    """The name and the description of a file's architecture. Raises ModelError, or UnsupportedError."""
+    """The name and the description of a file's architecture. Raises GgufError."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
-        raise ModelError(f"general.architecture: must be the name of an architecture, got {name!r}")
+        raise GgufError(f"general.architecture: must be the name of an architecture, got {shown(name)}")
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedError(f"general.architecture: must be one of {known}, got {name!r}")
+        raise GgufError(f"general.architecture: must be one of {known}, got {shown(name)}")
     return name, ARCHITECTURES[name]
 
 
@@ -113,8 +113,7 @@ def read_settings(
         read_factors: Reads a vector of float32.
 
     Raises:
-        ModelError: A key is missing or invalid; the message names it.
-        UnsupportedError: It has a key that is not known here, or a value that is not supported.
+        GgufError: A key is missing, invalid, or not known here, or a value is not supported.
     """
     name, architecture = architecture_of(metadata)
     own = {
@@ -124,7 +123,7 @@ def read_settings(
     settings: dict[str, object] = {"model_type": architecture.model_type}
     for setting, key in _NEEDED.items():
         if key not in own:
-            raise ModelError(f"{name}.{key}: is missing")
+            raise GgufError(f"{name}.{key}: is missing")
         settings[setting] = _same(own[key], f"{name}.{key}")
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     kv_heads = own.get("attention.head_count_kv", own["attention.head_count"])
@@ -140,23 +139,18 @@ def read_settings(
 
 
 def _check_keys(name: str, architecture: Architecture, own: Mapping[str, Value]) -> None:
-    """Raises UnsupportedError for a key that may change the model, and is not read."""
+    """Raises GgufError for a key that may change the model, and is not read."""
     for key, value in own.items():
         if key not in _COMMON | _WITHOUT_EFFECT | architecture.reads or value != _ONLY.get(key, value):
-            raise UnsupportedError(f"{name}.{key}: is not supported, got {_short(value)}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+            raise GgufError(f"{name}.{key}: is not supported, got {shown(value)}")
 
 
 def _same(value: Value, key: str) -> Value:
-    """A number, also if the file has an equal one for each layer. Raises UnsupportedError."""
+    """A number, also if the file has an equal one for each layer. Raises GgufError."""
     if not isinstance(value, list):
         return value
     if not value or any(one != value[0] for one in value):
-        raise UnsupportedError(f"{key}: must be the same in all layers, got {_short(value)}")
+        raise GgufError(f"{key}: must be the same in all layers, got {shown(value)}")
     return value[0]
 
 
@@ -164,9 +158,8 @@ def _head_dim(name: str, own: Mapping[str, Value], heads: object, hidden: object
     """The width of a head; None: it follows from others."""
     key_length, value_length = own.get("attention.key_length"), own.get("attention.value_length")
     if value_length is not None and value_length != key_length:
-        raise UnsupportedError(
-            f"{name}.attention.value_length: must be the key_length, got {value_length!r} and {key_length!r}"
-        )
+        got = f"{shown(value_length)} and {shown(key_length)}"
+        raise GgufError(f"{name}.attention.value_length: must be the key_length, got {got}")
     if key_length is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         return hidden // heads  # the config's check finds a remainder, by the shapes of tensors
     return key_length
@@ -174,10 +167,10 @@ def _head_dim(name: str, own: Mapping[str, Value], heads: object, hidden: object
 
 def _vocab_size(tensors: Mapping[str, TensorInfo]) -> int:
     if EMBEDDING not in tensors:
-        raise ModelError(f"tensor {EMBEDDING} is missing")
+        raise GgufError(f"tensor {EMBEDDING} is missing")
     shape = tensors[EMBEDDING].shape
     if len(shape) != 2:
-        raise ModelError(f"tensor {EMBEDDING}: must be a matrix, has the shape {list(shape)}")
+        raise GgufError(f"tensor {EMBEDDING}: must be a matrix, has the shape {list(shape)}")
     return shape[0]
 
 
@@ -307,7 +300,7 @@ def _rope(
     elif kind == "yarn":
         found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original)
     elif kind not in ("none", "linear"):
-        raise UnsupportedError(f"{name}.rope.scaling.type: is not supported, got {kind!r}")
+        raise GgufError(f"{name}.rope.scaling.type: is not supported, got {shown(kind)}")
     return found
 
 
@@ -319,5 +312,5 @@ def _yarn(own: Mapping[str, Value], original: Value) -> dict[str, object]:
     factor = own.get("rope.scaling.attn_factor", 1.0)
     if factor != 1.0:
         # llama.cpp multiplies it with the factor that follows from the scaling.
-        raise UnsupportedError(f"rope.scaling.attn_factor: is not supported with yarn, got {factor!r}")
+        raise GgufError(f"rope.scaling.attn_factor: is not supported with yarn, got {shown(factor)}")
     return found

@@ -15,11 +15,9 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from io import BufferedReader
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from workers.models.errors import ModelError, UnsupportedError
-from workers.models.files import FileVersion, errors_naming, file_version, open_regular
+from workers.common.gguf import GgufError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -50,10 +48,9 @@ _MAX_KEYS, _MAX_TENSORS, _MAX_ITEMS = 1 << 14, 1 << 17, 1 << 22
 _MAX_KEY_BYTES, _MAX_TEXT_BYTES, _MAX_HEADER_BYTES = 1 << 16, 1 << 20, 256 << 20
 _MAX_DIMENSIONS, _MAX_SIZE = 4, 1 << 62
 _MAX_ALIGNMENT = 1 << 16
+_MOST_SHOWN = 80
 # Longer arrays are read only if they are asked for.
 _SHORT = 4096
-# How much of the file is read at a time.
-_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,47 +77,35 @@ class Header:
     """The header of a file.
 
     Attributes:
-        path: The file.
-        version: That of the file when it was read.
         metadata: By their keys. Without the long arrays that were not asked for.
         tensors: By their names.
     """
 
-    path: Path
-    version: FileVersion
     metadata: dict[str, Value]
     tensors: dict[str, TensorInfo]
 
 
-def read_header(path: Path, arrays: Collection[str] = ()) -> Header:
+def read_header(file: BufferedReader, arrays: Collection[str] = ()) -> Header:
     """Read the header of a file.
 
     Args:
-        path: The file.
+        file: The file from its beginning, open for reading, and regular.
         arrays: Keys of long arrays that are read too.
 
     Raises:
-        ModelError: It is not GGUF, cut short, or says what cannot be: one line, which names the file.
-        UnsupportedError: It has another version or byte order.
+        GgufError: It is not GGUF, of another version or byte order, cut short, or says what cannot be.
+        OSError: It cannot be read.
     """
-    with open_regular(path) as file, errors_naming(path):
-        status = os.fstat(file.fileno())
-        buffered = BufferedReader(file.raw, _BUFFER_BYTES)
-        try:
-            reader = _Reader(buffered, status.st_size)
-            _check_version(reader)
-            num_tensors, num_keys = reader.number("Q"), reader.number("Q")
-            # A tensor's entry takes 24 bytes at least, and a key's 13.
-            reader.check_count("tensors", num_tensors, 24, _MAX_TENSORS)
-            reader.check_count("keys of metadata", num_keys, 13, _MAX_KEYS)
-            metadata = _metadata(reader, num_keys, arrays)
-            entries = [_tensor_entry(reader) for _ in range(num_tensors)]
-            tensors = _placed(entries, _data_begin(reader, metadata), status.st_size)
-        except OSError as error:
-            raise ModelError(f"cannot be read: {error.strerror}") from error
-        finally:
-            buffered.detach()
-    return Header(path, file_version(status), metadata, tensors)
+    file_bytes = os.fstat(file.fileno()).st_size
+    reader = _Reader(file, file_bytes)
+    _check_version(reader)
+    num_tensors, num_keys = reader.number("Q"), reader.number("Q")
+    # A tensor's entry takes 24 bytes at least, and a key's 13.
+    reader.check_count("tensors", num_tensors, 24, _MAX_TENSORS)
+    reader.check_count("keys of metadata", num_keys, 13, _MAX_KEYS)
+    metadata = _metadata(reader, num_keys, arrays)
+    entries = [_tensor_entry(reader) for _ in range(num_tensors)]
+    return Header(metadata, _placed(entries, _data_begin(reader, metadata), file_bytes))
 
 
 class _Reader:
@@ -132,14 +117,14 @@ class _Reader:
         self.position = 0
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes, which the caller has limited. Raises ModelError if the file ends before."""
+        """The next bytes, which the caller has limited. Raises GgufError if the file ends before."""
         self.position += nbytes
         if self.position > _MAX_HEADER_BYTES:
-            raise ModelError(f"the header is larger than {_MAX_HEADER_BYTES >> 20} MiB")
+            raise GgufError(f"the header is larger than {_MAX_HEADER_BYTES >> 20} MiB")
         self._left -= nbytes
         taken = self._file.read(nbytes) if self._left >= 0 else b""
         if len(taken) != nbytes:
-            raise ModelError(f"is cut short: it ends inside of the header, at byte {self.position - nbytes}")
+            raise GgufError(f"is cut short: it ends inside of the header, at byte {self.position - nbytes}")
         return taken
 
     def number(self, kind: str) -> int:
@@ -147,36 +132,36 @@ class _Reader:
         return int(struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0])
 
     def text(self, what: str, max_bytes: int) -> str:
-        """A string. Raises ModelError if it is longer, or not UTF-8."""
+        """A string. Raises GgufError if it is longer, or not UTF-8."""
         nbytes = self.number("Q")
         if nbytes > min(max_bytes, self._left):
-            raise ModelError(f"{what}: has {nbytes} bytes, which is more than {self._allowed(max_bytes)}")
+            raise GgufError(f"{what}: has {nbytes} bytes, which is more than {self._allowed(max_bytes)}")
         try:
             return self.take(nbytes).decode()
         except UnicodeDecodeError:
-            raise ModelError(f"{what}: is not UTF-8") from None
+            raise GgufError(f"{what}: is not UTF-8") from None
 
     def check_count(self, what: str, count: int, least_bytes: int, most: int) -> None:
-        """Raises ModelError for a count that the rest of the file cannot hold, or that is too large."""
+        """Raises GgufError for a count that the rest of the file cannot hold, or that is too large."""
         if count > min(most, self._left // least_bytes):
-            raise ModelError(f"has {count} {what}, which is more than {self._allowed(most)}")
+            raise GgufError(f"has {count} {what}, which is more than {self._allowed(most)}")
 
     def _allowed(self, most: int) -> str:
         return f"{most}, or than fit into the file"
 
 
 def _check_version(reader: _Reader) -> None:
-    """Raises ModelError for another file, and UnsupportedError for a version that is not read."""
+    """Raises GgufError for another file, and for a version that is not read."""
     if reader.take(4) != MAGIC:
-        raise ModelError("is not a GGUF file")
+        raise GgufError("is not a GGUF file")
     version = reader.number("I")
     if version in VERSIONS:
         return
     if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-        raise UnsupportedError(
+        raise GgufError(
             "is big-endian: only little-endian files are served; convert it with gguf_convert_endian.py"
         )
-    raise UnsupportedError(f"has version {version} of GGUF: only 2 and 3 are served; convert the model again")
+    raise GgufError(f"has version {version} of GGUF: only 2 and 3 are served; convert the model again")
 
 
 def _metadata(reader: _Reader, count: int, arrays: Collection[str]) -> dict[str, Value]:
@@ -185,7 +170,7 @@ def _metadata(reader: _Reader, count: int, arrays: Collection[str]) -> dict[str,
     for _ in range(count):
         key = reader.text("a key of metadata", _MAX_KEY_BYTES)
         if key in seen:
-            raise ModelError(f"{_shown(key)}: is there twice")
+            raise GgufError(f"{_shown(key)}: is there twice")
         seen.add(key)
         kind = reader.number("I")
         value = _value(reader, kind, key, is_wanted=key in arrays)
@@ -195,7 +180,7 @@ def _metadata(reader: _Reader, count: int, arrays: Collection[str]) -> dict[str,
 
 
 def _value(reader: _Reader, kind: int, key: str, *, is_wanted: bool) -> Any:
-    """A value; None: an array that is left out. Raises ModelError."""
+    """A value; None: an array that is left out. Raises GgufError."""
     name = _shown(key)
     if kind == _STRING:
         return reader.text(name, _MAX_TEXT_BYTES)
@@ -203,7 +188,7 @@ def _value(reader: _Reader, kind: int, key: str, *, is_wanted: bool) -> Any:
         (value,) = _numbers(reader, kind, 1, name)
         return value
     if kind != _ARRAY:
-        raise ModelError(f"{name}: has type {kind}, which is none of GGUF")
+        raise GgufError(f"{name}: has type {kind}, which is none of GGUF")
     inner, count = reader.number("I"), reader.number("Q")
     is_kept = is_wanted or count <= _SHORT
     if inner == _STRING:
@@ -211,7 +196,7 @@ def _value(reader: _Reader, kind: int, key: str, *, is_wanted: bool) -> Any:
         texts = [reader.text(name, _MAX_TEXT_BYTES) for _ in range(count)]
         return texts if is_kept else None
     if inner not in _NUMBERS:
-        raise ModelError(f"{name}: has an array of type {inner}, which is not read")
+        raise GgufError(f"{name}: has an array of type {inner}, which is not read")
     reader.check_count(f"numbers in {name}", count, struct.calcsize("<" + _NUMBERS[inner]), _MAX_ITEMS)
     numbers = _numbers(reader, inner, count, name)
     return numbers if is_kept else None
@@ -220,7 +205,7 @@ def _value(reader: _Reader, kind: int, key: str, *, is_wanted: bool) -> Any:
 def _numbers(reader: _Reader, kind: int, count: int, name: str) -> list[Any]:
     content = reader.take(count * struct.calcsize("<" + _NUMBERS[kind]))
     if kind == _BOOL and content.strip(b"\x00\x01"):
-        raise ModelError(f"{name}: must be 0 or 1")
+        raise GgufError(f"{name}: must be 0 or 1")
     return [*struct.unpack(f"<{count}{_NUMBERS[kind]}", content)]
 
 
@@ -229,7 +214,7 @@ def _tensor_entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
     name = reader.text("the name of a tensor", _MAX_KEY_BYTES)
     num_dimensions = reader.number("I")
     if num_dimensions > _MAX_DIMENSIONS:
-        raise ModelError(f"tensor {_shown(name)}: has {num_dimensions} dimensions: at most 4 are known")
+        raise GgufError(f"tensor {_shown(name)}: has {num_dimensions} dimensions: at most 4 are known")
     sizes = [reader.number("Q") for _ in range(num_dimensions)]
     return name, tuple(reversed(sizes)), reader.number("I"), reader.number("Q")
 
@@ -238,8 +223,8 @@ def _data_begin(reader: _Reader, metadata: dict[str, Value]) -> tuple[int, int]:
     """Where the tensors begin, and to what they are aligned."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & alignment - 1:
-        raise ModelError(
-            f"general.alignment: must be a power of two up to {_MAX_ALIGNMENT}, got {alignment!r}"
+        raise GgufError(
+            f"general.alignment: must be a power of two up to {_MAX_ALIGNMENT}, got {shown(alignment)}"
         )
     return -(-reader.position // alignment) * alignment, alignment
 
@@ -247,35 +232,41 @@ def _data_begin(reader: _Reader, metadata: dict[str, Value]) -> tuple[int, int]:
 def _placed(
     entries: list[tuple[str, tuple[int, ...], int, int]], data: tuple[int, int], file_bytes: int
 ) -> dict[str, TensorInfo]:
-    """The tensors, each inside of the file, and none over another one. Raises ModelError."""
+    """The tensors, each inside of the file, and none over another one. Raises GgufError."""
     data_begin, alignment = data
     found: dict[str, TensorInfo] = {}
     for name, shape, kind, offset in entries:
         where = f"tensor {_shown(name)}"
         if name in found:
-            raise ModelError(f"{where}: is there twice")
+            raise GgufError(f"{where}: is there twice")
         if kind not in TYPES:
-            raise UnsupportedError(f"{where}: has type {kind}, which is not known")
+            raise GgufError(f"{where}: has type {kind}, which is not known")
         type_name, block, block_bytes = TYPES[kind]
         size = math.prod(shape)
         if not 0 < size < _MAX_SIZE:
-            raise ModelError(f"{where}: has the shape {list(shape)}, which is empty or too large")
+            raise GgufError(f"{where}: has the shape {list(shape)}, which is empty or too large")
         if (shape[-1] if shape else 1) % block:
-            raise ModelError(f"{where}: has rows of {shape[-1:]} values, and {type_name} blocks of {block}")
+            raise GgufError(f"{where}: has rows of {shape[-1:]} values, and {type_name} blocks of {block}")
         nbytes = size // block * block_bytes
         if offset % alignment:
-            raise ModelError(f"{where}: begins at {offset}, which is no multiple of {alignment}")
+            raise GgufError(f"{where}: begins at {offset}, which is no multiple of {alignment}")
         if data_begin + offset + nbytes > file_bytes:
-            raise ModelError(f"{where}: ends beyond the end of the file, which is cut short")
+            raise GgufError(f"{where}: ends beyond the end of the file, which is cut short")
         found[name] = TensorInfo(name, shape, type_name, data_begin + offset, nbytes)
     end, before = 0, ""
     for info in sorted(found.values(), key=lambda info: info.begin):
         if info.begin < end:
-            raise ModelError(f"tensor {_shown(info.name)}: overlaps tensor {_shown(before)}")
+            raise GgufError(f"tensor {_shown(info.name)}: overlaps tensor {_shown(before)}")
         end, before = info.begin + info.nbytes, info.name
     return found
 
 
 def _shown(name: str) -> str:
     """A name of a file as a message can have it."""
-    return name if name.isascii() and name.isprintable() and len(name) <= 80 else ascii(name)[:80]
+    return name if name.isascii() and name.isprintable() and len(name) <= _MOST_SHOWN else shown(name)
+
+
+def shown(value: object) -> str:
+    """A value of a file as a message can have it."""
+    text = ascii(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from workers.common.gguf import GgufError
+from workers.common.gguf.header import Value, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +16,15 @@ class Split:
     Attributes:
         pattern: A regular expression whose matches are the parts; "": that of GPT-2.
         digits: Each digit is a part of its own before.
-        whole: A part that is a token is not merged from others.
+        whole: A part that is a token is not merged from others. If a file does not say whether a first token
+            is added, it is then.
+        nfc: Texts are normalized before.
     """
 
     pattern: str = ""
     digits: bool = False
     whole: bool = False
+    nfc: bool = False
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -28,7 +35,7 @@ _REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _LLAMA3 = Split(_WORDS + r"|\p{N}{1,3}" + _REST, whole=True)
 _DBRX = Split(_LLAMA3.pattern)
-_QWEN2 = Split(_WORDS + r"|\p{N}" + _REST)
+_QWEN2 = Split(_WORDS + r"|\p{N}" + _REST, nfc=True)
 _TEKKEN = Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     + _REST_WITH_SLASH,
@@ -50,8 +57,19 @@ SPLITS = {
     "smollm": _DIGITS,
 }  # fmt: skip
 
-NFC = ("qwen2", "deepseek-r1-qwen", "megrez")
-"""Those whose texts are normalized."""
+_MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 
-NO_BOS = {name for name in SPLITS if not SPLITS[name].whole}
-"""Those that add no first token, if a file does not say whether they do."""
+
+def split_of(metadata: Mapping[str, Value]) -> Split | None:
+    """The pre-tokenizer of a file; None: it has SentencePiece's BPE, which needs none.
+
+    Raises GgufError for a tokenizer that is not known.
+    """
+    kind, name = metadata.get(_MODEL), metadata.get(_PRE, "default")
+    if kind == "llama":
+        return None
+    if kind != "gpt2":
+        raise GgufError(f"{_MODEL}: must be gpt2 or llama, got {shown(kind)}")
+    if not isinstance(name, str) or name not in SPLITS:
+        raise GgufError(f"{_PRE}: must be one of {', '.join(sorted(SPLITS))}, got {shown(name)}")
+    return SPLITS[name]
