@@ -40,6 +40,11 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
+# Types of tensors that can be served: `kernels.grouped_weight` has the others.
+DENSE = frozenset({"f32", "f16", "bf16"})
+QUANTISED = frozenset({"q8_0", "q4_0"})
+
+TOKEN_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
 # Control tokens that end a text where they are in a vocabulary, beside those that the metadata name.
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
@@ -136,6 +141,15 @@ def read_settings(
     settings |= _of_architecture(name, own, settings, tensors)
     settings |= _rope(name, own, settings, tensors, read_factors)
     return settings
+
+
+def served_types(tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """The types of a model's tensors. Raises GgufError for one that cannot be served."""
+    for info in tensors.values():
+        if info.type not in DENSE | QUANTISED:
+            known = ", ".join(sorted(DENSE | QUANTISED))
+            raise GgufError(f"tensor {info.name} must be one of {known}, got {info.type}")
+    return {info.type for info in tensors.values()}
 
 
 def _check_keys(name: str, architecture: Architecture, own: Mapping[str, Value]) -> None:

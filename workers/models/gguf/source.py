@@ -10,16 +10,16 @@ from pathlib import Path
 from workers.common.gguf import GgufError
 from workers.common.gguf.files import model_files
 from workers.common.gguf.header import TensorInfo, read_header
-from workers.common.gguf.settings import architecture_of, read_settings
+from workers.common.gguf.settings import TOKEN_ARRAYS, architecture_of, read_settings, served_types
 from workers.models.checkpoint import StoredTensor
 from workers.models.errors import ModelError
 from workers.models.files import file_version, open_regular
 from workers.models.gguf.tensors import FileHeader, read_vector, stored_tensors
-from workers.models.gguf.tokenizer import TEXT_ARRAYS, TOKEN_ARRAYS, read_text
+from workers.models.gguf.tokenizer import TEXT_ARRAYS, read_text
+from workers.models.licence import MAX_CHARACTERS, read_licence
 from workers.models.text import ModelText
 
 _MAX_FACTORS = 4096
-_MAX_LICENCE_CHARACTERS = 256
 
 
 class GgufSource:
@@ -56,13 +56,14 @@ class GgufSource:
             return read_text(header.metadata, vocab_size, max_bytes)
 
     def licence(self) -> str:
-        """See `ModelSource`."""
+        """See `ModelSource`: that of the metadata, else that of files beside it."""
         try:
             found = _read(self.config_file).content.metadata.get("general.license", "")
         except ModelError:
             return ""
-        text = found if isinstance(found, str) else ""
-        return "".join(c if c.isascii() and c.isprintable() else "?" for c in text[:_MAX_LICENCE_CHARACTERS])
+        text = found[:MAX_CHARACTERS] if isinstance(found, str) else ""
+        named = "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
+        return named or read_licence(self.config_file.parent)
 
     def _settings(self, headers: list[FileHeader]) -> dict[str, object]:
         tensors = {name: info for header in headers for name, info in header.content.tensors.items()}
@@ -72,6 +73,7 @@ class GgufSource:
             return read_vector(owner[info.name], info, _MAX_FACTORS)
 
         with _errors_naming(self.config_file):
+            served_types(tensors)
             return read_settings(headers[0].content.metadata, tensors, read_factors)
 
     def _headers(self, arrays: Collection[str]) -> list[FileHeader]:

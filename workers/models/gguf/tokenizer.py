@@ -16,6 +16,7 @@ from typing import Any
 
 from workers.common.gguf import GgufError
 from workers.common.gguf.header import Value
+from workers.common.gguf.settings import TOKEN_ARRAYS
 from workers.common.gguf.splits import Split, split_of
 from workers.models.chat_template import DEFAULT, ChatTemplate
 from workers.models.text import ModelText
@@ -23,7 +24,6 @@ from workers.models.text import ModelText
 _log = logging.getLogger(__name__)
 
 _PREFIX = "tokenizer.ggml."
-TOKEN_ARRAYS = (f"{_PREFIX}tokens", f"{_PREFIX}token_type")
 TEXT_ARRAYS = (*TOKEN_ARRAYS, f"{_PREFIX}scores", f"{_PREFIX}merges")
 _TEMPLATE = "tokenizer.chat_template"
 
