@@ -40,9 +40,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
-# Types of tensors that can be served: `kernels.grouped_weight` has the others.
+# Types of tensors that can be served: `kernels.group_formats` has those that are quantised.
 DENSE = frozenset({"f32", "f16", "bf16"})
-QUANTISED = frozenset({"q8_0", "q4_0"})
+QUANTISED = frozenset(
+    {
+        "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+    }
+)  # fmt: skip
 
 TOKEN_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
 # Control tokens that end a text where they are in a vocabulary, beside those that the metadata name.
