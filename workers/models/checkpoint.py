@@ -74,7 +74,7 @@ class StoredTensor(ABC):
 
     @property
     def form(self) -> GroupFormat | None:
-        """How the matrix is held that its parts are rows of, if they are quantised; None: they are numbers."""
+        """How the matrix is held whose rows parts are, if they are quantised; None: they have the dtype."""
         return FORMATS.get(self.dtype)
 
     @abstractmethod

@@ -11,9 +11,8 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -70,7 +69,7 @@ class LoadPlan:
     weight_bytes: int
     group: Group | None = None
     quantization: str | None = None
-    forms: Mapping[str, GroupFormat] = MappingProxyType({})
+    forms: Mapping[str, GroupFormat] = field(default_factory=dict)
 
     @property
     def formats(self) -> FormatOf | None:
