@@ -18,7 +18,7 @@ void linear(const LinearArguments& a, const Worker& worker) {
     for (int64_t row = 0; row < count; row++) {
       rows[row] = copied ? copies + row * copied_row(a.inputs)
                          : reinterpret_cast<const InputOf<T>*>(x + (first + row) * a.x_stride);
-      results[row] = static_cast<T*>(a.out) + (first + row) * a.outputs;
+      results[row] = static_cast<T*>(a.out) + (first + row) * a.out_stride;
     }
     if (copied) {
       worker.for_shares(count, [&](int64_t row) {

@@ -10,12 +10,12 @@ constexpr int64_t kCopiedRows = 256;  // _COPIED_ROWS of linear.py
 
 // Plain data, filled by kernels/cpu/linear.py: the fields must agree. Strides are in elements.
 struct LinearArguments {
-  void* out;           // [T, O] contiguous
+  void* out;           // [T, O]
   const void* x;       // [T, I]
   const void* weight;  // packed [O, I]
   const void* bias;    // [O], or null
   void* scratch;       // space for min(T, 256) copied rows; unused if rows need no copy
-  int64_t rows, inputs, outputs, x_stride;
+  int64_t rows, inputs, outputs, x_stride, out_stride;
 };
 
 template <typename T>
