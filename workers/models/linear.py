@@ -98,7 +98,7 @@ class LoadTarget:
             yield self.into.write(into, columns)
 
     def _rows(self, first: int, count: int) -> Iterator[tuple[int, range]]:
-        """Of `count` rows of the checkpoint from `first` on those that are taken, and the first row for them."""
+        """Of `count` rows of the checkpoint from `first` on those that are taken, and where they go."""
         assert self.taken is not None
         into = self.first  # of the next range
         for rows in self.taken.rows:
