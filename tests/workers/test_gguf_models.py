@@ -144,7 +144,7 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
 
 def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     """What a projection multiplies, in groups of 32 signed bytes with a scale."""
-    groups = inputs[0].unflatten(-1, (-1, 32))
+    groups = inputs[0].reshape(*inputs[0].shape[:-1], -1, 32)
     scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return (((groups / scale).round() * scale).flatten(-2),)
 
@@ -167,7 +167,7 @@ def mixed_model(directory: Path) -> Path:
 
 def test_formats_of_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     make_model(tmp_path / "hf", TinyModel())
-    found = {}
+    found: dict[str, str] = {}
     for kind in ("f32", "q8_0", "q4_0"):
         file = write_gguf(tmp_path / f"{kind}.gguf", tmp_path / "hf", kind)
         for _ in range(2):
