@@ -116,6 +116,14 @@ def runs_on_cuda(directory: Path, asked: str) -> bool:
     return True
 
 
+def has_quantised_weights(directory: Path) -> bool:
+    """Whether files have quantised weights. False for what cannot be read, which the load will say."""
+    try:
+        return any(entry.form is not None for entry in source_of(directory).tensors().values())
+    except ModelError:
+        return False
+
+
 def load_served(  # noqa: PLR0913 - the settings of a load
     directory: Path,
     dtype: str,
