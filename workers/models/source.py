@@ -13,7 +13,6 @@ from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.files import check_not_pickled, parse_object, read_file
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
-from workers.models.licence import read_licence
 from workers.models.text import ModelText, read_text
 
 CONFIG_FILE = "config.json"
@@ -48,9 +47,6 @@ class ModelSource(Protocol):
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
 
-    def licence(self) -> str:
-        """The name of its licence, in printable ASCII; "" if there is none. Raises nothing."""
-
 
 class DirectorySource:
     """A directory of the Hugging Face hub, with its weights as safetensors."""
@@ -79,10 +75,6 @@ class DirectorySource:
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """See `ModelSource`."""
         return read_text(self.path, vocab_size, max_bytes)
-
-    def licence(self) -> str:
-        """See `ModelSource`."""
-        return read_licence(self.path)
 
 
 def source_of(path: Path | str) -> ModelSource:
