@@ -134,8 +134,8 @@ class _Reader:
     def text(self, what: str, max_bytes: int) -> str:
         """A string. Raises GgufError if it is longer, or not UTF-8."""
         nbytes = self.number("Q")
-        if nbytes > min(max_bytes, self._left):
-            raise GgufError(f"{what}: has {nbytes} bytes, which is more than {self._allowed(max_bytes)}")
+        if nbytes > max_bytes:
+            raise GgufError(f"{what}: has {nbytes} bytes, which is more than {max_bytes}")
         try:
             return self.take(nbytes).decode()
         except UnicodeDecodeError:
@@ -144,10 +144,7 @@ class _Reader:
     def check_count(self, what: str, count: int, least_bytes: int, most: int) -> None:
         """Raises GgufError for a count that the rest of the file cannot hold, or that is too large."""
         if count > min(most, self._left // least_bytes):
-            raise GgufError(f"has {count} {what}, which is more than {self._allowed(most)}")
-
-    def _allowed(self, most: int) -> str:
-        return f"{most}, or than fit into the file"
+            raise GgufError(f"has {count} {what}, which is more than {most}, or than fit into the file")
 
 
 def _check_version(reader: _Reader) -> None:
