@@ -179,7 +179,16 @@ class GroupedWeight(Weight):
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See `Weight`."""
-        return dequantised(self.form, self.parts(indices))[:, : self.shape[1]].to(self.dtype)
+        if not library.available():
+            return dequantised(self.form, self.parts(indices))[:, : self.shape[1]].to(self.dtype)
+        indices = indices.to(torch.int64).contiguous()
+        found = torch.empty(len(indices), self.shape[1])
+        types = *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4
+        addresses = found.data_ptr(), self.data.data_ptr(), self.form.address, indices.data_ptr()
+        run = library.function("quire_group_rows", types, ctypes.c_bool)
+        if not run(*addresses, *found.shape, len(self), torch.get_num_threads()):
+            raise IndexError(f"indices: must be from 0 to {len(self) - 1}")
+        return found.to(self.dtype)
 
     def dense(self) -> torch.Tensor:
         """See `Weight`."""

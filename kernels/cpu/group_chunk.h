@@ -1,6 +1,8 @@
 // What is read of a chunk of a quantised weight before it is multiplied: see group_format.h.
 #pragma once
 
+#include <algorithm>
+
 #include "group_format.h"
 #include "intrinsics.h"
 

@@ -15,6 +15,7 @@ from kernels.group_layout import Parts
 from kernels.grouped_weight import (
     QUANTISERS,
     GroupedWeight,
+    dequantised,
     factors,
     grouped_reference,
     integers,
@@ -133,6 +134,17 @@ def test_rows_are_near_those_that_were_written(outputs: int, inputs: int, name: 
     assert (
         (again.dense() - plain).abs() <= steps * (0.5 if name == "q8_0" else 1.0) + plain.abs() * 2**-10
     ).all()
+
+
+@pytest.mark.parametrize("form", KINDS, ids=lambda form: form.name)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_rows_have_the_bits_of_torch(outputs: int, inputs: int, form: GroupFormat) -> None:
+    weight = random_weight(form, outputs, inputs)
+    index = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(weight.rows(index), dequantised(form, weight.parts(index))[:, :inputs])
+    for wrong in (-outputs - 1, outputs):
+        with pytest.raises(IndexError):
+            weight.rows(torch.tensor([0, wrong]))
 
 
 def test_what_is_not_finite_shows_in_the_scales() -> None:
