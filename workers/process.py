@@ -90,7 +90,7 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda, and this machine has no CUDA device")
-    if config.device == "auto" and _quantization(config) is not None:
+    if config.device == "auto" and _is_quantised(config):
         _log.info("the model runs on the CPU: there are no GPU kernels for quantised weights")
         return "cpu"
     if config.device == "auto" and not _runs_on_cuda(config):
@@ -125,6 +125,14 @@ def triton_problem() -> str:
     except OSError as error:
         return f"GPU kernels are stored in {cache}, which fails ({error.strerror}): set TRITON_CACHE_DIR"
     return ""
+
+
+def _is_quantised(config: WorkerConfig) -> bool:
+    """Whether weights are quantised, as they are loaded or in the files."""
+    from workers.executors.loading import has_quantised_weights
+
+    in_files = config.model != WEIGHTLESS_MODEL and has_quantised_weights(Path(config.model))
+    return in_files or _quantization(config) is not None
 
 
 def _runs_on_cuda(config: WorkerConfig) -> bool:

@@ -17,9 +17,9 @@ def main() -> None:
             del sys.modules[name]
     from service.cli.hub import HubError, find_model
 
-    revision = json.loads(sys.argv[1])
+    model, revision = json.loads(sys.argv[1])
     try:
-        print(find_model("org/model", revision))
+        print(find_model(model, revision))
     except HubError as error:
         print(f"quire: {error}", file=sys.stderr)
     assert not {"torch", "transformers"} & set(sys.modules)

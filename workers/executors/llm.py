@@ -26,16 +26,16 @@ from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
-from workers.models.files import check_not_pickled
 from workers.models.model import Model, ModelDescription, page_bytes
-from workers.models.text import ModelText, read_text
+from workers.models.source import source_of
+from workers.models.text import ModelText
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import copy_weights
 from workers.runners.eager import EagerRunner
 from workers.runners.tensor_parallel import LeadingRunner, RankGroup
 
 # The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
-_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}(/.*)?")
 
 
 class LlmExecutor(ModelExecutor):
@@ -87,11 +87,12 @@ class LlmExecutor(ModelExecutor):
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             check_cuda_device(device)
-        check_not_pickled(directory)
+        source = source_of(directory)
+        source.check()
         choice = choose_backend(directory, backend, on_cuda=device.type == "cuda")
         backend = choice.backend
         # Before the weights, which take longer to load.
-        text = read_text(directory, choice.vocab_size, max_text_bytes)
+        text = source.text(choice.vocab_size, max_text_bytes)
         group = None if ranks is None else ranks.collectives
         if ranks is not None:
             check_ranks(directory, choice, ranks.ranks)
@@ -245,10 +246,13 @@ def _described(description: ModelDescription, directory: Path, text: ModelText) 
 
 
 def model_id_of(directory: Path) -> str:
-    """The name of a model: as on the hub for a snapshot in the hub's cache, else the directory's."""
+    """The name of a model: as on the hub for a snapshot in the hub's cache, else that of the path."""
     directory = Path(os.path.abspath(directory))  # noqa: PTH100 - gives "." a name, and keeps that of a link
     found = _SNAPSHOT.fullmatch(directory.as_posix())
-    return found[1].replace("--", "/") if found is not None else directory.name
+    if found is None:
+        return directory.name
+    # Of the files of a repository with several models, each has a name of its own.
+    return found[1].replace("--", "/") + (found[2] or "")
 
 
 def _pages(

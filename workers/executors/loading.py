@@ -29,6 +29,7 @@ from workers.models.files import errors_naming
 from workers.models.lora import BaseMatrix
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
+from workers.models.source import source_of
 from workers.models.weights import LoadPlan, Progress, check_names, load_planned, plan_load
 from workers.operations import AdapterSource
 
@@ -65,7 +66,9 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
         ModelError: config.json cannot be read, has invalid settings, or settings that the requested backend
             does not support.
     """
-    reason = ""
+    reason, of_library = "", source_of(directory).is_of_library
+    if asked == TRANSFORMERS and not of_library:
+        raise ModelError(f"{directory}: model_backend = transformers needs a directory with safetensors")
     if asked != TRANSFORMERS:
         try:
             config = ModelConfig.from_directory(directory)
@@ -75,7 +78,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
                 check_names(directory, config)
             return Choice(NATIVE, config.vocab_size)
         except UnsupportedError as error:
-            if asked == NATIVE:
+            if asked == NATIVE or not of_library:
                 raise
             reason = without_path(str(error), directory)
             _log.info("trying the transformers backend, since native code cannot run this model: %s", reason)
@@ -111,6 +114,14 @@ def runs_on_cuda(directory: Path, asked: str) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def has_quantised_weights(directory: Path) -> bool:
+    """Whether files have quantised weights. False for what cannot be read, which the load will say."""
+    try:
+        return any(entry.form is not None for entry in source_of(directory).tensors().values())
+    except ModelError:
+        return False
 
 
 def load_served(  # noqa: PLR0913 - the settings of a load
@@ -190,10 +201,12 @@ def _explained(error: ModelError, directory: Path, reason: str) -> ModelError:
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
     checked = directory, plan.config, plan.dtype, plan.device
-    quantization = plan.quantization
+    quantization, forms = plan.quantization, plan.forms
 
     def key() -> str:
-        return passed_checks.key_of(*checked, batch_invariant=batch_invariant, quantization=quantization)
+        return passed_checks.key_of(
+            *checked, batch_invariant=batch_invariant, quantization=quantization, forms=forms
+        )
 
     before = ""
     with contextlib.suppress(OSError):
@@ -206,7 +219,7 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = check_native(*checked, batch_invariant=batch_invariant, quantization=quantization)
+    error = check_native(*checked, batch_invariant=batch_invariant, quantization=quantization, forms=forms)
     if error is not None:
         with contextlib.suppress(OSError):
             # Not if files were replaced meanwhile: the code that was checked may be the older one.

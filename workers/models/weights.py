@@ -1,4 +1,4 @@
-"""Loads a Hugging Face directory into a decoder.
+"""Loads a model into a decoder.
 
 Before any allocation, the headers of the files are compared with the config, and the needed memory with the
 free memory. Parameters are allocated once, fused and in the final dtype, and filled part by part. So the peak
@@ -11,16 +11,17 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from kernels.group_formats import GroupFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
-from workers.models.builder import all_of, build_decoder
-from workers.models.checkpoint import AUTO, Staging, TensorEntry
+from workers.models.builder import FormatOf, all_of, build_decoder
+from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
@@ -28,6 +29,7 @@ from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
+from workers.models.source import source_of
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ _PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "layers.", "norm.")
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +57,34 @@ class LoadPlan:
         num_parameters: See `ModelDescription`.
         weight_bytes: See `ModelDescription`; in a group, of this rank.
         group: The ranks over which the model is split; None: it is not.
-        quantization: The format to which matrices are quantised; None: they have the dtype.
+        quantization: The format to which matrices are quantised while they are read; None: to none.
+        forms: The formats of matrices that the files have quantised, by their names in a text model.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, StoredTensor]
     num_parameters: int
     weight_bytes: int
     group: Group | None = None
     quantization: str | None = None
+    forms: Mapping[str, GroupFormat] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> FormatOf | None:
+        """The format of each matrix, for `build_decoder`."""
+        return formats_of(self.quantization, self.forms)
+
+    @property
+    def format_names(self) -> str:
+        """The names of all formats, with blanks between them; "": nothing is quantised."""
+        return self.quantization or " ".join(sorted({form.name for form in self.forms.values()}))
+
+
+def formats_of(quantization: str | None, forms: Mapping[str, GroupFormat]) -> FormatOf | None:
+    """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
+    return forms.get if forms else all_of(quantization)
 
 
 def plan_load(
@@ -77,7 +97,7 @@ def plan_load(
     """Check a directory without reading its weights.
 
     Args:
-        directory: A Hugging Face model directory.
+        directory: A Hugging Face model directory, or another `ModelSource`.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
             names, else that of the embedding in the files; on a CPU float32 for float16.
         device: The device of the parameters.
@@ -91,9 +111,14 @@ def plan_load(
     """
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
-    if quantization is not None:
+    entries = _of_text(source_of(directory).tensors(), config)
+    forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
+    if quantization is not None or forms:
         _check_can_quantise(config, device, group)
-    entries = _of_text(checkpoint.read_entries(directory), config)
+    if quantization is not None and forms:
+        first = min(forms)
+        where = f"{entries[first].file}: tensor {entries[first].name}"
+        raise UnsupportedError(f"{where} is quantised already ({forms[first].name}): leave out quantization")
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
     targets = _targets(config, directory, entries, chosen)
@@ -109,14 +134,15 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    if group is not None or quantization is not None:
-        targets = build_decoder(config, chosen, "meta", group, all_of(quantization)).targets()
+    formats = formats_of(quantization, forms)
+    if group is not None or formats is not None:
+        targets = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
-    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization)
+    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization, forms)
 
 
 def _check_can_quantise(config: ModelConfig, device: torch.device, group: Group | None) -> None:
@@ -136,7 +162,7 @@ def check_names(directory: Path, config: ModelConfig) -> None:
         UnsupportedError: They differ; the message names a tensor.
         ModelError: The headers of the files cannot be read.
     """
-    _targets(config, directory, _of_text(checkpoint.read_entries(directory), config), torch.float32)
+    _targets(config, directory, _of_text(source_of(directory).tensors(), config), torch.float32)
 
 
 def load_planned(
@@ -153,7 +179,7 @@ def load_planned(
         ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     config = plan.config
-    decoder = build_decoder(config, plan.dtype, plan.device, plan.group, all_of(plan.quantization))
+    decoder = build_decoder(config, plan.dtype, plan.device, plan.group, plan.formats)
     _load_weights(decoder, plan.entries, progress, _staging_for(plan.device))
     # The hash of the parsed config: two spellings of a config give the same fingerprint. The KV of quantised
     # weights is another one.
@@ -179,14 +205,14 @@ def load_planned(
         moe_layers=sum(layer.sparse for layer in config.layers),
         num_experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
-        quantization=plan.quantization or "",
+        quantization=plan.format_names,
     )
 
 
 @torch.inference_mode()
 def _load_weights(
     decoder: Decoder,
-    entries: Mapping[str, TensorEntry],
+    entries: Mapping[str, StoredTensor],
     progress: Progress | None,
     staging: Staging | None = None,
 ) -> None:
@@ -206,8 +232,8 @@ def _load_weights(
         target, entry = targets[name], entries[name]
         where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
-        for first, part in checkpoint.read_parts(entry, taken, staging):
-            filled = target.fill(part, first)
+        for first, part in entry.parts(taken, staging):
+            filled = target.fill(part, first) if entry.form is None else target.fill_blocks(part, first)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
             if staging is None:
@@ -223,7 +249,7 @@ def _staging_for(device: torch.device) -> Staging | None:
     return Staging(torch.cuda.Event, pinned=True) if device.type == "cuda" else None
 
 
-def _read_bytes(entry: TensorEntry, target: LoadTarget) -> int:
+def _read_bytes(entry: StoredTensor, target: LoadTarget) -> int:
     """The bytes of a tensor that are read for a target."""
     if target.taken is None:
         return entry.nbytes
@@ -244,7 +270,7 @@ def copy_weights(source: Decoder, into: Decoder) -> None:
         torch.cuda.synchronize(into.device)
 
 
-def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
+def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of the text part, by their names in a text model.
 
     As the library, takes the tensors of a base model, which have no prefix, and of two that are tied either.
@@ -255,7 +281,7 @@ def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[st
     left_out: tuple[str, ...] = ()
     if config.wrapper is not None:
         renamed_prefixes, left_out = WRAPPERS[config.wrapper].renamed, WRAPPERS[config.wrapper].left_out
-    found: dict[str, TensorEntry] = {}
+    found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         if not name.startswith(left_out):
             before, after = next((pair for pair in renamed_prefixes if name.startswith(pair[0])), ("", ""))
@@ -271,7 +297,7 @@ def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[st
 
 
 def _targets(
-    config: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry], dtype: torch.dtype
+    config: ModelConfig, directory: Path, entries: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> dict[str, LoadTarget]:
     """The targets of a whole model, on the device "meta".
 
@@ -299,7 +325,7 @@ def _targets(
     return targets
 
 
-def _has_own_head(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> bool:
+def _has_own_head(config: ModelConfig, entries: Mapping[str, StoredTensor]) -> bool:
     """Whether the config ties head and embedding, but the files have two that differ.
 
     As in the transformers library, which does not tie them then.
@@ -310,19 +336,17 @@ def _has_own_head(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> bo
     # Tensors of the same shape and dtype have the same parts. NaN is ignored here and refused later.
     return (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not all(
         torch.equal(one.nan_to_num(), other.nan_to_num())
-        for (_, one), (_, other) in zip(
-            checkpoint.read_parts(head), checkpoint.read_parts(embedding), strict=True
-        )
+        for (_, one), (_, other) in zip(head.parts(), embedding.parts(), strict=True)
     )
 
 
-def _check_shapes(targets: Mapping[str, LoadTarget], entries: Mapping[str, TensorEntry]) -> None:
+def _check_shapes(targets: Mapping[str, LoadTarget], entries: Mapping[str, StoredTensor]) -> None:
     """Raises ModelError unless each tensor has the shape of its target, and a dtype that is known."""
     for name, target in targets.items():
         entry = entries[name]
         if entry.shape != target.shape:
             shapes = f"shape {list(entry.shape)}, but the config asks for {list(target.shape)}"
             raise ModelError(f"{entry.file}: tensor {entry.name} has {shapes}")
-        if entry.dtype not in checkpoint.DTYPES:
+        if entry.dtype not in checkpoint.DTYPES and (entry.form is None or len(target.shape) < _MATRIX):
             known = ", ".join(checkpoint.DTYPES)
             raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")

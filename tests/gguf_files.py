@@ -1,0 +1,288 @@
+"""GGUF files of small models, written by the gguf package as the converters of llama.cpp write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoConfig, PreTrainedConfig
+
+from workers.models.checkpoint import read_entries
+from workers.models.gguf.drawn_blocks import drawn_blocks
+
+NAMES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
+}  # fmt: skip
+PRE_TOKENIZER = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
+_GEMMA = ("gemma", "gemma2", "gemma3")
+# Types that the package can make of numbers. The others' blocks are drawn.
+QUANTISED = {
+    "q4_0": Type.Q4_0, "q4_1": Type.Q4_1, "q5_0": Type.Q5_0, "q5_1": Type.Q5_1, "q8_0": Type.Q8_0,
+    "tq1_0": Type.TQ1_0,
+}  # fmt: skip
+DENSE = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16}
+TypeOf = Callable[[str], str]
+"""The type of a matrix, by its name in a checkpoint."""
+
+
+def write_gguf(
+    path: Path,
+    model: Path,
+    type_of: TypeOf | str = "f16",
+    *,
+    tokenizer: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    max_shard_tensors: int = 0,
+) -> Path:
+    """Write the model of a directory, with random weights, as a file; returns it, or the first of several.
+
+    Args:
+        path: The file.
+        model: A directory of transformers.
+        type_of: The type of each matrix. Vectors are float32.
+        tokenizer: Metadata below tokenizer.ggml.
+        metadata: More metadata; None: a key is left out.
+        max_shard_tensors: The most tensors in a file; 0: there is one.
+    """
+    config = AutoConfig.from_pretrained(model)
+    name = NAMES[config.model_type]
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=max_shard_tensors)
+    for key, value in (_metadata(name, config) | dict(metadata or {})).items():
+        if key == "general.architecture":
+            writer.kv_data[0][key].value = value
+        elif value is not None:
+            _add(writer, key, value)
+    for key, value in (tokenizer or {}).items():
+        _add(writer, f"tokenizer.ggml.{key}", value)
+    for tensor_name, (values, kind) in _tensors(name, config, model, type_of).items():
+        _add_tensor(writer, tensor_name, values, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if not max_shard_tensors else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
+    """As the converters write it."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters or {}
+    full = rope.get("full_attention", rope)
+    found: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(full.get("rope_theta", 10_000.0)),
+        "rope.dimension_count": int(head_dim * full.get("partial_rotary_factor", 1.0)),
+    }
+    if name != "phi3":
+        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    window = getattr(config, "sliding_window", None)
+    if window is not None and name in ("llama", "gemma2", "gemma3", "phi3"):
+        found["attention.sliding_window"] = window
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, key, None) is not None:
+            found[key] = getattr(config, key)
+    if full.get("rope_type") in ("linear", "yarn"):
+        found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
+    if "original_max_position_embeddings" in full and full.get("rope_type") != "llama3":
+        found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        found |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+        if name == "qwen3moe":
+            found["expert_feed_forward_length"] = config.moe_intermediate_size
+    return {f"{name}.{key}": value for key, value in found.items()} | {"general.name": "a tiny model"}
+
+
+def _tensors(
+    name: str, config: PreTrainedConfig, model: Path, type_of: TypeOf | str
+) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
+    """Values and type of each tensor of the file."""
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    found: dict[str, tuple[np.ndarray[Any, Any], str]] = {}
+    experts: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for tensor_name, entry in read_entries(model).items():
+        values = torch.cat([part.clone() for _, part in entry.parts()]).float().numpy()
+        kind = type_of if isinstance(type_of, str) else type_of(tensor_name)
+        if values.ndim < 2:
+            kind = "f32"
+        elif values.shape[-1] % gguf.GGML_QUANT_SIZES[Type[kind.upper()]][0]:
+            kind = "q8_0"  # as llama.cpp, which has no blocks for such rows
+        if name in _GEMMA and tensor_name.endswith("norm.weight"):
+            values = values + 1
+        if name == "llama" and ".q_proj." in tensor_name:
+            values = _interleaved(values, config.num_attention_heads)
+        if name == "llama" and ".k_proj." in tensor_name:
+            values = _interleaved(values, config.num_key_value_heads)
+        merged = _without_expert(tensor_name)
+        written = names.get_name(merged, try_suffixes=(".weight", ".bias"))
+        assert written is not None, tensor_name
+        if merged != tensor_name:
+            experts.setdefault(written, []).append(values)
+            values = np.stack(experts[written])
+        found[written] = values, kind
+    return found | _rope_factors(config)
+
+
+def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
+    rope = config.rope_parameters or {}
+    match rope.get("rope_type"):
+        case "llama3":
+            return {"rope_freqs.weight": (_llama3_factors(config, rope), "f32")}
+        case "longrope":
+            return {
+                f"rope_factors_{length}.weight": (np.array(rope[f"{length}_factor"], np.float32), "f32")
+                for length in ("long", "short")
+            }
+    return {}
+
+
+def _without_expert(name: str) -> str:
+    """The name of the tensor of all experts: entries of a directory are in the order of their numbers."""
+    before, has, after = name.partition(".experts.")
+    return f"{before}.experts.{after.partition('.')[2]}" if has else name
+
+
+def _interleaved(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of a head in the order of llama.cpp's rotation: `LlamaModel.permute` of its converter."""
+    pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _llama3_factors(config: PreTrainedConfig, rope: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """What divides the frequencies: `generate_extra_tensors` of the converter of llama."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in frequencies:
+        wavelength = 2 * torch.pi / frequency
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            factors.append(float(1 / ((1 - smooth) / factor + smooth)))
+    return np.array(factors, dtype=np.float32)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], kind: str) -> None:
+    if kind == "f32":
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
+    elif kind == "f16":
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float16))
+    else:
+        raw_type = (DENSE | QUANTISED).get(kind)
+        if raw_type is None:
+            raw_type, (outputs, inputs) = Type[kind.upper()], values.shape
+            blocks = drawn_blocks(kind, (outputs, inputs), 1.5 * inputs**-0.5, outputs).numpy()
+        else:
+            blocks = gguf.quantize(values, raw_type)
+        writer.add_tensor(name, blocks, raw_dtype=raw_type)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The metadata of a tokenizer, below tokenizer.ggml."""
+
+    metadata: Mapping[str, Any]
+
+    def write_to(self, writer: gguf.GGUFWriter) -> None:
+        """Write a file with nothing else but an embedding."""
+        for key, value in self.metadata.items():
+            _add(writer, f"tokenizer.ggml.{key}", value)
+        writer.add_tensor("token_embd.weight", np.zeros((len(self.metadata["tokens"]), 2), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def byte_level(pre: str, **more: Any) -> Vocabulary:
+    """BPE over bytes, trained on pages of this project; with tokens for the begin, the end and a role."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        _pages(), trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(made.to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get)]
+    count = len(tokens)
+    return Vocabulary(
+        {
+            "model": "gpt2",
+            "pre": pre,
+            "tokens": [*tokens, "<|bos|>", "<|eot|>", "<|user|>"],
+            "token_type": [1] * count + [3, 3, 4],
+            "merges": [" ".join(pair) for pair in model["merges"]],
+            "bos_token_id": count,
+            "eos_token_id": count + 1,
+            **more,
+        }
+    )
+
+
+def sentencepiece(**more: Any) -> Vocabulary:
+    """As `byte_level`, over characters, with a token for each byte and with scores."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    made.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(
+        _pages(), trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    )
+    model = json.loads(made.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    ranks = {first + second: rank for rank, (first, second) in enumerate(model["merges"])}
+    return Vocabulary(
+        {
+            "model": "llama",
+            "tokens": [*tokens, "<|eot|>", "<|user|>"],
+            "scores": [-float(ranks.get(token, 10_000)) for token in (*tokens, "", "")],
+            "token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259) + [3, 4],
+            "unknown_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **more,
+        }
+    )
+
+
+def _pages() -> list[str]:
+    root = Path(__file__).parents[1]
+    return [(root / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")]
