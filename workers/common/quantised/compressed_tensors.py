@@ -31,7 +31,7 @@ _LAYOUTS = {
 _OF_TYPE = {"int": Layout.BYTES, "float": Layout.FLOAT8}
 _MAX_GROUPS = 64
 _NOTES = {
-    "input_activations": "inputs of projections have 8 bits in groups of 32, or the model's dtype: it is finer",
+    "input_activations": "inputs of projections have 8 bits in groups of 32, or the model's dtype: finer",
     "kv_cache_scheme": "keys and values keep the model's dtype: it is finer",
 }
 
