@@ -1,7 +1,7 @@
 """Weights of 8-bit floats (e4m3) with scales, which take one byte for each value.
 
 An element is value * scale in float32, rounded to the weight's dtype: as the transformers library dequantises
-them. A product has the bits of one with the dequantised weight in that dtype (kernels/cpu/float8_product.cpp).
+them. A product has the bits of one with the dequantised weight (kernels/cpu/float8_product.cpp).
 
 Dimension letters: T rows; I inputs; O outputs; S scales of an output; B blocks.
 """
@@ -126,7 +126,11 @@ class Float8Weight(Weight):
         return self.rows(index).abs().amax(1)
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        batch_invariant: bool = False,  # noqa: ARG002 - it always is
     ) -> torch.Tensor:
         """See `Weight`."""
         if not can_multiply(x.dtype):
