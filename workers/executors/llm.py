@@ -26,10 +26,9 @@ from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
-from workers.models.files import check_not_pickled
-from workers.models.licence import read_licence
 from workers.models.model import Model, ModelDescription, page_bytes
-from workers.models.text import ModelText, read_text
+from workers.models.source import source_of
+from workers.models.text import ModelText
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import copy_weights
 from workers.runners.eager import EagerRunner
@@ -88,11 +87,12 @@ class LlmExecutor(ModelExecutor):
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # kernels are launched on the thread's current device
             check_cuda_device(device)
-        check_not_pickled(directory)
+        source = source_of(directory)
+        source.check()
         choice = choose_backend(directory, backend, on_cuda=device.type == "cuda")
         backend = choice.backend
         # Before the weights, which take longer to load.
-        text = read_text(directory, choice.vocab_size, max_text_bytes)
+        text = source.text(choice.vocab_size, max_text_bytes)
         group = None if ranks is None else ranks.collectives
         if ranks is not None:
             check_ranks(directory, choice, ranks.ranks)
@@ -241,7 +241,7 @@ def _described(description: ModelDescription, directory: Path, text: ModelText) 
     return dataclasses.replace(
         description,
         model_id=model_id_of(directory),
-        license=read_licence(directory),
+        license=source_of(directory).licence(),
         eos_token_ids=text.with_own_end(description.eos_token_ids),
     )
 

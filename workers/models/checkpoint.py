@@ -1,4 +1,4 @@
-"""Reads a directory of safetensors: the headers, and the bytes of each tensor.
+"""What a stored tensor is, and those of safetensors: reads the headers, and the bytes of each tensor.
 
 The safetensors library is not used, for three reasons. Its errors name neither tensor nor file. It opens
 files again by name, so a file may be replaced in between. It maps files into memory, where a read beyond the
@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,9 +52,52 @@ AUTO = "auto"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a checkpoint.
+class StoredTensor(ABC):
+    """A tensor of a model, however its files store it.
+
+    Attributes:
+        name: Its name in the files, for messages.
+        file: The file that holds it, or the first of them.
+        dtype: What its parts are: a name of `DTYPES`, or of a format of quantised weights.
+        shape: The shape that it has in the model, also if files have it in blocks.
+        begin: Where it begins in the file. Tensors are read in this order.
+        nbytes: The bytes that are read.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+    @abstractmethod
+    def parts(
+        self, rows: range | None = None, staging: Staging | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tensor in parts along its first dimension.
+
+        Args:
+            rows: Which of its rows; None: all.
+            staging: Where the parts are, if they are copied without waiting. None: in memory of their own.
+
+        Yields:
+            The index of the first row, and the part: about `PART_BYTES`, or a single row if that is larger.
+            With a `dtype` of `DTYPES` it has that; else it is uint8 [n, bytes of a row], as the format
+            stores rows. The next part overwrites it, so copy it; with `staging`, queue the copies.
+
+        Raises:
+            ModelError: A file cannot be read, or changed after its header was read.
+        """
+
+    @abstractmethod
+    def samples(self) -> Iterator[bytes]:
+        """Some of its bytes, for the `fingerprint`. Raises ModelError."""
+
+
+@dataclass(frozen=True)
+class TensorEntry(StoredTensor):
+    """A tensor that a file has in one piece: its rows one after the other.
 
     Attributes:
         name: Its name.
@@ -72,6 +116,19 @@ class TensorEntry:
     begin: int
     nbytes: int
     version: FileVersion
+
+    def parts(
+        self, rows: range | None = None, staging: Staging | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `StoredTensor`."""
+        return read_parts(self, rows, staging)
+
+    def samples(self) -> Iterator[bytes]:
+        """See `StoredTensor`: of the beginning, the middle and the end."""
+        with _open(self) as file:
+            for offset in sorted({0, self.nbytes // 2, max(0, self.nbytes - _SAMPLE_BYTES)}):
+                file.seek(self.begin + offset)
+                yield file.read(min(_SAMPLE_BYTES, self.nbytes - offset))
 
 
 def choose_dtype(
@@ -192,26 +249,13 @@ def _own_buffer(nbytes: int) -> torch.Tensor:
 
 
 def read_parts(
-    entry: TensorEntry, rows: range | None = None, staging: Staging | None = None
+    entry: TensorEntry, rows: range | None = None, staging: Staging | None = None, multiple: int = 1
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The tensor in parts along its first dimension.
-
-    Args:
-        entry: The tensor.
-        rows: Which of its rows; None: all.
-        staging: Where the parts are, if they are copied without waiting. None: in memory of their own.
-
-    Yields:
-        The index of the first row, and the part: at most `PART_BYTES`, or a single row if that is larger.
-        The next part overwrites it, so copy it; with `staging`, queue the copies.
-
-    Raises:
-        ModelError: The file cannot be read, or changed after its header was read.
-    """
-    dtype = DTYPES[entry.dtype]
+    """See `StoredTensor.parts`. Each part has a multiple of so many rows, if `rows` have."""
+    dtype = DTYPES.get(entry.dtype)
     count_all = entry.shape[0] if entry.shape else 1
     row_bytes = entry.nbytes // max(1, count_all)
-    step = max(1, PART_BYTES // max(1, row_bytes))
+    step = max(1, PART_BYTES // max(1, row_bytes * multiple)) * multiple
     wanted = range(count_all) if rows is None else rows
     own = _own_buffer(min(len(wanted), step) * row_bytes if staging is None else 0)
     with _open(entry) as file:
@@ -222,8 +266,10 @@ def read_parts(
             filled = own[:nbytes] if staging is None else staging.next_buffer(nbytes)
             if file.readinto(filled.numpy().data) != nbytes:
                 raise changed_error(entry.file)
-            shape = (count, *entry.shape[1:]) if entry.shape else ()
-            yield first, filled.view(dtype).reshape(shape)
+            if dtype is None:
+                yield first, filled.view(count, row_bytes)
+            else:
+                yield first, filled.view(dtype).reshape((count, *entry.shape[1:]) if entry.shape else ())
             if staging is not None:
                 staging.copies_are_queued()
 
@@ -240,7 +286,7 @@ def _open(entry: TensorEntry) -> Iterator[BufferedReader]:
         raise ModelError(f"{entry.file}: tensor {entry.name} cannot be read: {error.strerror}") from error
 
 
-def fingerprint(entries: Mapping[str, TensorEntry], seed: str) -> str:
+def fingerprint(entries: Mapping[str, StoredTensor], seed: str) -> str:
     """A hash of the names, dtypes and shapes of all tensors, and of a sample of the bytes of each.
 
     It does not depend on how the tensors are sharded. Checkpoints that differ only outside the samples have
@@ -260,10 +306,8 @@ def fingerprint(entries: Mapping[str, TensorEntry], seed: str) -> str:
     for name in sorted(entries):
         entry = entries[name]
         digest.update(f"\n{name} {entry.dtype} {entry.shape}\n".encode())
-        with _open(entry) as file:
-            for offset in sorted({0, entry.nbytes // 2, max(0, entry.nbytes - _SAMPLE_BYTES)}):
-                file.seek(entry.begin + offset)
-                digest.update(file.read(min(_SAMPLE_BYTES, entry.nbytes - offset)))
+        for sample in entry.samples():
+            digest.update(sample)
     return digest.hexdigest()
 
 

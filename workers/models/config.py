@@ -17,17 +17,15 @@ from kernels.gated_activation import Activation
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.files import errors_naming, parse_object, read_file
-from workers.models.generation_defaults import read_end_tokens
+from workers.models.files import errors_naming
 from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
 from workers.models.registry import SLIDING, WRAPPERS, Family, family_of, rope_layers
 from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
+from workers.models.source import source_of
 from workers.models.values import boolean, integer, number, optional_number, token_ids
 
-CONFIG_FILE = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 
-_MAX_FILE_BYTES = 1 << 20
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -138,16 +136,16 @@ class ModelConfig:
 
     @classmethod
     def from_directory(cls, path: Path | str) -> ModelConfig:
-        """Read config.json and, if it exists, generation_config.json.
+        """Read the settings of a model: config.json and, if it exists, generation_config.json, or their like.
 
         Raises:
             ModelError: A file is missing or not JSON, or a setting is missing, invalid or not supported.
         """
-        file = Path(path) / CONFIG_FILE
-        settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
-        with errors_naming(file):
+        source = source_of(path)
+        settings = source.settings()
+        with errors_naming(source.config_file):
             config = cls.from_settings(settings)
-        eos = read_end_tokens(Path(path), config.vocab_size)
+        eos = source.end_tokens(config.vocab_size)
         return dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
 
     @classmethod

@@ -14,7 +14,8 @@ import torch
 
 from kernels.cpu import library
 from workers.common.code import worker_code
-from workers.models.config import CONFIG_FILE, ModelConfig
+from workers.models.config import ModelConfig
+from workers.models.source import source_of
 
 # Beside the compiled kernels: it ends with the installation, and who can write there can change those, too.
 _DIRECTORY = library.BUILD_DIR / "checks"
@@ -33,7 +34,7 @@ def key_of(
     batch_invariant: bool,
     quantization: str | None = None,
 ) -> str:
-    """What a check depends on, as a digest. The arguments are those of `check_native`. Raises OSError.
+    """What a check depends on, as a digest. The arguments are those of `check_native`. Raises ModelError.
 
     Libraries are known by their versions.
     """
@@ -41,7 +42,7 @@ def key_of(
     machine = library.build_name(), sorted(library.cpu_flags()), torch.get_num_threads(), gpu
     environment = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
     settings = config, dtype, device.type, batch_invariant, quantization
-    parts = worker_code(), machine, environment, settings, (directory / CONFIG_FILE).read_bytes()
+    parts = worker_code(), machine, environment, settings, source_of(directory).settings()
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 

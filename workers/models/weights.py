@@ -1,4 +1,4 @@
-"""Loads a Hugging Face directory into a decoder.
+"""Loads a model into a decoder.
 
 Before any allocation, the headers of the files are compared with the config, and the needed memory with the
 free memory. Parameters are allocated once, fused and in the final dtype, and filled part by part. So the peak
@@ -20,7 +20,7 @@ from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
 from workers.models.builder import build_decoder
-from workers.models.checkpoint import AUTO, Staging, TensorEntry
+from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
@@ -28,6 +28,7 @@ from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
+from workers.models.source import source_of
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class LoadPlan:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, StoredTensor]
     num_parameters: int
     weight_bytes: int
     group: Group | None = None
@@ -77,7 +78,7 @@ def plan_load(
     """Check a directory without reading its weights.
 
     Args:
-        directory: A Hugging Face model directory.
+        directory: A Hugging Face model directory, or another `ModelSource`.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
             names, else that of the embedding in the files; on a CPU float32 for float16.
         device: The device of the parameters.
@@ -93,7 +94,7 @@ def plan_load(
     config = ModelConfig.from_directory(directory)
     if quantization is not None:
         _check_can_quantise(config, device, group)
-    entries = _of_text(checkpoint.read_entries(directory), config)
+    entries = _of_text(source_of(directory).tensors(), config)
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
     targets = _targets(config, directory, entries, chosen)
@@ -136,7 +137,7 @@ def check_names(directory: Path, config: ModelConfig) -> None:
         UnsupportedError: They differ; the message names a tensor.
         ModelError: The headers of the files cannot be read.
     """
-    _targets(config, directory, _of_text(checkpoint.read_entries(directory), config), torch.float32)
+    _targets(config, directory, _of_text(source_of(directory).tensors(), config), torch.float32)
 
 
 def load_planned(
@@ -186,7 +187,7 @@ def load_planned(
 @torch.inference_mode()
 def _load_weights(
     decoder: Decoder,
-    entries: Mapping[str, TensorEntry],
+    entries: Mapping[str, StoredTensor],
     progress: Progress | None,
     staging: Staging | None = None,
 ) -> None:
@@ -206,7 +207,7 @@ def _load_weights(
         target, entry = targets[name], entries[name]
         where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
-        for first, part in checkpoint.read_parts(entry, taken, staging):
+        for first, part in entry.parts(taken, staging):
             filled = target.fill(part, first)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
@@ -223,7 +224,7 @@ def _staging_for(device: torch.device) -> Staging | None:
     return Staging(torch.cuda.Event, pinned=True) if device.type == "cuda" else None
 
 
-def _read_bytes(entry: TensorEntry, target: LoadTarget) -> int:
+def _read_bytes(entry: StoredTensor, target: LoadTarget) -> int:
     """The bytes of a tensor that are read for a target."""
     if target.taken is None:
         return entry.nbytes
@@ -244,7 +245,7 @@ def copy_weights(source: Decoder, into: Decoder) -> None:
         torch.cuda.synchronize(into.device)
 
 
-def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
+def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors of the text part, by their names in a text model.
 
     As the library, takes the tensors of a base model, which have no prefix, and of two that are tied either.
@@ -255,7 +256,7 @@ def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[st
     left_out: tuple[str, ...] = ()
     if config.wrapper is not None:
         renamed_prefixes, left_out = WRAPPERS[config.wrapper].renamed, WRAPPERS[config.wrapper].left_out
-    found: dict[str, TensorEntry] = {}
+    found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         if not name.startswith(left_out):
             before, after = next((pair for pair in renamed_prefixes if name.startswith(pair[0])), ("", ""))
@@ -271,7 +272,7 @@ def _of_text(entries: Mapping[str, TensorEntry], config: ModelConfig) -> dict[st
 
 
 def _targets(
-    config: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry], dtype: torch.dtype
+    config: ModelConfig, directory: Path, entries: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> dict[str, LoadTarget]:
     """The targets of a whole model, on the device "meta".
 
@@ -299,7 +300,7 @@ def _targets(
     return targets
 
 
-def _has_own_head(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> bool:
+def _has_own_head(config: ModelConfig, entries: Mapping[str, StoredTensor]) -> bool:
     """Whether the config ties head and embedding, but the files have two that differ.
 
     As in the transformers library, which does not tie them then.
@@ -310,13 +311,11 @@ def _has_own_head(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> bo
     # Tensors of the same shape and dtype have the same parts. NaN is ignored here and refused later.
     return (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not all(
         torch.equal(one.nan_to_num(), other.nan_to_num())
-        for (_, one), (_, other) in zip(
-            checkpoint.read_parts(head), checkpoint.read_parts(embedding), strict=True
-        )
+        for (_, one), (_, other) in zip(head.parts(), embedding.parts(), strict=True)
     )
 
 
-def _check_shapes(targets: Mapping[str, LoadTarget], entries: Mapping[str, TensorEntry]) -> None:
+def _check_shapes(targets: Mapping[str, LoadTarget], entries: Mapping[str, StoredTensor]) -> None:
     """Raises ModelError unless each tensor has the shape of its target, and a dtype that is known."""
     for name, target in targets.items():
         entry = entries[name]

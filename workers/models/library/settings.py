@@ -24,13 +24,10 @@ from transformers import (
 
 from workers.models.config_keys import QUANTIZATION, QUANTIZED
 from workers.models.errors import ModelError
-from workers.models.files import errors_naming, parse_object, read_file
-from workers.models.generation_defaults import read_end_tokens
+from workers.models.files import errors_naming
 from workers.models.library.errors import library_errors
+from workers.models.source import ModelSource, source_of
 from workers.models.values import token_ids
-
-_CONFIG_FILE = "config.json"
-_MAX_FILE_BYTES = 1 << 20
 
 # Several times the sizes of the largest models: layers and heads, widths, positions that are only a limit,
 # and any other integer. `loading` checks the size of tables of positions before they are built.
@@ -76,19 +73,19 @@ class LibrarySettings:
 
 
 def read_settings(directory: Path) -> LibrarySettings:
-    """Read config.json and, if it exists, generation_config.json.
+    """Read the settings of a model; see `ModelConfig.from_directory`.
 
     Raises:
         ModelError: A file is invalid, or the model is not supported.
     """
-    file = directory / _CONFIG_FILE
-    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    source = source_of(directory)
+    settings = source.settings()
     # A config may have any value under any name, and the library may raise any exception for it.
-    with errors_naming(file), library_errors("read the config"):
-        return _parse(directory, settings)
+    with errors_naming(source.config_file), library_errors("read the config"):
+        return _parse(source, settings)
 
 
-def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
+def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(f"model_type: {model_type!r} is not known to the transformers library")
@@ -127,7 +124,7 @@ def _parse(directory: Path, settings: dict[str, object]) -> LibrarySettings:
         model_class=model_class,
         vocab_size=vocab_size,
         max_position_embeddings=_max_seq_len(text),
-        eos_token_ids=read_end_tokens(directory, vocab_size) or eos,
+        eos_token_ids=source.end_tokens(vocab_size) or eos,
         bos_token_id=next(iter(bos), None),
         digest=digest,
     )

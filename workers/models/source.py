@@ -1,0 +1,91 @@
+"""Where a model is, and in which format: what the readers of a load ask for its config, tensors and text.
+
+A directory has these in files of their own. Other formats answer in the same terms: with the settings of a
+config.json, and with the names that tensors have in a checkpoint of the transformers library.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from workers.models.checkpoint import StoredTensor, read_entries
+from workers.models.files import check_not_pickled, parse_object, read_file
+from workers.models.generation_defaults import read_end_tokens
+from workers.models.licence import read_licence
+from workers.models.text import ModelText, read_text
+
+CONFIG_FILE = "config.json"
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+class ModelSource(ABC):
+    """A model on disk. Nothing is kept of what was read, so each question reads the files again.
+
+    Attributes:
+        path: The directory, or the file.
+        config_file: What has the settings, for messages.
+    """
+
+    path: Path
+    config_file: Path
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ModelError for what would be dangerous to read."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, object]:
+        """The content of a config.json. Raises ModelError."""
+
+    @abstractmethod
+    def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
+        """The end tokens that replace those of the settings; empty if there are none. Raises ModelError."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors, by their names in a checkpoint. Raises ModelError."""
+
+    @abstractmethod
+    def text(self, vocab_size: int, max_bytes: int) -> ModelText:
+        """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
+
+    @abstractmethod
+    def licence(self) -> str:
+        """The name of its licence, in printable ASCII; "" if there is none. Raises nothing."""
+
+
+class DirectorySource(ModelSource):
+    """A directory of the Hugging Face hub, with its weights as safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.config_file = path, path / CONFIG_FILE
+
+    def check(self) -> None:
+        """See `ModelSource`."""
+        check_not_pickled(self.path)
+
+    def settings(self) -> dict[str, object]:
+        """See `ModelSource`."""
+        return parse_object(read_file(self.config_file, _MAX_CONFIG_BYTES), self.config_file)
+
+    def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
+        """See `ModelSource`: those of generation_config.json."""
+        return read_end_tokens(self.path, vocab_size)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """See `ModelSource`."""
+        return {**read_entries(self.path)}
+
+    def text(self, vocab_size: int, max_bytes: int) -> ModelText:
+        """See `ModelSource`."""
+        return read_text(self.path, vocab_size, max_bytes)
+
+    def licence(self) -> str:
+        """See `ModelSource`."""
+        return read_licence(self.path)
+
+
+def source_of(path: Path | str) -> ModelSource:
+    """The model at a path. Raises ModelError if it cannot be told what it is."""
+    return DirectorySource(Path(path))
