@@ -1,7 +1,7 @@
 """Weights whose inputs are in another order than those of the rows that they multiply.
 
-GPTQ may put any inputs into a group ("act order"). Here the columns of a weight are in the order of the groups,
-and a product takes the inputs of its rows in that order, which changes no value.
+GPTQ may put any inputs into a group ("act order"). Here the columns of a weight are in the order of the
+groups, and a product takes the inputs of its rows in that order, which changes no value.
 
 Dimension letters: T rows; I inputs; O outputs.
 """
