@@ -1,34 +1,28 @@
-"""Weights that are quantised in groups of 32 inputs, and their products with rows that are rounded to bytes.
+"""Weights that are quantised in groups of inputs, and their products with rows that are rounded to bytes.
 
-Formats of GGUF: `Q8_0` has a float16 scale and 32 signed bytes in a group, `Q4_0` a float16 scale and 32
-halves of bytes with 8 added. kernels/cpu/grouped_product.h has the layout, how rows are rounded, and the
-order of sums, which is the same everywhere: a result has the same bits on each instruction set, and in torch.
+kernels/group_formats.py has the formats, kernels/group_layout.py the layout in memory. kernels/cpu/grouped_product.h
+has how rows are rounded, and the order of sums, which is the same everywhere: a result has the same bits on each
+instruction set, and in torch.
 
-Dimension letters: T rows; I inputs; O outputs; G groups; B blocks.
+Dimension letters: n, T rows; I inputs; O outputs; G groups; H groups, or half groups where these have scales.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-from kernels.cpu import library
-from kernels.cpu.dtypes import SUFFIXES
-from kernels.cpu.linear import Arguments, can_multiply
+from kernels.gguf_blocks import parts_of
+from kernels.group_formats import FORMATS, GROUP_INPUTS, TABLE, GroupFormat
+from kernels.group_layout import Layout, Parts
 from kernels.weight import Weight
 
-Q8_0, Q4_0 = "q8_0", "q4_0"
-FORMATS = {Q8_0: 8, Q4_0: 4}
-"""The bits of each format, by its name."""
+QUANTISERS = ("q8_0", "q4_0")
+"""The formats to which rows can be quantised."""
 
-_BLOCK_OUTPUTS = 16
-GROUP_INPUTS = 32
-# kRoundedRows and sizeof(RowGroup) of grouped_product.h.
-_ROUNDED_ROWS, _ROW_GROUP_BYTES = 128, 40
 _LEAST = 1e-30
 _MOST_HALF = 15
 # The rows that are unpacked at a time, which limits memory.
@@ -36,67 +30,92 @@ _PART_ROWS = 1024
 
 
 class GroupedWeight(Weight):
-    """A weight [O, I] in groups of 32 inputs. The bits of a product's row do not depend on other rows.
+    """A weight [O, I] in groups of inputs. The bits of a product's row do not depend on other rows.
 
     Attributes:
-        bits: Of a value: 8 or 4.
-        scales: [B, G, 16] float16, a view.
-        values: [B, G, bits, 16, 4] bytes, a view: the outputs of a block are the next to last dimension.
+        form: Its format.
     """
 
     def __init__(
-        self, outputs: int, inputs: int, dtype: torch.dtype, bits: int, empty: Callable[[int], torch.Tensor]
+        self,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        form: GroupFormat,
+        empty: Callable[[int], torch.Tensor],
     ) -> None:
-        """Allocate a weight, to be filled by `write`.
+        """Allocate a weight, to be filled by a function that writes.
 
         Args:
             outputs: O.
             inputs: I.
             dtype: That of rows and results.
-            bits: 8 or 4.
+            form: Its format.
             empty: Allocates bytes, which are uninitialised.
         """
-        self.shape, self.dtype, self.bits = torch.Size((outputs, inputs)), dtype, bits
-        blocks, groups = -(-outputs // _BLOCK_OUTPUTS), -(-inputs // GROUP_INPUTS)
-        scale_bytes = (groups + groups % 2) * _BLOCK_OUTPUTS * 2
-        self.data = empty(blocks * (scale_bytes + groups * bits * _BLOCK_OUTPUTS * 4))
-        parts = self.data.view(blocks, -1)
-        if outputs % _BLOCK_OUTPUTS:
-            parts[-1].zero_()
-        scales, values = parts[:, :scale_bytes], parts[:, scale_bytes:]
-        self.scales = scales.view(torch.float16).view(blocks, -1, _BLOCK_OUTPUTS)[:, :groups]
-        self.values = values.view(blocks, groups, bits, _BLOCK_OUTPUTS, 4)
+        self.shape, self.dtype, self.form = torch.Size((outputs, inputs)), dtype, form
+        self._layout = Layout(form, outputs, -(-inputs // GROUP_INPUTS))
+        self.data = empty(self._layout.nbytes)
+        self._layout.clear_rest(self.data)
 
     @property
     def address(self) -> int | None:
         """See `Weight`."""
-        return self.data.data_ptr() if can_multiply(self.dtype) else None
+        return None
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """See `Weight`: quantises rows [n, I]. Returns their scales, which are finite if the rows are."""
-        if first < 0 or first + len(rows) > len(self) or rows.shape[1] != self.shape[1]:
-            raise ValueError(f"rows: {[*rows.shape]} from {first} on do not fit into {[*self.shape]}")
-        index = torch.arange(first, first + len(rows))
-        block, output = index // _BLOCK_OUTPUTS, index % _BLOCK_OUTPUTS
-        rows = rows if rows.dtype in SUFFIXES else rows.float()
-        if can_multiply(rows.dtype) and rows.stride(1) == 1:
-            scales = self._quantise(first, rows).half()
-        else:
-            scales, values = quantise(rows, self.bits)
-            self.values[block, :, :, output] = values.view(*values.shape[:2], self.bits, 4)
-        self.scales[block, :, output] = scales
+        """See `Weight`: quantises rows [n, I] to "q8_0" or "q4_0". Returns scales, which are finite if the rows are."""
+        self._check(first, rows, self.shape[1])
+        parts = quantise(rows, self.form)
+        self.write_parts(first, parts)
+        return parts.scales
+
+    def write_blocks(self, first: int, raw: torch.Tensor) -> torch.Tensor:
+        """Write rows of a GGUF file, without loss.
+
+        Args:
+            first: The first row.
+            raw: [n, bytes of a row] uint8.
+
+        Returns:
+            Their scales and minima, in any shape: finite in a sound file.
+
+        Raises:
+            ValueError: They are not rows of this weight.
+        """
+        self._check(first, raw, raw.shape[1])
+        parts = parts_of(self.form.name, raw, self.shape[1])
+        self.write_parts(first, parts)
+        return parts.scales if parts.minima is None else torch.cat([parts.scales, parts.minima], dim=1)
+
+    def write_groups(
+        self, first: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Write rows of integers, without loss: scale * (value - zero).
+
+        Args:
+            first: The first row.
+            values: [n, I] int8 or, with zero points, uint8: one integer a byte, within the format's bits.
+            scales: [n, groups of the format], of its dtype.
+            zeros: Zero points like the values: [n, groups]; None: they are 0.
+
+        Returns:
+            The scales: finite in a sound file.
+
+        Raises:
+            ValueError: They are not rows of this weight.
+        """
+        self._check(first, values, self.shape[1])
+        self.write_parts(first, _integers(self.form, values, scales, zeros))
         return scales
 
-    def _quantise(self, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """Write the values of rows as `quantise` makes them. Returns the scales [n, G] in float32."""
-        scales = torch.empty(len(rows), self.scales.shape[1])
-        run = library.function(
-            f"quire_quantise_{SUFFIXES[rows.dtype]}", (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)
-        )
-        (count, inputs), threads = rows.shape, torch.get_num_threads()
-        addresses = self.data.data_ptr(), scales.data_ptr(), rows.data_ptr()
-        run(*addresses, rows.stride(0), first, count, inputs, self.bits, threads)
-        return scales
+    def write_parts(self, first: int, parts: Parts) -> None:
+        """Write rows as the format has them."""
+        self._layout.write(self.data, first, parts)
+
+    def _check(self, first: int, rows: torch.Tensor, width: int) -> None:
+        if first < 0 or first + len(rows) > len(self) or rows.shape[1:] != (width,):
+            raise ValueError(f"rows: {[*rows.shape]} from {first} on do not fit into {[*self.shape]}")
 
     def multiply(
         self,
@@ -106,75 +125,107 @@ class GroupedWeight(Weight):
         batch_invariant: bool = False,  # noqa: ARG002 - it always is
     ) -> torch.Tensor:
         """See `Weight`."""
-        if not can_multiply(x.dtype):
-            return grouped_reference(x, self, bias)
-        rows, (outputs, inputs) = x.shape[0], self.shape
-        out = torch.empty(rows, outputs, dtype=x.dtype)  # [T, O]
-        groups = min(rows, _ROUNDED_ROWS) * self.scales.shape[1]
-        scratch = torch.empty(groups * _ROW_GROUP_BYTES, dtype=torch.uint8)
-        arguments = Arguments(
-            out.data_ptr(),
-            x.data_ptr(),
-            self.data.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            scratch.data_ptr(),
-            rows,
-            inputs,
-            outputs,
-            x.stride(0),
-        )
-        types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-        run = library.function(f"quire_grouped_linear_{SUFFIXES[x.dtype]}", types)
-        run(ctypes.addressof(arguments), self.bits, torch.get_num_threads())
-        return out
+        return grouped_reference(x, self, bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See `Weight`."""
-        block, output = indices // _BLOCK_OUTPUTS, indices % _BLOCK_OUTPUTS
-        scales, values = self._of(block, output)
-        return (scales.float()[:, :, None] * values).flatten(1)[:, : self.shape[1]].to(self.dtype)
+        return dequantised(self.form, self.parts(indices))[:, : self.shape[1]].to(self.dtype)
 
     def dense(self) -> torch.Tensor:
         """See `Weight`."""
-        return torch.cat([self.rows(part) for part in torch.split(torch.arange(self.shape[0]), _PART_ROWS)])
+        return torch.cat([self.rows(part) for part in torch.split(torch.arange(len(self)), _PART_ROWS)])
 
-    def groups(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales [O, G] float16, and values [O, G, 32] as signed bytes."""
-        index = torch.arange(self.shape[0])
-        return self._of(index // _BLOCK_OUTPUTS, index % _BLOCK_OUTPUTS)
-
-    def _of(self, block: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.scales[block, :, output], unpacked(self.values[block, :, :, output].flatten(2))
+    def parts(self, indices: torch.Tensor) -> Parts:
+        """What some rows consist of."""
+        return self._layout.read(self.data, indices)
 
 
-def quantise(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows [n, I] as GGUF's reference code does.
+def _integers(
+    form: GroupFormat, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> Parts:
+    is_signed = values.dtype is torch.int8
+    if scales.dtype is not form.scale_dtype or (zeros is not None) != form.zeros:
+        given = "no" if zeros is None else "with"
+        raise ValueError(
+            f"{form.name}: scales of {scales.dtype}, {given} zero points, are not of this format"
+        )
+    if not is_signed and (values.dtype is not torch.uint8 or zeros is None):
+        raise ValueError(f"{form.name}: values of {values.dtype} are not of this format")
+    moved = 1 << form.bits - 1 if is_signed else 0
+    unsigned = functional.pad(values, (0, -values.shape[1] % GROUP_INPUTS)).view(torch.uint8) + moved
+    if len(unsigned) and int(unsigned.max()) >> form.bits:
+        raise ValueError(f"{form.name}: a value has more bits")
+    groups = unsigned.view(len(unsigned), -1, GROUP_INPUTS)
+    count = -(-groups.shape[1] // form.span)
+    if zeros is not None:
+        zeros = _repeated((zeros.view(torch.uint8) + moved - form.offset).view(torch.int8), form, count)
+    return Parts(groups, _repeated(scales, form, count), zeros=zeros)
 
-    Returns:
-        The scales [n, G] as float16, and the bytes of each group as the format stores them: [n, G, bits * 4].
-    """
+
+def _repeated(of_groups: torch.Tensor, form: GroupFormat, count: int) -> torch.Tensor:
+    """[n, groups of a source] -> [n, count]."""
+    found = of_groups.repeat_interleave(form.repeats or count, dim=1)[:, :count]
+    if found.shape[1] != count or of_groups.shape[1] != -(-count // (form.repeats or count)):
+        raise ValueError(
+            f"{form.name}: a row has {of_groups.shape[1]} groups, which are not {count} of this format"
+        )
+    return found
+
+
+def factors(form: GroupFormat, parts: Parts) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales [n, H] in float32, exact, and minima [n, H], or None."""
+    groups = parts.values.shape[1] * max(form.subscales, 1)
+    of_a_scale = form.span * max(form.subscales, 1)
+
+    def spread(of_scales: torch.Tensor) -> torch.Tensor:
+        return of_scales.float().repeat_interleave(of_a_scale, dim=1)[:, :groups]
+
+    scales, minima = spread(parts.scales), None if parts.minima is None else spread(parts.minima)
+    subscales, subminima = parts.subscales, parts.subminima
+    if form.packs_subscales:
+        assert subscales is not None
+        both = subscales.view(torch.uint8)
+        subscales, subminima = both & _MOST_HALF, both >> 4
+    if subscales is not None:
+        scales *= subscales
+    if minima is not None and subminima is not None:
+        minima *= -subminima.float()
+    return scales, minima
+
+
+def integers(form: GroupFormat, parts: Parts) -> torch.Tensor:
+    """What scales are multiplied by: [n, G, 32] float32, all of them integers."""
+    values = torch.tensor(TABLE)[parts.values.int()] if form.table else parts.values.int() - form.offset
+    if parts.zeros is not None:
+        values -= parts.zeros.repeat_interleave(form.span, dim=1)[:, : values.shape[1], None]
+    return values.float()
+
+
+def dequantised(form: GroupFormat, parts: Parts) -> torch.Tensor:
+    """The weights [n, I] in float32, as the formats define them; I is filled up to whole groups."""
+    scales, minima = factors(form, parts)
+    shape = len(scales), scales.shape[1], -1
+    found = integers(form, parts).view(shape) * scales[:, :, None]
+    return (found if minima is None else found + minima[:, :, None]).flatten(1)
+
+
+def quantise(rows: torch.Tensor, form: GroupFormat) -> Parts:
+    """Quantise rows [n, I] as GGUF's reference code does. Raises TypeError if the format has no such function."""
     groups = _in_groups(rows)  # [n, G, 32]
-    if bits == FORMATS[Q8_0]:
+    if form == FORMATS["q8_0"]:
         scale = groups.abs().amax(2) / 127
         scaled = groups * _inverse(scale)
         # Halves are rounded away from zero.
         whole = scaled.trunc()
         whole += ((scaled - whole).abs() >= 0.5) * scaled.sign()
-        values = whole.to(torch.int8).view(torch.uint8)
-    else:
+        values = whole.add_(form.offset)
+    elif form == FORMATS["q4_0"]:
         largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[:, :, 0]
         scale = largest / -8
-        halves = (groups * _inverse(scale)).add_(8.5).to(torch.uint8).clamp_(max=_MOST_HALF)
-        first, last = halves.chunk(2, dim=2)
-        values = first | last << 4
-    return scale.half(), values
-
-
-def unpacked(values: torch.Tensor) -> torch.Tensor:
-    """The values of groups, as the formats store them: [n, G, bits * 4] bytes -> [n, G, 32] signed bytes."""
-    if values.shape[2] < GROUP_INPUTS:
-        values = torch.cat([values & _MOST_HALF, values >> 4], dim=2) - 8
-    return values.view(torch.int8)
+        values = (groups * _inverse(scale)).add_(8.5).clamp_(max=_MOST_HALF)
+    else:
+        raise TypeError(f"nothing quantises to {form.name}")
+    return Parts(values.to(torch.uint8), scale.half())
 
 
 def _in_groups(rows: torch.Tensor) -> torch.Tensor:
@@ -206,13 +257,21 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def grouped_reference(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """The product in torch, with the bits of the compiled one; see `kernels.linear.linear`."""
-    scales, values = weight.groups()
+    parts = weight.parts(torch.arange(len(weight)))
+    scales, minima = factors(weight.form, parts)  # [O, H]
+    values = integers(weight.form, parts).view(*scales.shape, -1)  # [O, H, 32 or 16]
     row_scales, row_values = round_rows(x)
-    sums = torch.zeros(len(x), weight.shape[0])  # [T, O]
+    row_scales = row_scales.repeat_interleave(max(weight.form.subscales, 1), dim=1)  # [T, H]
+    row_values = row_values.view(*row_scales.shape, -1)  # [T, H, 32 or 16]
+    # What minima are multiplied by, rounded to float32: [T, H]
+    row_sums = row_scales * row_values.sum(2)
+    sums = torch.zeros(len(x), len(weight))  # [T, O]
     for group in range(scales.shape[1]):
         # Exact: integers below 2^24.
-        whole = row_values[:, group] @ values[:, group].float().T
-        scale = row_scales[:, group, None] * scales[:, group].float()  # rounded to float32
-        # The product of 24 and 20 bits is exact in float64, so that the sum is rounded nearly as a fused one.
+        whole = row_values[:, group] @ values[:, group].T
+        scale = row_scales[:, group, None] * scales[:, group]  # rounded to float32
+        # Products are exact in float64, so that the sum is rounded nearly as a fused one.
         sums = (scale.double() * whole.double() + sums.double()).float()
+        if minima is not None:
+            sums = (minima[:, group].double() * row_sums[:, group, None].double() + sums.double()).float()
     return (sums if bias is None else sums + bias.float()).to(x.dtype)

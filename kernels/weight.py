@@ -19,13 +19,11 @@ class Weight(ABC):
         shape: [O, I].
         dtype: That of the rows that it is multiplied by, and of the results.
         data: Its memory. What moves it replaces this tensor.
-        bits: Those of a value, if it is quantised; 0: it has the dtype.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     data: torch.Tensor
-    bits = 0
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -44,6 +42,10 @@ class Weight(ABC):
     def address(self) -> int | None:
         """That of what the compiled kernels of the CPU read; None: they cannot read it."""
         return self.data.data_ptr()
+
+    def part(self, first: int) -> tuple[Weight, int]:
+        """What has a row in memory, and which row that is there. See `kernels.stacked_weight`."""
+        return self, first
 
     @property
     def plain(self) -> torch.Tensor:

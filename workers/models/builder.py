@@ -5,13 +5,15 @@ Dimension letters: C hidden width; H query heads; K key-value heads; D head widt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from kernels.experts import ExpertWeights
-from kernels.grouped_weight import FORMATS, GroupedWeight
+from kernels.group_formats import FORMATS, GroupFormat
+from kernels.grouped_weight import GroupedWeight
 from kernels.linear import DenseWeight
+from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
 from workers import huge_pages
 from workers.models.config import ModelConfig
@@ -21,18 +23,26 @@ from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
+FormatOf = Callable[[str], GroupFormat | None]
+"""The format of a matrix by its name in a checkpoint, "model.layers.0.mlp.up_proj.weight"; None: it has the dtype."""
+
+
+def all_of(quantization: str | None) -> FormatOf | None:
+    """The same format for all matrices, by its name; None: they have the dtype."""
+    return None if quantization is None else lambda _: FORMATS[quantization]
+
 
 def build_decoder(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     group: Group | None = None,
-    quantization: str | None = None,
+    formats: FormatOf | None = None,
 ) -> Decoder:
     """Allocate a decoder, or with a group a rank's part of it. Parameters are uninitialised until filled.
 
     On the device "meta" nothing is allocated, and its `targets` list the tensors that a checkpoint must have.
-    With a `quantization`, a format of `kernels.grouped_weight`, matrices are quantised as they are filled.
+    With `formats` the matrices that have one are quantised weights, of experts' none.
 
     Raises UnsupportedError if the model cannot be split over the group.
     """
@@ -41,9 +51,9 @@ def build_decoder(
         # Of the process. Else cuBLAS may add up the parts of a sum in half precision.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    parts = _Parts(config, dtype, device, shard, quantization)
-    embedding = parts.of_vocabulary()
-    lm_head = embedding if config.tie_word_embeddings else parts.of_vocabulary()
+    parts = _Parts(config, dtype, device, shard, formats)
+    embedding = parts.of_vocabulary("model.embed_tokens.weight")
+    lm_head = embedding if config.tie_word_embeddings else parts.of_vocabulary("lm_head.weight")
     layers = [parts.layer(index) for index in range(config.num_hidden_layers)]
     final_norm = parts.norm("norm")
     assert final_norm is not None
@@ -59,40 +69,50 @@ class _Parts:
         dtype: torch.dtype,
         device: torch.device | str,
         shard: Shard,
-        quantization: str | None,
+        formats: FormatOf | None,
     ) -> None:
         self._config = config
         self._shard = shard
         self._family = config.family
         self._dtype = dtype
         self._device = device
-        self._quantization = quantization
+        self._formats = formats
 
     def empty(self, *shape: int) -> torch.Tensor:
         return huge_pages.empty(shape, self._dtype, self._device)
 
-    def matrix(self, outputs: int, inputs: int) -> Weight:
-        if self._quantization is None:
-            return DenseWeight(self.empty(outputs, inputs))
-        bits = FORMATS[self._quantization]
-        return GroupedWeight(
-            outputs,
-            inputs,
-            self._dtype,
-            bits,
-            lambda size: huge_pages.empty((size,), torch.uint8, self._device),
-        )
+    def matrix(self, parts: Mapping[str, int], inputs: int) -> Weight:
+        """A matrix of some tensors of a checkpoint, by their names: the rows of each."""
+        forms = [None if self._formats is None else self._formats(name) for name in parts]
+        if len({*forms}) == 1:
+            return self._matrix(sum(parts.values()), inputs, forms[0])
+        weights = zip(parts.values(), forms, strict=True)
+        return StackedWeight([self._matrix(rows, inputs, form) for rows, form in weights])
 
-    def of_vocabulary(self) -> Weight:
+    def _matrix(self, outputs: int, inputs: int, form: GroupFormat | None) -> Weight:
+        if form is None:
+            return DenseWeight(self.empty(outputs, inputs))
+
+        def empty(size: int) -> torch.Tensor:
+            return huge_pages.empty((size,), torch.uint8, self._device)
+
+        return GroupedWeight(outputs, inputs, self._dtype, form, empty)
+
+    def of_vocabulary(self, name: str) -> Weight:
         """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
-        matrix = self.matrix(self._shard.vocabulary_rows, self._config.hidden_size)
+        matrix = self.matrix({name: self._shard.vocabulary_rows}, self._config.hidden_size)
         missing = len(matrix) - len(self._shard.vocabulary)
         if missing:
             matrix.write(len(matrix) - missing, torch.zeros(missing, matrix.shape[1], device=self._device))
         return matrix
 
+    def _linear(self, place: str, taken: Mapping[str, Slice], inputs: int, *, bias: bool) -> Linear:
+        """Projections whose names in a checkpoint begin with `place`."""
+        rows = {f"{place}{name}.weight": part.num_rows for name, part in taken.items()}
+        return Linear(taken, self.matrix(rows, inputs), self.empty(sum(rows.values())) if bias else None)
+
     def _into(
-        self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range], *, bias: bool
+        self, place: str, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range], *, bias: bool
     ) -> Linear:
         """Projections of the hidden width to `sizes`, of which a rank has `parts`; one name: fused."""
         width = self._config.hidden_size
@@ -103,14 +123,14 @@ class _Parts:
             name: Slice((size, width), own, range(width))
             for name, size, own in zip(names, sizes, rows, strict=True)
         }
-        return Linear(self, width, taken, bias=bias)
+        return self._linear(place, taken, width, bias=bias)
 
-    def _back(self, name: str, size: int, part: range, *, bias: bool) -> Linear:
+    def _back(self, place: str, name: str, size: int, part: range, *, bias: bool) -> Linear:
         """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
         taken = {name: Slice((width, size), (range(width),), part)}
         group = self._shard.group
-        return Linear(self, len(part), taken, bias=bias and (group is None or group.rank == 0))
+        return self._linear(place, taken, len(part), bias=bias and (group is None or group.rank == 0))
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -122,7 +142,7 @@ class _Parts:
         norms = self._family.norms
         layers = self._config.layers
         sparse_before = sum(layer.sparse for layer in layers[:index])
-        mlp = self._experts(sparse_before) if layers[index].sparse else self._mlp()
+        mlp = self._experts(sparse_before) if layers[index].sparse else self._mlp(index)
         return Layer(
             self._sublayer(norms.before_attention, self._attention(index), norms.after_attention),
             self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
@@ -138,7 +158,7 @@ class _Parts:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _attention(self, index: int) -> Attention:
-        config, family = self._config, self._family
+        config, family, place = self._config, self._family, f"model.layers.{index}.self_attn."
         all_heads, all_kv_heads = config.num_attention_heads, config.num_key_value_heads
         heads, kv_heads, width = self._shard.heads, self._shard.kv_heads, config.head_dim
         head_norm = row_norms = None
@@ -151,23 +171,25 @@ class _Parts:
             self._shard,
             index,
             qkv=self._into(
+                place,
                 family.attention_names,
                 [count * width for count in (all_heads, all_kv_heads, all_kv_heads)],
                 [scaled(own, width) for own in (heads, kv_heads, kv_heads)],
                 bias=config.attention_bias,
             ),
             output=self._back(
-                "o_proj", all_heads * width, scaled(heads, width), bias=config.attention_output_bias
+                place, "o_proj", all_heads * width, scaled(heads, width), bias=config.attention_output_bias
             ),
             head_norm=head_norm,
             row_norms=row_norms,
         )
 
-    def _mlp(self) -> GatedMlp:
+    def _mlp(self, index: int) -> GatedMlp:
+        place = f"model.layers.{index}.mlp."
         config, names, width = self._config, self._family.mlp_names, self._config.intermediate_size
         part, bias = self._shard.part(width), config.mlp_bias
-        gate_up = self._into(names, [width, width], [part, part], bias=bias)
-        return GatedMlp(gate_up, self._back("down_proj", width, part, bias=bias), config.activation)
+        gate_up = self._into(place, names, [width, width], [part, part], bias=bias)
+        return GatedMlp(gate_up, self._back(place, "down_proj", width, part, bias=bias), config.activation)
 
     def _experts(self, index: int) -> Experts:
         experts, width = self._config.experts, self._config.hidden_size

@@ -168,4 +168,4 @@ def _norm_of(weight: torch.Tensor, eps: float) -> sublayers.Norm:
 def _matrix(linear: Linear) -> sublayers.Matrix:
     bias = None if linear.bias is None else linear.bias.data_ptr()
     lora = linear.lora.address if isinstance(linear.lora, LoraTable) else None
-    return sublayers.Matrix(linear.weight.address, bias, *linear.weight.shape, lora, linear.weight.bits)
+    return sublayers.Matrix(linear.weight.address, bias, *linear.weight.shape, lora, 0)

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from kernels.grouped_weight import GroupedWeight
 from kernels.linear import DenseWeight, linear
 from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
 from kernels.weight import Weight
 from workers.models.shard import Slice
-
-
-class Allocator(Protocol):
-    """Allocates what is uninitialised, in the model's dtype and on its device."""
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        """A tensor."""
-
-    def matrix(self, outputs: int, inputs: int) -> Weight:
-        """The weight of a projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +61,50 @@ class LoadTarget:
             written = [*self._fill_taken(part, first, self.taken)]
         return [each.add_(self.offset) for each in written] if self.offset else written
 
+    def fill_blocks(self, raw: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
+        """As `fill`, with rows of a GGUF file: see `GroupedWeight.write_blocks`."""
+        into = self._grouped()
+        return [
+            into.write_blocks(at, raw[rows.start : rows.stop]) for at, rows in self._rows(first, len(raw))
+        ]
+
+    def fill_groups(
+        self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None, first: int = 0
+    ) -> list[torch.Tensor]:
+        """As `fill`, with integers: see `GroupedWeight.write_groups`."""
+        into = self._grouped()
+        return [
+            into.write_groups(
+                at,
+                values[rows.start : rows.stop],
+                scales[rows.start : rows.stop],
+                None if zeros is None else zeros[rows.start : rows.stop],
+            )
+            for at, rows in self._rows(first, len(values))
+        ]
+
+    def _grouped(self) -> GroupedWeight:
+        """What it is a part of. Raises TypeError if that is not quantised, or not whole rows are taken."""
+        if not isinstance(self.into, GroupedWeight):
+            raise TypeError(f"a {type(self.into).__name__} takes no quantised rows")
+        if self.taken is not None and len(self.taken.columns) != self.shape[1]:
+            raise TypeError("of quantised rows, parts are not taken")
+        return self.into
+
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> Iterator[torch.Tensor]:
+        for into, rows in self._rows(first, len(part)):
+            source = part[rows.start : rows.stop]
+            columns = source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source
+            yield self.into.write(into, columns)
+
+    def _rows(self, first: int, count: int) -> Iterator[tuple[int, range]]:
+        """Of `count` rows of the checkpoint from `first` on those that are taken, and the first row for them."""
+        assert self.taken is not None
         into = self.first  # of the next range
-        for rows in taken.rows:
-            begin, end = max(rows.start, first), min(rows.stop, first + len(part))
+        for rows in self.taken.rows:
+            begin, end = max(rows.start, first), min(rows.stop, first + count)
             if begin < end:
-                source = part[begin - first : end - first]
-                columns = source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source
-                yield self.into.write(into + begin - rows.start, columns)
+                yield into + begin - rows.start, range(begin - first, end - first)
             into += len(rows)
 
 
@@ -93,13 +119,18 @@ class Linear:
         lora: What adapters add; None: the model takes none.
     """
 
-    def __init__(self, new: Allocator, inputs: int, taken: Mapping[str, Slice], *, bias: bool) -> None:
-        """Allocate parameters for `inputs` columns. They are uninitialised until the targets are filled."""
+    def __init__(self, taken: Mapping[str, Slice], weight: Weight, bias: torch.Tensor | None) -> None:
+        """Take ownership of parameters, which are uninitialised until the targets are filled.
+
+        Args:
+            taken: The part of each projection that this rank has, by its name in a checkpoint.
+            weight: [O, I].
+            bias: [O], or None.
+        """
         self.taken = taken
         self.parts = {name: part.num_rows for name, part in taken.items()}
-        outputs = sum(self.parts.values())
-        self.weight = new.matrix(outputs, inputs)
-        self.bias = new.empty(outputs) if bias else None
+        self.weight = weight
+        self.bias = bias
         self.lora: Table | None = None
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
@@ -107,7 +138,8 @@ class Linear:
         bias = None if self.bias is None else DenseWeight(self.bias)
         first = 0
         for name, taken in self.taken.items():
-            yield f"{prefix}{name}.weight", LoadTarget(self.weight, taken.shape, taken=taken, first=first)
+            weight, at = self.weight.part(first)
+            yield f"{prefix}{name}.weight", LoadTarget(weight, taken.shape, taken=taken, first=at)
             if bias is not None:
                 yield f"{prefix}{name}.bias", LoadTarget(bias, taken.shape[:1], taken=taken, first=first)
             first += taken.num_rows

@@ -19,7 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from kernels.rope import rope_frequencies
-from workers.models.builder import build_decoder
+from workers.models.builder import all_of, build_decoder
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
@@ -134,7 +134,7 @@ def _check_logits(
         # In the layout of checkpoints: each expert by itself, projections fused or not.
         tensors = revert_weight_conversion(module, module.state_dict())
     config = ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
-    decoder = build_decoder(config, dtype, device, quantization=quantization)
+    decoder = build_decoder(config, dtype, device, formats=all_of(quantization))
     with torch.inference_mode():
         for name, target in decoder.targets().items():
             if name not in tensors:

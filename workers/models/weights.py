@@ -19,7 +19,7 @@ import torch
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
-from workers.models.builder import build_decoder
+from workers.models.builder import all_of, build_decoder
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -111,7 +111,7 @@ def plan_load(
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
     if group is not None or quantization is not None:
-        targets = build_decoder(config, chosen, "meta", group, quantization).targets()
+        targets = build_decoder(config, chosen, "meta", group, all_of(quantization)).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
@@ -154,7 +154,7 @@ def load_planned(
         ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     config = plan.config
-    decoder = build_decoder(config, plan.dtype, plan.device, plan.group, plan.quantization)
+    decoder = build_decoder(config, plan.dtype, plan.device, plan.group, all_of(plan.quantization))
     _load_weights(decoder, plan.entries, progress, _staging_for(plan.device))
     # The hash of the parsed config: two spellings of a config give the same fingerprint. The KV of quantised
     # weights is another one.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kernels.grouped_weight import FORMATS, quantise, round_rows, unpacked
+from kernels.group_formats import FORMATS, GroupFormat
+from kernels.grouped_weight import dequantised, quantise, round_rows
 
 
 @torch.inference_mode()
@@ -24,9 +25,8 @@ def quantise_module(module: nn.Module, format_name: str) -> None:
             part.weight.copy_(_dequantised(part.weight, FORMATS[format_name]))
 
 
-def _dequantised(weight: torch.Tensor, bits: int) -> torch.Tensor:
-    scales, values = quantise(weight, bits)
-    return (scales.float()[:, :, None] * unpacked(values)).flatten(1)[:, : weight.shape[1]]
+def _dequantised(weight: torch.Tensor, form: GroupFormat) -> torch.Tensor:
+    return dequantised(form, quantise(weight, form))[:, : weight.shape[1]]
 
 
 def _round(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

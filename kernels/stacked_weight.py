@@ -1,0 +1,79 @@
+"""Rows of several weights as one: where fused projections have different formats.
+
+Dimension letters: T rows; I inputs; O outputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from kernels.weight import Weight
+
+
+class StackedWeight(Weight):
+    """Weights [O, I] of the same inputs and dtype, one after the other.
+
+    Attributes:
+        parts: They.
+    """
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        """Take ownership of them."""
+        self.parts = [*parts]
+        self.dtype = parts[0].dtype
+        self.shape = torch.Size((sum(map(len, parts)), parts[0].shape[1]))
+
+    @property
+    def device(self) -> torch.device:
+        """See `Weight`."""
+        return self.parts[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """See `Weight`."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def address(self) -> None:
+        """None: it has several."""
+        return None
+
+    def part(self, first: int) -> tuple[Weight, int]:
+        """See `Weight`."""
+        for part in self.parts:
+            if first < len(part):
+                return part, first
+            first -= len(part)
+        raise ValueError(f"there is no row {first + len(self)} of {len(self)}")
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool = False
+    ) -> torch.Tensor:
+        """See `Weight`."""
+        sizes = [*map(len, self.parts)]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        products = (
+            part.multiply(x, own, batch_invariant=batch_invariant)
+            for part, own in zip(self.parts, biases, strict=True)
+        )
+        return torch.cat([*products], dim=1)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """See `Weight`."""
+        found = torch.empty(len(indices), self.shape[1], dtype=self.dtype)
+        ends = [*itertools.accumulate(map(len, self.parts))]
+        for part, end in zip(self.parts, ends, strict=True):
+            of_part = (indices >= end - len(part)) & (indices < end)
+            found[of_part] = part.rows(indices[of_part] - (end - len(part)))
+        return found
+
+    def dense(self) -> torch.Tensor:
+        """See `Weight`."""
+        return torch.cat([part.dense() for part in self.parts])
+
+    def packed(self) -> Weight:
+        """See `Weight`."""
+        return StackedWeight([part.packed() for part in self.parts])

@@ -1,0 +1,153 @@
+"""What files hold, kept in memory: dequantised to the bit as the formats' own code does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import gguf
+import pytest
+import torch
+from gguf import quants
+
+from kernels.group_formats import FORMATS, GroupFormat, integer_groups
+from kernels.grouped_weight import GroupedWeight
+
+# Where a block has the upper bytes of its float16s.
+_UPPER_BYTES = {
+    "q4_1": (1, 3),
+    "q5_1": (1, 3),
+    "q2_k": (81, 83),
+    "q3_k": (109,),
+    "q4_k": (1, 3),
+    "q5_k": (1, 3),
+    "q6_k": (209,),
+}
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def empty(form: GroupFormat, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> GroupedWeight:
+    """In memory that is full of ones, which must not matter."""
+    return GroupedWeight(
+        outputs, inputs, dtype, form, lambda size: torch.full((size,), 255, dtype=torch.uint8)
+    )
+
+
+def random_blocks(name: str, outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    """Rows of a file with any bytes, but for float16s below 2."""
+    block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(
+        256, (outputs, inputs // block_inputs, block_bytes), generator=generator, dtype=torch.uint8
+    )
+    raw[:, :, _UPPER_BYTES.get(name, (1,))] &= 0xBF
+    return raw.flatten(1)
+
+
+def written_blocks(name: str, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> GroupedWeight:
+    weight = empty(FORMATS[name], outputs, inputs, dtype)
+    weight.write_blocks(0, random_blocks(name, outputs, inputs))
+    return weight
+
+
+def expected(name: str, raw: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name.upper()]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("outputs", "chunks"), [(1, 1), (37, 3), (64, 2.5), (16, 0.125)])
+def test_blocks_of_files_are_dequantised_as_by_their_own_code(name: str, outputs: int, chunks: float) -> None:
+    inputs = int(256 * chunks)
+    if inputs % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]][0]:
+        inputs = 256
+    raw = random_blocks(name, outputs, inputs)
+    weight, rounded = (
+        empty(FORMATS[name], outputs, inputs),
+        empty(FORMATS[name], outputs, inputs, torch.bfloat16),
+    )
+    # In parts that begin within a block.
+    for first in range(0, outputs, 7):
+        assert weight.write_blocks(first, raw[first : first + 7]).isfinite().all()
+        rounded.write_blocks(first, raw[first : first + 7])
+    assert torch.equal(weight.dense(), expected(name, raw))
+    assert torch.equal(rounded.dense(), expected(name, raw).bfloat16())
+    index = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(weight.rows(index), weight.dense()[index])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_take_about_the_bytes_that_they_had(name: str) -> None:
+    raw = random_blocks(name, 32, 1024)
+    assert written_blocks(name, 32, 1024).nbytes <= 1.06 * raw.nbytes
+
+
+def integer_formats() -> Iterator[GroupFormat]:
+    for bits in (8, 4):
+        for group in (32, 64, 128, 256, 512, 0):
+            for dtype in SCALE_DTYPES:
+                for zeros in (True, False):
+                    yield integer_groups(bits, group, dtype, zeros=zeros)
+
+
+def group_inputs(form: GroupFormat, inputs: int) -> int:
+    return 32 * form.span * form.repeats or inputs
+
+
+def random_integers(
+    form: GroupFormat, outputs: int, inputs: int, *, signed: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    generator, groups = torch.Generator().manual_seed(0), -(-inputs // group_inputs(form, inputs))
+    least = -(1 << form.bits - 1) if signed else 0
+    limits, dtype = (least, least + (1 << form.bits)), torch.int8 if signed else torch.uint8
+    values = torch.randint(*limits, (outputs, inputs), generator=generator).to(dtype)
+    scales = torch.randn(outputs, groups, generator=generator).to(form.scale_dtype)
+    zeros = torch.randint(*limits, (outputs, groups), generator=generator).to(dtype) if form.zeros else None
+    return values, scales, zeros
+
+
+@pytest.mark.parametrize("form", [*integer_formats()], ids=lambda form: form.name)
+@pytest.mark.parametrize(("outputs", "inputs"), [(19, 1280), (16, 96), (3, 40)])
+def test_integers_are_scaled(form: GroupFormat, outputs: int, inputs: int) -> None:
+    group = group_inputs(form, inputs)
+    for signed in (True, False) if form.zeros else (True,):
+        values, scales, zeros = random_integers(form, outputs, inputs, signed=signed)
+        weight = empty(form, outputs, inputs)
+        for first in range(0, outputs, 7):
+            rows = slice(first, first + 7)
+            weight.write_groups(first, values[rows], scales[rows], None if zeros is None else zeros[rows])
+
+        def spread(of_groups: torch.Tensor) -> torch.Tensor:
+            return of_groups.repeat_interleave(group, dim=1)[:, :inputs]
+
+        whole = values.int() - (0 if zeros is None else spread(zeros.int()))
+        assert torch.equal(weight.dense(), spread(scales.float()) * whole)
+
+
+def test_what_is_not_of_the_format_is_refused() -> None:
+    for group in (16, 48, 192, 320, -256):
+        with pytest.raises(ValueError, match="groups of"):
+            integer_groups(4, group, torch.float16, zeros=False)
+    for bits in (2, 3, 16):
+        with pytest.raises(ValueError, match="bits"):
+            integer_groups(bits, 32, torch.float16, zeros=False)
+    form = integer_groups(4, 64, torch.float16, zeros=True)
+    values, scales, zeros = random_integers(form, 16, 256, signed=False)
+    assert zeros is not None
+    weight = empty(form, 16, 256)
+    for arguments in (
+        (0, values + 1, scales, zeros),
+        (0, values, scales.float(), zeros),
+        (0, values, scales, None),
+        (0, values, scales[:, :3], zeros),
+        (0, values, scales, zeros[:, :3]),
+        (0, values[:, :255], scales, zeros),
+        (1, values, scales, zeros),
+        (-1, values[:2], scales[:2], zeros[:2]),
+    ):
+        with pytest.raises(ValueError, match="format|bits|fit|groups"):
+            weight.write_groups(*arguments)
+    with pytest.raises(ValueError, match="bytes"):
+        empty(FORMATS["q4_k"], 4, 256).write_blocks(0, torch.zeros(4, 143, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="bytes"):
+        empty(FORMATS["q4_k"], 4, 128).write_blocks(0, torch.zeros(4, 72, dtype=torch.uint8))
+    with pytest.raises(TypeError, match="q5_k"):
+        empty(FORMATS["q5_k"], 4, 256).write(0, torch.zeros(4, 256))
