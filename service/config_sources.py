@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from service.config import UNQUANTISED, Config, all_settings
-from service.model_names import WEIGHTLESS_MODEL, is_hub_id, is_model, model_problem
+from service.model_names import WEIGHTLESS_MODEL, is_hub_model, is_model, model_problem
 from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.trusted import require_trusted
@@ -135,7 +135,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
     """Settings that do not fit each other, such as a public address without TLS."""
     if config.adapters and not config.max_lora_adapters:
         yield ("adapters", "max_lora_adapters"), "needs max_lora_adapters to be at least 1"
-    if config.model_revision is not None and not is_hub_id(config.model):
+    if config.model_revision is not None and not is_hub_model(config.model):
         yield ("model_revision", "model"), "is only for a model of the hub"
     for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
         if getattr(config, name) and not getattr(config, other):

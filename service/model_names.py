@@ -7,15 +7,20 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from workers.common.gguf import GgufError
+from workers.common.gguf.files import model_files
+
 SHIPPED_MODEL = "adder"
 SHIPPED_MODEL_DIR = Path(__file__).parents[1] / "workers" / "models" / SHIPPED_MODEL
 WEIGHTLESS_MODEL = "paged-attention"
 # The ids that the hub allows. None of them leads elsewhere when used in a path.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 MAX_HUB_ID = 96
+# What names one of the GGUF files of a repository, behind a colon.
+_FORMAT = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 MODELS = (
-    f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
-    " or ORG/NAME on the Hugging Face hub"
+    f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json, a GGUF file,"
+    " or ORG/NAME on the Hugging Face hub, with GGUF files ORG/NAME:Q4_K_M"
 )
 
 
@@ -24,11 +29,28 @@ def is_hub_id(model: str) -> bool:
     return len(model) <= MAX_HUB_ID and bool(_HUB_ID.fullmatch(model)) and not _may_exist(model)
 
 
+def is_hub_model(model: str) -> bool:
+    """Whether it names a model on the hub as `is_hub_id` says, or with a colon one of its GGUF files."""
+    hub_id, has_format, name = model.partition(":")
+    if has_format and (not _FORMAT.fullmatch(name) or _may_exist(model)):
+        return False
+    return is_hub_id(hub_id)
+
+
+def is_directory_or_file(value: str) -> bool:
+    """Whether it is the path of a model on this machine, in a format that is known."""
+    try:
+        files = model_files(Path(value))
+    except (GgufError, ValueError):
+        return False
+    # Path.is_file raises if a directory of the path cannot be read.
+    return os.path.isfile(files[0] if files else f"{value}/config.json")  # noqa: PTH113
+
+
 def is_model(value: str) -> bool:
     """Whether a model can be served by this name from this machine."""
     shipped = value in (SHIPPED_MODEL, WEIGHTLESS_MODEL)
-    # Path.is_file raises if a directory of the path cannot be read.
-    return shipped or os.path.isfile(f"{value}/config.json") or is_hub_id(value)  # noqa: PTH113
+    return shipped or is_directory_or_file(value) or is_hub_model(value)
 
 
 def model_problem(value: str) -> str:
@@ -39,6 +61,9 @@ def model_problem(value: str) -> str:
             path = Path(value)
             names = [file.name for file in path.iterdir()] if path.is_dir() else [value]
             problem = other_format(names) or "it has no config.json"
+            model_files(path)
+    except GgufError as error:
+        problem = f"it {error}"
     except OSError as error:
         problem = f"it cannot be read ({error.strerror})"
     return f"{problem}; must be {MODELS}"
@@ -48,8 +73,6 @@ def other_format(names: Collection[str]) -> str:
     """Names the format of model files that cannot be served, and what to use instead; "" if it is unknown."""
     if "adapter_config.json" in names:
         return "it is a LoRA adapter (PEFT): serve its base model, and load it with `quire adapters load`"
-    if any(name.lower().endswith(".gguf") for name in names):
-        return "it is in GGUF format, for llama.cpp: use the original model in safetensors format"
     return ""
 
 

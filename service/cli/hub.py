@@ -14,7 +14,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,11 @@ _CARDS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
 # In one file or in many. Not those in directories, nor in another layout (`consolidated.safetensors`).
 _WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$", re.ASCII)
+_GGUF = ".gguf"
+_GGUF_SHARD = re.compile(r"-\d+-of-(\d+)\.gguf$", re.ASCII | re.IGNORECASE)
+_GGUF_NAME = re.compile(
+    r"[-._/]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*))(?:-\d+-of-\d+)?\.gguf$", re.ASCII | re.IGNORECASE
+)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_REASON_CHARACTERS = 300
 _AUTH_STATUSES = (401, 403)
@@ -67,24 +72,30 @@ class HubError(Exception):
 
 
 def find_model(
-    hub_id: str, revision: str | None, *, on_progress: Callable[[float], None] | None = None
+    model: str, revision: str | None, *, on_progress: Callable[[float], None] | None = None
 ) -> Path:
-    """The model's directory in the local cache, after a download if necessary.
+    """The model's directory or GGUF file in the local cache, after a download if necessary.
 
     Args:
-        hub_id: ORG/NAME, validated.
+        model: ORG/NAME, validated; with a colon and what the name of a GGUF file has, that file.
         revision: A commit, branch or tag, validated; None: the main branch.
         on_progress: Gets the downloaded fraction of the weights, from 0 to 1. None: standard error gets it.
 
     Raises:
         HubError: It is not in the cache, and cannot be downloaded or must not be.
     """
-    cached, problem = _look_in_cache(hub_id, revision)
+    hub_id, _, wanted = model.partition(":")
+    if wanted:
+        cached, problem = _look_for_gguf(hub_id, wanted, revision)
+    else:
+        cached, problem = _look_in_cache(hub_id, revision)
     if cached is not None:
         return cached
     if constants.is_offline_mode():
         raise _not_here(hub_id, revision, problem)
     try:
+        if wanted:
+            return _download_gguf(hub_id, wanted, revision, on_progress)
         return _download(hub_id, revision, on_progress)
     except Exception as error:
         # The library raises its own errors and those of its HTTP client.
@@ -136,6 +147,50 @@ def _look_in_cache(hub_id: str, revision: str | None) -> tuple[Path | None, str]
     return (directory, "") if _is_whole(directory) else (None, f"is not whole {where}")
 
 
+def _look_for_gguf(hub_id: str, wanted: str, revision: str | None) -> tuple[Path | None, str]:
+    """The first of the GGUF files in the local cache if all are there, else None and the problem."""
+    where = f"in the cache {constants.HF_HUB_CACHE}"
+    try:
+        directory = Path(
+            snapshot_download(hub_id, revision=revision, local_files_only=True, allow_patterns=f"*{_GGUF}")
+        )
+    except errors.IncompleteSnapshotError as error:  # others of its files
+        directory = Path(error.snapshot_path or "")
+    except errors.LocalEntryNotFoundError:
+        return None, f"is not {where}"
+    except OSError as error:
+        return None, f"cannot be read {where}: {error.strerror}"
+    names = [
+        path.relative_to(directory).as_posix() for path in directory.rglob(f"*{_GGUF}") if path.is_file()
+    ]
+    chosen = gguf_files(names, wanted)
+    if not chosen or len(chosen) < _count_of(chosen[0]):
+        return None, f"has no whole {wanted} {where}"
+    return directory / chosen[0], ""
+
+
+def gguf_files(names: Iterable[str], wanted: str) -> list[str]:
+    """The sorted GGUF files of a repository that have a name, such as Q4_K_M; empty if there are none.
+
+    The name is before the end of a file's, or that of its directory; of several models the one with the
+    shortest name is taken.
+    """
+    ends = re.compile(rf"(.*[-._/]|){re.escape(wanted)}(-\d+-of-\d+)?\.gguf", re.IGNORECASE | re.ASCII)
+    inside = re.compile(rf"(.*/)?{re.escape(wanted)}/[^/]*\.gguf", re.IGNORECASE)
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        is_projector = name.rpartition("/")[2].startswith("mmproj")
+        if not is_projector and (ends.fullmatch(name) or inside.fullmatch(name)):
+            models.setdefault(_GGUF_SHARD.sub(_GGUF, name), []).append(name)
+    return models[min(models, key=lambda model: (len(model), model))] if models else []
+
+
+def _count_of(name: str) -> int:
+    """The number of files of the model that this file is of."""
+    found = _GGUF_SHARD.search(name)
+    return 1 if found is None else int(found[1])
+
+
 def _is_whole(directory: Path) -> bool:
     """Whether a snapshot has what is needed. The library knows that of its own downloads only."""
     weights = [path.name for path in directory.glob(_WEIGHTS) if path.is_file()]
@@ -154,17 +209,59 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     if problem := quantised(directory):
         raise HubError(f"{hub_id} cannot be served: {problem}", EXIT_CONFIG)
     total_bytes = sum(size for name, size in sizes.items() if fnmatchcase(name, _WEIGHTS))
+    _fetch(hub_id, revision, directory.name, [_WEIGHTS], total_bytes, on_progress)
+    return directory
+
+
+def _download_gguf(
+    hub_id: str, wanted: str, revision: str | None, on_progress: Callable[[float], None] | None
+) -> Path:
+    """As `_download`, of GGUF files. Returns the first."""
+    info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    chosen = gguf_files(sizes, wanted)
+    if not chosen:
+        raise HubError(f"{hub_id} has no GGUF file {wanted}: {_gguf_names(sizes) or 'it has none at all'}")
+    if len(chosen) < _count_of(chosen[0]):
+        raise HubError(
+            f"{hub_id} cannot be served: it has {len(chosen)} of {_count_of(chosen[0])} files of {wanted}"
+        )
+    # By the name of the revision, so that the cache knows that name. The files are of the same commit.
+    hidden = _progress(lambda _: None)
+    directory = Path(
+        snapshot_download(hub_id, revision=revision, allow_patterns=[*_CARDS], tqdm_class=hidden)
+    )
+    _fetch(hub_id, revision, directory.name, chosen, sum(map(sizes.__getitem__, chosen)), on_progress)
+    return directory / chosen[0]
+
+
+def _gguf_names(names: Iterable[str]) -> str:
+    """Which names of GGUF files there are; "": none."""
+    found = {match[1].upper() for name in names if (match := _GGUF_NAME.search(name)) is not None}
+    return f"it has {', '.join(sorted(found))}" if found else ""
+
+
+def _fetch(
+    hub_id: str,
+    revision: str | None,
+    commit: str,
+    patterns: Sequence[str],
+    total_bytes: int,
+    on_progress: Callable[[float], None] | None,
+) -> None:
+    """Downloads the large files of a model."""
     _print(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
     report = on_progress or _print_tenths()
     # On a terminal the library shows its own bars.
     is_shown = on_progress is None and sys.stderr.isatty()
     progress = None if is_shown else _progress(lambda done_bytes: report(done_bytes / (total_bytes or 1)))
-    snapshot_download(hub_id, revision=directory.name, allow_patterns=_WEIGHTS, tqdm_class=progress)
-    return directory
+    snapshot_download(hub_id, revision=commit, allow_patterns=[*patterns], tqdm_class=progress)
 
 
 def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
     """Raises HubError, before any download, if the files are not a model that can be served."""
+    if (found := _gguf_names(sizes)) and not any(fnmatchcase(name, _WEIGHTS) for name in sizes):
+        raise HubError(f"{hub_id} has GGUF files: name one of them, such as {hub_id}:Q4_K_M; {found}")
     if _CONFIG not in sizes:
         problem = other_format(sizes) or f"it has no {_CONFIG}"
         raise HubError(f"{hub_id} cannot be served: {problem}")

@@ -19,9 +19,10 @@ from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
 from service.extension import Extension, find_server
 from service.gateway import open_gateway
+from service.gguf import gguf_problem
 from service.journal.base import Journal
 from service.logging import configure_logging
-from service.model_names import has_other_format, is_hub_id
+from service.model_names import has_other_format, is_hub_model
 from service.printable import escaped
 from service.quantised import has_experts, quantised
 from service.settings import ConfigError
@@ -85,7 +86,7 @@ def _model_problem(config: Config) -> str:
         return ""
     if config.quantization != UNQUANTISED and has_experts(Path(config.model)):
         return f"quantization = {config.quantization} is not for mixtures of experts yet: leave it out"
-    return quantised(Path(config.model))
+    return gguf_problem(config) or quantised(Path(config.model))
 
 
 async def _make_parts(config: Config) -> bool:
@@ -108,7 +109,7 @@ async def _open_in_memory(*_: object) -> Journal:
 
 def _run(config: Config) -> int:
     """Raises ConfigError for a setting that is checked only when it is used, or StateUnusable."""
-    if is_hub_id(config.model) and not config.has_remote_workers:
+    if is_hub_model(config.model) and not config.has_remote_workers:
         from service.cli import hub
 
         try:

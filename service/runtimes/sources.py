@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.errors import InvalidArgument, LoadFailed
-from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL, is_hub_id
+from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL, is_directory_or_file, is_hub_model
 
 # Finds a model of the hub, with a download if necessary. It calls the function with the downloaded fraction;
 # an exception of that function cancels the download. Runs in a thread; raises LoadFailed.
@@ -59,16 +59,18 @@ class ModelSources:
             return str(self._shipped_model)
         if (upload := self._find_upload(source)) is not None:
             return str(upload)
-        if self._find_model is not None and is_hub_id(source):
+        if self._find_model is not None and is_hub_model(source):
             return str(self._find_model(source, lambda fraction: self._report_download(fraction, cancelled)))
         try:
             # An empty path would be the directory in which the server was started.
-            if source and (Path(source) / "config.json").is_file():
+            if source and is_directory_or_file(source):
                 return str(Path(source).resolve())
         except ValueError:
             # Not a valid path.
             pass
-        what = "neither a directory of this machine that has a config.json, nor a model of the hub"
+        what = (
+            "neither a directory with a config.json, nor a GGUF file of this machine, nor a model of the hub"
+        )
         raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}, nor an upload that is kept")
 
     def _report_download(self, fraction: float, cancelled: threading.Event) -> None:

@@ -35,7 +35,7 @@ from workers.runners.eager import EagerRunner
 from workers.runners.tensor_parallel import LeadingRunner, RankGroup
 
 # The path of a snapshot of ORG/NAME in a cache of the Hugging Face hub. Names contain no double dashes.
-_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[0-9a-f]{40}(/.*)?")
 
 
 class LlmExecutor(ModelExecutor):
@@ -247,10 +247,13 @@ def _described(description: ModelDescription, directory: Path, text: ModelText) 
 
 
 def model_id_of(directory: Path) -> str:
-    """The name of a model: as on the hub for a snapshot in the hub's cache, else the directory's."""
+    """The name of a model: as on the hub for a snapshot in the hub's cache, else that of the path."""
     directory = Path(os.path.abspath(directory))  # noqa: PTH100 - gives "." a name, and keeps that of a link
     found = _SNAPSHOT.fullmatch(directory.as_posix())
-    return found[1].replace("--", "/") if found is not None else directory.name
+    if found is None:
+        return directory.name
+    # Of the files of a repository with several models, each has a name of its own.
+    return found[1].replace("--", "/") + (found[2] or "")
 
 
 def _pages(

@@ -29,6 +29,7 @@ from workers.models.files import errors_naming
 from workers.models.lora import BaseMatrix
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
+from workers.models.source import source_of
 from workers.models.weights import LoadPlan, Progress, check_names, load_planned, plan_load
 from workers.operations import AdapterSource
 
@@ -65,7 +66,9 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
         ModelError: config.json cannot be read, has invalid settings, or settings that the requested backend
             does not support.
     """
-    reason = ""
+    reason, of_library = "", source_of(directory).is_of_library
+    if asked == TRANSFORMERS and not of_library:
+        raise ModelError(f"{directory}: model_backend = transformers needs a directory with safetensors")
     if asked != TRANSFORMERS:
         try:
             config = ModelConfig.from_directory(directory)
@@ -75,7 +78,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
                 check_names(directory, config)
             return Choice(NATIVE, config.vocab_size)
         except UnsupportedError as error:
-            if asked == NATIVE:
+            if asked == NATIVE or not of_library:
                 raise
             reason = without_path(str(error), directory)
             _log.info("trying the transformers backend, since native code cannot run this model: %s", reason)

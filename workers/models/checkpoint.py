@@ -21,6 +21,7 @@ from typing import Protocol, TypeGuard
 
 import torch
 
+from kernels.group_formats import FORMATS, GroupFormat
 from workers.models.errors import ModelError
 from workers.models.files import (
     FileVersion,
@@ -70,6 +71,11 @@ class StoredTensor(ABC):
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+
+    @property
+    def form(self) -> GroupFormat | None:
+        """How the matrix is held that its parts are rows of, if they are quantised; None: they are numbers."""
+        return FORMATS.get(self.dtype)
 
     @abstractmethod
     def parts(

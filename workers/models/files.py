@@ -26,6 +26,8 @@ _SETTINGS = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
 
+_ITSELF = ""
+
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAFETENSORS = "*.safetensors*"  # weights, or their index
 
@@ -84,21 +86,23 @@ def changed_error(file: Path) -> ModelError:
 def unchanged_settings(directory: Path) -> Iterator[None]:
     """Check that no file of settings or text changes inside the block, since they are read one after another.
 
+    `directory` may also be a file that has all of them.
+
     Raises:
         ModelError: A file was created, deleted or changed.
     """
     before = _settings_versions(directory)
     yield
     after = _settings_versions(directory)
-    for name in _SETTINGS:
-        if before[name] != after[name]:
-            raise changed_error(directory / name)
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            raise changed_error(directory / name if name else directory)
 
 
 def _settings_versions(directory: Path) -> dict[str, FileVersion | None]:
     """The version of each file of settings, or of its link target; None if stat fails."""
     found: dict[str, FileVersion | None] = {}
-    for name in _SETTINGS:
+    for name in (_ITSELF,) if os.path.isfile(directory) else _SETTINGS:  # noqa: PTH113 - Path.is_file may raise
         try:
             found[name] = file_version(os.stat(directory / name))  # noqa: PTH116 - names no file twice
         except OSError:

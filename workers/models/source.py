@@ -6,12 +6,13 @@ config.json, and with the names that tensors have in a checkpoint of the transfo
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Protocol
 
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.files import check_not_pickled, parse_object, read_file
 from workers.models.generation_defaults import read_end_tokens
+from workers.models.gguf.source import gguf_source
 from workers.models.licence import read_licence
 from workers.models.text import ModelText, read_text
 
@@ -19,44 +20,42 @@ CONFIG_FILE = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-class ModelSource(ABC):
+class ModelSource(Protocol):
     """A model on disk. Nothing is kept of what was read, so each question reads the files again.
 
     Attributes:
         path: The directory, or the file.
         config_file: What has the settings, for messages.
+        is_of_library: The transformers library can run it too.
     """
 
     path: Path
     config_file: Path
+    is_of_library: bool
 
-    @abstractmethod
     def check(self) -> None:
         """Raises ModelError for what would be dangerous to read."""
 
-    @abstractmethod
     def settings(self) -> dict[str, object]:
         """The content of a config.json. Raises ModelError."""
 
-    @abstractmethod
     def end_tokens(self, vocab_size: int) -> tuple[int, ...]:
         """The end tokens that replace those of the settings; empty if there are none. Raises ModelError."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors, by their names in a checkpoint. Raises ModelError."""
 
-    @abstractmethod
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
 
-    @abstractmethod
     def licence(self) -> str:
         """The name of its licence, in printable ASCII; "" if there is none. Raises nothing."""
 
 
-class DirectorySource(ModelSource):
+class DirectorySource:
     """A directory of the Hugging Face hub, with its weights as safetensors."""
+
+    is_of_library = True
 
     def __init__(self, path: Path) -> None:
         self.path, self.config_file = path, path / CONFIG_FILE
@@ -87,5 +86,6 @@ class DirectorySource(ModelSource):
 
 
 def source_of(path: Path | str) -> ModelSource:
-    """The model at a path. Raises ModelError if it cannot be told what it is."""
-    return DirectorySource(Path(path))
+    """The model at a path. Raises ModelError if it is one of several there."""
+    path = Path(path)
+    return gguf_source(path) or DirectorySource(path)

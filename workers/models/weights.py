@@ -13,13 +13,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
+from kernels.group_formats import GroupFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
-from workers.models.builder import all_of, build_decoder
+from workers.models.builder import FormatOf, all_of, build_decoder
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -41,6 +43,7 @@ _PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "layers.", "norm.")
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class LoadPlan:
         num_parameters: See `ModelDescription`.
         weight_bytes: See `ModelDescription`; in a group, of this rank.
         group: The ranks over which the model is split; None: it is not.
-        quantization: The format to which matrices are quantised; None: they have the dtype.
+        quantization: The format to which matrices are quantised while they are read; None: to none.
+        forms: The formats of matrices that the files have quantised, by their names in a text model.
     """
 
     config: ModelConfig
@@ -66,6 +70,22 @@ class LoadPlan:
     weight_bytes: int
     group: Group | None = None
     quantization: str | None = None
+    forms: Mapping[str, GroupFormat] = MappingProxyType({})
+
+    @property
+    def formats(self) -> FormatOf | None:
+        """The format of each matrix, for `build_decoder`."""
+        return formats_of(self.quantization, self.forms)
+
+    @property
+    def format_names(self) -> str:
+        """The names of all formats, with blanks between them; "": nothing is quantised."""
+        return self.quantization or " ".join(sorted({form.name for form in self.forms.values()}))
+
+
+def formats_of(quantization: str | None, forms: Mapping[str, GroupFormat]) -> FormatOf | None:
+    """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
+    return forms.get if forms else all_of(quantization)
 
 
 def plan_load(
@@ -92,9 +112,14 @@ def plan_load(
     """
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
-    if quantization is not None:
-        _check_can_quantise(config, device, group)
     entries = _of_text(source_of(directory).tensors(), config)
+    forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
+    if quantization is not None or forms:
+        _check_can_quantise(config, device, group)
+    if quantization is not None and forms:
+        first = min(forms)
+        where = f"{entries[first].file}: tensor {entries[first].name}"
+        raise UnsupportedError(f"{where} is quantised already ({forms[first].name}): leave out quantization")
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
     targets = _targets(config, directory, entries, chosen)
@@ -110,14 +135,15 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    if group is not None or quantization is not None:
-        targets = build_decoder(config, chosen, "meta", group, all_of(quantization)).targets()
+    formats = formats_of(quantization, forms)
+    if group is not None or formats is not None:
+        targets = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
     check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
-    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization)
+    return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization, forms)
 
 
 def _check_can_quantise(config: ModelConfig, device: torch.device, group: Group | None) -> None:
@@ -154,7 +180,7 @@ def load_planned(
         ModelError: A tensor cannot be read, or has a value that is not finite.
     """
     config = plan.config
-    decoder = build_decoder(config, plan.dtype, plan.device, plan.group, all_of(plan.quantization))
+    decoder = build_decoder(config, plan.dtype, plan.device, plan.group, plan.formats)
     _load_weights(decoder, plan.entries, progress, _staging_for(plan.device))
     # The hash of the parsed config: two spellings of a config give the same fingerprint. The KV of quantised
     # weights is another one.
@@ -180,7 +206,7 @@ def load_planned(
         moe_layers=sum(layer.sparse for layer in config.layers),
         num_experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
-        quantization=plan.quantization or "",
+        quantization=plan.format_names,
     )
 
 
@@ -208,7 +234,7 @@ def _load_weights(
         where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
         for first, part in entry.parts(taken, staging):
-            filled = target.fill(part, first)
+            filled = target.fill(part, first) if entry.form is None else target.fill_blocks(part, first)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
             if staging is None:
@@ -322,6 +348,6 @@ def _check_shapes(targets: Mapping[str, LoadTarget], entries: Mapping[str, Store
         if entry.shape != target.shape:
             shapes = f"shape {list(entry.shape)}, but the config asks for {list(target.shape)}"
             raise ModelError(f"{entry.file}: tensor {entry.name} has {shapes}")
-        if entry.dtype not in checkpoint.DTYPES:
+        if entry.dtype not in checkpoint.DTYPES and (entry.form is None or len(target.shape) < _MATRIX):
             known = ", ".join(checkpoint.DTYPES)
             raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")

@@ -1,0 +1,217 @@
+"""GGUF files of small models, written by the gguf package as the converters of llama.cpp write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoConfig, PreTrainedConfig
+
+from workers.models.checkpoint import read_entries
+
+NAMES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
+}  # fmt: skip
+PRE_TOKENIZER = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
+_GEMMA = ("gemma", "gemma2", "gemma3")
+# Types that the package can make of numbers. The others' blocks are drawn.
+QUANTISED = {
+    "q4_0": Type.Q4_0, "q4_1": Type.Q4_1, "q5_0": Type.Q5_0, "q5_1": Type.Q5_1, "q8_0": Type.Q8_0,
+}  # fmt: skip
+DENSE = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16}
+TypeOf = Callable[[str], str]
+"""The type of a matrix, by its name in a checkpoint."""
+
+
+def write_gguf(
+    path: Path,
+    model: Path,
+    type_of: TypeOf | str = "f16",
+    *,
+    tokenizer: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    max_shard_tensors: int = 0,
+) -> Path:
+    """Write the model of a directory, with random weights, as a file; returns it, or the first of several.
+
+    Args:
+        path: The file.
+        model: A directory of transformers.
+        type_of: The type of each matrix. Vectors are float32.
+        tokenizer: Metadata below tokenizer.ggml.
+        metadata: More metadata; None: a key is left out.
+        max_shard_tensors: The most tensors in a file; 0: there is one.
+    """
+    config = AutoConfig.from_pretrained(model)
+    name = NAMES[config.model_type]
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=max_shard_tensors)
+    for key, value in (_metadata(name, config) | dict(metadata or {})).items():
+        if value is not None:
+            _add(writer, key, value)
+    for key, value in (tokenizer or {}).items():
+        _add(writer, f"tokenizer.ggml.{key}", value)
+    for tensor_name, (values, kind) in _tensors(name, config, model, type_of).items():
+        _add_tensor(writer, tensor_name, values, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if not max_shard_tensors else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
+    """As the converters write it."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters or {}
+    full = rope.get("full_attention", rope)
+    found: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(full.get("rope_theta", 10_000.0)),
+        "rope.dimension_count": int(head_dim * full.get("partial_rotary_factor", 1.0)),
+    }
+    if name != "phi3":
+        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    window = getattr(config, "sliding_window", None)
+    if window is not None and name in ("llama", "gemma2", "gemma3", "phi3"):
+        found["attention.sliding_window"] = window
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, key, None) is not None:
+            found[key] = getattr(config, key)
+    if full.get("rope_type") in ("linear", "yarn"):
+        found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
+    if "original_max_position_embeddings" in full and full.get("rope_type") != "llama3":
+        found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        found |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+        if name == "qwen3moe":
+            found["expert_feed_forward_length"] = config.moe_intermediate_size
+    return {f"{name}.{key}": value for key, value in found.items()} | {"general.name": "a tiny model"}
+
+
+def _tensors(
+    name: str, config: PreTrainedConfig, model: Path, type_of: TypeOf | str
+) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
+    """Values and type of each tensor of the file."""
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    found: dict[str, tuple[np.ndarray[Any, Any], str]] = {}
+    experts: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for tensor_name, entry in read_entries(model).items():
+        values = torch.cat([part.clone() for _, part in entry.parts()]).float().numpy()
+        kind = type_of if isinstance(type_of, str) else type_of(tensor_name)
+        if values.ndim < 2:
+            kind = "f32"
+        if name in _GEMMA and tensor_name.endswith("norm.weight"):
+            values = values + 1
+        if name == "llama" and ".q_proj." in tensor_name:
+            values = _interleaved(values, config.num_attention_heads)
+        if name == "llama" and ".k_proj." in tensor_name:
+            values = _interleaved(values, config.num_key_value_heads)
+        merged = _without_expert(tensor_name)
+        written = names.get_name(merged, try_suffixes=(".weight", ".bias"))
+        assert written is not None, tensor_name
+        if merged != tensor_name:
+            experts.setdefault(written, []).append(values)
+            values = np.stack(experts[written])
+        found[written] = values, kind
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") == "llama3":
+        found["rope_freqs.weight"] = _llama3_factors(config, rope), "f32"
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
+            found[f"rope_factors_{length}.weight"] = factors, "f32"
+    return found
+
+
+def _without_expert(name: str) -> str:
+    """The name of the tensor of all experts: entries of a directory are in the order of their numbers."""
+    before, has, after = name.partition(".experts.")
+    return f"{before}.experts.{after.partition('.')[2]}" if has else name
+
+
+def _interleaved(values: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Rows of a head in the order of llama.cpp's rotation: `LlamaModel.permute` of its converter."""
+    pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _llama3_factors(config: PreTrainedConfig, rope: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """What divides the frequencies: `generate_extra_tensors` of the converter of llama."""
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    original = rope["original_max_position_embeddings"]
+    factors = []
+    for frequency in frequencies:
+        wavelength = 2 * torch.pi / frequency
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            factors.append(float(1 / ((1 - smooth) / factor + smooth)))
+    return np.array(factors, dtype=np.float32)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any], kind: str) -> None:
+    if kind == "f32":
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
+    elif kind == "f16":
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float16))
+    else:
+        raw_type = (DENSE | QUANTISED).get(kind)
+        blocks = drawn_blocks(values.shape, kind) if raw_type is None else gguf.quantize(values, raw_type)
+        writer.add_tensor(name, blocks, raw_dtype=raw_type or Type[kind.upper()])
+
+
+def drawn_blocks(shape: Sequence[int], kind: str) -> np.ndarray[Any, Any]:
+    """Random blocks of a type whose scales are small: uint8 [..., bytes of a row]."""
+    raw_type = Type[kind.upper()]
+    block, size = gguf.GGML_QUANT_SIZES[raw_type]
+    rng = np.random.default_rng(len(shape) + shape[-1])
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
+    # Where a block has its float16 scales.
+    places = {
+        "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,),
+        "iq4_xs": (0,),
+    }[kind]  # fmt: skip
+    for place in places:
+        scales = rng.uniform(0.5, 1.0, blocks.shape[:-1]) * 0.3 / _spread(kind)
+        blocks[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def _spread(kind: str) -> float:
+    """About the standard deviation of values whose scales are 1."""
+    return {"q2_k": 20, "q3_k": 40, "q4_k": 300, "q5_k": 600, "q6_k": 1400, "iq4_nl": 60, "iq4_xs": 1100}[
+        kind
+    ]
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)

@@ -1,0 +1,334 @@
+"""Translates the metadata of a GGUF file to the settings of a config.json.
+
+What a file of an architecture may say is listed here. A key that is not listed refuses the file, since it may
+change the model. Sources: the converters of llama.cpp, which write the files, and its `llama_hparams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.common.gguf import GgufError
+from workers.common.gguf.header import TensorInfo, Value, shown
+
+# Settings of a config.json, and the keys that have them. Without one of the first the model is not known.
+_NEEDED = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_COMMON = {
+    *_NEEDED.values(),
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size",
+    "rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+# They say where a file is from.
+_WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout", "attention.causal"}
+_EXPERTS = {"expert_count", "expert_used_count"}
+# Values without an effect: softmax, and no shared experts.
+_ONLY = {"attention.causal": True, "expert_gating_func": 1, "expert_shared_count": 0}
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+
+# Types of tensors that can be served: `kernels.group_formats` has those that are quantised.
+DENSE = frozenset({"f32", "f16", "bf16"})
+QUANTISED = frozenset(
+    {
+        "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+    }
+)  # fmt: skip
+
+TOKEN_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
+# Control tokens that end a text where they are in a vocabulary, beside those that the metadata name.
+_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
+)  # fmt: skip
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_CONTROL = 3
+
+ReadFactors = Callable[[TensorInfo], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What files of an architecture can be.
+
+    Attributes:
+        model_type: That of the config.
+        reads: The keys that its files may have beside the common ones.
+        interleaved: The rows of queries and keys are in the order of pairs that are beside each other.
+        norm_offset: What the file's weights of norms have more than a checkpoint's.
+    """
+
+    model_type: str
+    reads: frozenset[str] = field(default_factory=frozenset)
+    interleaved: bool = False
+    norm_offset: float = 0.0
+
+
+_GEMMA_READS = frozenset({"attention.sliding_window", "final_logit_softcapping"})
+ARCHITECTURES = {
+    "llama": Architecture(
+        "llama",
+        frozenset({*_EXPERTS, "attention.sliding_window", "expert_gating_func", "expert_shared_count"}),
+        interleaved=True,
+    ),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        frozenset({*_EXPERTS, "expert_feed_forward_length", "expert_gating_func", "expert_shared_count"}),
+    ),
+    "gemma": Architecture("gemma", norm_offset=1.0),
+    "gemma2": Architecture("gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, norm_offset=1.0),
+    "gemma3": Architecture(
+        "gemma3_text",
+        _GEMMA_READS | {"attention.sliding_window_pattern", "rope.freq_base_swa"},
+        norm_offset=1.0,
+    ),
+    "phi3": Architecture("phi3", frozenset({"attention.sliding_window"})),
+}
+
+
+def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
+    """The name and the description of a file's architecture. Raises GgufError."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise GgufError(f"general.architecture: must be the name of an architecture, got {shown(name)}")
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise GgufError(f"general.architecture: must be one of {known}, got {shown(name)}")
+    return name, ARCHITECTURES[name]
+
+
+def read_settings(
+    metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo], read_factors: ReadFactors
+) -> dict[str, object]:
+    """The settings of a config.json.
+
+    Args:
+        metadata: Those of the file, with `tokenizer.ggml.tokens`.
+        tensors: Its tensors, by their names there.
+        read_factors: Reads a vector of float32.
+
+    Raises:
+        GgufError: A key is missing, invalid, or not known here, or a value is not supported.
+    """
+    name, architecture = architecture_of(metadata)
+    own = {
+        key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")
+    }
+    _check_keys(name, architecture, own)
+    settings: dict[str, object] = {"model_type": architecture.model_type}
+    for setting, key in _NEEDED.items():
+        if key not in own:
+            raise GgufError(f"{name}.{key}: is missing")
+        settings[setting] = _same(own[key], f"{name}.{key}")
+    heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    kv_heads = own.get("attention.head_count_kv", own["attention.head_count"])
+    settings["num_key_value_heads"] = _same(kv_heads, f"{name}.attention.head_count_kv")
+    settings["head_dim"] = _head_dim(name, own, heads, hidden)
+    settings["vocab_size"] = _vocab_size(tensors)
+    settings["tie_word_embeddings"] = HEAD not in tensors
+    settings["dtype"] = _dtype(tensors)
+    settings |= _token_ids(metadata)
+    settings |= _of_architecture(name, own, settings, tensors)
+    settings |= _rope(name, own, settings, tensors, read_factors)
+    return settings
+
+
+def served_types(tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """The types of a model's tensors. Raises GgufError for one that cannot be served."""
+    for info in tensors.values():
+        if info.type not in DENSE | QUANTISED:
+            known = ", ".join(sorted(DENSE | QUANTISED))
+            raise GgufError(f"tensor {info.name} must be one of {known}, got {info.type}")
+    return {info.type for info in tensors.values()}
+
+
+def _check_keys(name: str, architecture: Architecture, own: Mapping[str, Value]) -> None:
+    """Raises GgufError for a key that may change the model, and is not read."""
+    for key, value in own.items():
+        if key not in _COMMON | _WITHOUT_EFFECT | architecture.reads or value != _ONLY.get(key, value):
+            raise GgufError(f"{name}.{key}: is not supported, got {shown(value)}")
+
+
+def _same(value: Value, key: str) -> Value:
+    """A number, also if the file has an equal one for each layer. Raises GgufError."""
+    if not isinstance(value, list):
+        return value
+    if not value or any(one != value[0] for one in value):
+        raise GgufError(f"{key}: must be the same in all layers, got {shown(value)}")
+    return value[0]
+
+
+def _head_dim(name: str, own: Mapping[str, Value], heads: object, hidden: object) -> Value | None:
+    """The width of a head; None: it follows from others."""
+    key_length, value_length = own.get("attention.key_length"), own.get("attention.value_length")
+    if value_length is not None and value_length != key_length:
+        got = f"{shown(value_length)} and {shown(key_length)}"
+        raise GgufError(f"{name}.attention.value_length: must be the key_length, got {got}")
+    if key_length is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        return hidden // heads  # the config's check finds a remainder, by the shapes of tensors
+    return key_length
+
+
+def _vocab_size(tensors: Mapping[str, TensorInfo]) -> int:
+    if EMBEDDING not in tensors:
+        raise GgufError(f"tensor {EMBEDDING} is missing")
+    shape = tensors[EMBEDDING].shape
+    if len(shape) != 2:
+        raise GgufError(f"tensor {EMBEDDING}: must be a matrix, has the shape {list(shape)}")
+    return shape[0]
+
+
+def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
+    """That of the embedding and of what is not quantised; with quantised tensors bfloat16."""
+    names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+    types = {info.type for info in tensors.values()}
+    return names[tensors[EMBEDDING].type] if types <= names.keys() else "bfloat16"
+
+
+def _token_ids(metadata: Mapping[str, Value]) -> dict[str, object]:
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    ids = [metadata.get(f"tokenizer.ggml.{name}") for name in _END_IDS]
+    found = [token_id for token_id in ids if type(token_id) is int]
+    if isinstance(tokens, list) and isinstance(kinds, list) and len(tokens) == len(kinds):
+        found += [
+            index
+            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+            if kind == _CONTROL and token in _ENDS
+        ]
+    return {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": [*dict.fromkeys(found)],
+    }
+
+
+def _of_architecture(
+    name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, object]:
+    """The settings that only files of this architecture have."""
+    window = own.get("attention.sliding_window") or None
+    match name:
+        case "llama":
+            return _llama(own, tensors, window)
+        case "qwen3moe":
+            return {
+                "num_experts": own.get("expert_count"),
+                "num_experts_per_tok": own.get("expert_used_count"),
+                "moe_intermediate_size": own.get("expert_feed_forward_length"),
+                # llama.cpp does so for each of them.
+                "norm_topk_prob": True,
+            }
+        case "gemma2" | "gemma3":
+            return _gemma(name, own, settings, window)
+        case "phi3":
+            return {"sliding_window": window}
+    return {}
+
+
+def _llama(
+    own: Mapping[str, Value], tensors: Mapping[str, TensorInfo], window: Value | None
+) -> dict[str, object]:
+    """Files of llama, mistral and mixtral have one architecture."""
+    if own.get("expert_count"):
+        return {
+            "model_type": "mixtral",
+            "num_local_experts": own["expert_count"],
+            "num_experts_per_tok": own.get("expert_used_count"),
+            "sliding_window": window,
+        }
+    if window is not None:
+        return {"model_type": "mistral", "sliding_window": window}
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+
+
+def _gemma(
+    name: str, own: Mapping[str, Value], settings: Mapping[str, Any], window: Value | None
+) -> dict[str, object]:
+    found: dict[str, object] = {"sliding_window": window}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in own:
+            found[key] = own[key]
+    # The file does not say it. llama.cpp knows the largest models, of 27 billion weights, by their layers.
+    largest = {"gemma2": 46, "gemma3": 62}[name]
+    heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
+    found["query_pre_attn_scalar"] = settings["head_dim"]
+    if layers == largest and isinstance(heads, int) and heads > 0:
+        found["query_pre_attn_scalar"] = settings["hidden_size"] // heads
+    if name == "gemma3":
+        pattern = own.get("attention.sliding_window_pattern", 6)
+        if isinstance(pattern, list):
+            found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
+        else:
+            found["sliding_window_pattern"] = pattern
+        found["rope_local_base_freq"] = own.get("rope.freq_base_swa", 10_000.0)
+    return found
+
+
+def _rope(
+    name: str,
+    own: Mapping[str, Value],
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    read_factors: ReadFactors,
+) -> dict[str, object]:
+    """The rotary embedding."""
+    found: dict[str, object] = {"rope_theta": own.get("rope.freq_base", 10_000.0)}
+    head_dim, rotated = settings["head_dim"], own.get("rope.dimension_count", settings["head_dim"])
+    if rotated != head_dim and isinstance(rotated, int) and isinstance(head_dim, int):
+        found["partial_rotary_factor"] = rotated / max(1, head_dim)
+    factors = {key: read_factors(tensors[key]) for key in FACTORS if key in tensors}
+    longest = settings["max_position_embeddings"]
+    original = own.get("rope.scaling.original_context_length", longest)
+    attention_factor = own.get("rope.scaling.attn_factor", 1.0)
+    if factors:
+        # All are divisors of the frequencies, which is what the library calls longrope.
+        short = factors.get(SHORT_FACTORS) or factors.get(ROPE_FACTORS)
+        long = factors.get(LONG_FACTORS) or factors.get(ROPE_FACTORS)
+        is_long = ROPE_FACTORS not in factors
+        found["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original if is_long else longest,
+            "attention_factor": attention_factor if is_long else 1.0,
+        }
+        if is_long and name == "phi3":
+            found["original_max_position_embeddings"] = original
+        return found
+    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
+    if kind == "linear" and factor != 1.0:
+        found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original)
+    elif kind not in ("none", "linear"):
+        raise GgufError(f"{name}.rope.scaling.type: is not supported, got {shown(kind)}")
+    return found
+
+
+def _yarn(own: Mapping[str, Value], original: Value) -> dict[str, object]:
+    found: dict[str, object] = {"original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if f"rope.scaling.yarn_{name}" in own:
+            found[name] = own[f"rope.scaling.yarn_{name}"]
+    factor = own.get("rope.scaling.attn_factor", 1.0)
+    if factor != 1.0:
+        # llama.cpp multiplies it with the factor that follows from the scaling.
+        raise GgufError(f"rope.scaling.attn_factor: is not supported with yarn, got {shown(factor)}")
+    return found

@@ -1,0 +1,269 @@
+"""Translates the tokenizer of a GGUF file to a tokenizer.json. Nothing here tokenises.
+
+Two kinds are known. "gpt2" is BPE over bytes; the name of its pre-tokenizer says how a text is split before.
+"llama" is SentencePiece's BPE, whose merges follow from the scores of its pieces.
+
+The expressions are those in the tokenizer.json of the models that a name stands for; `llama-vocab.cpp` of
+llama.cpp names them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workers.common.gguf import GgufError
+from workers.common.gguf.header import Value
+from workers.common.gguf.settings import TOKEN_ARRAYS
+from workers.common.gguf.splits import Split, split_of
+from workers.models.chat_template import DEFAULT, ChatTemplate
+from workers.models.text import ModelText
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "tokenizer.ggml."
+TEXT_ARRAYS = (*TOKEN_ARRAYS, f"{_PREFIX}scores", f"{_PREFIX}merges")
+_TEMPLATE = "tokenizer.chat_template"
+
+# Types of tokens.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "\u2581"
+# A piece has at most so many places where it can be divided; longer ones are not merged from others.
+_MAX_PIECE_CHARACTERS = 256
+# Their pieces are merged in the order of the vocabulary: their scores do not say it.
+_IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
+
+
+def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) -> ModelText:
+    """What clients need to work with text; see `workers.models.text.read_text`.
+
+    Args:
+        metadata: Those of the file, with `TEXT_ARRAYS`.
+        vocab_size: The size of the model's vocabulary.
+        max_bytes: What exceeds it in all is left out, with a warning in the log.
+
+    Raises:
+        GgufError: The tokenizer is invalid, or of a kind that is not known; the message names a key.
+    """
+    tokens = _strings(metadata, "tokens")
+    if tokens is None:
+        _log.warning("there is no tokenizer in the file, so texts are refused and only tokens served")
+        return ModelText(chat_template=_template(metadata, [], max_bytes))
+    if len(tokens) > vocab_size:
+        raise GgufError(f"{_PREFIX}tokens: has {len(tokens)} tokens, and the model has {vocab_size}")
+    template = _template(metadata, tokens, max_bytes)
+    content = json.dumps(_tokenizer(metadata, tokens), ensure_ascii=False, separators=(",", ":")).encode()
+    if len(content) > max_bytes - template.nbytes:
+        _log.warning(
+            "the tokenizer is too large to be sent to clients and is left out: it has %d bytes, the limit is"
+            " %d",
+            len(content),
+            max_bytes,
+        )
+        content = b""
+    return ModelText(content, template, end_id=_token_id(metadata, "eos_token_id", len(tokens)))
+
+
+def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, Any]:
+    """The content of a tokenizer.json."""
+    kinds = metadata.get(f"{_PREFIX}token_type")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != len(tokens)):
+        raise GgufError(f"{_PREFIX}token_type: must have a number for each of {len(tokens)} tokens")
+    split = split_of(metadata)
+    if split is None:
+        parts, adds_bos = _sentencepiece(metadata, tokens), True
+    else:
+        parts, adds_bos = _byte_level(metadata, tokens, split)
+    added = [
+        {
+            "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": type_number == _CONTROL,
+        }
+        for index, (token, type_number) in enumerate(zip(tokens, kinds or (), strict=False))
+        if type_number in (_CONTROL, _USER_DEFINED) and token
+    ]  # fmt: skip
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **parts,
+        "post_processor": _around(metadata, tokens, adds_bos=adds_bos, byte_level=split is not None),
+    }
+
+
+def _byte_level(
+    metadata: Mapping[str, Value], tokens: list[str], split: Split
+) -> tuple[dict[str, Any], bool]:
+    """Normalizer, pre-tokenizer, decoder and model; and whether it adds a first token if nothing says so."""
+    steps: list[dict[str, Any]] = []
+    if split.digits:
+        steps.append({"type": "Digits", "individual_digits": True})
+    if split.pattern:
+        steps.append(
+            {"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False}
+        )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    steps.append(byte_level | {"use_regex": not split.pattern})
+    merges = [merge.split(" ") for merge in _strings(metadata, "merges") or ()]
+    if any(len(pair) != 2 for pair in merges):
+        raise GgufError(f"{_PREFIX}merges: each must be two tokens with a space between them")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if any(not {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
+        raise GgufError(f"{_PREFIX}merges: each must be of tokens, and make a token")
+    parts = {
+        "normalizer": {"type": "NFC"} if split.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": byte_level | {"use_regex": True},
+        "model": _bpe(vocabulary, merges) | {"ignore_merges": split.whole},
+    }
+    return parts, split.whole
+
+
+def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, Any]:
+    """Normalizer, pre-tokenizer, decoder and model."""
+    is_gemma = metadata.get("general.architecture") in _IN_ORDER_OF_IDS
+    if is_gemma:
+        # These have spaces where the library looks for the sign that stands for them.
+        tokens = [token.replace(" ", _SPACE) if not token.strip(" ") else token for token in tokens]
+    if is_gemma:
+        scores: Sequence[float] = range(0, -len(tokens), -1)
+    else:
+        given = metadata.get(f"{_PREFIX}scores")
+        if not isinstance(given, list) or len(given) != len(tokens):
+            raise GgufError(f"{_PREFIX}scores: must have a number for each of {len(tokens)} tokens")
+        scores = given  # type: ignore[assignment] # a number each, or the sort below fails
+        if any(type(score) is not float or score != score for score in scores):  # noqa: PLR0124 - NaN
+            raise GgufError(f"{_PREFIX}scores: must be numbers")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown = _token_id(metadata, "unknown_token_id", len(tokens))
+    prefix = metadata.get(f"{_PREFIX}add_space_prefix", not is_gemma)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    first = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*first, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(vocabulary, _merges(vocabulary, tokens, scores))
+        | {
+            "unk_token": None if unknown is None else tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def _merges(
+    vocabulary: Mapping[str, int], tokens: Sequence[str], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """The merges of pieces, best first: all pairs of pieces that make a piece.
+
+    In the order of the library's conversion (`generate_merges` of convert_slow_tokenizer.py).
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    for piece, score in dict(zip(tokens, scores, strict=True)).items():
+        if len(piece) > _MAX_PIECE_CHARACTERS:
+            continue
+        pairs = ((piece[:index], piece[index:]) for index in range(1, len(piece)))
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(score, len(first), len(second), first, second) for first, second in known]
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(first, second) for *_, first, second in found]
+
+
+def _around(
+    metadata: Mapping[str, Value], tokens: list[str], *, adds_bos: bool, byte_level: bool
+) -> dict[str, Any] | None:
+    """What adds the first and the last token."""
+    before, after = (
+        _token_id(metadata, f"{name}_token_id", len(tokens))
+        if metadata.get(f"{_PREFIX}add_{name}_token", default) is True
+        else None
+        for name, default in (("bos", adds_bos), ("eos", False))
+    )
+    offsets = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    if before is None and after is None:
+        return offsets if byte_level else None
+
+    def template(text: str, type_id: int) -> list[dict[str, Any]]:
+        token = [
+            None if index is None else {"SpecialToken": {"id": tokens[index], "type_id": type_id}}
+            for index in (before, after)
+        ]
+        parts = (token[0], {"Sequence": {"id": text, "type_id": type_id}}, token[1])
+        return [part for part in parts if part is not None]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": template("A", 0),
+        "pair": template("A", 0) + template("B", 1),
+        "special_tokens": {
+            tokens[index]: {"id": tokens[index], "ids": [index], "tokens": [tokens[index]]}
+            for index in (before, after)
+            if index is not None
+        },
+    }
+
+
+def _template(metadata: Mapping[str, Value], tokens: list[str], max_bytes: int) -> ChatTemplate:
+    """The chat templates: the default one, and those with names."""
+    sources: dict[str, str] = {}
+    for key, value in metadata.items():
+        name = DEFAULT if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
+        if (key == _TEMPLATE or name != key) and isinstance(value, str) and value:
+            sources[name] = value
+    named = {
+        f"{name}_token": _token_id(metadata, f"{key}_token_id", len(tokens))
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    texts = {name: tokens[index] for name, index in named.items() if index is not None}
+    template = ChatTemplate(sources, texts)
+    if template.nbytes > max_bytes:
+        _log.warning("the chat template is too large to be sent to clients and is left out")
+        return ChatTemplate()
+    return template
+
+
+def _token_id(metadata: Mapping[str, Value], name: str, count: int) -> int | None:
+    """A token's id; None: there is none. Raises GgufError if it is not in the vocabulary."""
+    value = metadata.get(_PREFIX + name)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < count:
+        raise GgufError(f"{_PREFIX}{name}: must be the id of one of {count} tokens, got {value!r}")
+    return value
+
+
+def _strings(metadata: Mapping[str, Value], name: str) -> list[str] | None:
+    """An array of strings; None: there is none. Raises GgufError."""
+    value = metadata.get(_PREFIX + name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise GgufError(f"{_PREFIX}{name}: must be an array of strings")
+    return value  # type: ignore[return-value] # as checked
