@@ -33,11 +33,9 @@ class Float8Format:
 
     Attributes:
         scale_inputs: The inputs with one scale: a multiple of 32; 0: all of an output.
-        bits: Of a value.
     """
 
     scale_inputs: int = 0
-    bits: int = 8
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -51,12 +49,6 @@ class Float8Format:
         """Its name."""
         return f"float8 in {self.scale_inputs}" if self.scale_inputs else "float8"
 
-    def weight(
-        self, outputs: int, inputs: int, dtype: torch.dtype, empty: Callable[[int], torch.Tensor]
-    ) -> Float8Weight:
-        """Allocate a weight, to be filled by `write_values`. `empty` allocates bytes."""
-        return Float8Weight(outputs, inputs, dtype, self, empty)
-
 
 class Float8Weight(Weight):
     """A weight [O, I] of 8-bit floats. The bits of a product's row do not depend on other rows.
@@ -67,8 +59,6 @@ class Float8Weight(Weight):
         values: [B, steps, 16, inputs of a step] bytes, a view.
     """
 
-    bits = 0  # compiled sublayers do not read it
-
     def __init__(
         self,
         outputs: int,
@@ -77,7 +67,15 @@ class Float8Weight(Weight):
         weight_format: Float8Format,
         empty: Callable[[int], torch.Tensor],
     ) -> None:
-        """See `Float8Format.weight`."""
+        """Allocate a weight, to be filled by `write_values`.
+
+        Args:
+            outputs: O.
+            inputs: I.
+            dtype: That of rows and results.
+            weight_format: How it is held.
+            empty: Allocates bytes, which are uninitialised.
+        """
         self.shape, self.dtype, self.format = torch.Size((outputs, inputs)), dtype, weight_format
         self._scale_inputs = weight_format.scale_inputs or max(inputs, 1)
         filled_outputs, filled_inputs = filled_up(self.shape, dtype)

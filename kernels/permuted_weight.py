@@ -8,57 +8,9 @@ Dimension letters: T rows; I inputs; O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 
 from kernels.weight import Weight
-
-
-class WeightFormat(Protocol):
-    """How a weight is held."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def bits(self) -> int:
-        """Those of a value."""
-
-    def weight(
-        self, outputs: int, inputs: int, dtype: torch.dtype, empty: Callable[[int], torch.Tensor]
-    ) -> Weight:
-        """Allocate a weight, to be filled. `empty` allocates bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PermutedFormat:
-    """How a weight is held whose columns are in another order.
-
-    Attributes:
-        within: How the ordered columns are held.
-    """
-
-    within: WeightFormat
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return f"{self.within.name} in another order"
-
-    @property
-    def bits(self) -> int:
-        """Those of a value."""
-        return self.within.bits
-
-    def weight(
-        self, outputs: int, inputs: int, dtype: torch.dtype, empty: Callable[[int], torch.Tensor]
-    ) -> PermutedWeight:
-        """See `WeightFormat`."""
-        return PermutedWeight(self.within.weight(outputs, inputs, dtype, empty))
 
 
 class PermutedWeight(Weight):

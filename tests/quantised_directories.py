@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
@@ -205,9 +206,13 @@ def compressed(
     ignore: Iterable[str] = ("lm_head",),
     left: Iterable[str] = (),
     also: Iterable[str] = (),
+    ordered: bool = False,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensors:
-    """As the compressed-tensors library writes it, by its own code."""
+    """As the compressed-tensors library writes it, by its own code.
+
+    `ordered`: as its older versions did with actorder = group.
+    """
     arguments = QuantizationArgs(**weights)
     scheme = QuantizationScheme(
         targets=["Linear"],
@@ -219,20 +224,28 @@ def compressed(
     generator = torch.Generator().manual_seed(2)
 
     def write(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        state = {"weight": weight} | _parameters(weight, arguments, scale_dtype, generator)
+        columns = weight.shape[1]
+        order = torch.randperm(columns, generator=generator) if ordered else torch.arange(columns)
+        state = {"weight": weight[:, order]} | _parameters(weight[:, order], arguments, scale_dtype)
         made = compressor.compress(state, scheme)
         again = {name: one.float() if name == "weight_scale" else one for name, one in made.items()}
-        return made, compressor.decompress(again, scheme)["weight"]
+        meant = compressor.decompress(again, scheme)["weight"][:, order.argsort()]
+        if ordered:
+            values = unpack_from_int32(made["weight_packed"], arguments.num_bits, weight.shape)
+            made["weight_packed"] = pack_to_int32(values[:, order.argsort()], arguments.num_bits)
+            made["weight_g_idx"] = (order.argsort() // arguments.group_size).int()
+        return made, meant
 
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, format=form, ignore=[*ignore], quantization_status="compressed"
     )
-    return rewrite(directory, json.loads(config.model_dump_json()), write, also, left)
+    said = json.loads(config.model_dump_json())
+    if ordered:
+        said["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return rewrite(directory, said, write, also, left)
 
 
-def _parameters(
-    weight: torch.Tensor, arguments: QuantizationArgs, scale_dtype: torch.dtype, generator: torch.Generator
-) -> Tensors:
+def _parameters(weight: torch.Tensor, arguments: QuantizationArgs, scale_dtype: torch.dtype) -> Tensors:
     """The scales and zero points of a matrix as an observer finds them."""
     outputs, columns = weight.shape
     found: Tensors = {}
@@ -242,13 +255,7 @@ def _parameters(
         low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
     else:
         group = arguments.group_size if arguments.strategy == "group" else columns
-        parts = weight
-        if arguments.actorder == "group":
-            order = torch.randperm(columns, generator=generator)
-            found["weight_g_idx"] = torch.empty(columns, dtype=torch.int32)
-            found["weight_g_idx"][order] = (torch.arange(columns) // group).int()
-            parts = weight[:, order]
-        parts = parts.view(outputs, -1, group)
+        parts = weight.view(outputs, -1, group)
         low, high = parts.amin(2), parts.amax(2)
         if arguments.strategy == "tensor":
             low, high = low.amin().view(1), high.amax().view(1)

@@ -26,7 +26,7 @@ def made(
     """A weight, which was written in parts, and what it is to be: torch's own reading of its values."""
     values = every_byte(outputs, inputs)
     empty = lambda size: torch.full((size,), 0xFF, dtype=torch.uint8)  # noqa: E731 - NaN in all that is not written
-    weight = Float8Format(scale_inputs).weight(outputs, inputs, dtype, empty)
+    weight = Float8Weight(outputs, inputs, dtype, Float8Format(scale_inputs), empty)
     scales = torch.rand(outputs, weight.num_scales) * 2 - 0.7
     for first in range(0, outputs, 13):
         largest = weight.write_values(first, values[first : first + 13], scales[first : first + 13])
@@ -57,8 +57,14 @@ def test_a_product_has_the_bits_of_that_of_the_dequantised_weight(
         assert torch.equal(linear(x, weight, bias), linear(x, pack_weight(dense.clone()), bias))
 
 
+def small() -> Float8Weight:
+    return Float8Weight(
+        8, 32, torch.bfloat16, Float8Format(), lambda size: torch.empty(size, dtype=torch.uint8)
+    )
+
+
 def test_what_is_not_finite_is_seen() -> None:
-    weight = Float8Format().weight(8, 32, torch.bfloat16, lambda size: torch.empty(size, dtype=torch.uint8))
+    weight = small()
     values, scales = every_byte(8, 32), torch.ones(8, 1)
     for wrong in (torch.nan, torch.inf, 3e38):
         assert not weight.write_values(0, values, scales * wrong).isfinite().all()
@@ -69,7 +75,7 @@ def test_what_is_not_finite_is_seen() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="scales must be of multiples of 32 inputs, got 48"):
         Float8Format(48)
-    weight = Float8Format().weight(8, 32, torch.bfloat16, lambda size: torch.empty(size, dtype=torch.uint8))
+    weight = small()
     with pytest.raises(ValueError, match="do not fit"):
         weight.write_values(4, every_byte(8, 32), torch.ones(8, 1))
     with pytest.raises(ValueError, match=r"scales: must be \[8, 1\], got \[8, 2\]"):

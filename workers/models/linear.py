@@ -14,6 +14,7 @@ from kernels.grouped_weight import GroupedWeight
 from kernels.linear import DenseWeight, linear
 from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
 from kernels.weight import Weight
+from workers.models.parts import QuantisedRows
 from workers.models.shard import Slice
 
 
@@ -68,28 +69,24 @@ class LoadTarget:
             into.write_blocks(at, raw[rows.start : rows.stop]) for at, rows in self._rows(first, len(raw))
         ]
 
-    def fill_groups(
-        self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None, first: int = 0
-    ) -> list[torch.Tensor]:
-        """As `fill`, with integers: see `GroupedWeight.write_groups`."""
-        into = self._grouped()
+    def fill_rows(self, part: QuantisedRows, first: int = 0) -> list[torch.Tensor]:
+        """As `fill`, with rows that are quantised in some other way."""
+        self._check_whole()
         return [
-            into.write_groups(
-                at,
-                values[rows.start : rows.stop],
-                scales[rows.start : rows.stop],
-                None if zeros is None else zeros[rows.start : rows.stop],
-            )
-            for at, rows in self._rows(first, len(values))
+            part[rows.start : rows.stop].write(self.into, at) for at, rows in self._rows(first, len(part))
         ]
 
     def _grouped(self) -> GroupedWeight:
         """What it is a part of. Raises TypeError if that is not quantised, or not whole rows are taken."""
         if not isinstance(self.into, GroupedWeight):
             raise TypeError(f"a {type(self.into).__name__} takes no quantised rows")
+        self._check_whole()
+        return self.into
+
+    def _check_whole(self) -> None:
+        """Raises TypeError unless whole rows are taken."""
         if self.taken is not None and len(self.taken.columns) != self.shape[1]:
             raise TypeError("of quantised rows, parts are not taken")
-        return self.into
 
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> Iterator[torch.Tensor]:
         for into, rows in self._rows(first, len(part)):
@@ -98,7 +95,7 @@ class LoadTarget:
             yield self.into.write(into, columns)
 
     def _rows(self, first: int, count: int) -> Iterator[tuple[int, range]]:
-        """Of `count` rows of the checkpoint from `first` on those that are taken, and the first row for them."""
+        """Of `count` rows of a tensor from `first` on those that are taken, and the first row for them."""
         assert self.taken is not None
         into = self.first  # of the next range
         for rows in self.taken.rows:

@@ -6,14 +6,19 @@ config.json, and with the names that tensors have in a checkpoint of the transfo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from workers.common.quantised.methods import is_quantised, read_quantisation
+from workers.common.quantised.scheme import NotUnderstood, Quantisation
 from workers.models.checkpoint import StoredTensor, read_entries
-from workers.models.files import check_not_pickled, parse_object, read_file
+from workers.models.errors import UnsupportedError
+from workers.models.files import check_not_pickled, errors_naming, parse_object, read_file
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
 from workers.models.licence import read_licence
+from workers.models.quantised.reader import quantised_tensors
 from workers.models.text import ModelText, read_text
 
 CONFIG_FILE = "config.json"
@@ -26,12 +31,14 @@ class ModelSource(Protocol):
     Attributes:
         path: The directory, or the file.
         config_file: What has the settings, for messages.
-        is_of_library: The transformers library can run it too.
     """
 
     path: Path
     config_file: Path
-    is_of_library: bool
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the transformers library can run it too. Raises ModelError."""
 
     def check(self) -> None:
         """Raises ModelError for what would be dangerous to read."""
@@ -55,10 +62,13 @@ class ModelSource(Protocol):
 class DirectorySource:
     """A directory of the Hugging Face hub, with its weights as safetensors."""
 
-    is_of_library = True
-
     def __init__(self, path: Path) -> None:
         self.path, self.config_file = path, path / CONFIG_FILE
+
+    @property
+    def is_of_library(self) -> bool:
+        """See `ModelSource`: not with quantised weights. Raises ModelError."""
+        return not is_quantised(self.settings())
 
     def check(self) -> None:
         """See `ModelSource`."""
@@ -74,7 +84,10 @@ class DirectorySource:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """See `ModelSource`."""
-        return {**read_entries(self.path)}
+        entries = read_entries(self.path)
+        with errors_naming(self.config_file):
+            said = _quantisation(self.settings())
+        return {**entries} if said is None else quantised_tensors(entries, said)
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """See `ModelSource`."""
@@ -83,6 +96,14 @@ class DirectorySource:
     def licence(self) -> str:
         """See `ModelSource`."""
         return read_licence(self.path)
+
+
+def _quantisation(settings: Mapping[str, object]) -> Quantisation | None:
+    """How weights are quantised; None: they are not. Raises UnsupportedError."""
+    try:
+        return read_quantisation(settings)
+    except NotUnderstood as error:
+        raise UnsupportedError(f"the weights are quantised: {error}") from None
 
 
 def source_of(path: Path | str) -> ModelSource:

@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
-from kernels.group_formats import GroupFormat
+from kernels.weight_formats import WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
@@ -28,6 +27,7 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
+from workers.models.parts import Part
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
 from workers.models.source import source_of
@@ -70,7 +70,7 @@ class LoadPlan:
     weight_bytes: int
     group: Group | None = None
     quantization: str | None = None
-    forms: Mapping[str, GroupFormat] = MappingProxyType({})
+    forms: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict)
 
     @property
     def formats(self) -> FormatOf | None:
@@ -83,7 +83,7 @@ class LoadPlan:
         return self.quantization or " ".join(sorted({form.name for form in self.forms.values()}))
 
 
-def formats_of(quantization: str | None, forms: Mapping[str, GroupFormat]) -> FormatOf | None:
+def formats_of(quantization: str | None, forms: Mapping[str, WeightFormat]) -> FormatOf | None:
     """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
     return forms.get if forms else all_of(quantization)
 
@@ -234,7 +234,7 @@ def _load_weights(
         where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
         for first, part in entry.parts(taken, staging):
-            filled = target.fill(part, first) if entry.form is None else target.fill_blocks(part, first)
+            filled = _fill(target, entry, part, first)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
             if staging is None:
@@ -244,6 +244,13 @@ def _load_weights(
                 progress(done_bytes, total_bytes)
         if staging is not None:
             checkpoint.check_finite(target.tensor, where)
+
+
+def _fill(target: LoadTarget, entry: StoredTensor, part: Part, first: int) -> list[torch.Tensor]:
+    """Write a part of a tensor. Returns what is finite if the part is."""
+    if not isinstance(part, torch.Tensor):
+        return target.fill_rows(part, first)
+    return target.fill(part, first) if entry.form is None else target.fill_blocks(part, first)
 
 
 def _staging_for(device: torch.device) -> Staging | None:
@@ -336,7 +343,9 @@ def _has_own_head(config: ModelConfig, entries: Mapping[str, StoredTensor]) -> b
         return False
     # Tensors of the same shape and dtype have the same parts. NaN is ignored here and refused later.
     return (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not all(
-        torch.equal(one.nan_to_num(), other.nan_to_num())
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
         for (_, one), (_, other) in zip(head.parts(), embedding.parts(), strict=True)
     )
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kernels.permuted_weight import PermutedFormat
+from kernels.weight_formats import PermutedFormat
 from workers.common.quantised.scheme import Layout, Scheme
 from workers.models.checkpoint import TensorEntry
 from workers.models.errors import ModelError
@@ -60,7 +60,7 @@ class CompressedMatrix(QuantisedMatrix):
         name = self._values.name
         super().__init__(name, [self._values, self._scales, *shape, *others], (outputs, inputs))
         within = integer_format(scheme, self.name, inputs, SCALES[scales.dtype])
-        self.format = PermutedFormat(within) if scheme.has_order else within
+        self._form = PermutedFormat(within) if scheme.has_order else within
 
     def _inputs(self, shape: TensorEntry) -> int:
         """Those of a packed matrix: its words may have room for more."""
@@ -115,7 +115,7 @@ def _signed(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _check_spreads(entry: TensorEntry, outputs: int, groups: int) -> None:
     """Raises ModelError unless a matrix, each of its rows, or each group has one."""
-    allowed = [(outputs, groups)]
+    allowed: list[tuple[int, ...]] = [(outputs, groups)]
     if groups == 1:
         allowed += [(outputs,), (1,), (1, 1), ()]
     if entry.shape not in allowed:

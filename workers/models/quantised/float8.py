@@ -41,7 +41,7 @@ class Float8Matrix(QuantisedMatrix):
         super().__init__(self._values.name, [self._values, self._scales], (outputs, inputs))
         of_row = self._block is None or self._block[1] >= inputs
         try:
-            self.format = Float8Format(0 if of_row or self._block is None else self._block[1])
+            self._form = Float8Format(0 if of_row or self._block is None else self._block[1])
         except ValueError as error:
             raise UnsupportedError(f"tensor {self.name}: {error}") from None
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kernels.permuted_weight import PermutedFormat
+from kernels.weight_formats import PermutedFormat
 from workers.common.quantised.scheme import Scheme
 from workers.models.checkpoint import TensorEntry
 from workers.models.errors import ModelError
@@ -51,7 +51,7 @@ class GptqMatrix(QuantisedMatrix):
         entries = [self._words, self._scales, self._zeros, *([self._groups] if self._groups else [])]
         super().__init__(f"{tensors.module}.qweight", entries, (outputs, inputs))
         within = integer_format(scheme, self.name, inputs, SCALES[self._scales.dtype])
-        self.format = PermutedFormat(within) if scheme.has_order else within
+        self._form = PermutedFormat(within) if scheme.has_order else within
 
     def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows]]:
         scheme, (outputs, inputs) = self._scheme, self.shape
@@ -91,7 +91,7 @@ class AwqMatrix(QuantisedMatrix):
         super().__init__(
             f"{tensors.module}.qweight", [self._words, self._scales, self._zeros], (columns * 8, inputs)
         )
-        self.format = integer_format(scheme, self.name, inputs, SCALES[self._scales.dtype])
+        self._form = integer_format(scheme, self.name, inputs, SCALES[self._scales.dtype])
 
     def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows]]:
         words, scales = read(self._words), read_scales(self._scales).T.contiguous()

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.float8_weight import Float8Format, Float8Weight
+from kernels.float8_weight import Float8Weight
 from kernels.group_formats import GroupFormat, integer_groups
 from kernels.grouped_weight import GroupedWeight
-from kernels.permuted_weight import PermutedFormat, PermutedWeight
+from kernels.permuted_weight import PermutedWeight
 from kernels.weight import Weight
+from kernels.weight_formats import WeightFormat
 from workers.common.quantised.scheme import Scheme
 from workers.models.checkpoint import PART_BYTES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import UnsupportedError
-
-Format = GroupFormat | PermutedFormat | Float8Format
+from workers.models.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,9 @@ class QuantisedMatrix(StoredTensor):
 
     Attributes:
         entries: The tensors, in the order of the names of what they are.
-        format: How it is held in memory.
     """
 
-    format: Format
+    _form: WeightFormat
 
     def __init__(self, name: str, entries: Sequence[TensorEntry], shape: tuple[int, int]) -> None:
         self.name, self.shape, self.entries = name, shape, entries
@@ -106,9 +105,14 @@ class QuantisedMatrix(StoredTensor):
         self.nbytes = shape[0] * shape[1]
 
     @property
+    def form(self) -> WeightFormat:
+        """See `StoredTensor`."""
+        return self._form
+
+    @property
     def dtype(self) -> str:  # type: ignore[override]
         """The name of the format."""
-        return self.format.name
+        return self._form.name
 
     def samples(self) -> Iterator[bytes]:
         """See `StoredTensor`."""
@@ -116,9 +120,7 @@ class QuantisedMatrix(StoredTensor):
             yield f"{entry.name.rpartition('.')[2]} {entry.dtype} {entry.shape}\n".encode()
             yield from entry.samples()
 
-    def parts(
-        self, rows: range | None = None, staging: Staging | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def parts(self, rows: range | None = None, staging: Staging | None = None) -> Iterator[tuple[int, Part]]:
         """See `StoredTensor`. Parts are `IntegerRows` or `Float8Rows`."""
         assert staging is None, "quantised weights are for the CPU"
         wanted = range(self.shape[0]) if rows is None else rows
