@@ -96,7 +96,7 @@ def pack_experts(weight: ExpertWeights) -> ExpertWeights:
     if isinstance(weight, cpu.PackedWeights):
         return weight
     packed = [pack_weight(weight[expert], in_place=isinstance(weight, list)) for expert in range(len(weight))]
-    return weight if any(matrix.address is None for matrix in packed) else cpu.PackedWeights(packed)
+    return weight if any(matrix.compiled is None for matrix in packed) else cpu.PackedWeights(packed)
 
 
 def experts_reference(

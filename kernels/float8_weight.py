@@ -95,7 +95,7 @@ class Float8Weight(Weight):
         return -(-self.shape[1] // self._scale_inputs)
 
     @property
-    def address(self) -> None:
+    def compiled(self) -> None:
         """None: compiled sublayers cannot read it."""
         return None
 
@@ -146,6 +146,7 @@ class Float8Weight(Weight):
             inputs,
             outputs,
             x.stride(0),
+            outputs,
         )
         types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
         run = library.function(f"quire_float8_linear_{SUFFIXES[x.dtype]}", types, ctypes.c_int)

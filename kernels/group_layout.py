@@ -15,7 +15,7 @@ Dimension letters: n rows; O outputs; G groups; S scales of a row; B blocks; C c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,11 @@ class Parts:
     zeros: torch.Tensor | None = None
     subscales: torch.Tensor | None = None
     subminima: torch.Tensor | None = None
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        """All but the values, by their names."""
+        named = {name: getattr(self, name) for name in self.__slots__ if name != "values"}
+        return {name: part for name, part in named.items() if part is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +127,29 @@ class Layout:
         if self._outputs % _BLOCK_OUTPUTS:
             data[-self._block_bytes :].zero_()
 
-    def write(self, data: torch.Tensor, first: int, parts: Parts) -> None:
-        """Write rows from `first` on."""
-        index = torch.arange(first, first + len(parts.values))
+    def write_factors(self, data: torch.Tensor, first: int, factors: Mapping[str, torch.Tensor]) -> None:
+        """Write all but the values of rows from `first` on, by their names in `Parts`."""
+        index = torch.arange(first, first + len(factors["scales"]))
         block, output = index // _BLOCK_OUTPUTS, index % _BLOCK_OUTPUTS
-        done = dict.fromkeys(Parts.__slots__, 0)
+        done = dict.fromkeys(factors, 0)
         for chunk, chunks in self._of(data):
             for name, section in chunk.sections(chunks):
                 begin = done[name]
                 done[name] += section.shape[1] * section.shape[2]
-                taken = getattr(parts, name)[:, begin : done[name]]
+                taken = factors[name][:, begin : done[name]]
                 section[block, :, :, output] = taken.reshape(len(index), *section.shape[1:3])
-            begin = done["values"]
-            done["values"] += chunks.shape[1] * chunk.groups
-            values = parts.values[:, begin : done["values"]].unflatten(1, (-1, chunk.groups))
+
+    def write_values(self, data: torch.Tensor, first: int, values: torch.Tensor) -> None:
+        """Write the values [n, G, 32] of rows from `first` on."""
+        index = torch.arange(first, first + len(values))
+        block, output = index // _BLOCK_OUTPUTS, index % _BLOCK_OUTPUTS
+        done = 0
+        for chunk, chunks in self._of(data):
+            end = done + chunks.shape[1] * chunk.groups
+            taken = values[:, done:end].unflatten(1, (-1, chunk.groups))
             for bits, below, plane in chunk.planes(chunks):
-                plane[block, :, :, :, output] = _packed(values, bits, below)
+                plane[block, :, :, :, output] = _packed(taken, bits, below)
+            done = end
 
     def read(self, data: torch.Tensor, indices: torch.Tensor) -> Parts:
         """Read rows."""

@@ -9,20 +9,26 @@ Dimension letters: n, T rows; I inputs; O outputs; G groups; H groups, or half g
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
+from kernels.cpu import library
+from kernels.cpu.dtypes import SUFFIXES
+from kernels.cpu.linear import Arguments, can_multiply
 from kernels.gguf_blocks import parts_of
 from kernels.group_formats import FORMATS, GROUP_INPUTS, TABLE, GroupFormat
 from kernels.group_layout import Layout, Parts
-from kernels.weight import Weight
+from kernels.weight import CompiledPart, Weight
 
 QUANTISERS = ("q8_0", "q4_0")
 """The formats to which rows can be quantised."""
 
+# kRoundedRows and sizeof(RowGroup) of grouped_product.h.
+_ROUNDED_ROWS, _ROW_GROUP_BYTES = 128, 52
 _LEAST = 1e-30
 _MOST_HALF = 15
 # The rows that are unpacked at a time, which limits memory.
@@ -54,21 +60,38 @@ class GroupedWeight(Weight):
             empty: Allocates bytes, which are uninitialised.
         """
         self.shape, self.dtype, self.form = torch.Size((outputs, inputs)), dtype, form
-        self._layout = Layout(form, outputs, -(-inputs // GROUP_INPUTS))
+        self._groups = -(-inputs // GROUP_INPUTS)
+        self._layout = Layout(form, outputs, self._groups)
         self.data = empty(self._layout.nbytes)
         self._layout.clear_rest(self.data)
 
     @property
-    def address(self) -> int | None:
+    def compiled(self) -> list[CompiledPart] | None:
         """See `Weight`."""
-        return None
+        if not can_multiply(self.dtype):
+            return None
+        return [CompiledPart(self.data.data_ptr(), self.form.address, len(self))]
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
         """See `Weight`: quantises rows [n, I] to "q8_0" or "q4_0". Returns scales, which are finite if the rows are."""
         self._check(first, rows, self.shape[1])
+        rows = rows if rows.dtype in SUFFIXES else rows.float()
+        if can_multiply(rows.dtype) and rows.stride(1) == 1 and self.form.name in QUANTISERS:
+            scales = self._quantise(first, rows).half()
+            self._layout.write_factors(self.data, first, {"scales": scales})
+            return scales
         parts = quantise(rows, self.form)
         self.write_parts(first, parts)
         return parts.scales
+
+    def _quantise(self, first: int, rows: torch.Tensor) -> torch.Tensor:
+        """Write the values of rows as `quantise` makes them. Returns the scales [n, G] in float32."""
+        scales = torch.empty(len(rows), self._groups)
+        types = *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 5
+        run = library.function(f"quire_quantise_{SUFFIXES[rows.dtype]}", types)
+        addresses = self.data.data_ptr(), self.form.address, scales.data_ptr(), rows.data_ptr()
+        run(*addresses, rows.stride(0), first, *rows.shape, torch.get_num_threads())
+        return scales
 
     def write_blocks(self, first: int, raw: torch.Tensor) -> torch.Tensor:
         """Write rows of a GGUF file, without loss.
@@ -111,7 +134,14 @@ class GroupedWeight(Weight):
 
     def write_parts(self, first: int, parts: Parts) -> None:
         """Write rows as the format has them."""
-        self._layout.write(self.data, first, parts)
+        self._layout.write_factors(self.data, first, parts.factors())
+        if not library.available():
+            self._layout.write_values(self.data, first, parts.values)
+            return
+        values, types = parts.values.contiguous(), (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4)
+        addresses = self.data.data_ptr(), self.form.address, values.data_ptr()
+        run = library.function("quire_write_values", types)
+        run(*addresses, first, *values.shape[:2], torch.get_num_threads())
 
     def _check(self, first: int, rows: torch.Tensor, width: int) -> None:
         if first < 0 or first + len(rows) > len(self) or rows.shape[1:] != (width,):
@@ -125,7 +155,27 @@ class GroupedWeight(Weight):
         batch_invariant: bool = False,  # noqa: ARG002 - it always is
     ) -> torch.Tensor:
         """See `Weight`."""
-        return grouped_reference(x, self, bias)
+        if not can_multiply(x.dtype):
+            return grouped_reference(x, self, bias)
+        rows, (outputs, inputs) = x.shape[0], self.shape
+        out = torch.empty(rows, outputs, dtype=x.dtype)  # [T, O]
+        scratch = torch.empty(min(rows, _ROUNDED_ROWS) * self._groups * _ROW_GROUP_BYTES, dtype=torch.uint8)
+        arguments = Arguments(
+            out.data_ptr(),
+            x.data_ptr(),
+            self.data.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            scratch.data_ptr(),
+            rows,
+            inputs,
+            outputs,
+            x.stride(0),
+            outputs,
+        )
+        types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+        run = library.function(f"quire_grouped_linear_{SUFFIXES[x.dtype]}", types)
+        run(ctypes.addressof(arguments), self.form.address, torch.get_num_threads())
+        return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """See `Weight`."""

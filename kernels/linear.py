@@ -27,7 +27,7 @@ class DenseWeight(Weight):
         self.shape, self.dtype, self.data = data.shape, data.dtype, data
 
     @property
-    def address(self) -> None:
+    def compiled(self) -> None:
         """None: compiled kernels read no plain matrices."""
         return None
 

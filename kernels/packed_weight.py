@@ -72,6 +72,7 @@ class PackedWeight(Weight):
             inputs,
             outputs,
             x.stride(0),
+            outputs,
         )
         run = library.function(f"quire_linear_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
         run(ctypes.addressof(arguments), torch.get_num_threads())

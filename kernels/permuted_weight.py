@@ -35,7 +35,7 @@ class PermutedWeight(Weight):
         self._order, self._places = (None, None) if torch.equal(order, inputs) else (order, order.argsort())
 
     @property
-    def address(self) -> None:
+    def compiled(self) -> None:
         """None: compiled sublayers do not reorder."""
         return None
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.weight import Weight
+from kernels.weight import CompiledPart, Weight
 
 
 class StackedWeight(Weight):
@@ -37,9 +37,14 @@ class StackedWeight(Weight):
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def address(self) -> None:
-        """None: it has several."""
-        return None
+    def compiled(self) -> list[CompiledPart] | None:
+        """See `Weight`."""
+        found: list[CompiledPart] = []
+        for part in self.parts:
+            if part.compiled is None:
+                return None
+            found += part.compiled
+        return found
 
     def part(self, first: int) -> tuple[Weight, int]:
         """See `Weight`."""

@@ -8,8 +8,23 @@ Dimension letters: T rows; I inputs; O outputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
+
+
+class CompiledPart(NamedTuple):
+    """Rows of a weight in memory.
+
+    Attributes:
+        address: Theirs.
+        form: That of their format, if they are quantised; see `kernels.group_formats`.
+        outputs: Their number.
+    """
+
+    address: int
+    form: int | None
+    outputs: int
 
 
 class Weight(ABC):
@@ -39,9 +54,9 @@ class Weight(ABC):
         return self.data.nbytes
 
     @property
-    def address(self) -> int | None:
-        """That of what the compiled kernels of the CPU read; None: they cannot read it."""
-        return self.data.data_ptr()
+    def compiled(self) -> list[CompiledPart] | None:
+        """What the compiled kernels of the CPU read, one after the other; None: they cannot read it."""
+        return [CompiledPart(self.data.data_ptr(), None, len(self))]
 
     def part(self, first: int) -> tuple[Weight, int]:
         """What has a row in memory, and which row that is there. See `kernels.stacked_weight`."""

@@ -35,7 +35,7 @@ class PackedWeights:
     def __init__(self, weights: Sequence[Weight]) -> None:
         """Take ownership of weights, all of one shape and dtype."""
         self._weights = tuple(weights)
-        addresses = [weight.address for weight in self._weights]
+        addresses = [weight.data.data_ptr() for weight in self._weights]
         self.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "intrinsics.h"
+#include "group_chunk.h"
 
 namespace quire {
 namespace {
@@ -26,100 +26,107 @@ typedef float Real __attribute__((vector_size(4 * QUIRE_SUMS)));
 constexpr int kSums = QUIRE_SUMS, kVectors = kBlockOutputs / kSums;
 // What a row's values are below is lost: its inverse would overflow.
 constexpr float kLeast = 1e-30f;
-// Rows that do not pass many blocks beside each other load a weight so far ahead.
-constexpr int64_t kAhead = 2 << 10;
+// The blocks that a single tile passes by turns, chunk by chunk: memory is faster at several places at once.
+constexpr int64_t kBeside = 4;
 
-template <int kBits>
-constexpr int kSteps = kBits;  // of kStepBytes in a group
+// What a group has but its scale.
+enum Extra { kNothing, kZeros, kMinima };
+
+Extra extra_of(const GroupFormat& format) { return format.minima ? kMinima : format.zeros ? kZeros : kNothing; }
 
 inline int32_t four(const RowGroup& row, int step) { return load<int32_t>(row.values + 4 * step); }
 
-// The sums of one group for kRows rows and the outputs of a vector, exact: sum over inputs of weight * value.
+// The sums of one group, or of its halves, for kRows rows and the outputs of a vector, exact: of weight * value over the
+// inputs. Values of weights have 8 bits, or 4. They are `moved`; see RowGroup::starts.
+template <int kHalves, int kRows>
+using GroupSums = Whole[kHalves][kRows];
+
 #if defined(QUIRE_VNNI)
 
-// Instructions multiply unsigned bytes by signed ones. So signed weights are moved by 128, and the sum of the row's values
-// is taken off as often.
-template <int kBits, int kRows>
-inline void sum_group(Whole (&sums)[kRows], const uint8_t* weight, const RowGroup* const* rows, int64_t group) {
-  typedef uint16_t Pairs __attribute__((vector_size(64)));
-  const Whole flip = Whole{} + static_cast<int32_t>(0x80808080u), low = Whole{} + 0x0f0f0f0f;
-  const auto add = [](Whole sum, Whole weights, int32_t values) {
-    return (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)(Whole{} + values));
+template <int kBits, int kHalves, int kRows>
+inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, const RowGroup* rows, int) {
+  const Whole low = Whole{} + 0x0f0f0f0f;
+  const auto add = [&](int step, Whole weights) {
+    Whole(&half)[kRows] = sums[kHalves == 2 ? step / 4 : 0];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+      half[r] = (Whole)_mm512_dpbusd_epi32((__m512i)half[r], (__m512i)weights, (__m512i)(Whole{} + four(rows[r], step)));
   };
+#pragma GCC unroll 2
+  for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) sums[r] = Whole{} - rows[r][group].sum * (kBits == 8 ? 128 : 8);
+    for (int r = 0; r < kRows; r++) sums[h][r] = Whole{} + rows[r].starts[h];
 #pragma GCC unroll 8
-  for (int step = 0; step < kSteps<kBits>; step++) {
-    const Whole weights = load<Whole>(weight + step * kStepBytes);
+  for (int step = 0; step < kBits; step++) {
+    const Whole weights = load<Whole>(values + step * kStepBytes);
     if constexpr (kBits == 8) {
-      const Whole moved = weights ^ flip;
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) sums[r] = add(sums[r], moved, four(rows[r][group], step));
+      add(step, weights);
     } else {
-      const Whole first = weights & low, last = (Whole)((Pairs)weights >> 4) & low;
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        sums[r] = add(sums[r], first, four(rows[r][group], step));
-        sums[r] = add(sums[r], last, four(rows[r][group], step + 4));
-      }
+      add(step, weights & low);
+      add(step + 4, (Whole)((Pairs)weights >> 4) & low);
     }
   }
 }
 
 #elif QUIRE_SUMS == 8
 
-// Pairs of products are added in 16 bits: 2 * 127 * 127 fits, as do 16 * 15 * 127 of a whole group of 4 bits.
-template <int kBits, int kRows>
-inline void sum_group(Whole (&sums)[kRows], const uint8_t* weight, const RowGroup* const* rows, int64_t group) {
+// Pairs of products are added in 16 bits: 2 * 128 * 127 fits, as do 16 * 15 * 127 of a whole group of 4 bits.
+template <int kBits, int kHalves, int kRows>
+inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, const RowGroup* rows, int moved) {
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
-  __m256i found[kRows];
+  const __m256i by = _mm256_set1_epi8(static_cast<char>(moved));
+  __m256i found[kHalves][kRows];
+#pragma GCC unroll 2
+  for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) found[r] = _mm256_setzero_si256();
+    for (int r = 0; r < kRows; r++) found[h][r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
-  for (int step = 0; step < kSteps<kBits>; step++) {
-    const __m256i weights = load<__m256i>(weight + step * kStepBytes);
+  for (int step = 0; step < kBits; step++) {
+    const __m256i weights = load<__m256i>(values + step * kStepBytes);
     if constexpr (kBits == 8) {
-      const __m256i sizes = _mm256_abs_epi8(weights);
+      __m256i(&half)[kRows] = found[kHalves == 2 ? step / 4 : 0];
+      const __m256i with_sign = _mm256_sub_epi8(weights, by), sizes = _mm256_abs_epi8(with_sign);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        const __m256i values = _mm256_sign_epi8(_mm256_set1_epi32(four(rows[r][group], step)), weights);
-        found[r] = _mm256_add_epi32(found[r], _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, values), ones));
+        const __m256i moved_sign = _mm256_sign_epi8(_mm256_set1_epi32(four(rows[r], step)), with_sign);
+        half[r] = _mm256_add_epi32(half[r], _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, moved_sign), ones));
       }
     } else {
       const __m256i first = _mm256_and_si256(weights, low);
       const __m256i last = _mm256_and_si256(_mm256_srli_epi16(weights, 4), low);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
-        const __m256i one = _mm256_maddubs_epi16(first, _mm256_set1_epi32(four(rows[r][group], step)));
-        const __m256i other = _mm256_maddubs_epi16(last, _mm256_set1_epi32(four(rows[r][group], step + 4)));
-        found[r] = _mm256_add_epi16(found[r], _mm256_add_epi16(one, other));
+        const __m256i one = _mm256_maddubs_epi16(first, _mm256_set1_epi32(four(rows[r], step)));
+        const __m256i other = _mm256_maddubs_epi16(last, _mm256_set1_epi32(four(rows[r], step + 4)));
+        found[0][r] = _mm256_add_epi16(found[0][r], _mm256_add_epi16(one, other));
       }
     }
   }
+#pragma GCC unroll 2
+  for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) {
-    if constexpr (kBits == 8) sums[r] = (Whole)found[r];
-    else sums[r] = (Whole)_mm256_madd_epi16(found[r], ones) - 8 * rows[r][group].sum;
-  }
+    for (int r = 0; r < kRows; r++) {
+      if constexpr (kBits == 8) sums[h][r] = (Whole)found[h][r];
+      else sums[h][r] = (Whole)_mm256_madd_epi16(found[h][r], ones) + rows[r].starts[h];
+    }
 }
 
 #else
 
-template <int kBits, int kRows>
-inline void sum_group(Whole (&sums)[kRows], const uint8_t* weight, const RowGroup* const* rows, int64_t group) {
-  for (int r = 0; r < kRows; r++) {
-    const int8_t* values = rows[r][group].values;
-    for (int output = 0; output < kSums; output++) {
-      int32_t sum = 0;
-      for (int step = 0; step < kSteps<kBits>; step++)
-        for (int i = 0; i < 4; i++) {
-          const uint8_t byte = weight[step * kStepBytes + output * 4 + i];
-          if constexpr (kBits == 8) sum += static_cast<int8_t>(byte) * values[4 * step + i];
-          else sum += ((byte & 15) - 8) * values[4 * step + i] + ((byte >> 4) - 8) * values[4 * (step + 4) + i];
-        }
-      sums[r][output] = sum;
-    }
-  }
+template <int kBits, int kHalves, int kRows>
+inline void sum_group(GroupSums<kHalves, kRows>& sums, const uint8_t* values, const RowGroup* rows, int moved) {
+  for (int h = 0; h < kHalves; h++)
+    for (int r = 0; r < kRows; r++)
+      for (int output = 0; output < kSums; output++) {
+        int32_t sum = 0;
+        for (int step = h * 4; step < h * 4 + 8 / kHalves; step++)
+          for (int i = 0; i < 4; i++) {
+            const int byte = values[step % kBits * kStepBytes + output * 4 + i];
+            const int value = kBits == 8 ? byte : step < 4 ? byte & 15 : byte >> 4;
+            sum += (value - moved) * rows[r].values[4 * step + i];
+          }
+        sums[h][r][output] = sum;
+      }
 }
 
 #endif
@@ -130,93 +137,70 @@ inline Real add_product(Real a, Real b, Real sum) { return _mm256_fmadd_ps(a, b,
 inline Real add_product(Real a, Real b, Real sum) { return fused(a, b, sum); }
 #endif
 
-// float16 as floats. All are finite.
-inline Real scales_of(const uint8_t* from) {
-#if QUIRE_SUMS == 8
-  return _mm256_cvtph_ps(load<__m128i>(from));
-#elif defined(QUIRE_VNNI) && !defined(QUIRE_INTRINSICS)
-  return _mm512_cvtph_ps(load<__m256i>(from));
-#else
-  Real scales;
-  for (int i = 0; i < kSums; i++) {
-    const uint16_t half = load<uint16_t>(from + 2 * i);
-    const uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
-    const float size = load<float>(&bits) * 0x1p112f;  // its exponent counts from another one
-    scales[i] = half >> 15 ? -size : size;
-  }
-  return scales;
-#endif
-}
+typedef float Sums[kBlockOutputs];  // of a row and a block
 
-// The blocks beside each other that few rows pass at a time: memory is faster at several places at once.
-constexpr int64_t kMostBeside = 4;
-constexpr int beside(int64_t rows) { return rows * kVectors <= 2 ? 4 : rows * kVectors <= 4 ? 2 : 1; }
-
-typedef float Results[kTileRows][kBlockOutputs];  // of a block
-
-// The results of kRows rows and kBlocks blocks.
-template <int kBits, int kRows, int kBlocks>
-inline void multiply_blocks(Results* results, const uint8_t* block, int64_t groups, const RowGroup* const* rows) {
-  constexpr int64_t kGroupBytes = kSteps<kBits> * kStepBytes, kScaleBytes = 2 * kBlockOutputs;
-  const int64_t whole = block_bytes(groups, kBits), before = scale_bytes(groups);
-  Real sums[kBlocks][kRows][kVectors];
-#pragma GCC unroll 4
-  for (int b = 0; b < kBlocks; b++)
+// Adds the products of kRows rows and some groups of a block. What lies `ahead` of the values is loaded.
+template <int kBits, int kHalves, Extra kExtra, int kRows>
+void add_groups(Sums* to, const uint8_t* values, const Factors& factors, const RowGroup* rows, int64_t groups, int moved,
+                int64_t ahead) {
+  Real sums[kRows][kVectors];
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) sums[b][r][v] = Real{};
-  for (int64_t group = 0; group < groups; group++) {
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; b++) {
-      const uint8_t* scale = block + b * whole + group * kScaleBytes;
-      const uint8_t* weight = block + b * whole + before + group * kGroupBytes;
-      if constexpr (kBlocks < kMostBeside)
+  for (int r = 0; r < kRows; r++) std::memcpy(sums[r], to[r], sizeof(sums[r]));
+  for (int64_t group = 0; group < groups; group++, values += kBits * kStepBytes, rows += kRows) {
 #pragma GCC unroll 8
-        for (int line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(weight + kAhead + line);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
-        Whole found[kRows];
-        sum_group<kBits, kRows>(found, weight + v * kSums * 4, rows, group);
-        const Real scales = scales_of(scale + v * kSums * 2);
+    for (int line = 0; line < kBits; line++) __builtin_prefetch(values + ahead + line * kStepBytes);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v++) {
+      GroupSums<kHalves, kRows> found;
+      sum_group<kBits, kHalves, kRows>(found, values + v * kSums * 4, rows, moved);
+#pragma GCC unroll 2
+      for (int h = 0; h < kHalves; h++) {
+        const Real scales = load<Real>(factors.scales[group * kHalves + h] + v * kSums);
+        const Real extras = load<Real>(factors.extras[group * kHalves + h] + v * kSums);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) {
-          const Real both = scales * rows[r][group].scale;
-          sums[b][r][v] = add_product(both, __builtin_convertvector(found[r], Real), sums[b][r][v]);
+          Real& sum = sums[r][v];
+          Real whole = __builtin_convertvector(found[h][r], Real);
+          if constexpr (kExtra == kZeros) whole = add_product(extras, Real{} + rows[r].factors[h], whole);  // exact
+          sum = add_product(scales * rows[r].scale, whole, sum);
+          if constexpr (kExtra == kMinima) sum = add_product(extras, Real{} + rows[r].factors[h], sum);
         }
       }
     }
   }
-#pragma GCC unroll 4
-  for (int b = 0; b < kBlocks; b++)
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) std::memcpy(results[b][r], sums[b][r], sizeof(sums[b][r]));
+  for (int r = 0; r < kRows; r++) std::memcpy(to[r], sums[r], sizeof(sums[r]));
 }
 
-// For up to a tile of rows, and `blocks` blocks.
-template <int kBits, int kRows = kTileRows>
-void multiply_tile(Results* results, const uint8_t* block, int64_t blocks, int64_t groups, const RowGroup* const* rows,
-                   int64_t count) {
+// `add_groups` for up to a tile of rows.
+template <int kBits, int kHalves, Extra kExtra, int kRows = kTileRows>
+void add_tile(Sums* to, const uint8_t* values, const Factors& factors, const RowGroup* rows, int64_t count, int64_t groups,
+              int moved, int64_t ahead) {
   if constexpr (kRows > 1)
-    if (count < kRows) return multiply_tile<kBits, kRows - 1>(results, block, blocks, groups, rows, count);
-  constexpr int kWidth = beside(kRows);
-  const int64_t whole = block_bytes(groups, kBits);
-  int64_t b = 0;
-  for (; b + kWidth <= blocks; b += kWidth) multiply_blocks<kBits, kRows, kWidth>(results + b, block + b * whole, groups, rows);
-  for (; b < blocks; b++) multiply_blocks<kBits, kRows, 1>(results + b, block + b * whole, groups, rows);
+    if (count < kRows)
+      return add_tile<kBits, kHalves, kExtra, kRows - 1>(to, values, factors, rows, count, groups, moved, ahead);
+  add_groups<kBits, kHalves, kExtra, kRows>(to, values, factors, rows, groups, moved, ahead);
+}
+
+using AddTile = decltype(&add_tile<8, 1, kNothing>);
+
+AddTile add_tile_of(int64_t bits, int64_t halves, Extra extra) {
+  if (bits == 4) return extra == kMinima ? &add_tile<4, 1, kMinima> : extra == kZeros ? &add_tile<4, 1, kZeros> : &add_tile<4, 1, kNothing>;
+  if (halves == 2) return extra == kMinima ? &add_tile<8, 2, kMinima> : &add_tile<8, 2, kNothing>;
+  return extra == kMinima ? &add_tile<8, 1, kMinima> : extra == kZeros ? &add_tile<8, 1, kZeros> : &add_tile<8, 1, kNothing>;
 }
 
 // Values are rounded to the nearest, to even ones if two are as near. A group with what is not finite becomes NaN.
 template <typename T>
-void round_group(RowGroup& to, const T* from, int64_t count) {
+void round_group(RowGroup& to, const T* from, int64_t count, const GroupFormat& format) {
   const Floats first = load_lanes(from, static_cast<int>(std::min<int64_t>(count, kLanes)));
   const Floats last = count > kLanes ? load_lanes(from + kLanes, static_cast<int>(count - kLanes)) : Floats{};
   // As integers sizes are in order, and NaN is the largest.
   const Ints mask = Ints{} + 0x7fffffff, one = (Ints)first & mask, other = (Ints)last & mask;
   const int32_t bits = reduce(one > other ? one : other, [](Ints a, Ints b) { return a > b ? a : b; });
   const float most = load<float>(&bits);
+  to = RowGroup{};
   if (!(most >= kLeast && most <= std::numeric_limits<float>::max())) {
-    to = RowGroup{};
     if (!(most < kLeast)) to.scale = std::numeric_limits<float>::quiet_NaN();
     return;
   }
@@ -225,73 +209,122 @@ void round_group(RowGroup& to, const T* from, int64_t count) {
   const Ints begin = round(first), end = round(last);
   typedef int8_t Bytes __attribute__((vector_size(kLanes)));
   const Bytes halves[] = {__builtin_convertvector(begin, Bytes), __builtin_convertvector(end, Bytes)};
-  to.scale = most / 127.0f;
-  to.sum = reduce(begin + end, [](Ints a, Ints b) { return a + b; });
   std::memcpy(to.values, halves, sizeof(halves));
+  to.scale = most / 127.0f;
+  const auto add = [](Ints a, Ints b) { return a + b; };
+  const int32_t of_halves[] = {reduce(begin, add), reduce(end, add)};
+  const int32_t sums[] = {of_halves[0] + (format.halves() == 2 ? 0 : of_halves[1]), of_halves[1]};
+  for (int h = 0; h < 2; h++) {
+    to.starts[h] = -moved_by(format) * sums[h];
+    to.factors[h] = static_cast<float>(sums[h]) * (format.minima ? to.scale : 1.0f);
+  }
 }
 
-template <typename T, int kBits>
-void multiply(const LinearArguments& a, const RowGroup* rounded, int64_t first_row, int64_t count, const Worker& worker) {
-  const int64_t groups = groups_of(a.inputs), blocks = blocks_of(a.outputs), tiles = (count + kTileRows - 1) / kTileRows;
-  const int64_t width = tiles == 1 ? kMostBeside : 1, end = worker.end_of(blocks);
-  for (int64_t block = worker.begin_of(blocks); block < end; block += width) {
-    const uint8_t* weight = static_cast<const uint8_t*>(a.weight) + block * block_bytes(groups, kBits);
-    const int64_t taken = std::min(width, end - block);
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t begin = count * tile / tiles, size = count * (tile + 1) / tiles - begin;
-      const RowGroup* rows[kTileRows];
-      for (int64_t r = 0; r < size; r++) rows[r] = rounded + (begin + r) * groups;
-      alignas(64) Results results[kMostBeside];
-      multiply_tile<kBits>(results, weight, taken, groups, rows, size);
-      for (int64_t r = 0; r < size; r++) {
-        const int64_t output = block * kBlockOutputs;
-        T* out = static_cast<T*>(a.out) + (first_row + begin + r) * a.outputs + output;
-        for_lanes(std::min(taken * kBlockOutputs, a.outputs - output), [&](int64_t i, int lanes) {
-          Floats sum = load<Floats>(results[i / kBlockOutputs][r]);
-          if (a.bias != nullptr) sum += load_lanes(static_cast<const T*>(a.bias) + output + i, lanes);
-          store_lanes(out + i, sum, lanes);
-        });
+// How rows are divided: into tiles that are as large as each other, but for the last one.
+struct Tiles {
+  int64_t count, size;
+
+  explicit Tiles(int64_t rows) : count((rows + kTileRows - 1) / kTileRows), size((rows + count - 1) / count) {}
+};
+
+// Some rows, which are rounded, and a weight.
+template <typename T>
+struct Product {
+  const LinearArguments& a;
+  const GroupFormat& format;
+  const RowGroup* rounded;  // of tile after tile, group after group of it, its rows
+  int64_t first, count;     // the rows
+  int64_t groups = groups_of(a.inputs), block_bytes = format.block_bytes(groups);
+  Tiles tiles{count};
+
+  void multiply(const Worker& worker) const {
+    const int64_t blocks = blocks_of(a.outputs), width = tiles.count == 1 ? kBeside : 1, end = worker.end_of(blocks);
+    for (int64_t block = worker.begin_of(blocks); block < end; block += width) {
+      const int64_t taken = std::min(width, end - block);
+      alignas(64) Sums sums[kRoundedRows];
+      std::fill_n(sums[0], taken * count * kBlockOutputs, 0.0f);
+      add_blocks(sums, static_cast<const uint8_t*>(a.weight) + block * block_bytes, taken);
+      for (int64_t row = 0; row < taken * count; row++) write(sums[row], row % count, block + row / count);
+    }
+  }
+
+ private:
+  void add_blocks(Sums* sums, const uint8_t* weight, int64_t blocks) const {
+    // For many rows, it is faster to unpack values of 4 bits once.
+#if defined(QUIRE_VNNI)
+    const bool plain = format.bits == 8 || (format.bits == 4 && !format.table && tiles.count <= 2);
+#else
+    const bool plain = format.bits == 8 || (format.bits == 4 && !format.table);
+#endif
+    const AddTile add = add_tile_of(plain ? format.bits : 8, format.halves(), extra_of(format));
+    const int64_t chunk_bytes = format.chunk_bytes(kChunkGroups);
+    alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes];
+    Factors factors;
+    for (int64_t group = 0; group < groups; group += kChunkGroups) {
+      const int64_t taken = std::min(kChunkGroups, groups - group), values_at = format.values_at(taken);
+      for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t* chunk = weight + b * block_bytes + group / kChunkGroups * chunk_bytes;
+        const uint8_t* values = chunk + values_at;
+        find_factors(format, chunk, taken, factors);
+        if (!plain) unpack(format, values, taken, unpacked, chunk_bytes);
+        for (int64_t tile = 0; tile < tiles.count; tile++) {
+          const int64_t row = tile * tiles.size, size = std::min(tiles.size, count - row);
+          add(sums + b * count + row, plain ? values : unpacked, factors, rounded + row * groups + group * size, size,
+              taken, moved_by(format), plain && tile == 0 ? chunk_bytes : 0);
+        }
       }
     }
   }
-}
+
+  void write(const Sums& sums, int64_t row, int64_t block) const {
+    const int64_t output = block * kBlockOutputs;
+    const int lanes = static_cast<int>(std::min(kBlockOutputs, a.outputs - output));
+    Floats sum = load<Floats>(sums);
+    if (a.bias != nullptr) sum += load_lanes(static_cast<const T*>(a.bias) + output, lanes);
+    store_lanes(static_cast<T*>(a.out) + (first + row) * a.out_stride + output, sum, lanes);
+  }
+};
 
 }  // namespace
 
 template <typename T>
-void grouped_linear(const LinearArguments& a, int64_t bits, const Worker& worker) {
+void grouped_linear(const LinearArguments& a, const GroupFormat& format, const Worker& worker) {
   RowGroup* rounded = static_cast<RowGroup*>(a.scratch);
   const int64_t groups = groups_of(a.inputs);
   for (int64_t first = 0; first < a.rows; first += kRoundedRows) {
     const int64_t count = std::min(kRoundedRows, a.rows - first);
+    const Tiles tiles(count);
     worker.for_shares(count * groups, [&](int64_t i) {
-      const int64_t row = i / groups, input = i % groups * kGroupInputs;
-      round_group(rounded[i], static_cast<const T*>(a.x) + (first + row) * a.x_stride + input,
-                  std::min(kGroupInputs, a.inputs - input));
+      const int64_t row = i / groups, group = i % groups, tile_row = row / tiles.size * tiles.size;
+      const int64_t size = std::min(tiles.size, count - tile_row), input = group * kGroupInputs;
+      round_group(rounded[tile_row * groups + group * size + row - tile_row],
+                  static_cast<const T*>(a.x) + (first + row) * a.x_stride + input,
+                  std::min(kGroupInputs, a.inputs - input), format);
     });
-    if (bits == 8) multiply<T, 8>(a, rounded, first, count, worker);
-    else multiply<T, 4>(a, rounded, first, count, worker);
+    Product<T>{a, format, rounded, first, count}.multiply(worker);
     worker.barrier();
   }
 }
 
-template void grouped_linear<Bf16>(const LinearArguments&, int64_t, const Worker&);
-template void grouped_linear<float>(const LinearArguments&, int64_t, const Worker&);
+template void grouped_linear<Bf16>(const LinearArguments&, const GroupFormat&, const Worker&);
+template void grouped_linear<float>(const LinearArguments&, const GroupFormat&, const Worker&);
 
 namespace {
 
 template <typename T>
-void run(const LinearArguments& a, int64_t bits, int64_t threads) {
-  run_together(threads_for(a.outputs * a.inputs * bits / 8, threads),
-               [&](const Worker& worker) { grouped_linear<T>(a, bits, worker); });
+void run(const LinearArguments& a, const GroupFormat& format, int64_t threads) {
+  const int64_t bytes = blocks_of(a.outputs) * format.block_bytes(groups_of(a.inputs));
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) { grouped_linear<T>(a, format, worker); });
 }
 
 }  // namespace
 }  // namespace quire
 
-extern "C" void quire_grouped_linear_bf16(const quire::LinearArguments* a, int64_t bits, int64_t threads) {
-  quire::run<quire::Bf16>(*a, bits, threads);
+extern "C" void quire_grouped_linear_bf16(const quire::LinearArguments* a, const quire::GroupFormat* format,
+                                          int64_t threads) {
+  quire::run<quire::Bf16>(*a, *format, threads);
 }
-extern "C" void quire_grouped_linear_f32(const quire::LinearArguments* a, int64_t bits, int64_t threads) {
-  quire::run<float>(*a, bits, threads);
+extern "C" void quire_grouped_linear_f32(const quire::LinearArguments* a, const quire::GroupFormat* format,
+                                         int64_t threads) {
+  quire::run<float>(*a, *format, threads);
 }

@@ -1,38 +1,28 @@
-// Products of rows and weights that are quantised in groups of 32 inputs.
+// Products of rows and weights that are quantised in groups: see group_format.h.
 //
-// A weight [O, I] (kernels/grouped_weight.py) is blocks of 16 outputs. With G groups, a block is the scales [G, 16] in
-// float16, with one group more if G is odd, then [G, 8, 16, 4] signed bytes; or of 4 bits [G, 4, 16, 4] bytes, whose low
-// halves are the first 16 inputs of a group and whose high halves are the last ones, each with 8 added. The last block and
-// the last group are filled up with zeros.
-//
-// Rows are rounded to signed bytes in the same groups. Bytes are from -127 to 127, so that no instruction's sum saturates.
-// The sum of a group is an integer, which is exact in any order; the groups are added in their order:
+// Rows are rounded to signed bytes in groups of 32, from -127 to 127, so that no instruction's sum saturates. The sum of a
+// group, or of half of it where halves have scales, is an integer, which is exact in any order. Groups are added in their
+// order, and halves in theirs:
 //
 //     sum = fma(scale of the weight * scale of the row, sum of the group, sum)
+//     sum = fma(minimum of the weight, scale of the row * sum of the row's values, sum)   if there are minima
 //
 // So the bits of a result depend neither on the instruction set, nor on the other rows, nor on threads.
 #pragma once
 
+#include "group_format.h"
 #include "linear.h"
-#include "packed_product.h"
 
 namespace quire {
 
 // The rows that are rounded at a time: they stay in the cache while the weight passes.
 constexpr int64_t kRoundedRows = 128;
 
-constexpr int64_t groups_of(int64_t inputs) { return (inputs + kGroupInputs - 1) / kGroupInputs; }
-
-constexpr int64_t kStepBytes = kBlockOutputs * 4;  // of four inputs of a block, or of eight halves
-
-// The bytes of a block before its values, and all of them.
-constexpr int64_t scale_bytes(int64_t groups) { return (groups + 1) / 2 * 2 * kBlockOutputs * 2; }
-constexpr int64_t block_bytes(int64_t groups, int64_t bits) { return scale_bytes(groups) + groups * bits * kStepBytes; }
-
-// 32 inputs of a row: values * scale.
+// 32 inputs of a row: values * scale. What else there is depends on the weight; the last two of each are for halves.
 struct RowGroup {
   float scale;
-  int32_t sum;  // of the values
+  float factors[2];   // what minima or minus zero points are multiplied by
+  int32_t starts[2];  // what is added where products have unsigned values, not moved by the weight's offset
   int8_t values[kGroupInputs];
 };
 
@@ -41,8 +31,8 @@ constexpr int64_t rounded_bytes(int64_t rows, int64_t inputs) {
   return (rows < kRoundedRows ? rows : kRoundedRows) * groups_of(inputs) * static_cast<int64_t>(sizeof(RowGroup));
 }
 
-// As `linear`, for a weight of 8 or 4 bits. The scratch is for `rounded_bytes`.
+// As `linear`, for a quantised weight. The scratch is for `rounded_bytes`.
 template <typename T>
-void grouped_linear(const LinearArguments& a, int64_t bits, const Worker& worker);
+void grouped_linear(const LinearArguments& a, const GroupFormat& format, const Worker& worker);
 
 }  // namespace quire

@@ -13,12 +13,12 @@ constexpr int64_t kCopiedRows = 256;  // _COPIED_ROWS of linear.py
 
 // Plain data, filled by kernels/cpu/linear.py: the fields must agree. Strides are in elements.
 struct LinearArguments {
-  void* out;           // [T, O] contiguous
+  void* out;           // [T, O]
   const void* x;       // [T, I]
   const void* weight;  // packed [O, I]
   const void* bias;    // [O], or null
   void* scratch;       // space for min(T, 256) copied rows; unused if rows need no copy
-  int64_t rows, inputs, outputs, x_stride;
+  int64_t rows, inputs, outputs, x_stride, out_stride;
 };
 
 // Calls multiply(products, begin, end) for some rows after the other, in the form that products need, and this worker's
@@ -36,7 +36,7 @@ void multiply_rows_of(const LinearArguments& a, const Worker& worker, Multiply m
     for (int64_t row = 0; row < count; row++) {
       rows[row] = copied ? copies + row * copied_row(a.inputs)
                          : reinterpret_cast<const InputOf<T>*>(x + (first + row) * a.x_stride);
-      results[row] = static_cast<T*>(a.out) + (first + row) * a.outputs;
+      results[row] = static_cast<T*>(a.out) + (first + row) * a.out_stride;
     }
     if (copied) {
       worker.for_shares(count, [&](int64_t row) {

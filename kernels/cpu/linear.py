@@ -18,7 +18,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "x", "weight", "bias", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride")),
     )
 
 

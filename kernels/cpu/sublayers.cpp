@@ -25,7 +25,7 @@
 namespace quire {
 namespace {
 
-// Plain data, filled by kernels/cpu/sublayers.py: the fields of these four must agree.
+// Plain data, filled by kernels/cpu/sublayers.py: the fields of these five must agree.
 
 struct Norm {
   const void* weight;  // null: the norm is left out
@@ -33,13 +33,25 @@ struct Norm {
   double eps;
 };
 
+struct MatrixPart {
+  const void* weight;         // [outputs, inputs]
+  const GroupFormat* format;  // of a quantised weight; null: it is packed
+  int64_t outputs;
+};
+
 struct Matrix {
-  const void *weight, *bias;  // packed [outputs, inputs]; [outputs] or null
+  const MatrixPart* parts;  // one after the other
+  int64_t num_parts;
+  const void* bias;  // [outputs] or null
   int64_t outputs, inputs;
   const LoraTable* lora;  // or null
-  int64_t bits;           // of a quantised weight, see grouped_product.h; or 0
 
-  int64_t bytes(int64_t element_bytes) const { return outputs * inputs * (bits == 0 ? 8 * element_bytes : bits) / 8; }
+  int64_t bytes(int64_t element_bytes) const {
+    int64_t all = 0;
+    for (const MatrixPart* part = parts; part < parts + num_parts; part++)
+      all += part->outputs * inputs * (part->format == nullptr ? 8 * element_bytes : part->format->bits) / 8;
+    return all;
+  }
 };
 
 // What is the same in every step.
@@ -170,10 +182,15 @@ struct Run {
   }
 
   void project(T* to, const Matrix& matrix, const T* from) {
-    const LinearArguments product{to,   from,          matrix.weight,  matrix.bias,  buffers.copies,
-                                  rows, matrix.inputs, matrix.outputs, matrix.inputs};
-    if (matrix.bits == 0) linear<T>(product, worker);
-    else grouped_linear<T>(product, matrix.bits, worker);
+    int64_t first = 0;  // output of a part
+    for (const MatrixPart* part = matrix.parts; part < matrix.parts + matrix.num_parts; part++) {
+      const T* bias = matrix.bias == nullptr ? nullptr : static_cast<const T*>(matrix.bias) + first;
+      const LinearArguments product{to + first,    from,          part->weight,  bias,          buffers.copies, rows,
+                                    matrix.inputs, part->outputs, matrix.inputs, matrix.outputs};
+      if (part->format == nullptr) linear<T>(product, worker);
+      else grouped_linear<T>(product, *part->format, worker);
+      first += part->outputs;
+    }
     if (lora != nullptr && matrix.lora != nullptr)
       add_lora<T>(to, from, matrix.inputs, matrix.inputs, *matrix.lora, *lora, buffers.lora, worker);
   }

@@ -33,14 +33,24 @@ class Norm(ctypes.Structure):
     )
 
 
-class Matrix(ctypes.Structure):
-    """A matrix as `Weight.address` has it, its bias, the adapters of its rows, and `Weight.bits`."""
+class MatrixPart(ctypes.Structure):
+    """Rows of a matrix in memory, the address of their `GroupFormat`, if they are quantised, and their number."""
 
     _fields_ = (
-        *_fields(ctypes.c_void_p, "weight", "bias"),
+        *_fields(ctypes.c_void_p, "weight", "form"),
+        *_fields(ctypes.c_int64, "outputs"),
+    )
+
+
+class Matrix(ctypes.Structure):
+    """A matrix in parts one after the other, its bias, and the adapters of its rows."""
+
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "parts"),
+        *_fields(ctypes.c_int64, "num_parts"),
+        *_fields(ctypes.c_void_p, "bias"),
         *_fields(ctypes.c_int64, "outputs", "inputs"),
         *_fields(ctypes.c_void_p, "lora"),
-        *_fields(ctypes.c_int64, "bits"),
     )
 
 

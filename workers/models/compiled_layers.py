@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from itertools import groupby
@@ -74,9 +75,10 @@ class CompiledSublayers:
         self, model: Sequence[Sublayer], ropes: Sequence[RopeSpec], memory: sublayers.Memory
     ) -> None:
         """Take packed sublayers, for which there are kernels."""
-        described = [_described(one, ropes) for one in model]
+        keep: list[object] = [model]
+        described = [_described(one, ropes, keep) for one in model]
         dtype = _matrices(model[0].body)[0].weight.dtype
-        self._sublayers = sublayers.Sublayers(described, dtype, memory, model)
+        self._sublayers = sublayers.Sublayers(described, dtype, memory, keep)
         self._ropes = tuple(ropes)
         self._kv: weakref.ref[KvTensors] | None = None
         # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
@@ -117,7 +119,7 @@ def _can_compile(sublayer: Sublayer) -> bool:
         isinstance(body, Attention | GatedMlp)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
-        and all(matrix.weight.address is not None for matrix in _matrices(body))
+        and all(matrix.weight.compiled is not None for matrix in _matrices(body))
         and (isinstance(body, GatedMlp) or can_pack_width(body.config.head_dim))
     )
 
@@ -129,7 +131,8 @@ def _matrices(body: Body) -> tuple[Linear, Linear]:
     return body.gate_up, body.down
 
 
-def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec]) -> sublayers.Sublayer:
+def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]) -> sublayers.Sublayer:
+    """The description refers to what is appended to `keep`, and to the tensors of the sublayer."""
     body = sublayer.body
     found = sublayers.Sublayer(
         before=_norm(sublayer.before),
@@ -137,7 +140,7 @@ def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec]) -> sublayers.Subla
         scale=sublayer.scale,
         rope=-1,
     )
-    found.into, found.out = (_matrix(matrix) for matrix in _matrices(body))
+    found.into, found.out = (_matrix(matrix, keep) for matrix in _matrices(body))
     if isinstance(body, GatedMlp):
         found.activation = ACTIVATIONS.index(body.activation)
         return found
@@ -165,7 +168,11 @@ def _norm_of(weight: torch.Tensor, eps: float) -> sublayers.Norm:
     return sublayers.Norm(weight.data_ptr(), weight.shape[-1], weight.dtype is torch.float32, eps)
 
 
-def _matrix(linear: Linear) -> sublayers.Matrix:
+def _matrix(linear: Linear, keep: list[object]) -> sublayers.Matrix:
     bias = None if linear.bias is None else linear.bias.data_ptr()
     lora = linear.lora.address if isinstance(linear.lora, LoraTable) else None
-    return sublayers.Matrix(linear.weight.address, bias, *linear.weight.shape, lora, 0)
+    compiled = linear.weight.compiled
+    assert compiled is not None
+    parts = (sublayers.MatrixPart * len(compiled))(*compiled)
+    keep.append(parts)
+    return sublayers.Matrix(ctypes.addressof(parts), len(parts), bias, *linear.weight.shape, lora)

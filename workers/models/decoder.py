@@ -123,7 +123,7 @@ class Decoder:
         for sublayer in self._sublayers():
             sublayer.body.pack()
         self._compile()
-        is_packed = self.lm_head.address is not None
+        is_packed = self.lm_head.compiled is not None
         # Heads of other widths are normalised, and may be attended to, in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 

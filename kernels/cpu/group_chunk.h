@@ -1,0 +1,133 @@
+// What is read of a chunk of a quantised weight before it is multiplied: see group_format.h.
+#pragma once
+
+#include "group_format.h"
+#include "intrinsics.h"
+
+namespace quire {
+
+// What values are moved by before they are multiplied: of a table, whose numbers are unpacked with 128 added, as well.
+inline int moved_by(const GroupFormat& format) { return format.table ? 128 : static_cast<int>(format.offset); }
+
+// Scales of the groups of a chunk, or of their halves, in float32, and what else they have: minima, or minus zero points.
+struct Factors {
+  alignas(64) float scales[2 * kChunkGroups][kBlockOutputs];
+  alignas(64) float extras[2 * kChunkGroups][kBlockOutputs];
+};
+
+inline Floats floats_of_bytes(const uint8_t* from) {
+#if defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+#endif
+}
+
+// All are finite.
+inline Floats floats_of_float16(const uint8_t* from) {
+#if defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  const Words half = __builtin_convertvector(load<Halves>(from), Words);
+  const Floats size = (Floats)((half & 0x7fffu) << 13) * 0x1p112f;  // its exponent counts from another one
+  return (Floats)((Words)size | (half & 0x8000u) << 16);
+#endif
+}
+
+inline Floats scales_at(const GroupFormat& format, const uint8_t* from) {
+  if (format.scale_kind == GroupFormat::kFloat16) return floats_of_float16(from);
+  if (format.scale_kind == GroupFormat::kFloat32) return load<Floats>(from);
+  return load_lanes(reinterpret_cast<const Bf16*>(from), kLanes);
+}
+
+// Of a chunk of so many groups. All products are exact.
+inline void find_factors(const GroupFormat& format, const uint8_t* chunk, int64_t groups, Factors& to) {
+  const int64_t scales = format.num_scales(groups), halves = format.halves(), each = format.scale_bytes() * kBlockOutputs;
+  const uint8_t* minima = chunk + scales * each;
+  const uint8_t* zeros = minima + scales * format.minima * 2 * kBlockOutputs;
+  const uint8_t* subscales = zeros + scales * format.zeros * kBlockOutputs;
+  const uint8_t* subminima = subscales + groups * format.subscales * kBlockOutputs;
+  for (int64_t s = 0; s < scales; s++) {
+    const int64_t begin = s * format.span * halves, end = std::min(groups, (s + 1) * format.span) * halves;
+    const Floats scale = scales_at(format, chunk + s * each);
+    Floats extra{};
+    if (format.minima) extra = floats_of_float16(minima + s * 2 * kBlockOutputs);
+    if (format.zeros) extra = -floats_of_bytes(zeros + s * kBlockOutputs);
+    for (int64_t i = begin; i < end; i++) {
+      Floats own = scale, beside = extra;
+      if (format.packs_subscales) {
+        typedef uint8_t Bytes __attribute__((vector_size(16)));
+        const Bytes both = load<Bytes>(subscales + i * kBlockOutputs), first = both & 15, last = both >> 4;
+        own *= floats_of_bytes(reinterpret_cast<const uint8_t*>(&first));
+        beside *= -floats_of_bytes(reinterpret_cast<const uint8_t*>(&last));
+      } else if (format.subscales) {
+        own *= floats_of_bytes(subscales + i * kBlockOutputs);
+        if (format.minima) beside *= -floats_of_bytes(subminima + i * kBlockOutputs);
+      }
+      std::memcpy(to.scales[i], &own, sizeof(own));
+      std::memcpy(to.extras[i], &beside, sizeof(beside));
+    }
+  }
+}
+
+// 64 bytes that are shifted in pairs.
+typedef uint16_t Pairs __attribute__((vector_size(64)));
+
+// The values of four inputs in a plane of kBits.
+template <int kBits>
+inline Pairs step_of_plane(const uint8_t* plane, int step) {
+  const uint16_t mask = ((1 << kBits) - 1) * 0x0101;
+  return load<Pairs>(plane + step % kBits * kStepBytes) >> step / kBits * kBits & mask;
+}
+
+// "iq4_nl"'s table, with 128 added to each number.
+alignas(16) constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+inline Pairs looked_up(Pairs places) {
+#if defined(__AVX512BW__) && !defined(QUIRE_INTRINSICS)
+  return (Pairs)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(kTable)), (__m512i)places);
+#elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
+  const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(kTable));
+  __m256i parts[2];
+  std::memcpy(parts, &places, sizeof(places));
+  for (__m256i& part : parts) part = _mm256_shuffle_epi8(table, part);
+  return load<Pairs>(parts);
+#else
+  uint8_t bytes[64];
+  std::memcpy(bytes, &places, sizeof(bytes));
+  for (uint8_t& byte : bytes) byte = kTable[byte];
+  return load<Pairs>(bytes);
+#endif
+}
+
+// Values of a plane of kLow bits and, unless it has none, of kHigh bits above them: a byte each, as of 8 bits.
+// What lies `ahead` is loaded.
+template <int kLow, int kHigh, bool kTable>
+inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to, int64_t ahead) {
+  constexpr int64_t kBytes = (kLow + kHigh) * kStepBytes;
+  for (int64_t group = 0; group < groups; group++, values += kBytes, to += 8 * kStepBytes) {
+    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(values + ahead + line);
+#pragma GCC unroll 8
+    for (int step = 0; step < 8; step++) {
+      Pairs found = step_of_plane<kLow>(values, step);
+      if constexpr (kHigh > 0) found |= step_of_plane<kHigh>(values + kLow * kStepBytes, step) << kLow;
+      if constexpr (kTable) found = looked_up(found);
+      std::memcpy(to + step * kStepBytes, &found, sizeof(found));
+    }
+  }
+}
+
+inline void unpack(const GroupFormat& format, const uint8_t* values, int64_t groups, uint8_t* to, int64_t ahead) {
+  switch (format.bits) {
+    case 2: return unpack_planes<2, 0, false>(values, groups, to, ahead);
+    case 3: return unpack_planes<2, 1, false>(values, groups, to, ahead);
+    case 5: return unpack_planes<4, 1, false>(values, groups, to, ahead);
+    case 6: return unpack_planes<4, 2, false>(values, groups, to, ahead);
+    default:
+      if (format.table) return unpack_planes<4, 0, true>(values, groups, to, ahead);
+      return unpack_planes<4, 0, false>(values, groups, to, ahead);
+  }
+}
+
+}  // namespace quire
