@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers import AutoConfig, PreTrainedConfig
 
 from workers.models.checkpoint import read_entries
+from workers.models.gguf.drawn_blocks import drawn_blocks
 
 NAMES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
@@ -114,6 +115,8 @@ def _tensors(
         kind = type_of if isinstance(type_of, str) else type_of(tensor_name)
         if values.ndim < 2:
             kind = "f32"
+        elif values.shape[-1] % gguf.GGML_QUANT_SIZES[Type[kind.upper()]][0]:
+            kind = "q8_0"  # as llama.cpp, which has no blocks for such rows
         if name in _GEMMA and tensor_name.endswith("norm.weight"):
             values = values + 1
         if name == "llama" and ".q_proj." in tensor_name:
@@ -175,32 +178,12 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any]
         writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float16))
     else:
         raw_type = (DENSE | QUANTISED).get(kind)
-        blocks = drawn_blocks(values.shape, kind) if raw_type is None else gguf.quantize(values, raw_type)
-        writer.add_tensor(name, blocks, raw_dtype=raw_type or Type[kind.upper()])
-
-
-def drawn_blocks(shape: Sequence[int], kind: str) -> np.ndarray[Any, Any]:
-    """Random blocks of a type whose scales are small: uint8 [..., bytes of a row]."""
-    raw_type = Type[kind.upper()]
-    block, size = gguf.GGML_QUANT_SIZES[raw_type]
-    rng = np.random.default_rng(len(shape) + shape[-1])
-    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
-    # Where a block has its float16 scales.
-    places = {
-        "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,),
-        "iq4_xs": (0,),
-    }[kind]  # fmt: skip
-    for place in places:
-        scales = rng.uniform(0.5, 1.0, blocks.shape[:-1]) * 0.3 / _spread(kind)
-        blocks[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
-    return blocks.reshape(*shape[:-1], -1)
-
-
-def _spread(kind: str) -> float:
-    """About the standard deviation of values whose scales are 1."""
-    return {"q2_k": 20, "q3_k": 40, "q4_k": 300, "q5_k": 600, "q6_k": 1400, "iq4_nl": 60, "iq4_xs": 1100}[
-        kind
-    ]
+        if raw_type is None:
+            raw_type, (outputs, inputs) = Type[kind.upper()], values.shape
+            blocks = drawn_blocks(kind, (outputs, inputs), 1.5 * inputs**-0.5, outputs).numpy()
+        else:
+            blocks = gguf.quantize(values, raw_type)
+        writer.add_tensor(name, blocks, raw_dtype=raw_type)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

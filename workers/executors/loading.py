@@ -193,10 +193,12 @@ def _explained(error: ModelError, directory: Path, reason: str) -> ModelError:
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
     checked = directory, plan.config, plan.dtype, plan.device
-    quantization = plan.quantization
+    quantization, forms = plan.quantization, plan.forms
 
     def key() -> str:
-        return passed_checks.key_of(*checked, batch_invariant=batch_invariant, quantization=quantization)
+        return passed_checks.key_of(
+            *checked, batch_invariant=batch_invariant, quantization=quantization, forms=forms
+        )
 
     before = ""
     with contextlib.suppress(OSError):
@@ -209,7 +211,7 @@ def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> 
     except ImportError:
         _log.warning("the model is not checked: the transformers library is not installed")
         return
-    error = check_native(*checked, batch_invariant=batch_invariant, quantization=quantization)
+    error = check_native(*checked, batch_invariant=batch_invariant, quantization=quantization, forms=forms)
     if error is not None:
         with contextlib.suppress(OSError):
             # Not if files were replaced meanwhile: the code that was checked may be the older one.

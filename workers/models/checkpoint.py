@@ -76,7 +76,7 @@ class StoredTensor(ABC):
 
     @property
     def form(self) -> WeightFormat | None:
-        """How the matrix is held that its parts are rows of; None: they are not quantised."""
+        """How the matrix is held whose rows parts are, if they are quantised; None: they have the dtype."""
         return FORMATS.get(self.dtype)
 
     @abstractmethod

@@ -11,21 +11,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from kernels.group_formats import GroupFormat
 from kernels.rope import rope_frequencies
 from workers.models.builder import all_of, build_decoder
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
+from workers.models.gguf.drawn_blocks import can_draw, drawn_blocks
 from workers.models.library.errors import library_errors
-from workers.models.library.quantised_module import quantise_module
-from workers.models.library.scaled_down_model import scaled_down_model
+from workers.models.library.quantised_module import put_blocks, quantise_module
+from workers.models.library.scaled_down_model import GAIN, INNER_WIDTH, scaled_down_model
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.self_check import check_parity
 
@@ -35,6 +39,9 @@ _log = logging.getLogger(__name__)
 _NOT_COMPUTED = ("eos_token_ids", "bos_token_id", "dtype", "wrapper")
 # Two roundings of float32: after 100,000 positions the fastest pair is off by 0.02 radians.
 _FREQUENCY_ERROR = 2.0**-22
+# A whole block of each format.
+_INNER_WIDTH_OF_BLOCKS = 256
+NO_FORMS: Mapping[str, GroupFormat] = MappingProxyType({})
 
 
 def check_native(
@@ -45,6 +52,7 @@ def check_native(
     *,
     batch_invariant: bool = False,
     quantization: str | None = None,
+    forms: Mapping[str, GroupFormat] = NO_FORMS,
 ) -> float | None:
     """The relative error of a scaled-down model in float32. The weights are not read.
 
@@ -56,14 +64,16 @@ def check_native(
         dtype: The dtype that will serve.
         device: The device that will serve.
         batch_invariant: Whether it will serve with the batch-invariant kernels of a GPU.
-        quantization: The format in which it will serve; see `workers.models.library.quantised_module`.
+        quantization: The format to which its weights are quantised; see
+            `workers.models.library.quantised_module`.
+        forms: The formats in which its files have weights, by the names of tensors.
 
     Raises:
         ModelError: The library reads the config differently, or the error is too large.
     """
     settings = _text_part(read_settings(directory))
     _check_same_config(directory, config, settings)
-    module = scaled_down_model(settings)
+    module = scaled_down_model(settings, _INNER_WIDTH_OF_BLOCKS if forms else INNER_WIDTH)
     if module is None:
         _log.warning("even the scaled-down model is too large, so native code is not checked")
         return None
@@ -73,7 +83,33 @@ def check_native(
         _check_logits(directory, module, dtype, device, batch_invariant=batch_invariant)
     if quantization is not None:
         _check_logits(directory, module, dtype, device, quantization=quantization)
+    for some in _forms_to_check(module, forms):
+        _check_logits(directory, module, dtype, device, forms=some)
     return error
+
+
+def _forms_to_check(
+    module: PreTrainedModel, forms: Mapping[str, GroupFormat]
+) -> Iterator[dict[str, GroupFormat]]:
+    """Formats of tensors of a scaled-down model: as the files have them, and then each that is not there."""
+    config = _config_of(module)
+    shapes = {
+        name: target.shape for name, target in build_decoder(config, torch.float32, "meta").targets().items()
+    }
+    left = {form.name: form for form in forms.values()}
+    as_there = {
+        name: form for name, form in forms.items() if name in shapes and can_draw(form.name, shapes[name])
+    }
+    everywhere = [
+        {name: form for name, shape in shapes.items() if can_draw(form.name, shape)}
+        for name, form in sorted(left.items())
+        if name not in {there.name for there in as_there.values()}
+    ]
+    yield from filter(None, (as_there, *everywhere))
+
+
+def _config_of(module: PreTrainedModel) -> ModelConfig:
+    return ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
 
 
 def _text_part(settings: LibrarySettings) -> LibrarySettings:
@@ -126,6 +162,7 @@ def _check_logits(
     *,
     batch_invariant: bool = False,
     quantization: str | None = None,
+    forms: Mapping[str, GroupFormat] = NO_FORMS,
 ) -> float:
     """The relative error of native code with the weights of `module`, which is moved to dtype and device."""
     with library_errors("run a scaled-down model"):
@@ -133,18 +170,27 @@ def _check_logits(
         module.set_attn_implementation("eager")
         # In the layout of checkpoints: each expert by itself, projections fused or not.
         tensors = revert_weight_conversion(module, module.state_dict())
-    config = ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
-    decoder = build_decoder(config, dtype, device, formats=all_of(quantization))
+    config, formats = _config_of(module), forms.get if forms else all_of(quantization)
+    decoder = build_decoder(config, dtype, device, formats=formats)
+    blocks: dict[str, tuple[GroupFormat, torch.Tensor]] = {}
     with torch.inference_mode():
-        for name, target in decoder.targets().items():
+        for seed, (name, target) in enumerate(decoder.targets().items()):
             if name not in tensors:
                 raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
-            target.fill(tensors[name])
+            if name in forms:
+                outputs, inputs = target.shape
+                drawn = drawn_blocks(forms[name].name, (outputs, inputs), GAIN * inputs**-0.5, seed)
+                blocks[name] = forms[name], drawn
+                target.fill_blocks(drawn)
+            else:
+                target.fill(tensors[name])
     decoder.pack()
-    if quantization is not None:
+    if formats is not None:
         # In float32: the format holds what the dtype cannot.
         module.to(dtype=torch.float32)  # type: ignore[call-arg]  # as above
+    if quantization is not None:
         quantise_module(module, quantization)
+    rounded = put_blocks(module, blocks)
     if device.type == "cuda":
         decoder.batch_invariant = batch_invariant
 
@@ -152,12 +198,13 @@ def _check_logits(
         logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
 
-    with library_errors("run a scaled-down model"):
+    names = " ".join(sorted({form.name for form in forms.values()})) or quantization or name_of(dtype)
+    with library_errors("run a scaled-down model"), rounded:
         return check_parity(
             decoder,
             plain,
-            what=f"{directory}: native code for {config.model_type} in {quantization or name_of(dtype)}",
+            what=f"{directory}: native code for {config.model_type} in {names}",
             vocab_size=config.vocab_size,
             max_seq_len=config.max_position_embeddings,
-            rounding=None if quantization is None else torch.bfloat16,
+            rounding=None if formats is None else torch.bfloat16,
         )

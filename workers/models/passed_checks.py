@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from kernels.cpu import library
+from kernels.group_formats import GroupFormat
 from workers.common.code import worker_code
 from workers.models.config import ModelConfig
 from workers.models.source import source_of
@@ -33,6 +36,7 @@ def key_of(
     *,
     batch_invariant: bool,
     quantization: str | None = None,
+    forms: Mapping[str, GroupFormat] = MappingProxyType({}),
 ) -> str:
     """What a check depends on, as a digest. The arguments are those of `check_native`. Raises ModelError.
 
@@ -41,7 +45,14 @@ def key_of(
     gpu = (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
     machine = library.build_name(), sorted(library.cpu_flags()), torch.get_num_threads(), gpu
     environment = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
-    settings = config, dtype, device.type, batch_invariant, quantization
+    settings = (
+        config,
+        dtype,
+        device.type,
+        batch_invariant,
+        quantization,
+        [(name, forms[name].name) for name in sorted(forms)],
+    )
     parts = worker_code(), machine, environment, settings, source_of(directory).settings()
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 

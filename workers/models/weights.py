@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -70,7 +70,7 @@ class LoadPlan:
     weight_bytes: int
     group: Group | None = None
     quantization: str | None = None
-    forms: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict)
+    forms: Mapping[str, WeightFormat] = field(default_factory=dict)
 
     @property
     def formats(self) -> FormatOf | None:

@@ -6,11 +6,17 @@ rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+
 import torch
 from torch import nn
+from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 
+from kernels.gguf_blocks import parts_of
 from kernels.group_formats import FORMATS, GroupFormat
 from kernels.grouped_weight import dequantised, quantise, round_rows
+from workers.common.gguf.header import TYPES
 
 
 @torch.inference_mode()
@@ -23,6 +29,38 @@ def quantise_module(module: nn.Module, format_name: str) -> None:
         if isinstance(part, nn.Linear | nn.Embedding) and id(part.weight) not in done:
             done.add(id(part.weight))
             part.weight.copy_(_dequantised(part.weight, FORMATS[format_name]))
+
+
+@torch.inference_mode()
+def put_blocks(
+    module: nn.Module, blocks: Mapping[str, tuple[GroupFormat, torch.Tensor]]
+) -> AbstractContextManager[object]:
+    """Give parameters the values of rows of GGUF files, where the library can as it reads them itself.
+
+    Returns:
+        What ends the rounding of that which they multiply.
+
+    Args:
+        module: Mutated: a model whose projections are all `nn.Linear`.
+        blocks: The format of each matrix, and its rows as a file has them; by the names of parameters.
+    """
+    quantised = set[int]()
+    for name, (form, raw) in blocks.items():
+        parameter = module.get_parameter(name)
+        parameter.copy_(_values(form, raw, parameter.shape[1]).view_as(parameter))
+        quantised.add(id(parameter))
+    hooks = ExitStack()
+    for part in module.modules():
+        if isinstance(part, nn.Linear) and id(part.weight) in quantised:
+            hooks.callback(part.register_forward_pre_hook(_round).remove)
+    return hooks
+
+
+def _values(form: GroupFormat, raw: torch.Tensor, inputs: int) -> torch.Tensor:
+    number = next(number for number, (name, *_) in TYPES.items() if name == form.name)
+    if number in GGML_BLOCK:
+        return dequantize(raw.flatten(), number)
+    return dequantised(form, parts_of(form.name, raw, inputs))
 
 
 def _dequantised(weight: torch.Tensor, form: GroupFormat) -> torch.Tensor:

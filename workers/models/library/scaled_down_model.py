@@ -24,17 +24,20 @@ VOCAB_SIZE = 1000
 # Shorter than the sequences of the self-check, so that an ignored window changes the logits.
 _WINDOW = 8
 _MAX_LAYERS = 12
-_INNER_WIDTH = 64
+INNER_WIDTH = 64
 _INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _MAX_BYTES = 2 << 30
-_GAIN = 1.5
+GAIN = 1.5
 
 
-def scaled_down_model(settings: LibrarySettings) -> PreTrainedModel | None:
-    """The model, on the CPU; None if even that would take gigabytes. Raises ModelError."""
+def scaled_down_model(settings: LibrarySettings, inner_width: int = INNER_WIDTH) -> PreTrainedModel | None:
+    """The model, on the CPU; None if even that would take gigabytes. Raises ModelError.
+
+    `inner_width`: of the MLP, if that of the model is not smaller.
+    """
     config = copy.deepcopy(settings.config)
     with library_errors("build a scaled-down model for the self-check"):
-        _shrink(config.get_text_config(decoder=True))
+        _shrink(config.get_text_config(decoder=True), inner_width)
         with torch.device("meta"), no_init_weights():
             planned = build(settings.model_class, config, torch.float32)
         tensors = (*planned.parameters(), *planned.buffers())
@@ -45,7 +48,7 @@ def scaled_down_model(settings: LibrarySettings) -> PreTrainedModel | None:
     return model
 
 
-def _shrink(text: PreTrainedConfig) -> None:
+def _shrink(text: PreTrainedConfig, inner_width: int) -> None:
     """Scale a config down. Mutates it."""
     layers = text.num_hidden_layers
     lists = {
@@ -65,7 +68,7 @@ def _shrink(text: PreTrainedConfig) -> None:
         text.sliding_window = min(text.sliding_window, _WINDOW)
     for name in (*vars(text), *text.attribute_map):
         if name.endswith(_INNER) and isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(getattr(text, name), _INNER_WIDTH))
+            setattr(text, name, min(getattr(text, name), inner_width))
 
 
 def _layers_of_each_kind(text: PreTrainedConfig, lists: list[list[Any]], layers: int) -> int:
@@ -84,5 +87,5 @@ def _randomise(model: PreTrainedModel) -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         # Weights of norms vary around 1, so that swapping two norms changes the logits.
         parameter.copy_(
-            1 + 0.3 * noise if parameter.dim() < 2 else noise * (_GAIN * parameter.shape[-1] ** -0.5)
+            1 + 0.3 * noise if parameter.dim() < 2 else noise * (GAIN * parameter.shape[-1] ** -0.5)
         )
