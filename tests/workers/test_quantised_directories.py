@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from tests import quantised_directories as make
 from tests.model_factory import TinyModel, load_decoder, make_model
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
 from workers.models.decoder import Decoder
+from workers.models.native_parity_check import check_native
+from workers.models.weights import plan_load
 
 torch.set_num_threads(1)
 
@@ -19,6 +23,9 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "sy
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 BLOCKS = FLOAT8 | {"strategy": "block", "block_structure": [32, 32]}
 ROUNDED = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+
+# Eight roundings of bfloat16, as a self-check allows.
+ROUNDED_LOSS = 6.2e-2
 
 Make = Callable[[Path], make.Tensors]
 DIRECTORIES: dict[str, Make] = {
@@ -82,3 +89,40 @@ def test_the_weights_are_those_of_the_files_exactly(name: str, tmp_path: Path) -
     assert loaded.keys() == {tensor for tensor, values in meant.items() if values.dim() == 2}
     for tensor, values in loaded.items():
         assert torch.equal(values, meant[tensor]), tensor
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_it_proves_itself(name: str, tmp_path: Path) -> None:
+    made(tmp_path, name, "bfloat16")
+    for dtype in ("float32", "bfloat16"):
+        plan = plan_load(tmp_path, dtype)
+        assert check_native(tmp_path, plan.config, plan.dtype, plan.device, forms=plan.forms) is not None
+
+
+# The library reads them itself.
+@pytest.mark.parametrize(
+    "name", [name for name in DIRECTORIES if "float8" in name or "w4" in name or "w8" in name]
+)
+def test_logits_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    """Of integers within what rounding inputs to 8 bits changes: see ADR 60."""
+    if "order" in name:
+        pytest.skip("the library has forgotten how to read it")
+    made(tmp_path, name)
+    tokens = random_texts(1, (40,))[0]
+    config = AutoConfig.from_pretrained(tmp_path)
+    if config.quantization_config["quant_method"] == "fp8":
+        said = FineGrainedFP8Config(
+            dequantize=True, weight_block_size=config.quantization_config["weight_block_size"]
+        )
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=said)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    rows = (logits(load_decoder(tmp_path, pack=True), tokens) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert rows.median() < (1e-4 if "float8" in name else ROUNDED_LOSS)
+
+
+def logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    inputs = new_packer(1).pack([Item(HandSequence(), tokens, range(len(tokens)))])
+    return decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))).float()

@@ -22,6 +22,9 @@ class QuantisedRows(Protocol):
     def __getitem__(self, rows: slice, /) -> Self:
         """Some of them."""
 
+    def dense(self, group: int) -> torch.Tensor:
+        """What they stand for: [n, I] float32. `group`: the inputs with one scale."""
+
     def write(self, weight: Weight, first: int) -> torch.Tensor:
         """Fill a weight from row `first` on. Returns what is finite if the rows are."""
 

@@ -234,7 +234,7 @@ def _load_weights(
         where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
         for first, part in entry.parts(taken, staging):
-            filled = _fill(target, entry, part, first)
+            filled = _fill(target, part, first, is_quantised=entry.form is not None)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
             if staging is None:
@@ -246,11 +246,11 @@ def _load_weights(
             checkpoint.check_finite(target.tensor, where)
 
 
-def _fill(target: LoadTarget, entry: StoredTensor, part: Part, first: int) -> list[torch.Tensor]:
-    """Write a part of a tensor. Returns what is finite if the part is."""
-    if not isinstance(part, torch.Tensor):
-        return target.fill_rows(part, first)
-    return target.fill(part, first) if entry.form is None else target.fill_blocks(part, first)
+def _fill(target: LoadTarget, part: Part, first: int, *, is_quantised: bool) -> list[torch.Tensor]:
+    if is_quantised:
+        return target.fill_quantised(part, first)
+    assert isinstance(part, torch.Tensor)
+    return target.fill(part, first)
 
 
 def _staging_for(device: torch.device) -> Staging | None:

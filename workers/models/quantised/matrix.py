@@ -48,6 +48,14 @@ class IntegerRows:
         zeros = None if self.zeros is None else self.zeros[rows]
         return IntegerRows(self.values[rows], self.scales[rows], zeros, self.order)
 
+    def dense(self, group: int) -> torch.Tensor:
+        """What they stand for, with the inputs as they are in a row: [n, I] float32. `group`: its inputs."""
+        moved = self.values.float()
+        if self.zeros is not None:
+            moved -= _spread(self.zeros.float(), group, moved)
+        found = _spread(self.scales.float(), group, moved) * moved
+        return found if self.order is None else found[:, self.order.argsort()]
+
     def write(self, weight: Weight, first: int) -> torch.Tensor:
         """Fill a weight from row `first` on. Returns what is finite if the rows are."""
         if isinstance(weight, PermutedWeight):
@@ -82,10 +90,20 @@ class Float8Rows:
     def __getitem__(self, rows: slice) -> Float8Rows:
         return Float8Rows(self.values[rows], self.scales[rows])
 
+    def dense(self, group: int) -> torch.Tensor:
+        """What they stand for: [n, I] float32. `group`: the inputs with one scale."""
+        values = self.values.float()
+        return _spread(self.scales, group, values) * values
+
     def write(self, weight: Weight, first: int) -> torch.Tensor:
         """Fill a weight from row `first` on. Returns what is finite if the rows are."""
         assert isinstance(weight, Float8Weight)
         return weight.write_values(first, self.values, self.scales)
+
+
+def _spread(of_groups: torch.Tensor, group: int, values: torch.Tensor) -> torch.Tensor:
+    """[n, S] -> [n, I] as the values."""
+    return of_groups.repeat_interleave(group, dim=1)[:, : values.shape[1]]
 
 
 class QuantisedMatrix(StoredTensor):
