@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedConfig
 
 from workers.models.checkpoint import read_entries
@@ -24,6 +27,7 @@ _GEMMA = ("gemma", "gemma2", "gemma3")
 # Types that the package can make of numbers. The others' blocks are drawn.
 QUANTISED = {
     "q4_0": Type.Q4_0, "q4_1": Type.Q4_1, "q5_0": Type.Q5_0, "q5_1": Type.Q5_1, "q8_0": Type.Q8_0,
+    "tq1_0": Type.TQ1_0,
 }  # fmt: skip
 DENSE = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16}
 TypeOf = Callable[[str], str]
@@ -53,7 +57,9 @@ def write_gguf(
     name = NAMES[config.model_type]
     writer = gguf.GGUFWriter(path, name, split_max_tensors=max_shard_tensors)
     for key, value in (_metadata(name, config) | dict(metadata or {})).items():
-        if value is not None:
+        if key == "general.architecture":
+            writer.kv_data[0][key].value = value
+        elif value is not None:
             _add(writer, key, value)
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
@@ -72,6 +78,7 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     rope = config.rope_parameters or {}
     full = rope.get("full_attention", rope)
     found: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -130,14 +137,20 @@ def _tensors(
             experts.setdefault(written, []).append(values)
             values = np.stack(experts[written])
         found[written] = values, kind
+    return found | _rope_factors(config)
+
+
+def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
     rope = config.rope_parameters or {}
-    if rope.get("rope_type") == "llama3":
-        found["rope_freqs.weight"] = _llama3_factors(config, rope), "f32"
-    if rope.get("rope_type") == "longrope":
-        for length in ("long", "short"):
-            factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
-            found[f"rope_factors_{length}.weight"] = factors, "f32"
-    return found
+    match rope.get("rope_type"):
+        case "llama3":
+            return {"rope_freqs.weight": (_llama3_factors(config, rope), "f32")}
+        case "longrope":
+            return {
+                f"rope_factors_{length}.weight": (np.array(rope[f"{length}_factor"], np.float32), "f32")
+                for length in ("long", "short")
+            }
+    return {}
 
 
 def _without_expert(name: str) -> str:
@@ -198,3 +211,78 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_string(key, value)
         case _:
             writer.add_array(key, value)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The metadata of a tokenizer, below tokenizer.ggml."""
+
+    metadata: Mapping[str, Any]
+
+    def write_to(self, writer: gguf.GGUFWriter) -> None:
+        """Write a file with nothing else but an embedding."""
+        for key, value in self.metadata.items():
+            _add(writer, f"tokenizer.ggml.{key}", value)
+        writer.add_tensor("token_embd.weight", np.zeros((len(self.metadata["tokens"]), 2), dtype=np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def byte_level(pre: str, **more: Any) -> Vocabulary:
+    """BPE over bytes, trained on pages of this project; with tokens for the begin, the end and a role."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        _pages(), trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    model = json.loads(made.to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get)]
+    count = len(tokens)
+    return Vocabulary(
+        {
+            "model": "gpt2",
+            "pre": pre,
+            "tokens": [*tokens, "<|bos|>", "<|eot|>", "<|user|>"],
+            "token_type": [1] * count + [3, 3, 4],
+            "merges": [" ".join(pair) for pair in model["merges"]],
+            "bos_token_id": count,
+            "eos_token_id": count + 1,
+            **more,
+        }
+    )
+
+
+def sentencepiece(**more: Any) -> Vocabulary:
+    """As `byte_level`, over characters, with a token for each byte and with scores."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    made.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(
+        _pages(), trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    )
+    model = json.loads(made.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    ranks = {first + second: rank for rank, (first, second) in enumerate(model["merges"])}
+    return Vocabulary(
+        {
+            "model": "llama",
+            "tokens": [*tokens, "<|eot|>", "<|user|>"],
+            "scores": [-float(ranks.get(token, 10_000)) for token in (*tokens, "", "")],
+            "token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259) + [3, 4],
+            "unknown_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **more,
+        }
+    )
+
+
+def _pages() -> list[str]:
+    root = Path(__file__).parents[1]
+    return [(root / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")]

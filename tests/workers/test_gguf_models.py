@@ -1,0 +1,354 @@
+"""Models in GGUF files: their weights, logits and tokenizers are those that transformers reads from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
+
+from kernels.group_formats import FORMATS
+from tests.families import settings_of
+from tests.gguf_files import DENSE, TypeOf, byte_level, sentencepiece, write_gguf
+from tests.kernels.instruction_sets import need_compiled
+from tests.model_factory import (
+    TinyModel,
+    float32_losses,
+    hf_model,
+    load_decoder,
+    make_family_model,
+    make_model,
+)
+from tests.workers.company import assert_same_bits
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from tests.workers.test_quantised_models import LENGTHS, add_adapters
+from workers.common.gguf.header import TYPES
+from workers.common.gguf.settings import QUANTISED
+from workers.common.gguf.splits import SPLITS
+from workers.executors.loading import AUTO, NATIVE, TRANSFORMERS, choose_backend, load_served
+from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.self_check import tolerance
+from workers.models.source import source_of
+from workers.models.weights import plan_load
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+TEXT = [(5 * i + 2) % 97 for i in range(37)]
+# A row of theirs has whole blocks of each format.
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 300}
+# As llama.cpp does, more exact where it counts: in one fused matrix are two formats.
+Q4_K_M: TypeOf = lambda name: "q6_k" if "v_proj" in name or "down_proj" in name else "q4_k"  # noqa: E731
+# What files of GGUF do not say, and what is not there yet.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama3": {},
+    "llama with biases": {},
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "gemma": {},
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "phi3": {},
+    "phi3 with longrope": {},
+}
+
+
+def logits(decoder: Decoder, text: list[int]) -> torch.Tensor:
+    inputs = new_packer(1).pack([Item(HandSequence(), text, range(len(text)))])
+    return decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))).float()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    model_type, settings = settings_of(name)
+    directory = make_family_model(tmp_path / "hf", model_type, settings | FAMILIES[name])
+    written = {"gemma3.attention.sliding_window_pattern": 3} if name == "gemma3" else {}
+    file = write_gguf(tmp_path / "model.gguf", directory, "f32", metadata=written)
+    found = logits(load_decoder(file, "float32", pack=True), TEXT)
+    model = hf_model(directory)
+    bound = float32_losses(model, [TEXT], with_states=False)[0, 0]
+    with torch.inference_mode():
+        expected = model(torch.tensor([TEXT]), use_cache=False).logits[0]
+    assert (found - expected).abs().max() < bound
+    if "llama3" not in name and "longrope" not in name:
+        ours, theirs = ModelConfig.from_directory(file), ModelConfig.from_directory(directory)
+        assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps, rel=1e-7)
+        told = dataclasses.replace(ours, rms_norm_eps=theirs.rms_norm_eps, eos_token_ids=(2,), bos_token_id=1)
+        assert told == theirs
+
+
+@pytest.mark.parametrize("kind", [*DENSE, *FORMATS])
+def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
+    """Bit for bit those that the package of the format dequantises."""
+    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | WIDE)
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", kind)
+    decoder = load_decoder(file, "float32")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    stored = source_of(file).tensors()
+    for name, target in decoder.targets().items():
+        tensor = tensors[stored[name].name]
+        expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        if ".q_proj" in name or ".k_proj" in name:
+            pairs = expected.view(-1, decoder.config.head_dim // 2, 2, expected.shape[1])
+            expected = pairs.transpose(1, 2).reshape(expected.shape)
+        found = target.into.dense()[target.first : target.first + len(expected)]
+        assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, "mixed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_logits_are_those_that_transformers_computes_from_the_file(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    """With the same weights, dequantised. The limit is that of the self-check, for the same reason."""
+    # The library reads neither the width of heads of qwen3 nor the bounds of gemma2: it has those of its own.
+    of_library: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "qwen3": {"head_dim": 128},
+        "gemma2": {
+            "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        },
+    }  # fmt: skip
+    settings = settings_of(family)[1] | WIDE | of_library[family]
+    make_family_model(tmp_path / "hf", family, settings)
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", Q4_K_M if kind == "mixed" else kind)
+    decoder, description = load_served(file, "float32", CPU, None, backend=NATIVE, self_check=True)
+    assert description.quantization == ("q4_k q6_k" if kind == "mixed" else kind)
+    assert isinstance(decoder, Decoder)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        expected = model(torch.tensor([TEXT]), use_cache=False).logits[0]
+    centred = expected - expected.mean(1, keepdim=True)
+    found = logits(decoder, TEXT)
+    errors = (found - found.mean(1, keepdim=True) - centred).norm(dim=1) / centred.norm(dim=1)
+    assert errors.median() < tolerance(torch.bfloat16)
+
+
+def test_bits_depend_on_nothing_else_in_the_batch(tmp_path: Path) -> None:
+    """With several formats in a fused matrix; with adapters and without."""
+    need_compiled()
+    file = mixed_model(tmp_path)
+    decoder = load_decoder(file, pack=True)
+    assert decoder.dtype == torch.bfloat16
+    assert_same_bits(decoder, random_texts(4, LENGTHS), "plain")
+    add_adapters(decoder)
+    assert_same_bits(decoder, random_texts(4, LENGTHS), "adapters", lora_slots=(1, -1, 0, 1, -1))
+
+
+def mixed_model(directory: Path) -> Path:
+    make_family_model(directory / "hf", "llama", settings_of("llama")[1] | WIDE)
+    return write_gguf(directory / "model.gguf", directory / "hf", Q4_K_M)
+
+
+def test_formats_of_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", TinyModel())
+    found = {}
+    for kind in ("f32", "q8_0", "q4_0"):
+        file = write_gguf(tmp_path / f"{kind}.gguf", tmp_path / "hf", kind)
+        for _ in range(2):
+            found.setdefault(
+                load_served(file, "float32", CPU, None, backend=NATIVE, self_check=False)[1].fingerprint, kind
+            )
+    assert [*found.values()] == ["f32", "q8_0", "q4_0"]
+
+
+@pytest.mark.parametrize("as_directory", [True, False])
+def test_a_model_in_several_files(as_directory: bool, tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", TinyModel())
+    whole = load_decoder(write_gguf(tmp_path / "whole.gguf", tmp_path / "hf", "q8_0"), "float32")
+    (tmp_path / "split").mkdir()
+    first = write_gguf(tmp_path / "split" / "m.gguf", tmp_path / "hf", "q8_0", max_shard_tensors=7)
+    assert first.name == "m-00001-of-00004.gguf"
+    (tmp_path / "split" / "mmproj-F16.gguf").write_bytes(b"of images")
+    found = load_decoder(first.parent if as_directory else first, "float32")
+    assert torch.equal(logits(found, TEXT), logits(whole, TEXT))
+    second = first.with_name("m-00002-of-00004.gguf")
+    with pytest.raises(
+        ModelError, match=r"not the first file of a model: name that which ends with -00001-of"
+    ):
+        load_decoder(second)
+    third = first.with_name("m-00003-of-00004.gguf").read_bytes()
+    second.write_bytes(third)
+    with pytest.raises(ModelError, match=r"m-00002-of-00004.gguf: must be file 1 of 4, says split.no = 2"):
+        load_decoder(first)
+    second.unlink()
+    with pytest.raises(ModelError, match=r"m-00002-of-00004.gguf: cannot be read: No such file"):
+        load_decoder(first)
+
+
+def test_one_file_of_several_is_told_how_to_be_named(tmp_path: Path) -> None:
+    make_model(tmp_path / "hf", TinyModel())
+    first = write_gguf(tmp_path / "m.gguf", tmp_path / "hf", max_shard_tensors=7)
+    renamed = first.rename(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"model.gguf: is one of 4 files of a model, whose names"):
+        load_decoder(renamed)
+
+
+def test_a_directory_with_several_models_is_to_be_named_with_one(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    make_model(tmp_path / "hf", TinyModel())
+    for kind in ("f16", "q8_0"):
+        write_gguf(tmp_path / "models" / f"{kind}.gguf", tmp_path / "hf", kind)
+    with pytest.raises(ModelError, match=r"models: must have one GGUF model, .* has f16.gguf, q8_0.gguf"):
+        load_decoder(tmp_path / "models")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        {"general.architecture": "rwkv7"},
+        "general.architecture: must be one of gemma, .*, got 'rwkv7'",
+    ),
+    "unknown key": ({"qwen3.attention.scale": 0.1}, "qwen3.attention.scale: is not supported, got 0.1"),
+    "missing": ({"qwen3.block_count": None}, "qwen3.block_count: is missing"),
+    "no number": ({"qwen3.block_count": "two"}, "num_hidden_layers: must be a positive integer, got 'two'"),
+    "other layers": (
+        {"qwen3.attention.head_count_kv": [2, 1]},
+        r"qwen3.attention.head_count_kv: must be the same in all layers, got \[2, 1\]",
+    ),
+    "shape": (
+        {"qwen3.feed_forward_length": 100},
+        r"tensor blk.0.ffn_\w+.weight has shape .*, but the config asks",
+    ),
+    "value heads": (
+        {"qwen3.attention.value_length": 16},
+        "value_length: must be the key_length, got 16 and 32",
+    ),
+    "rope": ({"qwen3.rope.scaling.type": "su"}, "qwen3.rope.scaling.type: is not supported, got 'su'"),
+    "part of a head": (
+        {"qwen3.rope.dimension_count": 16},
+        "partial_rotary_factor: is not supported, got 0.5",
+    ),
+}
+
+
+def load(file: Path) -> None:
+    choice = choose_backend(file, AUTO)
+    load_served(file, "auto", CPU, None, backend=choice.backend, self_check=False)
+
+
+@pytest.mark.parametrize(("metadata", "said"), REFUSED.values(), ids=[*REFUSED])
+def test_what_is_not_understood_is_refused_by_name(
+    metadata: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "hf", TinyModel())
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", "f16", metadata=metadata)
+    with pytest.raises(ModelError, match=said) as refusal:
+        load(file)
+    assert str(refusal.value).startswith(str(file)) and "\n" not in str(refusal.value)
+
+
+def test_types_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
+    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | WIDE)
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", "tq1_0")
+    with pytest.raises(ModelError, match=r"tensor blk.0.\w+.weight must be one of bf16, .*, got tq1_0"):
+        plan_load(file)
+
+
+def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None:
+    dense = make_model(tmp_path / "dense", TinyModel())
+    sparse = make_family_model(tmp_path / "moe", *settings_of("qwen3_moe"))
+    quantised = write_gguf(tmp_path / "quantised.gguf", dense, "q8_0")
+    with pytest.raises(UnsupportedError, match=r"tensor \S+ is quantised already \(q8_0\): leave out"):
+        plan_load(quantised, quantization="q4_0")
+    with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
+        plan_load(quantised, device="cuda")
+    with pytest.raises(UnsupportedError, match="quantization is not supported for mixtures of experts"):
+        plan_load(
+            write_gguf(tmp_path / "experts.gguf", sparse, lambda name: "q8_0" if "q_proj" in name else "f16")
+        )
+    with pytest.raises(ModelError, match="model_backend = transformers needs a directory with safetensors"):
+        choose_backend(quantised, TRANSFORMERS)
+    plan = plan_load(write_gguf(tmp_path / "dense.gguf", dense, "f16"), quantization="q4_0")
+    assert plan.format_names == "q4_0", "others can be quantised"
+
+
+def test_what_a_gateway_knows_of_formats_is_what_workers_hold() -> None:
+    assert FORMATS.keys() == QUANTISED
+    sizes = {
+        kind.name.lower(): (kind.value, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType
+    }
+    assert {name: (number, *size) for number, (name, *size) in TYPES.items()} == sizes
+
+
+@pytest.mark.parametrize("kind", [*SPLITS, "llama", "phi3", "gemma2"])
+def test_a_tokenizer_encodes_as_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Which reads the same file. Left out is where it differs from the models' own tokenizers."""
+    name = kind if kind not in SPLITS else "llama"
+    made = byte_level(kind) if kind in SPLITS else sentencepiece(add_space_prefix=kind != "gemma2")
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, name)
+    made.write_to(writer)
+    ours = Tokenizer.from_str(source_of(file).text(1000, 1 << 20).tokenizer_json.decode())
+    architecture, described, _ = get_gguf_tokenizer(str(file))
+    theirs, _ = convert_gguf_tokenizer(architecture, described)
+    for text in texts():
+        if kind == "smollm" and any(map(str.isdigit, text)):
+            continue  # each digit is alone
+        if kind == "llama" and (text.startswith(" ") or "<|" in text):
+            continue  # a space comes before each text
+        found = ours.encode(text, add_special_tokens=False)
+        assert found.ids == theirs.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(found.ids) == theirs.decode(found.ids)
+
+
+def texts() -> list[str]:
+    dice = random.Random(0)
+    parts = (
+        "a",
+        "the ",
+        " ",
+        "\n",
+        "é",
+        "1",
+        "23",
+        "'s",
+        "<|eot|>",
+        "<|user|>",
+        "你",
+        "🙂",
+        "-",
+        "\t",
+        "Zx",
+        "I'M",
+    )
+    drawn = ["".join(dice.choices(parts, k=dice.randrange(20))) for _ in range(300)]
+    return ["", "Hello world!", "foo_bar(baz)[1]/2\\n//\r\n", "x\x00y", *drawn]
+
+
+def test_a_text_begins_and_ends_as_the_file_says(tmp_path: Path) -> None:
+    for number, (flags, expected) in enumerate(
+        (
+            ({}, ["<|bos|>", "A"]),  # of this pre-tokenizer
+            ({"add_bos_token": False}, ["A"]),
+            ({"add_bos_token": True, "add_eos_token": True}, ["<|bos|>", "A", "<|eot|>"]),
+        )
+    ):
+        file = tmp_path / f"{number}.gguf"
+        byte_level("llama-bpe", **flags).write_to(gguf.GGUFWriter(file, "llama"))
+        text = source_of(file).text(1000, 1 << 20)
+        assert Tokenizer.from_str(text.tokenizer_json.decode()).encode("A").tokens == expected
+        assert text.chat_template.special_tokens["eos_token"] == "<|eot|>"
+        assert text.end_id is not None
+
+
+def test_texts_are_normalized_where_the_model_does_so(tmp_path: Path) -> None:
+    byte_level("qwen2").write_to(gguf.GGUFWriter(tmp_path / "model.gguf", "qwen2"))
+    tokenizer = Tokenizer.from_str(
+        source_of(tmp_path / "model.gguf").text(1000, 1 << 20).tokenizer_json.decode()
+    )
+    assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
