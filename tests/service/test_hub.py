@@ -267,7 +267,7 @@ def test_quantised_weights_are_not_fetched(find: Find) -> None:
     with serving(quantised) as endpoint:
         found, lines = find(HF_ENDPOINT=endpoint)
     assert found == "" and lines.count("\n") == 1
-    assert f"{MODEL} cannot be served: its weights are quantised (awq, " in lines
+    assert f"{MODEL} cannot be served: its weights are quantised, and config.json says " in lines
     assert "model.safetensors" not in quantised.fetched
 
 

@@ -68,7 +68,9 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
     """
     reason, of_library = "", source_of(directory).is_of_library
     if asked == TRANSFORMERS and not of_library:
-        raise ModelError(f"{directory}: model_backend = transformers needs a directory with safetensors")
+        raise ModelError(
+            f"{directory}: model_backend = transformers needs a directory with safetensors, not quantised"
+        )
     if asked != TRANSFORMERS:
         try:
             config = ModelConfig.from_directory(directory)
@@ -114,6 +116,14 @@ def runs_on_cuda(directory: Path, asked: str) -> bool:
     except UnsupportedError:
         return False
     return True
+
+
+def is_quantised(directory: Path) -> bool:
+    """Whether the files of a model have quantised weights. Those that cannot be read have none."""
+    try:
+        return any(entry.form is not None for entry in source_of(directory).tensors().values())
+    except ModelError:
+        return False
 
 
 def load_served(  # noqa: PLR0913 - the settings of a load
