@@ -203,7 +203,7 @@ def test_other_weights_have_to_be_quantised_alike(tmp_path: Path) -> None:
 
 def test_what_quantised_weights_cannot_do_is_refused(tmp_path: Path) -> None:
     made(tmp_path, "gptq")
-    with pytest.raises(UnsupportedError, match=r"q_proj|k_proj.* is quantised already"):
+    with pytest.raises(UnsupportedError, match=r"down_proj\.qweight is quantised already \(int4, "):
         plan_load(tmp_path, quantization="q8_0")
     with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
         plan_load(tmp_path, device="cuda")
@@ -324,7 +324,6 @@ def test_hostile_tensors_are_refused_by_name(
         ("w4a16", {"ignore": "lm_head"}, "ignore: must be a list of names"),
         ("w4a16", {"ignore": ["re:.*up_proj"]}, "is quantised, and the config says that .*up_proj is not"),
         ("w4a16", {"config_groups": {}}, "config_groups: must be 1 to 64 groups"),
-        ("w4a16", {"format": "marlin-24"}, "^$"),
         ("w4a16", {"quantization_status": "frozen"}, "quantization_status: must be compressed, got 'frozen'"),
         ("w4a16", {"transform_config": {"r": 1}}, "transform_config: transformed weights are not supported"),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not supported"),
@@ -347,8 +346,6 @@ def test_what_is_not_understood_in_a_config_is_refused_by_name(
     settings = json.loads(file.read_text())
     settings["quantization_config"] |= said
     file.write_text(json.dumps(settings))
-    if says == "^$":
-        return  # of a group its own format counts
     with pytest.raises(ModelError, match=says):
         load_decoder(tmp_path)
 

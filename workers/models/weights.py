@@ -41,6 +41,8 @@ Progress = Callable[[int, int], None]
 _PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "layers.", "norm.")
 # Some checkpoints have these tensors. They are computed here instead of loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+# AutoGPTQ writes one for each projection, and zeros where a model has none.
+_BIAS_SUFFIX = ".bias"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _MATRIX = 2
@@ -326,11 +328,18 @@ def _targets(
     for name, entry in entries.items():
         # A checkpoint with a tied head may contain the embedding twice.
         tied_head = name == _HEAD and config.tie_word_embeddings
-        if name not in targets and not tied_head and not name.endswith(_COMPUTED_SUFFIX):
+        known = name in targets or tied_head or name.endswith(_COMPUTED_SUFFIX)
+        if not known and not (name.endswith(_BIAS_SUFFIX) and _is_zero(entry)):
             # If a tensor such as a bias were ignored, the model would be a different one.
             kind = config.model_type
             raise UnsupportedError(f"{entry.file}: tensor {entry.name} is not part of this {kind} model")
     return targets
+
+
+def _is_zero(entry: StoredTensor) -> bool:
+    """Whether a vector is 0 everywhere. Raises ModelError if it cannot be read."""
+    is_vector = len(entry.shape) == 1 and entry.dtype in checkpoint.DTYPES
+    return is_vector and all(isinstance(part, torch.Tensor) and not part.any() for _, part in entry.parts())
 
 
 def _has_own_head(config: ModelConfig, entries: Mapping[str, StoredTensor]) -> bool:

@@ -48,9 +48,7 @@ def read(settings: Mapping[str, object]) -> Quantisation:
         raise NotUnderstood("sparsity_config: sparse weights are not supported")
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MAX_GROUPS:
-        raise NotUnderstood(
-            f"config_groups: must be an object of up to {_MAX_GROUPS} groups, got {shown(groups)}"
-        )
+        raise NotUnderstood(f"config_groups: must be 1 to {_MAX_GROUPS} groups, got {shown(groups)}")
     rules: list[tuple[Names | None, Scheme]] = []
     notes = set[str]()
     for name, group in groups.items():
