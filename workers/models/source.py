@@ -6,7 +6,7 @@ config.json, and with the names that tensors have in a checkpoint of the transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,6 +52,9 @@ class ModelSource(Protocol):
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors, by their names in a checkpoint. Raises ModelError."""
 
+    def notes(self) -> Sequence[str]:
+        """What the settings say of the weights and has no effect here, each a line. Raises ModelError."""
+
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
 
@@ -84,10 +87,21 @@ class DirectorySource:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """See `ModelSource`."""
-        entries = read_entries(self.path)
-        with errors_naming(self.config_file):
-            said = _quantisation(self.settings())
+        entries, said = read_entries(self.path), self._quantisation()
         return {**entries} if said is None else quantised_tensors(entries, said)
+
+    def notes(self) -> Sequence[str]:
+        """See `ModelSource`."""
+        said = self._quantisation()
+        return () if said is None else said.notes
+
+    def _quantisation(self) -> Quantisation | None:
+        """How the weights are quantised; None: they are not. Raises UnsupportedError."""
+        with errors_naming(self.config_file):
+            try:
+                return read_quantisation(self.settings())
+            except NotUnderstood as error:
+                raise UnsupportedError(f"the weights are quantised: {error}") from None
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """See `ModelSource`."""
@@ -96,14 +110,6 @@ class DirectorySource:
     def licence(self) -> str:
         """See `ModelSource`."""
         return read_licence(self.path)
-
-
-def _quantisation(settings: Mapping[str, object]) -> Quantisation | None:
-    """How weights are quantised; None: they are not. Raises UnsupportedError."""
-    try:
-        return read_quantisation(settings)
-    except NotUnderstood as error:
-        raise UnsupportedError(f"the weights are quantised: {error}") from None
 
 
 def source_of(path: Path | str) -> ModelSource:

@@ -114,7 +114,10 @@ def plan_load(
     """
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
-    entries = _of_text(source_of(directory).tensors(), config)
+    source = source_of(directory)
+    entries = _of_text(source.tensors(), config)
+    for note in source.notes():
+        _log.info("of the quantisation in %s, %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     if quantization is not None or forms:
         _check_can_quantise(config, device, group)
