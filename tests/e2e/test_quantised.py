@@ -42,8 +42,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "bitsandbytes": (
         setting(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        "quantization_config: quant_method must be one of awq, compressed-tensors, fbgemm_fp8, fp8, gptq,"
-        " got 'bitsandbytes': use the original model",
+        "must be one of awq, compressed-tensors, fbgemm_fp8, fp8, gptq, got 'bitsandbytes': use the original",
     ),
     "mxfp4": (setting(quantization_config={"quant_method": "mxfp4"}), "got 'mxfp4'"),
     "without a method": (setting(quantization_config={"bits": 4}), "got None"),
