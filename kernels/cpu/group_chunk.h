@@ -102,12 +102,10 @@ inline Pairs looked_up(Pairs places) {
 }
 
 // Values of a plane of kLow bits and, unless it has none, of kHigh bits above them: a byte each, as of 8 bits.
-// What lies `ahead` is loaded.
 template <int kLow, int kHigh, bool kTable>
-inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to, int64_t ahead) {
+inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to) {
   constexpr int64_t kBytes = (kLow + kHigh) * kStepBytes;
   for (int64_t group = 0; group < groups; group++, values += kBytes, to += 8 * kStepBytes) {
-    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(values + ahead + line);
 #pragma GCC unroll 8
     for (int step = 0; step < 8; step++) {
       Pairs found = step_of_plane<kLow>(values, step);
@@ -118,15 +116,15 @@ inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to, in
   }
 }
 
-inline void unpack(const GroupFormat& format, const uint8_t* values, int64_t groups, uint8_t* to, int64_t ahead) {
+inline void unpack(const GroupFormat& format, const uint8_t* values, int64_t groups, uint8_t* to) {
   switch (format.bits) {
-    case 2: return unpack_planes<2, 0, false>(values, groups, to, ahead);
-    case 3: return unpack_planes<2, 1, false>(values, groups, to, ahead);
-    case 5: return unpack_planes<4, 1, false>(values, groups, to, ahead);
-    case 6: return unpack_planes<4, 2, false>(values, groups, to, ahead);
+    case 2: return unpack_planes<2, 0, false>(values, groups, to);
+    case 3: return unpack_planes<2, 1, false>(values, groups, to);
+    case 5: return unpack_planes<4, 1, false>(values, groups, to);
+    case 6: return unpack_planes<4, 2, false>(values, groups, to);
     default:
-      if (format.table) return unpack_planes<4, 0, true>(values, groups, to, ahead);
-      return unpack_planes<4, 0, false>(values, groups, to, ahead);
+      if (format.table) return unpack_planes<4, 0, true>(values, groups, to);
+      return unpack_planes<4, 0, false>(values, groups, to);
   }
 }
 

@@ -14,20 +14,22 @@ namespace {
 #if defined(QUIRE_VNNI)
 #define QUIRE_SUMS 16
 constexpr int kTileRows = 8;
+// For more tiles, it is faster to unpack values of 4 bits once.
+constexpr int64_t kMostTilesOfHalves = 2;
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
 #define QUIRE_SUMS 8
 constexpr int kTileRows = 4;
+constexpr int64_t kMostTilesOfHalves = kRoundedRows;
 #else
 #define QUIRE_SUMS 16
 constexpr int kTileRows = 4;
+constexpr int64_t kMostTilesOfHalves = kRoundedRows;
 #endif
 typedef int32_t Whole __attribute__((vector_size(4 * QUIRE_SUMS)));
 typedef float Real __attribute__((vector_size(4 * QUIRE_SUMS)));
 constexpr int kSums = QUIRE_SUMS, kVectors = kBlockOutputs / kSums;
 // What a row's values are below is lost: its inverse would overflow.
 constexpr float kLeast = 1e-30f;
-// The blocks that a single tile passes by turns, chunk by chunk: memory is faster at several places at once.
-constexpr int64_t kBeside = 4;
 
 // What a group has but its scale.
 enum Extra { kNothing, kZeros, kMinima };
@@ -137,18 +139,22 @@ inline Real add_product(Real a, Real b, Real sum) { return _mm256_fmadd_ps(a, b,
 inline Real add_product(Real a, Real b, Real sum) { return fused(a, b, sum); }
 #endif
 
+// Fewer rows wait for memory all the time, which processors then foresee. More load the next chunk.
+constexpr int kLoadingRows = 7;
+
 typedef float Sums[kBlockOutputs];  // of a row and a block
 
-// Adds the products of kRows rows and some groups of a block. What lies `ahead` of the values is loaded.
+// Adds the products of kRows rows and some groups of a block.
 template <int kBits, int kHalves, Extra kExtra, int kRows>
-void add_groups(Sums* to, const uint8_t* values, const Factors& factors, const RowGroup* rows, int64_t groups, int moved,
-                int64_t ahead) {
+void add_groups(Sums* to, const uint8_t* values, const Factors& factors, const RowGroup* rows, int64_t groups,
+                int moved, const uint8_t* next) {
   Real sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++) std::memcpy(sums[r], to[r], sizeof(sums[r]));
   for (int64_t group = 0; group < groups; group++, values += kBits * kStepBytes, rows += kRows) {
+    if constexpr (kRows >= kLoadingRows)
 #pragma GCC unroll 8
-    for (int line = 0; line < kBits; line++) __builtin_prefetch(values + ahead + line * kStepBytes);
+      for (int line = 0; line < kBits; line++) __builtin_prefetch(next + (group * kBits + line) * kStepBytes);
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; v++) {
       GroupSums<kHalves, kRows> found;
@@ -175,11 +181,11 @@ void add_groups(Sums* to, const uint8_t* values, const Factors& factors, const R
 // `add_groups` for up to a tile of rows.
 template <int kBits, int kHalves, Extra kExtra, int kRows = kTileRows>
 void add_tile(Sums* to, const uint8_t* values, const Factors& factors, const RowGroup* rows, int64_t count, int64_t groups,
-              int moved, int64_t ahead) {
+              int moved, const uint8_t* next) {
   if constexpr (kRows > 1)
     if (count < kRows)
-      return add_tile<kBits, kHalves, kExtra, kRows - 1>(to, values, factors, rows, count, groups, moved, ahead);
-  add_groups<kBits, kHalves, kExtra, kRows>(to, values, factors, rows, groups, moved, ahead);
+      return add_tile<kBits, kHalves, kExtra, kRows - 1>(to, values, factors, rows, count, groups, moved, next);
+  add_groups<kBits, kHalves, kExtra, kRows>(to, values, factors, rows, groups, moved, next);
 }
 
 using AddTile = decltype(&add_tile<8, 1, kNothing>);
@@ -237,42 +243,34 @@ struct Product {
   int64_t groups = groups_of(a.inputs), block_bytes = format.block_bytes(groups);
   Tiles tiles{count};
 
+  // A block after the other and each chunk in its order: memory is read as one stream, which processors foresee.
   void multiply(const Worker& worker) const {
-    const int64_t blocks = blocks_of(a.outputs), width = tiles.count == 1 ? kBeside : 1, end = worker.end_of(blocks);
-    for (int64_t block = worker.begin_of(blocks); block < end; block += width) {
-      const int64_t taken = std::min(width, end - block);
+    const int64_t blocks = blocks_of(a.outputs), end = worker.end_of(blocks);
+    for (int64_t block = worker.begin_of(blocks); block < end; block++) {
       alignas(64) Sums sums[kRoundedRows];
-      std::fill_n(sums[0], taken * count * kBlockOutputs, 0.0f);
-      add_blocks(sums, static_cast<const uint8_t*>(a.weight) + block * block_bytes, taken);
-      for (int64_t row = 0; row < taken * count; row++) write(sums[row], row % count, block + row / count);
+      std::fill_n(sums[0], count * kBlockOutputs, 0.0f);
+      add_block(sums, static_cast<const uint8_t*>(a.weight) + block * block_bytes);
+      for (int64_t row = 0; row < count; row++) write(sums[row], row, block);
     }
   }
 
  private:
-  void add_blocks(Sums* sums, const uint8_t* weight, int64_t blocks) const {
-    // For many rows, it is faster to unpack values of 4 bits once.
-#if defined(QUIRE_VNNI)
-    const bool plain = format.bits == 8 || (format.bits == 4 && !format.table && tiles.count <= 2);
-#else
-    const bool plain = format.bits == 8 || (format.bits == 4 && !format.table);
-#endif
+  void add_block(Sums* sums, const uint8_t* chunk) const {
+    const bool plain = format.bits == 8 || (format.bits == 4 && !format.table && tiles.count <= kMostTilesOfHalves);
     const AddTile add = add_tile_of(plain ? format.bits : 8, format.halves(), extra_of(format));
-    const int64_t chunk_bytes = format.chunk_bytes(kChunkGroups);
     alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes];
     Factors factors;
     for (int64_t group = 0; group < groups; group += kChunkGroups) {
-      const int64_t taken = std::min(kChunkGroups, groups - group), values_at = format.values_at(taken);
-      for (int64_t b = 0; b < blocks; b++) {
-        const uint8_t* chunk = weight + b * block_bytes + group / kChunkGroups * chunk_bytes;
-        const uint8_t* values = chunk + values_at;
-        find_factors(format, chunk, taken, factors);
-        if (!plain) unpack(format, values, taken, unpacked, chunk_bytes);
-        for (int64_t tile = 0; tile < tiles.count; tile++) {
-          const int64_t row = tile * tiles.size, size = std::min(tiles.size, count - row);
-          add(sums + b * count + row, plain ? values : unpacked, factors, rounded + row * groups + group * size, size,
-              taken, moved_by(format), plain && tile == 0 ? chunk_bytes : 0);
-        }
+      const int64_t taken = std::min(kChunkGroups, groups - group);
+      const uint8_t *values = chunk + format.values_at(taken), *next = chunk + format.chunk_bytes(taken);
+      find_factors(format, chunk, taken, factors);
+      if (!plain) unpack(format, values, taken, unpacked);
+      for (int64_t tile = 0; tile < tiles.count; tile++) {
+        const int64_t row = tile * tiles.size, size = std::min(tiles.size, count - row);
+        add(sums + row, plain ? values : unpacked, factors, rounded + row * groups + group * size, size, taken,
+            moved_by(format), next);
       }
+      chunk = next;
     }
   }
 
