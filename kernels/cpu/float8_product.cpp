@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 
+#include "intrinsics.h"
 #include "linear.h"
 #include "packed_product.h"
 
@@ -25,8 +26,31 @@ struct Float8Weight {
   int64_t scale_floats() const { return (inputs + scale_inputs - 1) / scale_inputs * kBlockOutputs; }
 };
 
-// e4m3 as floats, exact: the sign, 4 bits of exponent from 2^-7 on, and 3 bits of fraction. The smallest have no leading one.
-inline Floats floats_of(const uint8_t* from) {
+// 16 values of e4m3, exact, divided by kUnit: the sign, 4 bits of exponent from 2^-7 on, and 3 bits of fraction. The
+// smallest have no leading one. float16 has one bit of exponent more, which counts from 256 times as little.
+#if defined(__F16C__) && !defined(QUIRE_INTRINSICS)
+
+constexpr float kUnit = 256.0f;
+
+inline Floats values_of(const uint8_t* from) {
+  const __m256i bytes = _mm256_cvtepu8_epi16(load<__m128i>(from));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x80)), 8);
+  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i halves = _mm256_or_si256(sign, size);
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(halves);
+#else
+  const __m256 parts[] = {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+                          _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  return load<Floats>(parts);
+#endif
+}
+
+#else
+
+constexpr float kUnit = 1.0f;
+
+inline Floats values_of(const uint8_t* from) {
   typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
   const Words bits = __builtin_convertvector(load<Bytes>(from), Words);
   const Words size = bits & 0x7fu, sign = (bits & 0x80u) << 24;
@@ -37,13 +61,26 @@ inline Floats floats_of(const uint8_t* from) {
   return (Floats)((Words)value | sign);
 }
 
+#endif
+
+// Rounds to nearest even, as `store_lanes` does, but that the instruction makes the smallest numbers 0: so do products.
+inline void store_element(float* to, Floats value) { store_lanes(to, value, kLanes); }
+inline void store_element(Bf16* to, Floats value) {
+#if defined(QUIRE_AVX512_BF16) && !defined(QUIRE_INTRINSICS)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+  std::memcpy(to, &rounded, sizeof(rounded));
+#else
+  store_lanes(to, value, kLanes);
+#endif
+}
+
 // Scales of 16 consecutive bytes: those of 16 outputs, or of 8 for their pairs of inputs.
 template <typename T>
 inline Floats scales_of(const float* scales, int half) {
-  if constexpr (sizeof(T) == sizeof(float)) return load<Floats>(scales);
+  if constexpr (sizeof(T) == sizeof(float)) return load<Floats>(scales) * kUnit;
   Floats pairs;
   for (int i = 0; i < kLanes; i++) pairs[i] = scales[half * kLanes / 2 + i / 2];
-  return pairs;
+  return pairs * kUnit;
 }
 
 // The elements of a block.
@@ -61,7 +98,7 @@ void decode_block(T* to, const Float8Weight& weight, int64_t block) {
     for (int half = 0; half < kStep; half++) factors[half] = scales_of<T>(scales, half);
     for (int64_t i = begin; i < end; i += kStep * kLanes)
       for (int half = 0; half < kStep; half++)
-        store_lanes(to + i + half * kLanes, floats_of(values + i + half * kLanes) * factors[half], kLanes);
+        store_element(to + i + half * kLanes, values_of(values + i + half * kLanes) * factors[half]);
   }
 }
 
