@@ -47,6 +47,12 @@ def is_directory_or_file(value: str) -> bool:
     return os.path.isfile(files[0] if files else f"{value}/config.json")  # noqa: PTH113
 
 
+def absolute(model: str) -> Path:
+    """The path of a directory or file, without links but the file's own: its name says what it is."""
+    path = Path(model)
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+
+
 def is_model(value: str) -> bool:
     """Whether a model can be served by this name from this machine."""
     shipped = value in (SHIPPED_MODEL, WEIGHTLESS_MODEL)

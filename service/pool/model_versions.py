@@ -19,7 +19,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.journal.values import StoredValues
 from service.logging import get_logger
-from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
+from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL, absolute
 from workers.common import worker_pb2
 
 _log = get_logger(__name__)
@@ -233,12 +233,12 @@ class ModelVersions:
 
 
 def is_gone(served: str, configured: str) -> bool:
-    """Whether weights were loaded instead of the configured ones, and their directory is not there now."""
-    return served not in (configured, WEIGHTLESS_MODEL) and not Path(served).is_dir()
+    """Whether weights were loaded instead of the configured ones, and they are not there now."""
+    return served not in (configured, WEIGHTLESS_MODEL) and not Path(served).exists()
 
 
 def model_argument(model: str) -> str:
-    """The model argument of workers: an absolute directory, or the weightless executor's name."""
+    """The model argument of workers: an absolute path, or the weightless executor's name."""
     if model == WEIGHTLESS_MODEL:
         return model
-    return str(SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else Path(model).resolve())
+    return str(SHIPPED_MODEL_DIR if model == SHIPPED_MODEL else absolute(model))

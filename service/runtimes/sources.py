@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.errors import InvalidArgument, LoadFailed
-from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL, is_directory_or_file, is_hub_model
+from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL, absolute, is_directory_or_file, is_hub_model
 
 # Finds a model of the hub, with a download if necessary. It calls the function with the downloaded fraction;
 # an exception of that function cancels the download. Runs in a thread; raises LoadFailed.
@@ -64,7 +64,7 @@ class ModelSources:
         try:
             # An empty path would be the directory in which the server was started.
             if source and is_directory_or_file(source):
-                return str(Path(source).resolve())
+                return str(absolute(source))
         except ValueError:
             # Not a valid path.
             pass

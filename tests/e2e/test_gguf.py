@@ -1,0 +1,142 @@
+"""Servers of GGUF files, by path and by name on the hub: tokens, texts, and what is refused before."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from quire import Client
+from quire.cli.main import main
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import quire_command
+from tests.families import settings_of
+from tests.gateway_process import GatewayProcess
+from tests.gguf_files import TypeOf, byte_level, write_gguf
+from tests.hub_server import COMMIT
+from tests.model_factory import load_decoder, make_family_model
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
+from workers.common.protocol import EXIT_CONFIG
+
+QUESTION = "What is a page?"
+TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|eot|>{% endfor %}"
+COUNT = 16
+Q4_K_M: TypeOf = lambda name: "q6_k" if "v_proj" in name or "down_proj" in name else "q4_k"  # noqa: E731
+
+
+def make(directory: Path, kind: TypeOf | str, family: str = "llama") -> Path:
+    """A file in a directory of its own, with a tokenizer and a chat template."""
+    vocabulary = byte_level("llama-bpe").metadata
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": len(vocabulary["tokens"])}
+    make_family_model(directory / "hf", family, settings_of(family)[1] | sizes)
+    (directory / "model").mkdir()
+    return write_gguf(
+        directory / "model" / "tiny-Q4_K_M.gguf",
+        directory / "hf",
+        kind,
+        tokenizer=vocabulary,
+        metadata={"tokenizer.chat_template": TEMPLATE, "general.license": "mit"},
+    )
+
+
+def printed_tokens(gateway: GatewayProcess, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """What the server answers to a chat, greedily."""
+    flags = ["--temperature", "0", "--max-tokens", str(COUNT), "--logprobs"]
+    assert main(["generate", "--target", gateway.address, QUESTION, *flags]) == 0
+    return [int(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_text_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which reads model, tokenizer and template from the same file."""
+    file = make(tmp_path, "f32")
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, eos_token_id=tokenizer.eos_token_id
+    )[0, len(prompt) :].tolist()
+    if tokenizer.eos_token_id in expected:
+        del expected[expected.index(tokenizer.eos_token_id) :]
+    with GatewayProcess(model=str(file), flags=["--device", "cpu", "--kv-pages", "64"]) as gateway:
+        assert printed_tokens(gateway, capsys) == expected and len(expected) > 4
+        with Client(gateway.address) as client:
+            info = client.model_info()
+    assert (info.model.model_id, info.model.license) == (file.name, "mit")
+    assert dict(info.special_tokens) == {"bos_token": "<|bos|>", "eos_token": "<|eot|>"}
+
+
+def test_a_quantised_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In several formats. It proves itself before; its tokens are those of a decoder of this process."""
+    file = make(tmp_path, Q4_K_M)
+    snapshot = tmp_path / "cache" / "models--org--tiny-GGUF" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(COMMIT)
+    blob = snapshot.parents[1] / "blobs" / ("b" * 64)
+    blob.parent.mkdir()
+    (snapshot / file.name).symlink_to(file.rename(blob))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    flags = ["--device", "cpu", "--kv-pages", "64"]
+    with GatewayProcess(model="org/tiny-GGUF:q4_k_m", flags=flags, self_check=True) as gateway:
+        with Client(gateway.address) as client:
+            info = client.model_info(include_tokenizer=True)
+        assert info.model.quantization == "q4_k q6_k"
+        assert info.model.model_id == f"org/tiny-GGUF/{file.name}"
+        found = printed_tokens(gateway, capsys)
+        # Or "agreed", in an earlier start.
+        assert "native code agree" in gateway.log()
+    tokenizer = Tokenizer.from_str(info.tokenizer_json.decode())
+    expected = greedy(
+        snapshot / file.name, tokenizer.encode(f"<|user|>{QUESTION}<|eot|>", add_special_tokens=False).ids
+    )
+    end = tokenizer.token_to_id("<|eot|>")
+    assert found == expected[: expected.index(end) if end in expected else None]
+
+
+def greedy(file: Path, prompt: list[int]) -> list[int]:
+    """The tokens that a decoder chooses, each after a forward of the whole text."""
+    torch.set_num_threads(1)
+    decoder, text = load_decoder(file, pack=True), list(prompt)
+    for _ in range(COUNT):
+        inputs = new_packer(1).pack([Item(HandSequence(), text, [len(text) - 1])])
+        text.append(int(decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))[0].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("flags", "damage", "said"),
+    [
+        ([], lambda content: content[:5000], "is cut short: it ends inside of the header"),
+        ([], lambda content: content[:-1000], "ends beyond the end of the file, which is cut short"),
+        (
+            [],
+            lambda content: content.replace(b"llama-bpe", b"no-such-p"),
+            "tokenizer.ggml.pre: must be one of",
+        ),
+        (["--quantization", "q8_0"], lambda content: content, "is quantised (q4_k, q6_k) already: leave out"),
+        (["--tensor-parallel", "2"], lambda content: content, "and needs tensor_parallel = 1"),
+        (["--model-backend", "transformers"], lambda content: content, "needs a directory with safetensors"),
+    ],
+    ids=["header", "tensors", "tokenizer", "quantization", "ranks", "backend"],
+)
+def test_what_cannot_be_served_is_refused_before_the_port_listens(
+    flags: Sequence[str], damage: object, said: str, tmp_path: Path
+) -> None:
+    file = make(tmp_path, Q4_K_M)
+    assert callable(damage)
+    file.write_bytes(damage(file.read_bytes()))
+    command = ["serve", "--listen", "127.0.0.1:0", "--model", str(file.parent), *flags]
+    done = subprocess.run(
+        quire_command.command(*command), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == EXIT_CONFIG
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"quire: {file.parent} cannot be served: ") and said in line
