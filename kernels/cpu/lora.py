@@ -67,8 +67,8 @@ class Table:
         ranks: Sequence[int] = (),
     ) -> None:
         """Replace what is in a slot; without `a` it is empty. See `kernels.lora_pairs.LoraPairs`."""
-        addresses = [None if each is None else each.address for each in b]
-        self._slots[slot] = _Pairs(None if a is None else a.address, tuple(addresses), tuple(ranks))
+        addresses = [None if each is None else each.data.data_ptr() for each in b]
+        self._slots[slot] = _Pairs(None if a is None else a.data.data_ptr(), tuple(addresses), tuple(ranks))
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: torch.Tensor) -> None:

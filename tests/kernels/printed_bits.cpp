@@ -79,7 +79,8 @@ void print_all() {
   std::vector<T> product(kRows * kOutputs), normed(kRows * kInputs), gated(kRows * kInputs / 2);
   auto residual = numbers<T>(kRows * kInputs);
   run_together(3, [&](const Worker& worker) {
-    linear<T>({product.data(), x.data(), weight.data(), bias.data(), scratch.data(), kRows, kInputs, kOutputs, kInputs},
+    linear<T>({product.data(), x.data(), weight.data(), bias.data(), scratch.data(), kRows, kInputs, kOutputs, kInputs,
+               kOutputs},
               worker);
     add_rms_norm<T>({normed.data(), x.data(), residual.data(), norm.data(), kRows, kInputs, kInputs, kInputs, kInputs, 0, 1e-6},
                     worker);

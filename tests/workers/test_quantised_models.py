@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.cpu import library
-from kernels.grouped_weight import FORMATS, GroupedWeight
+from kernels.group_formats import FORMATS, integer_groups
+from kernels.group_layout import Parts
+from kernels.grouped_weight import QUANTISERS, GroupedWeight
 from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
+from tests.kernels.test_grouped_weight import random_weight
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
 from workers.executors.llm import LlmExecutor
 from workers.executors.loading import NATIVE, TRANSFORMERS, load_served
 from workers.executors.memory import LoraLimits
+from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
@@ -40,35 +45,37 @@ def run_check(directory: Path, format_name: str, dtype: torch.dtype = torch.floa
 
 # Tied and not, with biases, with two norms around a sublayer, and with projections that are fused in files.
 @pytest.mark.parametrize("name", ["qwen3", "llama with biases", "gemma2", "phi3", "olmo2"])
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", QUANTISERS)
 def test_families_prove_themselves(name: str, format_name: str, tmp_path: Path) -> None:
     make_family_model(tmp_path, *settings_of(name))
     for dtype in (torch.float32, torch.bfloat16):
         assert run_check(tmp_path, format_name, dtype) is not None
 
 
-def scales_of_other_groups(weight: GroupedWeight) -> None:
-    weight.scales.copy_(weight.scales.roll(1, dims=1))
+def scales_of_other_groups(parts: Parts) -> None:
+    parts.scales.copy_(parts.scales.roll(1, dims=1))
 
 
-def values_of_other_outputs(weight: GroupedWeight) -> None:
-    weight.values.copy_(weight.values.roll(1, dims=3))
+def values_of_other_outputs(parts: Parts) -> None:
+    parts.values.copy_(parts.values.roll(1, dims=0))
 
 
-def halves_swapped(weight: GroupedWeight) -> None:
-    weight.values.copy_(weight.values << 4 | weight.values >> 4)
+def halves_swapped(parts: Parts) -> None:
+    parts.values.copy_(parts.values.roll(16, dims=2))
 
 
 @pytest.mark.parametrize("mistake", [scales_of_other_groups, values_of_other_outputs, halves_swapped])
 def test_a_mistake_is_noticed(
-    mistake: Callable[[GroupedWeight], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[[Parts], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_family_model(tmp_path, *settings_of("qwen3"))
     right = GroupedWeight.write
 
     def write(self: GroupedWeight, first: int, rows: torch.Tensor) -> torch.Tensor:
         scales = right(self, first, rows)
-        mistake(self)
+        parts = self.parts(torch.arange(first, first + len(rows)))
+        mistake(parts)
+        self.write_parts(first, parts)
         return scales
 
     monkeypatch.setattr(GroupedWeight, "write", write)
@@ -81,12 +88,13 @@ def test_embedding_head_and_description(tied: bool, tmp_path: Path) -> None:
     make_model(tmp_path, TinyModel(tied=tied))
     plain = load_decoder(tmp_path)
     fingerprints = {plan_and_describe(tmp_path, None)[1].fingerprint}
-    for format_name, bits in FORMATS.items():
+    for format_name in QUANTISERS:
+        form, bits = FORMATS[format_name], FORMATS[format_name].bits
         made, description = plan_and_describe(tmp_path, format_name)
         assert (made.lm_head is made.embedding) == tied
         for name in ("embedding", "lm_head"):
             weight, before = getattr(made, name), getattr(plain, name).dense()
-            assert isinstance(weight, GroupedWeight) and weight.bits == bits
+            assert isinstance(weight, GroupedWeight) and weight.form == form
             assert torch.equal(weight.rows(torch.tensor([96, 3, 3])), weight.dense()[[96, 3, 3]])
             assert (weight.dense() - before).norm() < {8: 0.01, 4: 0.12}[bits] * before.norm()
         assert description.quantization == format_name and description.dtype == "float32"
@@ -108,7 +116,7 @@ def plain_bytes(decoder: Decoder) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", QUANTISERS)
 def test_bits_depend_on_nothing_else_in_the_batch(
     format_name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -120,6 +128,40 @@ def test_bits_depend_on_nothing_else_in_the_batch(
     assert_same_bits(decoder, random_texts(4, LENGTHS), "plain")
     add_adapters(decoder)
     assert_same_bits(decoder, random_texts(4, LENGTHS), "adapters", lora_slots=(1, -1, 0, 1, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_may_have_different_formats(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also those that are fused, as in files of llama.cpp; against the same numbers in plain matrices."""
+    need_compiled()
+    config = ModelConfig.from_directory(make_family_model(tmp_path, *settings_of("llama with biases")))
+    plain = load_decoder(tmp_path, dtype)
+    names = [name for name, target in plain.targets().items() if len(target.shape) == 2]
+    choices = [None, *FORMATS.values(), integer_groups(4, 64, torch.bfloat16, zeros=True)]
+    forms = dict(zip(names, itertools.cycle(choices), strict=False))
+    mixed = build_decoder(config, dtype, formats=forms.get)
+    for name, target in mixed.targets().items():
+        of_plain = plain.targets()[name]
+        if forms.get(name) is None:
+            target.fill(of_plain.tensor)
+            continue
+        parts = random_weight(forms[name], *target.shape).parts(torch.arange(target.shape[0]))
+        parts.scales.mul_(1 / 4096)
+        if parts.minima is not None:
+            parts.minima.mul_(1 / 4096)
+        target.into.write_parts(target.first, parts)
+        rows = torch.arange(target.first, target.first + target.shape[0])
+        of_plain.fill(target.into.rows(rows))
+    mixed.pack(), plain.pack()
+    assert_same_bits(mixed, random_texts(4, LENGTHS), "plain")
+    (text,) = random_texts(1, (40,))
+    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
+    found, expected = (
+        decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))) for decoder in (mixed, plain)
+    )
+    # Rows are rounded to 8 bits before each product.
+    rows = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert rows.median() < 0.05
 
 
 def add_adapters(decoder: Decoder) -> None:
@@ -177,7 +219,7 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(
             ModelError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.weight is not finite"
         ):
-            load_decoder(tmp_path, quantization=random.choice([*FORMATS]))
+            load_decoder(tmp_path, quantization=random.choice(QUANTISERS))
 
 
 def test_what_cannot_be_quantised_yet_is_refused(tmp_path: Path) -> None:
