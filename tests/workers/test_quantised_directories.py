@@ -137,7 +137,7 @@ def library_model(directory: Path, name: str, meant: make.Tensors) -> PreTrained
         del config.quantization_config
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         model.load_state_dict(meant)
-        return model.eval()
+        return model
     if said["quant_method"] == "fp8":
         block = said["weight_block_size"]
         dense = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
