@@ -33,10 +33,9 @@ struct Float8Weight {
 constexpr float kUnit = 256.0f;
 
 inline Floats values_of(const uint8_t* from) {
-  const __m256i bytes = _mm256_cvtepu8_epi16(load<__m128i>(from));
-  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x80)), 8);
-  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0x7f)), 7);
-  const __m256i halves = _mm256_or_si256(sign, size);
+  // Moved up by 7 bits, the sign is twice there: in its place, and in that of the bit of exponent.
+  const __m256i moved = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(from)), 7);
+  const __m256i halves = _mm256_and_si256(moved, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(halves);
 #else
