@@ -4,7 +4,8 @@ Products of some rows and 60 weights [3072, 1024], more than caches hold. A turn
 Turns alternate; the least of thirty counts. Each begins after 30 ms of the same: OpenMP's threads spin for
 some 13 ms after torch's turn, on the cores that ours need, and Linux takes a while to move threads to free
 cores. "torch" is oneDNN with weights in its own packed layout for bfloat16, and torch's plain product for
-float32. oneDNN is left out where it has no instructions for bfloat16.
+float32. Ours are in huge pages, as a worker has them. oneDNN is left out where it has no instructions for
+bfloat16.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import library
-from kernels.grouped_weight import FORMATS, GroupedWeight
+from kernels.group_formats import FORMATS, GroupFormat
+from kernels.grouped_weight import GroupedWeight
 from kernels.linear import linear
 from kernels.packed_weight import PackedWeight
 from kernels.weight import Weight
+from workers import huge_pages
 
 _OUTPUTS, _INPUTS, _WEIGHTS = 3072, 1024, 60
+_FORMATS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 _ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
 _TURNS = 30
 _TURN_ROWS = 120
@@ -45,8 +49,8 @@ def main() -> None:
             products["torch"] = _torch(weights)
         sizes = dict.fromkeys(products, weights[0].nbytes)
         if dtype is torch.bfloat16:
-            for name, bits in FORMATS.items():
-                quantised = [_quantised(weight, bits) for weight in weights]
+            for name in _FORMATS:
+                quantised = [_quantised(FORMATS[name]) for _ in range(_WEIGHTS)]
                 sizes[name], products[name] = quantised[0].nbytes, _by_linear(quantised)
         for rows in _ROWS:
             x = torch.randn(rows, _INPUTS).to(dtype)
@@ -67,18 +71,20 @@ def _run(product: Product, x: torch.Tensor, indices: Iterator[int], count: int) 
 
 
 def _ours(weights: list[torch.Tensor]) -> Product:
-    return _by_linear([PackedWeight(weight) for weight in weights])
+    copies = [huge_pages.empty(tuple(weight.shape), weight.dtype, "cpu").copy_(weight) for weight in weights]
+    return _by_linear([PackedWeight(copy, in_place=True) for copy in copies])
 
 
 def _by_linear(weights: Sequence[Weight]) -> Product:
     return lambda x, index: linear(x, weights[index])
 
 
-def _quantised(weight: torch.Tensor, bits: int) -> Weight:
+def _quantised(form: GroupFormat) -> Weight:
+    """All scales are about 1."""
     made = GroupedWeight(
-        _OUTPUTS, _INPUTS, weight.dtype, bits, lambda size: torch.empty(size, dtype=torch.uint8)
+        _OUTPUTS, _INPUTS, torch.bfloat16, form, lambda size: huge_pages.empty((size,), torch.uint8, "cpu")
     )
-    made.write(0, weight)
+    made.data.fill_(0x3C)
     return made
 
 

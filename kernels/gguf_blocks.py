@@ -1,6 +1,7 @@
 """Reads the blocks of GGUF's quantised tensors into their parts.
 
-The source is ggml-quants.c of llama.cpp, and the `quants` module of the package gguf, with which tests compare.
+The source is ggml-quants.c of llama.cpp, and the `quants` module of the package gguf, with which tests
+compare.
 
 Dimension letters: n rows; b blocks of a row; G groups of 32 inputs; S scales of a row.
 """
@@ -52,12 +53,13 @@ def _halves(raw: torch.Tensor) -> torch.Tensor:
 
 
 def _planes(raw: torch.Tensor, bits: int, width: int) -> torch.Tensor:
-    """Bytes with a value of each of several groups: in each `width` bytes the first values, then the next ones, ...
+    """Bytes with several values each: in each `width` bytes the first ones of all, then the next ones, ...
 
     [n, b, bytes] -> [n, b, values]
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    apart = raw.unflatten(2, (-1, 1, width)) >> shifts & (1 << bits) - 1
+    mask = (1 << bits) - 1
+    apart = raw.reshape(*raw.shape[:2], -1, 1, width) >> shifts & mask
     return apart.flatten(2)
 
 
@@ -102,7 +104,7 @@ def _q3_k(raw: torch.Tensor) -> Parts:
 
 def _six_bits(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Subscales and subminima of eight groups: [n, b, 12] -> [n, b * 8] twice."""
-    scales, minima, both = raw.split(4, dim=2)
+    scales, minima, both = torch.tensor_split(raw, 3, dim=2)
     later = both & 15 | scales >> 2 & 48, both >> 4 | minima >> 2 & 48
     first = scales & 63, minima & 63
     return _per_row(torch.cat([first[0], later[0]], dim=2)), _per_row(torch.cat([first[1], later[1]], dim=2))
@@ -127,14 +129,10 @@ def _q6_k(raw: torch.Tensor) -> Parts:
     return Parts(_in_groups(values), _float16(raw[..., 208:]), subscales=_per_row(raw[..., 192:208]))
 
 
-def _iq4_nl(raw: torch.Tensor) -> Parts:
-    return _q4_0(raw)
-
-
 def _iq4_xs(raw: torch.Tensor) -> Parts:
     low = (raw[..., 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8) & 15).flatten(2)
     high = (raw[..., 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3).flatten(2)
-    values = _halves(raw[..., 8:].unflatten(2, (8, 16)).flatten(1, 2))
+    values = _halves(raw[..., 8:].reshape(len(raw), -1, 16))
     return Parts(values, _float16(raw[..., :2]), subscales=_per_row((low | high << 4) - 32))
 
 
@@ -150,6 +148,6 @@ _READERS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], Parts]]] = {
     "q4_k": (256, 144, _q4_k),
     "q5_k": (256, 176, _q5_k),
     "q6_k": (256, 210, _q6_k),
-    "iq4_nl": (32, 18, _iq4_nl),
+    "iq4_nl": (32, 18, _q4_0),
     "iq4_xs": (256, 136, _iq4_xs),
 }

@@ -1,15 +1,16 @@
 """How quantised weights are held: formats by name, and what each of their parts is.
 
-A value is an unsigned integer u of a few bits. In a group of 32 inputs, or in each half of it, it stands for
+A value is an unsigned integer u of a few bits. In a group of 32 inputs, or in each half of it, it stands
+for
 
     scale * (u - offset - zero) + minimum
 
-or with a table for scale * TABLE[u]. A `span` of groups shares a scale in floating point, and so a minimum and a zero
-point. Super-blocks of GGUF's "k" formats have a smaller integer for each group or half beside it: scale and minimum of
-the group are products of both, which are exact in float32.
+or with a table for scale * TABLE[u]. A `span` of groups shares a scale in floating point, and so a minimum
+and a zero point. Super-blocks of GGUF's "k" formats have a smaller integer for each group or half beside
+it: scale and minimum of the group are products of both, which are exact in float32.
 
-The formats of files are kept without loss: k quants and others as GGUF defines them, see `kernels.gguf_blocks`, and
-integers in groups of 32, 64, 128 or more, or of a whole row, which have many names: GPTQ, AWQ, compressed-tensors.
+The formats of files are kept without loss: those that GGUF defines, see `kernels.gguf_blocks`, and integers
+in groups of 32, 64, 128 or more, or of a whole row, which have many names: GPTQ, AWQ, compressed-tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 
@@ -63,8 +63,8 @@ class GroupFormat:
 
     @property
     def packs_subscales(self) -> bool:
-        """Whether a byte has both integers of a half group, of 4 bits each: that of the scale is the low half."""
-        return self.bits == 2  # noqa: PLR2004 - "q2_k"
+        """Whether a byte has both integers of a half group: the scale's are the low 4 bits."""
+        return self.subscales > 0 and self.bits == 2  # "q2_k"
 
     @property
     def address(self) -> int:
@@ -75,18 +75,13 @@ class GroupFormat:
 class CompiledFormat(ctypes.Structure):
     """GroupFormat of kernels/cpu/group_format.h: the fields must agree."""
 
-    _names: ClassVar = (
-        "bits",
-        "offset",
-        "scale_kind",
-        "span",
-        "subscales",
-        "packs_subscales",
-        "minima",
-        "zeros",
-        "table",
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("bits", "offset", "scale_kind", "span", "subscales"),
+            *("packs_subscales", "minima", "zeros", "table"),
+        )
     )
-    _fields_ = tuple((name, ctypes.c_int64) for name in _names)
 
 
 @functools.cache
@@ -142,7 +137,7 @@ def integer_groups(bits: int, group: int, scale_dtype: torch.dtype, *, zeros: bo
         raise ValueError(f"scales of {scale_dtype} are not supported: only of float16, bfloat16 and float32")
     is_long = group == 0 or group > chunk
     span, repeats = (CHUNK_GROUPS, group // chunk) if is_long else (group // GROUP_INPUTS, 1)
-    offset = 1 << bits - 1 if bits == 8 or not zeros else 0  # noqa: PLR2004
+    offset = 1 << bits - 1 if bits == 8 or not zeros else 0
     dtype = str(scale_dtype).removeprefix("torch.")
     name = f"int{bits}, groups of {group or 'a row'}, scales of {dtype}" + (", zero points" if zeros else "")
     return GroupFormat(name, bits, offset, scale_dtype, span, repeats, zeros=zeros)

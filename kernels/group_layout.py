@@ -1,12 +1,12 @@
 """The layout of quantised weights in memory, which the compiled products of the CPU read.
 
-A weight is blocks of 16 outputs, a block chunks of 8 groups of 32 inputs; the last chunk of a block may have fewer. A
-chunk is its parts one after the other: scales, minima, zero points, subscales and subminima, each with 16 outputs next
-to each other, then zeros up to a multiple of 64 bytes, and values.
+A weight is blocks of 16 outputs, a block chunks of 8 groups of 32 inputs; the last chunk of a block may
+have fewer. A chunk is its parts one after the other: scales, minima, zero points, subscales and subminima,
+each with 16 outputs next to each other, then zeros up to a multiple of 64 bytes, and values.
 
-The values of a group are planes of 8, 4, 2 or 1 bits: 6 bits are a plane of 4 bits and one of the 2 above them. A plane
-of p bits is [p, 16 outputs, 4 inputs] bytes. The group's inputs, 4 by 4, are the lowest p bits of these p, then the next
-p bits of all of them, and so on.
+The values of a group are planes of 8, 4, 2 or 1 bits: 6 bits are a plane of 4 bits and one of the 2 above
+them. A plane of p bits is [p, 16 outputs, 4 inputs] bytes. The group's inputs, 4 by 4, are the lowest p
+bits of these p, then the next p bits of all of them, and so on.
 
 The last block is filled up with zeros. kernels/cpu/group_format.h has the same.
 
@@ -92,13 +92,13 @@ class _Chunk:
         at = 0
         for part in self.parts:
             section = chunks[:, :, at : at + part.nbytes].view(part.dtype)
-            yield part.name, section.unflatten(2, (part.count, _BLOCK_OUTPUTS))
+            yield part.name, section.view(*chunks.shape[:2], part.count, _BLOCK_OUTPUTS)
             at += part.nbytes
 
     def planes(self, chunks: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The bits of each plane, those below it, and a view of it: [B, C, groups, bits, 16, 4]."""
-        of_groups = chunks[:, :, self._values_at :].unflatten(
-            2, (self.groups, self._bits, _BLOCK_OUTPUTS, _STEP_INPUTS)
+        of_groups = chunks[:, :, self._values_at :].view(
+            *chunks.shape[:2], self.groups, self._bits, _BLOCK_OUTPUTS, _STEP_INPUTS
         )
         below = 0
         for bits in _PLANES[self._bits]:
@@ -146,7 +146,7 @@ class Layout:
         done = 0
         for chunk, chunks in self._of(data):
             end = done + chunks.shape[1] * chunk.groups
-            taken = values[:, done:end].unflatten(1, (-1, chunk.groups))
+            taken = values[:, done:end].view(len(index), -1, chunk.groups, GROUP_INPUTS)
             for bits, below, plane in chunk.planes(chunks):
                 plane[block, :, :, :, output] = _packed(taken, bits, below)
             done = end
@@ -173,16 +173,17 @@ class Layout:
         blocks, at = data.view(self._blocks, self._block_bytes), 0
         for count, chunk in self._chunks:
             end = at + count * chunk.nbytes
-            yield chunk, blocks[:, at:end].unflatten(1, (count, chunk.nbytes))
+            yield chunk, blocks[:, at:end].view(self._blocks, count, chunk.nbytes)
             at = end
 
 
 def _packed(values: torch.Tensor, bits: int, below: int) -> torch.Tensor:
     """The plane of values [n, C, groups, 32] with so many bits, `below` others: [n, C, groups, bits, 4]."""
-    taken = (values >> below & (1 << bits) - 1).unflatten(3, (_STEPS // bits, bits, _STEP_INPUTS))
+    mask, shifts = (1 << bits) - 1, _STEPS // bits
+    taken = (values >> below & mask).view(*values.shape[:3], shifts, bits, _STEP_INPUTS)
     packed = taken[:, :, :, 0].clone()
-    for step in range(1, _STEPS // bits):
-        packed |= taken[:, :, :, step] << bits * step
+    for shift in range(1, shifts):
+        packed |= taken[:, :, :, shift] << bits * shift
     return packed
 
 

@@ -1,8 +1,8 @@
 """Weights that are quantised in groups of inputs, and their products with rows that are rounded to bytes.
 
-kernels/group_formats.py has the formats, kernels/group_layout.py the layout in memory. kernels/cpu/grouped_product.h
-has how rows are rounded, and the order of sums, which is the same everywhere: a result has the same bits on each
-instruction set, and in torch.
+kernels/group_formats.py has the formats, kernels/group_layout.py the layout in memory.
+kernels/cpu/grouped_product.h has how rows are rounded, and the order of sums, which is the same everywhere:
+a result has the same bits on each instruction set, and in torch.
 
 Dimension letters: n, T rows; I inputs; O outputs; G groups; H groups, or half groups where these have scales.
 """
@@ -73,7 +73,7 @@ class GroupedWeight(Weight):
         return [CompiledPart(self.data.data_ptr(), self.form.address, len(self))]
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """See `Weight`: quantises rows [n, I] to "q8_0" or "q4_0". Returns scales, which are finite if the rows are."""
+        """See `Weight`: quantises rows [n, I], to `QUANTISERS`. Returns scales, finite if the rows are."""
         self._check(first, rows, self.shape[1])
         rows = rows if rows.dtype in SUFFIXES else rows.float()
         if can_multiply(rows.dtype) and rows.stride(1) == 1 and self.form.name in QUANTISERS:
@@ -260,7 +260,7 @@ def dequantised(form: GroupFormat, parts: Parts) -> torch.Tensor:
 
 
 def quantise(rows: torch.Tensor, form: GroupFormat) -> Parts:
-    """Quantise rows [n, I] as GGUF's reference code does. Raises TypeError if the format has no such function."""
+    """Quantise rows [n, I] as GGUF's reference code does. Raises TypeError but for `QUANTISERS`."""
     groups = _in_groups(rows)  # [n, G, 32]
     if form == FORMATS["q8_0"]:
         scale = groups.abs().amax(2) / 127

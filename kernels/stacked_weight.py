@@ -59,7 +59,7 @@ class StackedWeight(Weight):
     ) -> torch.Tensor:
         """See `Weight`."""
         sizes = [*map(len, self.parts)]
-        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         products = (
             part.multiply(x, own, batch_invariant=batch_invariant)
             for part, own in zip(self.parts, biases, strict=True)

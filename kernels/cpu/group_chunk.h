@@ -15,9 +15,16 @@ struct Factors {
   alignas(64) float extras[2 * kChunkGroups][kBlockOutputs];
 };
 
+// Of the portable notation for the next two, GCC makes one operation for each number.
+
 inline Floats floats_of_bytes(const uint8_t* from) {
 #if defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+#elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
+  const __m128i bytes = load<__m128i>(from);
+  const __m256 parts[] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+                          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
+  return load<Floats>(parts);
 #else
   typedef int8_t Bytes __attribute__((vector_size(16)));
   return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
@@ -28,6 +35,9 @@ inline Floats floats_of_bytes(const uint8_t* from) {
 inline Floats floats_of_float16(const uint8_t* from) {
 #if defined(__AVX512F__) && !defined(QUIRE_INTRINSICS)
   return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
+  const __m256 parts[] = {_mm256_cvtph_ps(load<__m128i>(from)), _mm256_cvtph_ps(load<__m128i>(from + 16))};
+  return load<Floats>(parts);
 #else
   const Words half = __builtin_convertvector(load<Halves>(from), Words);
   const Floats size = (Floats)((half & 0x7fffu) << 13) * 0x1p112f;  // its exponent counts from another one

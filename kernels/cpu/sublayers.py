@@ -34,7 +34,7 @@ class Norm(ctypes.Structure):
 
 
 class MatrixPart(ctypes.Structure):
-    """Rows of a matrix in memory, the address of their `GroupFormat`, if they are quantised, and their number."""
+    """Rows of a matrix in memory, and their number; of quantised ones the address of their `GroupFormat`."""
 
     _fields_ = (
         *_fields(ctypes.c_void_p, "weight", "form"),

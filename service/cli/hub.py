@@ -46,10 +46,13 @@ _SHARD = re.compile(r"-of-(\d+)\.safetensors$", re.ASCII)
 _GGUF = ".gguf"
 _GGUF_SHARD = re.compile(r"-\d+-of-(\d+)\.gguf$", re.ASCII | re.IGNORECASE)
 _GGUF_NAME = re.compile(
-    r"[-._/]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*))(?:-\d+-of-\d+)?\.gguf$", re.ASCII | re.IGNORECASE
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*))(?:(?:-\d+-of-\d+)?\.gguf|/[^/]*\.gguf)",
+    re.ASCII | re.IGNORECASE,
 )
+_PROJECTOR = "mmproj"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_REASON_CHARACTERS = 300
+_MOST_NAMED = 30
 _AUTH_STATUSES = (401, 403)
 _STEP_PERCENT = 10
 
@@ -179,8 +182,7 @@ def gguf_files(names: Iterable[str], wanted: str) -> list[str]:
     inside = re.compile(rf"(.*/)?{re.escape(wanted)}/[^/]*\.gguf", re.IGNORECASE)
     models: dict[str, list[str]] = {}
     for name in sorted(names):
-        is_projector = name.rpartition("/")[2].startswith("mmproj")
-        if not is_projector and (ends.fullmatch(name) or inside.fullmatch(name)):
+        if not _is_projector(name) and (ends.fullmatch(name) or inside.fullmatch(name)):
             models.setdefault(_GGUF_SHARD.sub(_GGUF, name), []).append(name)
     return models[min(models, key=lambda model: (len(model), model))] if models else []
 
@@ -236,9 +238,16 @@ def _download_gguf(
 
 
 def _gguf_names(names: Iterable[str]) -> str:
-    """Which names of GGUF files there are; "": none."""
-    found = {match[1].upper() for name in names if (match := _GGUF_NAME.search(name)) is not None}
-    return f"it has {', '.join(sorted(found))}" if found else ""
+    """Which GGUF files there are, by what names them; "": none."""
+    files = [name for name in names if name.endswith(_GGUF) and not _is_projector(name)]
+    found = {name: match[1].upper() for name in files if (match := _GGUF_NAME.search(name)) is not None}
+    named = sorted({found.get(name, name.removesuffix(_GGUF)) for name in files})
+    return f"it has {', '.join(named[:_MOST_NAMED])}" if named else ""
+
+
+def _is_projector(name: str) -> bool:
+    """Whether a file is that of the images of a model."""
+    return name.rpartition("/")[2].startswith(_PROJECTOR)
 
 
 def _fetch(

@@ -27,16 +27,6 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
     return change
 
 
-def only_gguf(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-    (directory / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-
-
-def gguf_alone(directory: Path) -> None:
-    only_gguf(directory)
-    (directory / "config.json").unlink()
-
-
 PACKED = torch.zeros(8, 8, dtype=torch.int32)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 QUANTISED: dict[str, tuple[Damage, str]] = {
@@ -64,9 +54,8 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
         with_tensor("model.layers.0.mlp.up_proj.x", torch.zeros(4, dtype=torch.float8_e4m3fn)),
         "by the tensors of model.safetensors",
     ),
-    "gguf beside a config": (only_gguf, "it is in GGUF format, for llama.cpp: use the original model"),
 }
-SERVED = ("bitsandbytes", "tensors of GPTQ and AWQ", "gguf beside a config")
+SERVED = ("bitsandbytes", "tensors of GPTQ and AWQ")
 
 
 def make(directory: Path, damage: Damage) -> Path:
@@ -118,14 +107,6 @@ def test_the_server_refuses_it_before_its_port_listens(
     assert done.returncode == EXIT_CONFIG
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"quire: {directory} cannot be served: ") and QUANTISED[kind][1] in line
-
-
-def test_a_directory_of_gguf_has_the_same_status(tmp_path: Path) -> None:
-    directory = make(tmp_path / "model", gguf_alone)
-    for model in (directory, directory / "model-Q4_K_M.gguf"):
-        done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(model))
-        assert done.returncode == EXIT_CONFIG
-        assert "it is in GGUF format, for llama.cpp: use the original model" in done.stderr
 
 
 @pytest.mark.parametrize(

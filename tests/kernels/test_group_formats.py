@@ -143,7 +143,7 @@ def test_what_is_not_of_the_format_is_refused() -> None:
         (1, values, scales, zeros),
         (-1, values[:2], scales[:2], zeros[:2]),
     ):
-        with pytest.raises(ValueError, match="format|bits|fit|groups"):
+        with pytest.raises(ValueError, match=r"format|bits|fit|groups"):
             weight.write_groups(*arguments)
     with pytest.raises(ValueError, match="bytes"):
         empty(FORMATS["q4_k"], 4, 256).write_blocks(0, torch.zeros(4, 143, dtype=torch.uint8))

@@ -11,6 +11,7 @@ import torch
 
 from kernels.cpu import library
 from kernels.group_formats import FORMATS, GroupFormat, integer_groups
+from kernels.group_layout import Parts
 from kernels.grouped_weight import (
     QUANTISERS,
     GroupedWeight,
@@ -19,7 +20,6 @@ from kernels.grouped_weight import (
     integers,
     round_rows,
 )
-from kernels.group_layout import Parts
 from kernels.linear import linear
 from tests.kernels.instruction_sets import need_compiled, use
 from tests.kernels.test_group_formats import empty
@@ -47,7 +47,8 @@ def _threads() -> Iterator[None]:
 
 def quantised(weight: torch.Tensor, name: str, dtype: torch.dtype = torch.float32) -> GroupedWeight:
     """In memory that is full of ones, which must not matter."""
-    made = empty(FORMATS[name], *weight.shape, dtype)
+    outputs, inputs = weight.shape
+    made = empty(FORMATS[name], outputs, inputs, dtype)
     made.write(0, weight)
     return made
 

@@ -17,11 +17,11 @@ def main() -> None:
             del sys.modules[name]
     from service.cli.hub import HubError, find_files, find_model
 
-    revision, files = json.loads(sys.argv[1])
+    model, revision, files = json.loads(sys.argv[1])
     try:
         if files:
             find_files("org/model", files)
-        print(find_model("org/model", revision))
+        print(find_model(model, revision))
     except HubError as error:
         print(f"quire: {error}", file=sys.stderr)
     assert not {"torch", "transformers"} & set(sys.modules)

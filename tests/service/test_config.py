@@ -25,7 +25,8 @@ from tests.load_config import load_config
 from workers.common import worker_pb2
 
 MODELS = (
-    "must be adder, paged-attention, a directory that holds config.json, or ORG/NAME on the Hugging Face hub"
+    "must be adder, paged-attention, a directory that holds config.json, a GGUF file, or ORG/NAME on the"
+    " Hugging Face hub, with GGUF files ORG/NAME:Q4_K_M"
 )
 
 
@@ -224,10 +225,6 @@ def test_bad_listen_addresses(address: str) -> None:
     ("name", "said"),
     [
         (
-            "model-Q4_K_M.gguf",
-            "it is in GGUF format, for llama.cpp: use the original model in safetensors format",
-        ),
-        (
             "adapter_config.json",
             "it is a LoRA adapter (PEFT): serve its base model, and load it with `quire adapters load`",
         ),
@@ -235,9 +232,33 @@ def test_bad_listen_addresses(address: str) -> None:
 )
 def test_other_formats_are_told_with_what_to_give_instead(tmp_path: Path, name: str, said: str) -> None:
     (tmp_path / name).touch()
-    for model in (tmp_path, *tmp_path.glob("*.gguf")):
-        with pytest.raises(ConfigError, match=re.escape(f"refused: {said}; must be adder")):
-            load_config(parse("--model", str(model)), {})
+    with pytest.raises(ConfigError, match=re.escape(f"refused: {said}; must be adder")):
+        load_config(parse("--model", str(tmp_path)), {})
+
+
+def test_a_gguf_model_is_a_file_or_the_only_one_of_a_directory(tmp_path: Path) -> None:
+    for name in ("model-Q4_K_M.gguf", "mmproj-model.gguf", "config.json"):
+        (tmp_path / name).touch()
+    for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
+        assert load_config(parse("--model", str(path)), {}).model == str(path)
+    (tmp_path / "model-Q8_0.gguf").touch()
+    said = (
+        "it must have one GGUF model, or be named with the file, and has model-Q4_K_M.gguf, model-Q8_0.gguf"
+    )
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(parse("--model", str(tmp_path)), {})
+    second = tmp_path / "model-00002-of-00003.gguf"
+    second.touch()
+    with pytest.raises(ConfigError, match="is not the first file of a model"):
+        load_config(parse("--model", str(second)), {})
+
+
+@pytest.mark.parametrize("model", ["a/b:Q4_K_M", "a/b:UD-IQ2.x"])
+def test_a_gguf_file_of_the_hub_has_a_name_behind_a_colon(model: str) -> None:
+    assert load_config({"model": model, "model_revision": "main"}, {}).model == model
+    for wrong in ("", "Q4 K", "../x", "a:b", "-x"):
+        with pytest.raises(ConfigError, match="must be adder"):
+            load_config({"model": f"a/b:{wrong}"}, {})
 
 
 def test_help_tells_all_of_every_setting_in_groups() -> None:

@@ -59,14 +59,16 @@ def find(tmp_path: Path) -> Find:
     """
     home = str(tmp_path / "home")
 
-    def run(*files: str, revision: str | None = None, **environment: str) -> tuple[str, str]:
+    def run(
+        *files: str, model: str = MODEL, revision: str | None = None, **environment: str
+    ) -> tuple[str, str]:
         # Not those of whoever runs the tests.
         others = ("HF_", "TRANSFORMERS_", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
         base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
             quire_command.module(
                 "tests.service.find_model",
-                json.dumps([revision, files]),
+                json.dumps([model, revision, files]),
                 imported=["service.cli.hub"],
             ),
             env=base | {"HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
@@ -142,7 +144,61 @@ def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Pat
     assert site.fetched == ["tokenizer_config.json"]
 
 
+GGUF = {
+    "tiny-Q4_K_M.gguf": b"4" * 500,
+    "tiny-UD-Q4_K_M.gguf": b"u" * 500,
+    "tiny-Q8_0-00001-of-00002.gguf": b"8" * 500,
+    "tiny-Q8_0-00002-of-00002.gguf": b"8" * 300,
+    "BF16/tiny-00001-of-00001.gguf": b"b" * 500,
+    "mmproj-F16.gguf": b"images",
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("Q4_K_M", ["tiny-Q4_K_M.gguf"]),
+        ("q4_k_m", ["tiny-Q4_K_M.gguf"]),
+        ("UD-Q4_K_M", ["tiny-UD-Q4_K_M.gguf"]),
+        ("Q8_0", ["tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"]),
+        ("bf16", ["BF16/tiny-00001-of-00001.gguf"]),
+        ("F16", []),
+        ("K_M", ["tiny-Q4_K_M.gguf"]),
+        ("Q4", []),
+        (".*", []),
+    ],
+)
+def test_gguf_files_are_chosen_by_what_their_names_have(wanted: str, found: list[str]) -> None:
+    assert hub.gguf_files(GGUF, wanted) == found
+
+
+def test_gguf_files_in_the_cache_are_found_whole(tmp_path: Path, find: Find) -> None:
+    snapshot = make_cache(tmp_path / "home" / "hub", GGUF)
+    assert find(model=f"{MODEL}:Q4_K_M", HF_HUB_OFFLINE="1") == (str(snapshot / "tiny-Q4_K_M.gguf"), "")
+    first = snapshot / "tiny-Q8_0-00001-of-00002.gguf"
+    assert find(model=f"{MODEL}:q8_0", HF_HUB_OFFLINE="1") == (str(first), "")
+    first.with_name("tiny-Q8_0-00002-of-00002.gguf").unlink()
+    assert "has no whole q8_0 in the cache" in find(model=f"{MODEL}:q8_0", HF_HUB_OFFLINE="1")[1]
+
+
 # Over the network.
+
+
+def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
+    site = Hub(MODEL, GGUF | CARDS)
+    with serving(site) as endpoint:
+        found, said = find(model=f"{MODEL}:Q8_0", HF_ENDPOINT=endpoint)
+        shards = {name: content for name, content in GGUF.items() if "Q8_0" in name}
+        assert sorted(site.fetched) == sorted(CARDS | shards), "each once"
+        assert Path(found).name == "tiny-Q8_0-00001-of-00002.gguf"
+        assert all((Path(found).parent / name).read_bytes() == content for name, content in shards.items())
+        assert f"quire: downloading {MODEL} from 127.0.0.1:" in said and "100% downloaded" in said
+        _, said = find(model=f"{MODEL}:Q2_K", HF_ENDPOINT=endpoint)
+        assert f"{MODEL} has no GGUF file Q2_K: it has BF16, Q4_K_M, Q8_0, UD-Q4_K_M" in said
+        _, said = find(HF_ENDPOINT=endpoint)
+        assert f"{MODEL} has GGUF files: name one of them, such as {MODEL}:Q4_K_M; it has BF16" in said
+    assert find(model=f"{MODEL}:Q8_0", HF_HUB_OFFLINE="1") == (found, "")
+    assert find(model=f"{MODEL}:Q8_0", HF_ENDPOINT=NOBODY) == (found, "")
 
 
 @pytest.mark.parametrize("weights", [pytest.param(WEIGHTS, marks=pytest.mark.thorough), SHARDS])
@@ -197,7 +253,7 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
         (SMALL | {"pytorch_model.bin": b"p"}, "its weights are pickles only, which run code"),
         (SMALL | {"consolidated.00.pth": b"p"}, "its weights are pickles only, which run code"),
         (SMALL, "it has no weights in safetensors"),
-        (SMALL | {"model.gguf": b"g"}, "it is in GGUF format, for llama.cpp"),
+        (SMALL | {"model.gguf": b"g"}, "has GGUF files: name one of them, such as org/model:Q4_K_M"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"a"}, "it is a LoRA adapter (PEFT)"),
         (WEIGHTS, "it has no config.json"),
     ],

@@ -142,16 +142,18 @@ def test_matrices_may_have_different_formats(dtype: torch.dtype, tmp_path: Path)
     mixed = build_decoder(config, dtype, formats=forms.get)
     for name, target in mixed.targets().items():
         of_plain = plain.targets()[name]
-        if forms.get(name) is None:
+        form, into = forms.get(name), target.into
+        if form is None:
             target.fill(of_plain.tensor)
             continue
-        parts = random_weight(forms[name], *target.shape).parts(torch.arange(target.shape[0]))
+        assert isinstance(into, GroupedWeight)
+        outputs, width = target.shape
+        parts = random_weight(form, outputs, width).parts(torch.arange(outputs))
         parts.scales.mul_(1 / 4096)
         if parts.minima is not None:
             parts.minima.mul_(1 / 4096)
-        target.into.write_parts(target.first, parts)
-        rows = torch.arange(target.first, target.first + target.shape[0])
-        of_plain.fill(target.into.rows(rows))
+        into.write_parts(target.first, parts)
+        of_plain.fill(into.rows(torch.arange(target.first, target.first + outputs)))
     mixed.pack(), plain.pack()
     assert_same_bits(mixed, random_texts(4, LENGTHS), "plain")
     (text,) = random_texts(1, (40,))

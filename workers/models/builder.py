@@ -24,7 +24,7 @@ from workers.models.linear import Linear
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
 FormatOf = Callable[[str], WeightFormat | None]
-"""The format of a matrix by its name in a checkpoint, as "lm_head.weight"; None: it has the dtype."""
+"""The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
 
 
 def all_of(quantization: str | None) -> FormatOf | None:

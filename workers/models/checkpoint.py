@@ -39,6 +39,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Fits into the CPU's cache. With larger parts a load takes twice as long.
 PART_BYTES = 4 << 20
+# How much more memory the values of quantised rows take, while they are put into another order.
+_EXPANSION = 8
 
 # Names in a safetensors header, and the dtypes that weights may have.
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -262,7 +264,8 @@ def read_parts(
     dtype = DTYPES.get(entry.dtype)
     count_all = entry.shape[0] if entry.shape else 1
     row_bytes = entry.nbytes // max(1, count_all)
-    step = max(1, PART_BYTES // max(1, row_bytes * multiple)) * multiple
+    part_bytes = PART_BYTES if dtype is not None else PART_BYTES // _EXPANSION
+    step = max(1, part_bytes // max(1, row_bytes * multiple)) * multiple
     wanted = range(count_all) if rows is None else rows
     own = _own_buffer(min(len(wanted), step) * row_bytes if staging is None else 0)
     with _open(entry) as file:

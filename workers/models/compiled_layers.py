@@ -173,6 +173,6 @@ def _matrix(linear: Linear, keep: list[object]) -> sublayers.Matrix:
     lora = linear.lora.address if isinstance(linear.lora, LoraTable) else None
     compiled = linear.weight.compiled
     assert compiled is not None
-    parts = (sublayers.MatrixPart * len(compiled))(*compiled)
+    parts = (sublayers.MatrixPart * len(compiled))(*(sublayers.MatrixPart(*part) for part in compiled))
     keep.append(parts)
     return sublayers.Matrix(ctypes.addressof(parts), len(parts), bias, *linear.weight.shape, lora)
