@@ -84,6 +84,7 @@ SERVICE_ROOMS = {
     "service.settings": ("service.setting_rules",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
+    "service.gguf": ("service.config",),
     "service.outbound": (),
     "service.printable": (),
     "service.memory": (),
@@ -206,7 +207,7 @@ SERVICE_ROOMS = {
         "service.journal", "service.listening", "service.logging", "service.extension",
         "service.pool.gpus", "service.pool.model_versions", "service.pool.pool_files",
         "service.outbound", "service.printable", "service.gateway", "service.server", "service.uploads",
-        "service.model_names", "service.quantised",
+        "service.gguf", "service.model_names", "service.quantised",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

@@ -90,7 +90,7 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda, and this machine has no CUDA device")
-    if config.device == "auto" and (_quantization(config) is not None or _is_quantised(config)):
+    if config.device == "auto" and _is_quantised(config):
         _log.info("the model runs on the CPU: there are no GPU kernels for quantised weights")
         return "cpu"
     if config.device == "auto" and not _runs_on_cuda(config):
@@ -127,18 +127,20 @@ def triton_problem() -> str:
     return ""
 
 
+def _is_quantised(config: WorkerConfig) -> bool:
+    """Whether weights are quantised, as they are loaded or in the files."""
+    from workers.executors.loading import has_quantised_weights
+
+    in_files = config.model != WEIGHTLESS_MODEL and has_quantised_weights(Path(config.model))
+    return in_files or _quantization(config) is not None
+
+
 def _runs_on_cuda(config: WorkerConfig) -> bool:
     from workers.executors.loading import runs_on_cuda
 
     return config.model != WEIGHTLESS_MODEL and runs_on_cuda(
         Path(config.model), config.model_backend or "auto"
     )
-
-
-def _is_quantised(config: WorkerConfig) -> bool:
-    from workers.executors.loading import is_quantised
-
-    return config.model != WEIGHTLESS_MODEL and is_quantised(Path(config.model))
 
 
 def _start_ranks(config: WorkerConfig) -> RankProcesses | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def printed_tokens(gateway: GatewayProcess, capsys: pytest.CaptureFixture[str]) 
 def test_a_text_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Which reads model, tokenizer and template from the same file."""
     file = make(tmp_path, "f32")
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

@@ -146,14 +146,15 @@ def test_all_that_a_file_may_have_is_read_as_the_package_reads_it(tmp_path: Path
     }.items():  # fmt: skip
         getattr(writer, f"add_{kind}")(kind, value)
         values[kind] = value
-    for name, array in {
+    arrays: dict[str, list[Any]] = {
         "ints": [1, -2],
         "floats": [0.5, 2.0],
         "texts": ["", "ö"],
         "truths": [True, False],
-    }.items():
+    }
+    for name, array in arrays.items():
         writer.add_array(name, array)
-        values[name] = array
+    values |= arrays
     writer.add_custom_alignment(64)
     writer.add_array("long", [*range(10_000)])
     writer.add_tensor("a", np.ones((3, 5), dtype=np.float32))

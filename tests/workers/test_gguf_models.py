@@ -32,7 +32,14 @@ from tests.workers.test_quantised_models import LENGTHS, add_adapters
 from workers.common.gguf.header import TYPES
 from workers.common.gguf.settings import QUANTISED
 from workers.common.gguf.splits import SPLITS
-from workers.executors.loading import AUTO, NATIVE, TRANSFORMERS, choose_backend, load_served
+from workers.executors.loading import (
+    AUTO,
+    NATIVE,
+    TRANSFORMERS,
+    choose_backend,
+    has_quantised_weights,
+    load_served,
+)
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
@@ -144,7 +151,7 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
 
 def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     """What a projection multiplies, in groups of 32 signed bytes with a scale."""
-    groups = inputs[0].unflatten(-1, (-1, 32))
+    groups = inputs[0].reshape(*inputs[0].shape[:-1], -1, 32)
     scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return (((groups / scale).round() * scale).flatten(-2),)
 
@@ -167,7 +174,7 @@ def mixed_model(directory: Path) -> Path:
 
 def test_formats_of_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     make_model(tmp_path / "hf", TinyModel())
-    found = {}
+    found: dict[str, str] = {}
     for kind in ("f32", "q8_0", "q4_0"):
         file = write_gguf(tmp_path / f"{kind}.gguf", tmp_path / "hf", kind)
         for _ in range(2):
@@ -275,6 +282,8 @@ def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None
     quantised = write_gguf(tmp_path / "quantised.gguf", dense, "q8_0")
     with pytest.raises(UnsupportedError, match=r"tensor \S+ is quantised already \(q8_0\): leave out"):
         plan_load(quantised, quantization="q4_0")
+    # By which a worker that may have a GPU or not chooses the CPU.
+    assert [has_quantised_weights(path) for path in (quantised, dense, tmp_path)] == [True, False, False]
     with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
         plan_load(quantised, device="cuda")
     with pytest.raises(UnsupportedError, match="quantization is not supported for mixtures of experts"):

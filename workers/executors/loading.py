@@ -118,8 +118,8 @@ def runs_on_cuda(directory: Path, asked: str) -> bool:
     return True
 
 
-def is_quantised(directory: Path) -> bool:
-    """Whether the files of a model have quantised weights. Those that cannot be read have none."""
+def has_quantised_weights(directory: Path) -> bool:
+    """Whether files have quantised weights. False for what cannot be read, which the load will say."""
     try:
         return any(entry.form is not None for entry in source_of(directory).tensors().values())
     except ModelError:
