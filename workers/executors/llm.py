@@ -230,7 +230,7 @@ def _check_same_config(
     if getattr(model, "config", None) != getattr(other_model, "config", None):
         raise ModelError("config.json differs from that of the weights that are served")
     for field in dataclasses.fields(ModelDescription):
-        if field.name not in ("model_id", "fingerprint", "license"):
+        if field.name not in ("model_id", "fingerprint"):
             ours, theirs = getattr(served, field.name), getattr(other, field.name)
             if ours != theirs:
                 raise ModelError(f"{field.name} is {theirs}, and that of the served weights is {ours}")
@@ -241,7 +241,6 @@ def _described(description: ModelDescription, directory: Path, text: ModelText) 
     return dataclasses.replace(
         description,
         model_id=model_id_of(directory),
-        license=source_of(directory).licence(),
         eos_token_ids=text.with_own_end(description.eos_token_ids),
     )
 

@@ -17,7 +17,6 @@ from workers.models.errors import UnsupportedError
 from workers.models.files import check_not_pickled, errors_naming, parse_object, read_file
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
-from workers.models.licence import read_licence
 from workers.models.quantised.reader import quantised_tensors
 from workers.models.text import ModelText, read_text
 
@@ -57,9 +56,6 @@ class ModelSource(Protocol):
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
-
-    def licence(self) -> str:
-        """The name of its licence, in printable ASCII; "" if there is none. Raises nothing."""
 
 
 class DirectorySource:
@@ -106,10 +102,6 @@ class DirectorySource:
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """See `ModelSource`."""
         return read_text(self.path, vocab_size, max_bytes)
-
-    def licence(self) -> str:
-        """See `ModelSource`."""
-        return read_licence(self.path)
 
 
 def source_of(path: Path | str) -> ModelSource:

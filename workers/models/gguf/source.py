@@ -16,7 +16,6 @@ from workers.models.errors import ModelError
 from workers.models.files import file_version, open_regular
 from workers.models.gguf.tensors import FileHeader, read_vector, stored_tensors
 from workers.models.gguf.tokenizer import TEXT_ARRAYS, read_text
-from workers.models.licence import MAX_CHARACTERS, read_licence
 from workers.models.text import ModelText
 
 _MAX_FACTORS = 4096
@@ -58,16 +57,6 @@ class GgufSource:
         header = _read(self.config_file, TEXT_ARRAYS).content
         with _errors_naming(self.config_file):
             return read_text(header.metadata, vocab_size, max_bytes)
-
-    def licence(self) -> str:
-        """See `ModelSource`: that of the metadata, else that of files beside it."""
-        try:
-            found = _read(self.config_file).content.metadata.get("general.license", "")
-        except ModelError:
-            return ""
-        text = found[:MAX_CHARACTERS] if isinstance(found, str) else ""
-        named = "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
-        return named or read_licence(self.config_file.parent)
 
     def _settings(self, headers: list[FileHeader]) -> dict[str, object]:
         tensors = {name: info for header in headers for name, info in header.content.tensors.items()}
