@@ -29,6 +29,7 @@ from tests.model_factory import (
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
 from tests.workers.test_quantised_models import LENGTHS, add_adapters
+from tests.workers.test_weights import loaded_bytes
 from workers.common.gguf.header import TYPES
 from workers.common.gguf.settings import QUANTISED
 from workers.common.gguf.splits import SPLITS
@@ -40,6 +41,7 @@ from workers.executors.loading import (
     has_quantised_weights,
     load_served,
 )
+from workers.models import checkpoint
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
@@ -172,6 +174,19 @@ def mixed_model(directory: Path) -> Path:
     return write_gguf(directory / "model.gguf", directory / "hf", Q4_K_M)
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads VmHWM from /proc")
+def test_peak_memory_of_a_load_is_that_of_the_file(tmp_path: Path) -> None:
+    """As of other loads: 8 MiB for allocators, and a part, of whose values several copies are made."""
+    sizes = {"vocab_size": 8000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}
+    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | sizes)
+    make_model(tmp_path / "small", TinyModel())
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", Q4_K_M)
+    small = write_gguf(tmp_path / "small.gguf", tmp_path / "small", "q8_0")
+    before, after, weights = loaded_bytes(file, small, checkpoint.PART_BYTES)
+    assert weights < 1.05 * file.stat().st_size
+    assert after - before <= weights + checkpoint.PART_BYTES + (8 << 20)
+
+
 def test_formats_of_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     make_model(tmp_path / "hf", TinyModel())
     found: dict[str, str] = {}
@@ -283,7 +298,11 @@ def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None
     with pytest.raises(UnsupportedError, match=r"tensor \S+ is quantised already \(q8_0\): leave out"):
         plan_load(quantised, quantization="q4_0")
     # By which a worker that may have a GPU or not chooses the CPU.
-    assert [has_quantised_weights(path) for path in (quantised, dense, tmp_path)] == [True, False, False]
+    assert [has_quantised_weights(path) for path in (quantised, dense, tmp_path / "nowhere")] == [
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
         plan_load(quantised, device="cuda")
     with pytest.raises(UnsupportedError, match="quantization is not supported for mixtures of experts"):

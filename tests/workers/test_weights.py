@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -150,18 +151,26 @@ def test_peak_memory_of_a_load(tmp_path: Path, quantization: str | None) -> None
     for directory, each in zip(directories, (spec, TinyModel(dtype="bfloat16")), strict=True):
         directory.mkdir()
         make_model(directory, each)
-    command = [sys.executable, "-m", "tests.workers.peak_memory", *map(str, directories), str(part_bytes)]
+    before, after, weights = loaded_bytes(*directories, part_bytes, quantization)
+    assert weights > {None: 60, "q8_0": 32, "q4_0": 17}[quantization] << 20
+    # Allocators round up and the interpreter grows a little: 8 MiB. A second copy would be eight times that.
+    assert after - before <= weights + part_bytes + (8 << 20)
+
+
+def loaded_bytes(
+    model: Path, small: Path, part_bytes: int, quantization: str | None = None
+) -> tuple[int, int, int]:
+    """The peak before and after a load, and the bytes of the weights; see `tests.workers.peak_memory`."""
+    command = [sys.executable, "-m", "tests.workers.peak_memory", str(model), str(small), str(part_bytes)]
     command += [] if quantization is None else [quantization]
-    with (tmp_path / "said").open("w+b") as said, Path(os.devnull).open("rb") as nothing:
+    with tempfile.TemporaryFile() as said, Path(os.devnull).open("rb") as nothing:
         # A process of its own, which has imported what it needs.
         files = (nothing.fileno(), said.fileno(), said.fileno())
         child = Forked(fork_server(*WORKERS), command, env=environment(ROOT), cwd=str(ROOT), files=files)
         assert child.wait(120) == 0
         said.seek(0)
         before, after, weights = map(int, said.read().split())
-    assert weights > {None: 60, "q8_0": 32, "q4_0": 17}[quantization] << 20
-    # Allocators round up and the interpreter grows a little: 8 MiB. A second copy would be eight times that.
-    assert after - before <= weights + part_bytes + (8 << 20)
+    return before, after, weights
 
 
 class LateCopies:

@@ -26,7 +26,7 @@ _SETTINGS = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
 
-_ITSELF = ""
+_ITSELF, _GGUF = "", "*.gguf"
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAFETENSORS = "*.safetensors*"  # weights, or their index
@@ -102,12 +102,22 @@ def unchanged_settings(directory: Path) -> Iterator[None]:
 def _settings_versions(directory: Path) -> dict[str, FileVersion | None]:
     """The version of each file of settings, or of its link target; None if stat fails."""
     found: dict[str, FileVersion | None] = {}
-    for name in (_ITSELF,) if os.path.isfile(directory) else _SETTINGS:  # noqa: PTH113 - Path.is_file may raise
+    for name in _settings_names(directory):
         try:
             found[name] = file_version(os.stat(directory / name))  # noqa: PTH116 - names no file twice
         except OSError:
             found[name] = None
     return found
+
+
+def _settings_names(directory: Path) -> tuple[str, ...]:
+    if os.path.isfile(directory):  # noqa: PTH113 - Path.is_file may raise
+        return (_ITSELF,)
+    try:
+        names = os.listdir(directory)  # noqa: PTH208 - only the names are needed
+    except OSError:
+        names = []
+    return (*_SETTINGS, *fnmatch.filter(names, _GGUF))
 
 
 def read_file(file: Path, max_bytes: int) -> bytes:
