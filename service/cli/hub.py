@@ -205,10 +205,9 @@ def _download_gguf(
         raise HubError(
             f"{hub_id} cannot be served: it has {len(chosen)} of {_count_of(chosen[0])} files of {wanted}"
         )
-    # By the name of the revision, so that the cache knows that name. The files are of the same commit.
-    hidden = _progress(lambda _: None)
-    directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=[], tqdm_class=hidden))
-    _fetch(hub_id, revision, directory.name, chosen, sum(map(sizes.__getitem__, chosen)), on_progress)
+    total_bytes = sum(map(sizes.__getitem__, chosen))
+    # By the name of the revision, so that the cache knows that name.
+    directory = _fetch(hub_id, revision, revision, chosen, total_bytes, on_progress)
     return directory / chosen[0]
 
 
@@ -228,18 +227,18 @@ def _is_projector(name: str) -> bool:
 def _fetch(
     hub_id: str,
     revision: str | None,
-    commit: str,
+    commit: str | None,
     patterns: Sequence[str],
     total_bytes: int,
     on_progress: Callable[[float], None] | None,
-) -> None:
-    """Downloads the large files of a model."""
+) -> Path:
+    """Downloads the large files of a model, of a commit or of what has its name. Returns the directory."""
     _print(f"downloading {_named(hub_id, revision)} from {_host()}: {total_bytes / 1e6:,.0f} MB")
     report = on_progress or _print_tenths()
     # On a terminal the library shows its own bars.
     is_shown = on_progress is None and sys.stderr.isatty()
     progress = None if is_shown else _progress(lambda done_bytes: report(done_bytes / (total_bytes or 1)))
-    snapshot_download(hub_id, revision=commit, allow_patterns=[*patterns], tqdm_class=progress)
+    return Path(snapshot_download(hub_id, revision=commit, allow_patterns=[*patterns], tqdm_class=progress))
 
 
 def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:

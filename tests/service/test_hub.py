@@ -183,7 +183,7 @@ def test_gguf_files_in_the_cache_are_found_whole(tmp_path: Path, find: Find) -> 
 
 
 def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
-    site = Hub(MODEL, GGUF)
+    site = Hub(MODEL, GGUF | OTHERS)
     with serving(site) as endpoint:
         found, said = find(model=f"{MODEL}:Q8_0", HF_ENDPOINT=endpoint)
         shards = {name: content for name, content in GGUF.items() if "Q8_0" in name}

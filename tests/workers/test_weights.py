@@ -151,7 +151,7 @@ def test_peak_memory_of_a_load(tmp_path: Path, quantization: str | None) -> None
     for directory, each in zip(directories, (spec, TinyModel(dtype="bfloat16")), strict=True):
         directory.mkdir()
         make_model(directory, each)
-    before, after, weights = loaded_bytes(*directories, part_bytes, quantization)
+    before, after, weights = loaded_bytes(directories[0], directories[1], part_bytes, quantization)
     assert weights > {None: 60, "q8_0": 32, "q4_0": 17}[quantization] << 20
     # Allocators round up and the interpreter grows a little: 8 MiB. A second copy would be eight times that.
     assert after - before <= weights + part_bytes + (8 << 20)
