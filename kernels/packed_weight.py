@@ -15,7 +15,7 @@ from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import COPIED_ROWS, Arguments, copied_rows
 from kernels.weight import Weight
 
-_BLOCK_OUTPUTS = 16
+BLOCK_OUTPUTS = 16
 _GROUP_INPUTS = 32
 # The part of a weight that is copied while it is packed in place.
 _PART_BYTES = 1 << 20
@@ -39,12 +39,12 @@ class PackedWeight(Weight):
         """
         self.shape = weight.shape
         self.dtype = weight.dtype
-        outputs, inputs = _filled_up(weight.shape, weight.dtype)
+        outputs, inputs = filled_up(weight.shape, weight.dtype)
         if in_place and (outputs, inputs) == tuple(weight.shape) and weight.is_contiguous():
             self.data = weight.view(-1)
-            blocks = max(_PART_BYTES // (_BLOCK_OUTPUTS * inputs * weight.element_size()), 1)
-            for first in range(0, outputs, blocks * _BLOCK_OUTPUTS):
-                part = weight[first : first + blocks * _BLOCK_OUTPUTS]
+            blocks = max(_PART_BYTES // (BLOCK_OUTPUTS * inputs * weight.element_size()), 1)
+            for first in range(0, outputs, blocks * BLOCK_OUTPUTS):
+                part = weight[first : first + blocks * BLOCK_OUTPUTS]
                 part.view(-1).copy_(_in_blocks(part))
         else:
             if (outputs, inputs) != tuple(weight.shape):
@@ -80,7 +80,7 @@ class PackedWeight(Weight):
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, a new tensor: [n] -> [n, I]. The indices must be from 0 to O - 1."""
-        blocks = self._blocks()[indices // _BLOCK_OUTPUTS, :, indices % _BLOCK_OUTPUTS]  # [n, steps, step]
+        blocks = self._blocks()[indices // BLOCK_OUTPUTS, :, indices % BLOCK_OUTPUTS]  # [n, steps, step]
         return blocks.flatten(1)[:, : self.shape[1]].contiguous()
 
     def dense(self) -> torch.Tensor:
@@ -90,27 +90,27 @@ class PackedWeight(Weight):
 
     def _blocks(self) -> torch.Tensor:
         """[blocks, steps, 16, inputs of a step], a view."""
-        outputs, inputs = _filled_up(self.shape, self.dtype)
-        step = _step_inputs(self.dtype)
-        return self.data.view(outputs // _BLOCK_OUTPUTS, inputs // step, _BLOCK_OUTPUTS, step)
+        outputs, inputs = filled_up(self.shape, self.dtype)
+        step = step_inputs(self.dtype)
+        return self.data.view(outputs // BLOCK_OUTPUTS, inputs // step, BLOCK_OUTPUTS, step)
 
 
 def _in_blocks(weight: torch.Tensor) -> torch.Tensor:
     """A weight of whole blocks [O, I] in their order, flat; a new tensor."""
     outputs, inputs = weight.shape
     # The inputs of a step as one number: torch copies those six times as fast as pairs.
-    size = (outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // _step_inputs(weight.dtype))
+    size = (outputs // BLOCK_OUTPUTS, BLOCK_OUTPUTS, inputs // step_inputs(weight.dtype))
     return weight.view(torch.int32).view(size).transpose(1, 2).flatten().view(weight.dtype)
 
 
-def _filled_up(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
+def filled_up(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
     """Outputs and inputs with what fills up the last blocks."""
     group = 1
     if dtype is torch.bfloat16:
         group = _GROUP_INPUTS if shape[1] >= _GROUP_INPUTS else 2
-    return -(-shape[0] // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS, -(-shape[1] // group) * group
+    return -(-shape[0] // BLOCK_OUTPUTS) * BLOCK_OUTPUTS, -(-shape[1] // group) * group
 
 
-def _step_inputs(dtype: torch.dtype) -> int:
+def step_inputs(dtype: torch.dtype) -> int:
     """The inputs of an output that are next to each other in a block."""
     return 2 if dtype is torch.bfloat16 else 1

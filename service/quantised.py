@@ -1,4 +1,4 @@
-"""Notices a model directory whose weights are quantised, before a server starts for it.
+"""Notices a model directory with quantised weights that cannot be served, before a server starts for it.
 
 Workers notice it too, but only once the port listens and torch is loaded. What is unclear is left to them.
 """
@@ -9,13 +9,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from service.config import UNQUANTISED, Config
 from service.model_names import other_format
+from workers.common.quantised.methods import is_quantised, read_quantisation
+from workers.common.quantised.scheme import NotUnderstood
 
 _MAX_CONFIG_BYTES = 1 << 20
 # A header of safetensors begins with its size. One that is larger is looked at in part.
 _SIZE_BYTES, _MAX_HEADER_BYTES = 8, 1 << 20
-# Where a config says it: most methods, an older spelling, and MLX.
-_SETTINGS = ("quantization_config", "compression_config", "quantization")
 # Where a config says how many experts there are, by family.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # What only tensors say: GPTQ and AWQ; compressed-tensors; and 8-bit floats.
@@ -23,11 +24,30 @@ _IN_HEADERS = (
     *(b'.qweight"', b'.qzeros"', b'.weight_packed"', b'.weight_scale_inv"'),
     *(b'"F8_E4M3"', b'"F8_E5M2"'),
 )
-_ADVICE = "use the original model, or one in safetensors format as bfloat16, float16 or float32"
+_ADVICE = "use the original model, or one in a format of docs/models.md"
+
+
+def quantised_problem(config: Config) -> str:
+    """What keeps quantised weights of a directory from being served as is asked for; "": nothing."""
+    directory = Path(config.model)
+    if problem := quantised(directory):
+        return problem
+    settings = _settings(directory)
+    if not is_quantised(settings):
+        return ""
+    limits = (
+        (config.quantization != UNQUANTISED, "already: leave out quantization"),
+        (has_experts(directory), f"and it has experts, which is not supported yet: {_ADVICE}"),
+        (config.tensor_parallel > 1, "which needs tensor_parallel = 1"),
+        (config.device == "cuda", "which needs device = cpu"),
+        (config.model_backend == "transformers", "which needs model_backend = native"),
+    )
+    problem = next((limit for is_so, limit in limits if is_so), "")
+    return f"its weights are quantised, {problem}" if problem else ""
 
 
 def quantised(directory: Path) -> str:
-    """What is quantised, and what to use instead; "" if nothing seems to be."""
+    """How weights are quantised that cannot be served, and what to use instead; "": that is not so."""
     try:
         names = [file.name for file in directory.iterdir()]
     except OSError:
@@ -36,12 +56,13 @@ def quantised(directory: Path) -> str:
     weights = sorted(name for name in names if name.endswith(".safetensors"))
     if not weights and (problem := other_format(names)):
         return problem
-    for part in (settings, settings.get("text_config")):
-        if isinstance(part, dict) and (found := next(filter(part.get, _SETTINGS), "")):
-            method = _method(part[found])
-            return f"its weights are quantised ({method}, says {found} of config.json): {_ADVICE}"
-    if weights and any(mark in _header(directory / weights[0]) for mark in _IN_HEADERS):
-        return f"its weights are quantised, by the tensors of {weights[0]}: {_ADVICE}"
+    try:
+        said = read_quantisation(settings)
+    except NotUnderstood as error:
+        return f"its weights are quantised, and config.json says {error}: {_ADVICE}"
+    if said is None and weights and any(mark in _header(directory / weights[0]) for mark in _IN_HEADERS):
+        marked = f"by the tensors of {weights[0]}, and config.json does not say how"
+        return f"its weights are quantised, {marked}: {_ADVICE}"
     return ""
 
 
@@ -60,12 +81,6 @@ def _settings(directory: Path) -> Mapping[str, object]:
     except (OSError, ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}
-
-
-def _method(said: object) -> str:
-    """The name of a method, which a directory may spell in any way."""
-    name = said.get("quant_method", said.get("quant_algo")) if isinstance(said, Mapping) else None
-    return name if isinstance(name, str) and name.isidentifier() else "in some way"
 
 
 def _header(file: Path) -> bytes:

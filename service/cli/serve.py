@@ -24,7 +24,7 @@ from service.journal.base import Journal
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_model
 from service.printable import escaped
-from service.quantised import has_experts, quantised
+from service.quantised import has_experts, quantised_problem
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 
@@ -86,7 +86,7 @@ def _model_problem(config: Config) -> str:
         return ""
     if config.quantization != UNQUANTISED and has_experts(Path(config.model)):
         return f"quantization = {config.quantization} is not for mixtures of experts yet: leave it out"
-    return gguf_problem(config) or quantised(Path(config.model))
+    return gguf_problem(config) or quantised_problem(config)
 
 
 async def _make_parts(config: Config) -> bool:

@@ -28,20 +28,27 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
 
 
 PACKED = torch.zeros(8, 8, dtype=torch.int32)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "bitsandbytes": (
         setting(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        "quantised (bitsandbytes, says quantization_config of config.json): use the original model",
+        "must be one of awq, compressed-tensors, fbgemm_fp8, fp8, gptq, got 'bitsandbytes': use the original",
     ),
-    "gptq": (setting(quantization_config={"quant_method": "gptq", "bits": 4}), "quantised (gptq"),
-    "without a method": (setting(quantization_config={"bits": 4}), "quantised (in some way"),
-    "fp8": (setting(quantization_config={"quant_method": "fp8"}), "quantised (fp8"),
-    "an older spelling": (setting(compression_config={"format": "int-quantized"}), "compression_config"),
-    "mlx": (setting(quantization={"group_size": 64, "bits": 4}), "says quantization of config.json"),
-    "of the text part": (setting(text_config={"quantization_config": {"quant_method": "awq"}}), "(awq"),
+    "mxfp4": (setting(quantization_config={"quant_method": "mxfp4"}), "got 'mxfp4'"),
+    "without a method": (setting(quantization_config={"bits": 4}), "got None"),
+    "3 bits": (
+        setting(quantization_config=GPTQ | {"bits": 3}),
+        "quantization_config (gptq): bits: must be 4 or 8, got 3",
+    ),
+    "an older spelling": (setting(compression_config={"format": "int-quantized"}), "says compression_config"),
+    "mlx": (setting(quantization={"group_size": 64, "bits": 4}), "says quantization: this way to say it"),
+    "of the text part": (
+        setting(text_config={"quantization_config": {"quant_method": "awq", "bits": 8, "group_size": 32}}),
+        "quantization_config (awq): bits: must be 4, got 8",
+    ),
     "tensors of GPTQ and AWQ": (
         with_tensor("model.layers.0.mlp.up_proj.qweight", PACKED),
-        "by the tensors of model.safetensors",
+        "by the tensors of model.safetensors, and config.json does not say how",
     ),
     "8-bit floats": (
         with_tensor("model.layers.0.mlp.up_proj.x", torch.zeros(4, dtype=torch.float8_e4m3fn)),
@@ -74,6 +81,8 @@ def test_it_is_noticed(damage: Damage, says: str, tmp_path: Path) -> None:
         setting(),
         setting(quantization_config=None),
         setting(quantization_config={}),
+        setting(quantization_config=GPTQ),
+        setting(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
         setting(text_config=7),
         lambda directory: (directory / "config.json").write_text("[]"),
         lambda directory: (directory / "config.json").write_text("{"),
@@ -100,11 +109,29 @@ def test_the_server_refuses_it_before_its_port_listens(
     assert line.startswith(f"quire: {directory} cannot be served: ") and QUANTISED[kind][1] in line
 
 
+@pytest.mark.parametrize(
+    ("setting_of", "says"),
+    [
+        (("--quantization", "q8_0"), "already: leave out quantization"),
+        (("--tensor-parallel", "2"), "which needs tensor_parallel = 1"),
+        (("--device", "cuda"), "which needs device = cpu"),
+        (("--model-backend", "transformers"), "which needs model_backend = native"),
+    ],
+)
+def test_what_quantised_weights_cannot_do_is_refused_before_the_port_listens(
+    setting_of: Sequence[str], says: str, tmp_path: Path
+) -> None:
+    directory = make(tmp_path / "model", setting(quantization_config=GPTQ))
+    done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(directory), *setting_of)
+    assert done.returncode == EXIT_CONFIG
+    assert f"its weights are quantised, {says}" in done.stderr
+
+
 def test_a_check_refuses_it(tmp_path: Path) -> None:
-    directory = make(tmp_path / "model", QUANTISED["gptq"][0])
+    directory = make(tmp_path / "model", QUANTISED["3 bits"][0])
     file = tmp_path / "quire.toml"
     file.write_text(f"listen = '127.0.0.1:0'\nmodel = {json.dumps(str(directory))}\n")
     done = ran("serve", "--check", "--config", str(file))
     assert done.returncode == 2
-    assert "quantised (gptq, says quantization_config of config.json): use the original" in done.stderr
+    assert "its weights are quantised, and config.json says quantization_config (gptq): bits" in done.stderr
     assert f"{file}:2: model = " in done.stderr

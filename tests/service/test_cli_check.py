@@ -86,7 +86,7 @@ def test_what_only_a_start_reads_is_checked(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "runtimes.toml").write_text('[runtimes.gpt]\ndialect = "dance"\n')
     quantised = make_directory(tmp_path / "quantised", '{"quantization_config": {"quant_method": "awq"}}')
     given = {
-        "model": (str(quantised), "quantised (awq"),
+        "model": (str(quantised), "quantization_config (awq): bits: must be 4, got None"),
         "tokens": ("tokens.toml", "tokens"),
         "runtimes": ("runtimes.toml", "[runtimes.gpt]"),
         "tls_cert": (str(one.cert), "KEY_VALUES_MISMATCH"),

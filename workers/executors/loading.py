@@ -68,7 +68,9 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
     """
     reason, of_library = "", source_of(directory).is_of_library
     if asked == TRANSFORMERS and not of_library:
-        raise ModelError(f"{directory}: model_backend = transformers needs a directory with safetensors")
+        raise ModelError(
+            f"{directory}: model_backend = transformers needs a directory with safetensors, not quantised"
+        )
     if asked != TRANSFORMERS:
         try:
             config = ModelConfig.from_directory(directory)

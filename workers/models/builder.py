@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from kernels.experts import ExpertWeights
-from kernels.group_formats import FORMATS, GroupFormat
-from kernels.grouped_weight import GroupedWeight
+from kernels.group_formats import FORMATS
 from kernels.linear import DenseWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
+from kernels.weight_formats import WeightFormat, new_weight
 from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
@@ -23,7 +23,7 @@ from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
-FormatOf = Callable[[str], GroupFormat | None]
+FormatOf = Callable[[str], WeightFormat | None]
 """The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
 
 
@@ -89,14 +89,14 @@ class _Parts:
         weights = zip(parts.values(), forms, strict=True)
         return StackedWeight([self._matrix(rows, inputs, form) for rows, form in weights])
 
-    def _matrix(self, outputs: int, inputs: int, form: GroupFormat | None) -> Weight:
+    def _matrix(self, outputs: int, inputs: int, form: WeightFormat | None) -> Weight:
         if form is None:
             return DenseWeight(self.empty(outputs, inputs))
 
         def empty(size: int) -> torch.Tensor:
             return huge_pages.empty((size,), torch.uint8, self._device)
 
-        return GroupedWeight(outputs, inputs, self._dtype, form, empty)
+        return new_weight(form, outputs, inputs, self._dtype, empty)
 
     def of_vocabulary(self, name: str) -> Weight:
         """[V, C], or a rank's rows of it, and zeros for those that it lacks."""

@@ -21,7 +21,8 @@ from typing import Protocol, TypeGuard
 
 import torch
 
-from kernels.group_formats import FORMATS, GroupFormat
+from kernels.group_formats import FORMATS
+from kernels.weight_formats import WeightFormat
 from workers.models.errors import ModelError
 from workers.models.files import (
     FileVersion,
@@ -32,6 +33,7 @@ from workers.models.files import (
     parse_object,
     read_file,
 )
+from workers.models.parts import Part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -75,14 +77,12 @@ class StoredTensor(ABC):
     nbytes: int
 
     @property
-    def form(self) -> GroupFormat | None:
+    def form(self) -> WeightFormat | None:
         """How the matrix is held whose rows parts are, if they are quantised; None: they have the dtype."""
         return FORMATS.get(self.dtype)
 
     @abstractmethod
-    def parts(
-        self, rows: range | None = None, staging: Staging | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def parts(self, rows: range | None = None, staging: Staging | None = None) -> Iterator[tuple[int, Part]]:
         """The tensor in parts along its first dimension.
 
         Args:
@@ -91,8 +91,9 @@ class StoredTensor(ABC):
 
         Yields:
             The index of the first row, and the part: about `PART_BYTES`, or a single row if that is larger.
-            With a `dtype` of `DTYPES` it has that; else it is uint8 [n, bytes of a row], as the format
-            stores rows. The next part overwrites it, so copy it; with `staging`, queue the copies.
+            With a `dtype` of `DTYPES` it has that; else it is `QuantisedRows`, or uint8 [n, bytes of a row],
+            as the format stores rows. The next part overwrites it, so copy it; with `staging`, queue the
+            copies.
 
         Raises:
             ModelError: A file cannot be read, or changed after its header was read.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from workers.common.quantised.methods import read_quantisation
+from workers.common.quantised.scheme import NotUnderstood
 from workers.models.errors import UnsupportedError
 from workers.models.registry import FULL, Family
 from workers.models.values import names
@@ -37,10 +39,6 @@ REFUSED_UNLESS: dict[str, object] = {
     "use_bidirectional_attention": False,
 }
 
-# This key says that weights are quantised, unless its value is empty.
-QUANTIZATION = "quantization_config"
-QUANTIZED = f"{QUANTIZATION}: quantised weights are not supported, only float32, bfloat16 and float16"
-
 
 def keys_read(family: Family) -> frozenset[str]:
     """The keys that are read of a config of this family."""
@@ -56,10 +54,13 @@ def settings_read(settings: Mapping[str, object], family: Family) -> dict[str, o
     """The settings that the family reads. null counts as absent in the others.
 
     Raises:
-        UnsupportedError: The weights are quantised, or another setting might change the model.
+        UnsupportedError: The weights are quantised in a way that is not supported, or another setting might
+            change the model.
     """
-    if settings.get(QUANTIZATION):
-        raise UnsupportedError(QUANTIZED)
+    try:
+        read_quantisation(settings)
+    except NotUnderstood as error:
+        raise UnsupportedError(f"the weights are quantised: {error}") from None
     read = keys_read(family)
     for name in sorted((settings.keys() & REFUSED_UNLESS.keys()) - read):
         value = settings[name]

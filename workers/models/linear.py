@@ -14,6 +14,7 @@ from kernels.grouped_weight import GroupedWeight
 from kernels.linear import DenseWeight, linear
 from kernels.lora import RowSlots, Table, add_lora, new_table, slot_bytes
 from kernels.weight import Weight
+from workers.models.parts import Part
 from workers.models.shard import Slice
 
 
@@ -61,35 +62,24 @@ class LoadTarget:
             written = [*self._fill_taken(part, first, self.taken)]
         return [each.add_(self.offset) for each in written] if self.offset else written
 
-    def fill_blocks(self, raw: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
-        """As `fill`, with rows of a GGUF file: see `GroupedWeight.write_blocks`."""
-        into = self._grouped()
-        return [
-            into.write_blocks(at, raw[rows.start : rows.stop]) for at, rows in self._rows(first, len(raw))
-        ]
+    def fill_quantised(self, part: Part, first: int = 0) -> list[torch.Tensor]:
+        """As `fill`, with quantised rows; of a GGUF file as bytes, see `GroupedWeight.write_blocks`.
 
-    def fill_groups(
-        self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None, first: int = 0
-    ) -> list[torch.Tensor]:
-        """As `fill`, with integers: see `GroupedWeight.write_groups`."""
-        into = self._grouped()
-        return [
-            into.write_groups(
-                at,
-                values[rows.start : rows.stop],
-                scales[rows.start : rows.stop],
-                None if zeros is None else zeros[rows.start : rows.stop],
-            )
-            for at, rows in self._rows(first, len(values))
-        ]
-
-    def _grouped(self) -> GroupedWeight:
-        """What it is a part of. Raises TypeError if that is not quantised, or not whole rows are taken."""
-        if not isinstance(self.into, GroupedWeight):
-            raise TypeError(f"a {type(self.into).__name__} takes no quantised rows")
+        Raises TypeError if the weight cannot hold them, or if not whole rows are taken.
+        """
         if self.taken is not None and len(self.taken.columns) != self.shape[1]:
             raise TypeError("of quantised rows, parts are not taken")
-        return self.into
+        return [
+            self._write_quantised(at, part[rows.start : rows.stop])
+            for at, rows in self._rows(first, len(part))
+        ]
+
+    def _write_quantised(self, first: int, rows: Part) -> torch.Tensor:
+        if not isinstance(rows, torch.Tensor):
+            return rows.write(self.into, first)
+        if not isinstance(self.into, GroupedWeight):
+            raise TypeError(f"a {type(self.into).__name__} takes no quantised rows")
+        return self.into.write_blocks(first, rows)
 
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> Iterator[torch.Tensor]:
         for into, rows in self._rows(first, len(part)):
@@ -98,7 +88,7 @@ class LoadTarget:
             yield self.into.write(into, columns)
 
     def _rows(self, first: int, count: int) -> Iterator[tuple[int, range]]:
-        """Of `count` rows of the checkpoint from `first` on those that are taken, and where they go."""
+        """Of `count` rows of a tensor from `first` on those that are taken, and the first row for them."""
         assert self.taken is not None
         into = self.first  # of the next range
         for rows in self.taken.rows:

@@ -20,8 +20,10 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from kernels.group_formats import GroupFormat
+from kernels.float8_weight import Float8Format
+from kernels.group_formats import FORMATS
 from kernels.rope import rope_frequencies
+from kernels.weight_formats import WeightFormat
 from workers.models.builder import all_of, build_decoder
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
@@ -31,6 +33,8 @@ from workers.models.library.errors import library_errors
 from workers.models.library.quantised_module import put_blocks, quantise_module
 from workers.models.library.scaled_down_model import GAIN, INNER_WIDTH, scaled_down_model
 from workers.models.library.settings import LibrarySettings, read_settings
+from workers.models.parts import Part
+from workers.models.quantised.drawn_rows import drawn_rows
 from workers.models.self_check import check_parity
 
 _log = logging.getLogger(__name__)
@@ -41,7 +45,7 @@ _NOT_COMPUTED = ("eos_token_ids", "bos_token_id", "dtype", "wrapper")
 _FREQUENCY_ERROR = 2.0**-22
 # A whole block of each format.
 _INNER_WIDTH_OF_BLOCKS = 256
-NO_FORMS: Mapping[str, GroupFormat] = MappingProxyType({})
+NO_FORMS: Mapping[str, WeightFormat] = MappingProxyType({})
 
 
 def check_native(
@@ -52,7 +56,7 @@ def check_native(
     *,
     batch_invariant: bool = False,
     quantization: str | None = None,
-    forms: Mapping[str, GroupFormat] = NO_FORMS,
+    forms: Mapping[str, WeightFormat] = NO_FORMS,
 ) -> float | None:
     """The relative error of a scaled-down model in float32. The weights are not read.
 
@@ -89,8 +93,8 @@ def check_native(
 
 
 def _forms_to_check(
-    module: PreTrainedModel, forms: Mapping[str, GroupFormat]
-) -> Iterator[dict[str, GroupFormat]]:
+    module: PreTrainedModel, forms: Mapping[str, WeightFormat]
+) -> Iterator[dict[str, WeightFormat]]:
     """Formats of tensors of a scaled-down model: as the files have them, and then each that is not there."""
     config = _config_of(module)
     shapes = {
@@ -98,14 +102,28 @@ def _forms_to_check(
     }
     left = {form.name: form for form in forms.values()}
     as_there = {
-        name: form for name, form in forms.items() if name in shapes and can_draw(form.name, shapes[name])
+        name: form for name, form in forms.items() if name in shapes and _can_draw(form, shapes[name])
     }
     everywhere = [
-        {name: form for name, shape in shapes.items() if can_draw(form.name, shape)}
+        {name: form for name, shape in shapes.items() if _can_draw(form, shape)}
         for name, form in sorted(left.items())
         if name not in {there.name for there in as_there.values()}
     ]
     yield from filter(None, (as_there, *everywhere))
+
+
+def _can_draw(form: WeightFormat, shape: tuple[int, ...]) -> bool:
+    """Whether there can be a matrix of this shape."""
+    return can_draw(form.name, shape) if form.name in FORMATS else len(shape) == 2
+
+
+def _drawn(form: WeightFormat, shape: tuple[int, ...], seed: int) -> Part:
+    """A random matrix as files have it."""
+    outputs, inputs = shape
+    deviation = GAIN * inputs**-0.5
+    if form.name in FORMATS:
+        return drawn_blocks(form.name, (outputs, inputs), deviation, seed)
+    return drawn_rows(form, (outputs, inputs), deviation, seed)
 
 
 def _config_of(module: PreTrainedModel) -> ModelConfig:
@@ -162,7 +180,7 @@ def _check_logits(
     *,
     batch_invariant: bool = False,
     quantization: str | None = None,
-    forms: Mapping[str, GroupFormat] = NO_FORMS,
+    forms: Mapping[str, WeightFormat] = NO_FORMS,
 ) -> float:
     """The relative error of native code with the weights of `module`, which is moved to dtype and device."""
     with library_errors("run a scaled-down model"):
@@ -172,16 +190,14 @@ def _check_logits(
         tensors = revert_weight_conversion(module, module.state_dict())
     config, formats = _config_of(module), forms.get if forms else all_of(quantization)
     decoder = build_decoder(config, dtype, device, formats=formats)
-    blocks: dict[str, tuple[GroupFormat, torch.Tensor]] = {}
+    blocks: dict[str, tuple[WeightFormat, Part]] = {}
     with torch.inference_mode():
         for seed, (name, target) in enumerate(decoder.targets().items()):
             if name not in tensors:
                 raise ModelError(f"{directory}: the transformers library has no tensor {name} for this model")
             if name in forms:
-                outputs, inputs = target.shape
-                drawn = drawn_blocks(forms[name].name, (outputs, inputs), GAIN * inputs**-0.5, seed)
-                blocks[name] = forms[name], drawn
-                target.fill_blocks(drawn)
+                blocks[name] = forms[name], _drawn(forms[name], target.shape, seed)
+                target.fill_quantised(blocks[name][1])
             else:
                 target.fill(tensors[name])
     decoder.pack()
@@ -198,6 +214,8 @@ def _check_logits(
         logits: torch.Tensor = module(input_ids=token_ids[None], use_cache=False).logits[0]
         return logits
 
+    # 8-bit floats are multiplied by what has the dtype.
+    rounds = quantization is not None or not all(isinstance(form, Float8Format) for form in forms.values())
     names = " ".join(sorted({form.name for form in forms.values()})) or quantization or name_of(dtype)
     with library_errors("run a scaled-down model"), rounded:
         return check_parity(
@@ -206,5 +224,5 @@ def _check_logits(
             what=f"{directory}: native code for {config.model_type} in {names}",
             vocab_size=config.vocab_size,
             max_seq_len=config.max_position_embeddings,
-            rounding=None if formats is None else torch.bfloat16,
+            rounding=torch.bfloat16 if rounds else None,
         )

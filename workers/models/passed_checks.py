@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from kernels.cpu import library
-from kernels.group_formats import GroupFormat
+from kernels.weight_formats import WeightFormat
 from workers.common.code import worker_code
 from workers.models.config import ModelConfig
 from workers.models.source import source_of
@@ -36,7 +36,7 @@ def key_of(
     *,
     batch_invariant: bool,
     quantization: str | None = None,
-    forms: Mapping[str, GroupFormat] = MappingProxyType({}),
+    forms: Mapping[str, WeightFormat] = MappingProxyType({}),
 ) -> str:
     """What a check depends on, as a digest. The arguments are those of `check_native`. Raises ModelError.
 

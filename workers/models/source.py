@@ -6,13 +6,18 @@ config.json, and with the names that tensors have in a checkpoint of the transfo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from workers.common.quantised.methods import is_quantised, read_quantisation
+from workers.common.quantised.scheme import NotUnderstood, Quantisation
 from workers.models.checkpoint import StoredTensor, read_entries
-from workers.models.files import check_not_pickled, parse_object, read_file
+from workers.models.errors import UnsupportedError
+from workers.models.files import check_not_pickled, errors_naming, parse_object, read_file
 from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
+from workers.models.quantised.reader import quantised_tensors
 from workers.models.text import ModelText, read_text
 
 CONFIG_FILE = "config.json"
@@ -25,12 +30,14 @@ class ModelSource(Protocol):
     Attributes:
         path: The directory, or the file.
         config_file: What has the settings, for messages.
-        is_of_library: The transformers library can run it too.
     """
 
     path: Path
     config_file: Path
-    is_of_library: bool
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the transformers library can run it too. Raises ModelError."""
 
     def check(self) -> None:
         """Raises ModelError for what would be dangerous to read."""
@@ -44,6 +51,9 @@ class ModelSource(Protocol):
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors, by their names in a checkpoint. Raises ModelError."""
 
+    def notes(self) -> Sequence[str]:
+        """What the settings say of the weights and has no effect here, each a line. Raises ModelError."""
+
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
 
@@ -51,10 +61,13 @@ class ModelSource(Protocol):
 class DirectorySource:
     """A directory of the Hugging Face hub, with its weights as safetensors."""
 
-    is_of_library = True
-
     def __init__(self, path: Path) -> None:
         self.path, self.config_file = path, path / CONFIG_FILE
+
+    @property
+    def is_of_library(self) -> bool:
+        """See `ModelSource`: not with quantised weights. Raises ModelError."""
+        return not is_quantised(self.settings())
 
     def check(self) -> None:
         """See `ModelSource`."""
@@ -70,7 +83,21 @@ class DirectorySource:
 
     def tensors(self) -> dict[str, StoredTensor]:
         """See `ModelSource`."""
-        return {**read_entries(self.path)}
+        entries, said = read_entries(self.path), self._quantisation()
+        return {**entries} if said is None else quantised_tensors(entries, said)
+
+    def notes(self) -> Sequence[str]:
+        """See `ModelSource`."""
+        said = self._quantisation()
+        return () if said is None else said.notes
+
+    def _quantisation(self) -> Quantisation | None:
+        """How the weights are quantised; None: they are not. Raises UnsupportedError."""
+        with errors_naming(self.config_file):
+            try:
+                return read_quantisation(self.settings())
+            except NotUnderstood as error:
+                raise UnsupportedError(f"the weights are quantised: {error}") from None
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """See `ModelSource`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.group_formats import GroupFormat
+from kernels.weight_formats import WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
@@ -27,6 +27,7 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
+from workers.models.parts import Part
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
 from workers.models.source import source_of
@@ -40,6 +41,8 @@ Progress = Callable[[int, int], None]
 _PREFIX, _IN_BASE_MODELS = "model.", ("embed_tokens.", "layers.", "norm.")
 # Some checkpoints have these tensors. They are computed here instead of loaded.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+# AutoGPTQ writes one for each projection, and zeros where a model has none.
+_BIAS_SUFFIX = ".bias"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _MATRIX = 2
@@ -69,7 +72,7 @@ class LoadPlan:
     weight_bytes: int
     group: Group | None = None
     quantization: str | None = None
-    forms: Mapping[str, GroupFormat] = field(default_factory=dict)
+    forms: Mapping[str, WeightFormat] = field(default_factory=dict)
 
     @property
     def formats(self) -> FormatOf | None:
@@ -82,7 +85,7 @@ class LoadPlan:
         return self.quantization or " ".join(sorted({form.name for form in self.forms.values()}))
 
 
-def formats_of(quantization: str | None, forms: Mapping[str, GroupFormat]) -> FormatOf | None:
+def formats_of(quantization: str | None, forms: Mapping[str, WeightFormat]) -> FormatOf | None:
     """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
     return forms.get if forms else all_of(quantization)
 
@@ -111,7 +114,10 @@ def plan_load(
     """
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
-    entries = _of_text(source_of(directory).tensors(), config)
+    source = source_of(directory)
+    entries = _of_text(source.tensors(), config)
+    for note in source.notes():
+        _log.info("of the quantisation in %s, %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     if quantization is not None or forms:
         _check_can_quantise(config, device, group)
@@ -233,7 +239,7 @@ def _load_weights(
         where = f"{entry.file}: tensor {entry.name}"
         taken = None if target.taken is None else target.taken.covered
         for first, part in entry.parts(taken, staging):
-            filled = target.fill(part, first) if entry.form is None else target.fill_blocks(part, first)
+            filled = _fill(target, part, first, is_quantised=entry.form is not None)
             done_bytes += part.nbytes
             del part  # so that its buffer is freed before the next tensor's is allocated
             if staging is None:
@@ -243,6 +249,13 @@ def _load_weights(
                 progress(done_bytes, total_bytes)
         if staging is not None:
             checkpoint.check_finite(target.tensor, where)
+
+
+def _fill(target: LoadTarget, part: Part, first: int, *, is_quantised: bool) -> list[torch.Tensor]:
+    if is_quantised:
+        return target.fill_quantised(part, first)
+    assert isinstance(part, torch.Tensor)
+    return target.fill(part, first)
 
 
 def _staging_for(device: torch.device) -> Staging | None:
@@ -318,11 +331,18 @@ def _targets(
     for name, entry in entries.items():
         # A checkpoint with a tied head may contain the embedding twice.
         tied_head = name == _HEAD and config.tie_word_embeddings
-        if name not in targets and not tied_head and not name.endswith(_COMPUTED_SUFFIX):
+        known = name in targets or tied_head or name.endswith(_COMPUTED_SUFFIX)
+        if not known and not (name.endswith(_BIAS_SUFFIX) and _is_zero(entry)):
             # If a tensor such as a bias were ignored, the model would be a different one.
             kind = config.model_type
             raise UnsupportedError(f"{entry.file}: tensor {entry.name} is not part of this {kind} model")
     return targets
+
+
+def _is_zero(entry: StoredTensor) -> bool:
+    """Whether a vector is 0 everywhere. Raises ModelError if it cannot be read."""
+    is_vector = len(entry.shape) == 1 and entry.dtype in checkpoint.DTYPES
+    return is_vector and all(isinstance(part, torch.Tensor) and not part.any() for _, part in entry.parts())
 
 
 def _has_own_head(config: ModelConfig, entries: Mapping[str, StoredTensor]) -> bool:
@@ -335,7 +355,9 @@ def _has_own_head(config: ModelConfig, entries: Mapping[str, StoredTensor]) -> b
         return False
     # Tensors of the same shape and dtype have the same parts. NaN is ignored here and refused later.
     return (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not all(
-        torch.equal(one.nan_to_num(), other.nan_to_num())
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
         for (_, one), (_, other) in zip(head.parts(), embedding.parts(), strict=True)
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +47,10 @@ class GgufSource:
         with _errors_naming(self.config_file):
             _, architecture = architecture_of(headers[0].content.metadata)
         return stored_tensors(headers, architecture, self._settings(headers))
+
+    def notes(self) -> Sequence[str]:
+        """See `ModelSource`: there are none."""
+        return ()
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """See `ModelSource`."""

@@ -33,6 +33,7 @@ from workers.models.library.packed_linear import pack_linears
 from workers.models.library.packed_model import PackedModel
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.model import ModelDescription
+from workers.models.source import source_of
 from workers.models.weights import Progress
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ def plan_library_model(
         KvSizingError: The weights do not fit into memory.
     """
     directory, device = Path(directory), torch.device(device)
+    if not source_of(directory).is_of_library:
+        raise ModelError(f"{directory}: quantised weights need a model that native code runs")
     settings = read_settings(directory)
     entries = checkpoint.read_entries(directory)
     config_dtype = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype

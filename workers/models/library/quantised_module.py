@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import torch
 from torch import nn
 from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 
+from kernels.float8_weight import Float8Format
 from kernels.gguf_blocks import parts_of
 from kernels.group_formats import FORMATS, GroupFormat
 from kernels.grouped_weight import dequantised, quantise, round_rows
+from kernels.weight_formats import WeightFormat
 from workers.common.gguf.header import TYPES
+from workers.models.parts import Part
+from workers.models.quantised.drawn_rows import scale_inputs
 
 
 @torch.inference_mode()
@@ -33,30 +38,39 @@ def quantise_module(module: nn.Module, format_name: str) -> None:
 
 @torch.inference_mode()
 def put_blocks(
-    module: nn.Module, blocks: Mapping[str, tuple[GroupFormat, torch.Tensor]]
+    module: nn.Module, blocks: Mapping[str, tuple[WeightFormat, Part]]
 ) -> AbstractContextManager[object]:
-    """Give parameters the values of rows of GGUF files, where the library can as it reads them itself.
+    """Give parameters the values of quantised rows; of GGUF files, where it can, as the library reads them.
 
     Returns:
         What ends the rounding of that which they multiply.
 
     Args:
         module: Mutated: a model whose projections are all `nn.Linear`.
-        blocks: The format of each matrix, and its rows as a file has them; by the names of parameters.
+        blocks: The format of each matrix, and its rows as files have them; by the names of parameters.
     """
-    quantised = set[int]()
-    for name, (form, raw) in blocks.items():
+    orders: dict[int, torch.Tensor | None] = {}
+    for name, (form, rows) in blocks.items():
         parameter = module.get_parameter(name)
-        parameter.copy_(_values(form, raw, parameter.shape[1]).view_as(parameter))
-        quantised.add(id(parameter))
+        parameter.copy_(_values(form, rows, parameter.shape[1]).view_as(parameter))
+        if not isinstance(form, Float8Format):
+            orders[id(parameter)] = getattr(rows, "order", None)
     hooks = ExitStack()
     for part in module.modules():
-        if isinstance(part, nn.Linear) and id(part.weight) in quantised:
-            hooks.callback(part.register_forward_pre_hook(_round).remove)
+        if isinstance(part, nn.Linear) and id(part.weight) in orders:
+            hook = partial(_round, order=orders[id(part.weight)])
+            hooks.callback(part.register_forward_pre_hook(hook).remove)
     return hooks
 
 
-def _values(form: GroupFormat, raw: torch.Tensor, inputs: int) -> torch.Tensor:
+def _values(form: WeightFormat, rows: Part, inputs: int) -> torch.Tensor:
+    if not isinstance(rows, torch.Tensor):
+        return rows.dense(scale_inputs(form, inputs))
+    return _values_of_blocks(form, rows, inputs)
+
+
+def _values_of_blocks(form: WeightFormat, raw: torch.Tensor, inputs: int) -> torch.Tensor:
+    assert isinstance(form, GroupFormat)
     number = next(number for number, (name, *_) in TYPES.items() if name == form.name)
     if number in GGML_BLOCK:
         return dequantize(raw.flatten(), number)
@@ -67,9 +81,13 @@ def _dequantised(weight: torch.Tensor, form: GroupFormat) -> torch.Tensor:
     return dequantised(form, quantise(weight, form))[:, : weight.shape[1]]
 
 
-def _round(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """The inputs [..., I] of a projection."""
+def _round(
+    _: nn.Module, inputs: tuple[torch.Tensor], order: torch.Tensor | None = None
+) -> tuple[torch.Tensor]:
+    """The inputs [..., I] of a projection, in groups of this order."""
     rows = inputs[0].flatten(0, -2)
-    scales, values = round_rows(rows)
+    scales, values = round_rows(rows if order is None else rows[:, order])
     rounded = (scales[:, :, None] * values).flatten(1)[:, : rows.shape[1]]
+    if order is not None:
+        rounded = rounded[:, order.argsort()]
     return (rounded.to(rows.dtype).view_as(inputs[0]),)

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from workers.models.config_keys import QUANTIZATION, QUANTIZED
+from workers.common.quantised.methods import SETTING as QUANTISATION
 from workers.models.errors import ModelError
 from workers.models.files import errors_naming
 from workers.models.library.errors import library_errors
@@ -89,8 +89,6 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(f"model_type: {model_type!r} is not known to the transformers library")
-    if settings.get(QUANTIZATION):
-        raise ModelError(QUANTIZED)
     for name in ("fusion_config", "distributed_config", "transformers_weights"):
         if settings.get(name):
             raise ModelError(f"{name}: is not supported by the transformers backend")
@@ -98,7 +96,7 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
     settings = {
         name: value
         for name, value in _drop_oversized(settings, CONFIG_MAPPING[model_type]).items()
-        if name != QUANTIZATION and not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
+        if name != QUANTISATION and not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
     config = CONFIG_MAPPING[model_type].from_dict(_with_plain_dtypes(settings))
     text = config.get_text_config(decoder=True)

@@ -1,0 +1,82 @@
+"""Weights of 8-bit floats: what they hold, and that products have the bits of the dequantised weight's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.float8_weight import Float8Format, Float8Weight
+from kernels.linear import linear, pack_weight
+from tests.kernels.instruction_sets import need_compiled
+
+# Outputs and inputs that fill the last blocks and that do not; and the inputs of a scale.
+SHAPES = [(96, 64, 0), (33, 80, 32), (1, 48, 0), (40, 31, 0), (130, 300, 128), (17, 1, 0), (70, 2048, 64)]
+
+
+def every_byte(outputs: int, inputs: int) -> torch.Tensor:
+    """Values [O, I] of all bytes but the two NaN."""
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    values = torch.randint(0, 254, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    return (values + (values >= 127).to(torch.uint8)).view(torch.float8_e4m3fn)
+
+
+def made(
+    outputs: int, inputs: int, scale_inputs: int, dtype: torch.dtype
+) -> tuple[Float8Weight, torch.Tensor]:
+    """A weight, which was written in parts, and what it is to be: torch's own reading of its values."""
+    values = every_byte(outputs, inputs)
+    empty = lambda size: torch.full((size,), 0xFF, dtype=torch.uint8)  # noqa: E731 - NaN in all that is not written
+    weight = Float8Weight(outputs, inputs, dtype, Float8Format(scale_inputs), empty)
+    scales = torch.rand(outputs, weight.num_scales) * 2 - 0.7
+    for first in range(0, outputs, 13):
+        largest = weight.write_values(first, values[first : first + 13], scales[first : first + 13])
+        assert largest.isfinite().all()
+    spread = scales.repeat_interleave(scale_inputs or inputs, 1)[:, :inputs]
+    return weight, (values.float() * spread).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs", "scale_inputs"), SHAPES)
+def test_it_holds_what_was_written(outputs: int, inputs: int, scale_inputs: int, dtype: torch.dtype) -> None:
+    weight, expected = made(outputs, inputs, scale_inputs, dtype)
+    assert torch.equal(weight.dense(), expected) and weight.dense().dtype is dtype
+    chosen = torch.tensor([outputs - 1, 0, outputs // 2])
+    assert torch.equal(weight.rows(chosen), expected[chosen])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs", "scale_inputs"), SHAPES)
+def test_a_product_has_the_bits_of_that_of_the_dequantised_weight(
+    outputs: int, inputs: int, scale_inputs: int, dtype: torch.dtype, rows: int
+) -> None:
+    need_compiled()
+    weight, dense = made(outputs, inputs, scale_inputs, dtype)
+    x = torch.randn(rows, inputs + 96).to(dtype)[:, 96:]  # strided
+    for bias in (None, torch.randn(outputs).to(dtype)):
+        assert torch.equal(linear(x, weight, bias), linear(x, pack_weight(dense.clone()), bias))
+
+
+def small() -> Float8Weight:
+    return Float8Weight(
+        8, 32, torch.bfloat16, Float8Format(), lambda size: torch.empty(size, dtype=torch.uint8)
+    )
+
+
+def test_what_is_not_finite_is_seen() -> None:
+    weight = small()
+    values, scales = every_byte(8, 32), torch.ones(8, 1)
+    for wrong in (torch.nan, torch.inf, 3e38):
+        assert not weight.write_values(0, values, scales * wrong).isfinite().all()
+    values.view(torch.uint8)[3, 5] = 0x7F
+    assert not weight.write_values(0, values, scales).isfinite().all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="scales must be of multiples of 32 inputs, got 48"):
+        Float8Format(48)
+    weight = small()
+    with pytest.raises(ValueError, match="do not fit"):
+        weight.write_values(4, every_byte(8, 32), torch.ones(8, 1))
+    with pytest.raises(ValueError, match=r"scales: must be \[8, 1\], got \[8, 2\]"):
+        weight.write_values(0, every_byte(8, 32), torch.ones(8, 2))

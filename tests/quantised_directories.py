@@ -1,0 +1,298 @@
+"""Writes quantised model directories as the tools of each format do, and says what their weights are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+# Where AutoAWQ puts the outputs of a word: in its halves of bytes from the lowest on.
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+_FLOAT8_MOST = 448.0
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A matrix [O, I] in integers.
+
+    Attributes:
+        values: [O, I] int64, from 0 on.
+        scales: [O, G].
+        zeros: [O, G] int64.
+        groups: [I] int64, the group of each input.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    groups: torch.Tensor
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """[O, I] float32: scale * (value - zero point)."""
+        moved = (self.values - self.zeros[:, self.groups]).float()
+        return self.scales.float()[:, self.groups] * moved
+
+
+def integers(
+    weight: torch.Tensor,
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool,
+    order: torch.Tensor | None = None,
+    scale_dtype: torch.dtype = torch.float16,
+) -> Integers:
+    """Round a matrix to the nearest integers. `order`: the inputs of groups, one group after the other."""
+    inputs, most = weight.shape[1], (1 << bits) - 1
+    order = torch.arange(inputs) if order is None else order
+    group = inputs if group == -1 else group
+    groups = torch.empty(inputs, dtype=torch.int64)
+    groups[order] = torch.arange(inputs) // group
+    scales, zeros = [], []
+    for number in range(int(groups.max()) + 1):
+        part = weight[:, groups == number]
+        if symmetric:
+            scales.append(part.abs().amax(1) / (most / 2))
+            zeros.append(torch.full((len(weight),), 1 << (bits - 1)))
+        else:
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            scales.append((high - low) / most)
+            zeros.append((-low / scales[-1]).round().long().clamp(1, most))
+    scale, zero = torch.stack(scales, 1).to(scale_dtype), torch.stack(zeros, 1)
+    values = (weight / scale.float()[:, groups]).round().long() + zero[:, groups]
+    return Integers(values.clamp(0, most), scale, zero, groups)
+
+
+def words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Values along the first dimension as words of 32 bits: [n, m] -> int32 [n * bits / 32, m]."""
+    each = 32 // bits
+    found = torch.zeros(-(-len(values) // each), values.shape[1], dtype=torch.int64)
+    for index, row in enumerate(values):
+        found[index // each] |= row << (index % each * bits)
+    return _as_int32(found)
+
+
+def awq_words(values: torch.Tensor) -> torch.Tensor:
+    """Values of 4 bits along the last dimension as AutoAWQ's words: [m, n] -> int32 [m, n / 8]."""
+    found = torch.zeros(len(values), values.shape[1] // 8, dtype=torch.int64)
+    for column in range(found.shape[1]):
+        for place, output in enumerate(_AWQ_ORDER):
+            found[:, column] |= values[:, column * 8 + output] << (place * 4)
+    return _as_int32(found)
+
+
+def _as_int32(unsigned: torch.Tensor) -> torch.Tensor:
+    return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).int()
+
+
+Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
+"""Quantises a matrix: its name and content to tensors by their last names, and to what they stand for."""
+
+
+def rewrite(
+    directory: Path,
+    config: Mapping[str, Any],
+    write: Writer,
+    also: Iterable[str] = (),
+    left: Iterable[str] = (),
+) -> Tensors:
+    """Quantise the projections of a directory in place. Mutates its files.
+
+    Args:
+        directory: An ordinary model in one file.
+        config: The quantization_config.
+        write: Quantises a matrix.
+        also: Modules besides the projections of layers.
+        left: Modules that stay as they are.
+
+    Returns:
+        What all tensors stand for in float32, by their names in an ordinary model.
+    """
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    made: Tensors = {}
+    meant: Tensors = {}
+    for name, tensor in load_file(file).items():
+        module = name.removesuffix(".weight")
+        projection = tensor.dim() == 2 and (".layers." in name or module in also)
+        if projection and not any(module.endswith(one) for one in left):
+            tensors, meant[name] = write(module, tensor.float())
+            made |= {f"{module}.{part}": one.contiguous() for part, one in tensors.items()}
+        else:
+            made[name], meant[name] = tensor, tensor.float()
+    save_file(made, file, {"format": "pt"})
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"quantization_config": config}))
+    return meant
+
+
+def gptq(
+    directory: Path,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    symmetric: bool = True,
+    ordered: bool = False,
+    version: int = 1,
+    also: Iterable[str] = (),
+) -> Tensors:
+    """As GPTQModel writes it, and AutoGPTQ with version 1."""
+    generator = torch.Generator().manual_seed(1)
+
+    def write(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        order = torch.randperm(weight.shape[1], generator=generator) if ordered else None
+        made = integers(weight, bits, group, symmetric=symmetric, order=order)
+        zeros = made.zeros - (1 if version == 1 else 0)
+        return {
+            "qweight": words(made.values.T, bits),
+            "qzeros": words(zeros, bits).T,
+            "scales": made.scales.T,
+            "g_idx": made.groups.int(),
+        }, made.weights
+
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "sym": symmetric,
+        "desc_act": ordered,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "lm_head": "lm_head" in also,
+        "damp_percent": 0.01,
+        "true_sequential": True,
+        "meta": {"quantizer": ["gptqmodel:7.7.0"]},
+    }
+    return rewrite(directory, config, write, also)
+
+
+def awq(directory: Path, *, group: int = 32, left: Iterable[str] = ()) -> Tensors:
+    """As AutoAWQ writes it."""
+
+    def write(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        made = integers(weight, 4, group, symmetric=False)
+        tensors = {
+            "qweight": awq_words(made.values.T),
+            "qzeros": awq_words(made.zeros.T),
+            "scales": made.scales.T,
+        }
+        return tensors, made.weights
+
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "version": "gemm",
+        "zero_point": True,
+        "modules_to_not_convert": [*left] or None,
+    }
+    return rewrite(directory, config, write, left=left)
+
+
+def compressed(
+    directory: Path,
+    form: str,
+    weights: Mapping[str, Any],
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    ignore: Iterable[str] = ("lm_head",),
+    left: Iterable[str] = (),
+    also: Iterable[str] = (),
+    ordered: bool = False,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> Tensors:
+    """As the compressed-tensors library writes it, by its own code.
+
+    `ordered`: as its older versions did with actorder = group.
+    """
+    arguments = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=arguments,
+        input_activations=None if inputs is None else QuantizationArgs(**inputs),
+        format=form,
+    )
+    compressor = BaseCompressor.get_value_from_registry(form)
+    generator = torch.Generator().manual_seed(2)
+
+    def write(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        columns = weight.shape[1]
+        order = torch.randperm(columns, generator=generator) if ordered else torch.arange(columns)
+        state = {"weight": weight[:, order]} | _parameters(weight[:, order], arguments, scale_dtype)
+        made = compressor.compress(state, scheme)
+        again = {name: one.float() if name == "weight_scale" else one for name, one in made.items()}
+        meant = compressor.decompress(again, scheme)["weight"][:, order.argsort()]
+        if ordered:
+            values = unpack_from_int32(made["weight_packed"], arguments.num_bits, weight.shape)
+            made["weight_packed"] = pack_to_int32(values[:, order.argsort()], arguments.num_bits)
+            made["weight_g_idx"] = (order.argsort() // arguments.group_size).int()
+        return made, meant
+
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=form, ignore=[*ignore], quantization_status="compressed"
+    )
+    said = json.loads(config.model_dump_json())
+    if ordered:
+        said["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return rewrite(directory, said, write, also, left)
+
+
+def _parameters(weight: torch.Tensor, arguments: QuantizationArgs, scale_dtype: torch.dtype) -> Tensors:
+    """The scales and zero points of a matrix as an observer finds them."""
+    outputs, columns = weight.shape
+    found: Tensors = {}
+    if arguments.strategy == "block":
+        rows, width = arguments.block_structure or (1, 1)
+        blocks = weight.view(outputs // rows, rows, columns // width, width)
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    else:
+        group = arguments.group_size if arguments.strategy == "group" else columns
+        parts = weight.view(outputs, -1, group)
+        low, high = parts.amin(2), parts.amax(2)
+        if arguments.strategy == "tensor":
+            low, high = low.amin().view(1), high.amax().view(1)
+    scale, zero = calculate_qparams(low, high, arguments)
+    found["weight_scale"] = scale.to(scale_dtype)
+    found["weight_zero_point"] = zero
+    return found
+
+
+def float8(
+    directory: Path,
+    *,
+    block: tuple[int, int] | None = (32, 32),
+    also: Iterable[str] = (),
+    left: Iterable[str] = (),
+) -> Tensors:
+    """As DeepSeek and Qwen have it: 8-bit floats with a scale for each block, or one for a matrix."""
+
+    def write(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = block or weight.shape
+        outputs, inputs = weight.shape
+        of_row, of_column = torch.arange(outputs) // rows, torch.arange(inputs) // columns
+        scales = torch.zeros(int(of_row[-1]) + 1, int(of_column[-1]) + 1)
+        for row in range(scales.shape[0]):
+            for column in range(scales.shape[1]):
+                scales[row, column] = weight[of_row == row][:, of_column == column].abs().max() / _FLOAT8_MOST
+        spread = scales[of_row][:, of_column]
+        values = (weight / spread).to(torch.float8_e4m3fn)
+        if block is None:
+            return {"weight": values, "weight_scale": scales.view(())}, values.float() * spread
+        return {"weight": values, "weight_scale_inv": scales}, values.float() * spread
+
+    config = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": None if block is None else [*block],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    return rewrite(directory, config, write, also, left)

@@ -1,0 +1,363 @@
+"""Directories whose weights are quantised already, in each format: what is loaded is what the files say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+
+from tests import quantised_directories as make
+from tests.kernels.instruction_sets import need_compiled
+from tests.model_factory import TinyModel, load_decoder, make_model
+from tests.workers.company import assert_same_bits
+from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
+from tests.workers.test_quantised_models import LENGTHS, add_adapters
+from workers.executors.llm import LlmExecutor
+from workers.executors.loading import AUTO, NATIVE, TRANSFORMERS, choose_backend
+from workers.executors.memory import LoraLimits
+from workers.models.decoder import Decoder
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.native_parity_check import check_native
+from workers.models.weights import plan_load
+
+torch.set_num_threads(1)
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+BLOCKS = FLOAT8 | {"strategy": "block", "block_structure": [32, 32]}
+ROUNDED = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+
+# Eight roundings of bfloat16, as a self-check allows.
+ROUNDED_LOSS = 6.2e-2
+
+Make = Callable[[Path], make.Tensors]
+DIRECTORIES: dict[str, Make] = {
+    "gptq": make.gptq,
+    "gptq with zero points": lambda directory: make.gptq(directory, symmetric=False),
+    "gptq of 8 bits": lambda directory: make.gptq(directory, bits=8, group=-1, version=2),
+    "gptq of 8 bits with zero points": lambda directory: make.gptq(directory, bits=8, symmetric=False),
+    "gptq in another order": lambda directory: make.gptq(directory, ordered=True),
+    "gptq in another order with zero points and a head": lambda directory: make.gptq(
+        directory, ordered=True, symmetric=False, version=2, also=["lm_head"]
+    ),
+    "awq": make.awq,
+    "awq in part": lambda directory: make.awq(directory, left=["v_proj", "0.mlp.up_proj"]),
+    "w4a16": lambda directory: make.compressed(directory, "pack-quantized", INT4),
+    "w4a16 with zero points": lambda directory: make.compressed(
+        directory, "pack-quantized", INT4 | {"symmetric": False}
+    ),
+    "w4a16 in another order": lambda directory: make.compressed(
+        directory, "pack-quantized", INT4, ordered=True, scale_dtype=torch.float32
+    ),
+    "w8a16": lambda directory: make.compressed(directory, "pack-quantized", INT8),
+    "w8a8": lambda directory: make.compressed(directory, "int-quantized", INT8, inputs=ROUNDED),
+    "w8a8 with zero points and a head": lambda directory: make.compressed(
+        directory, "int-quantized", INT8 | {"symmetric": False}, inputs=ROUNDED, also=["lm_head"], ignore=[]
+    ),
+    "w4a8": lambda directory: make.compressed(directory, "int-quantized", INT4, inputs=ROUNDED),
+    "float8 of compressed-tensors": lambda directory: make.compressed(directory, "float-quantized", FLOAT8),
+    "float8 with a scale for a matrix": lambda directory: make.compressed(
+        directory, "naive-quantized", FLOAT8 | {"strategy": "tensor"}
+    ),
+    "float8 in blocks of compressed-tensors": lambda directory: make.compressed(
+        directory, "float-quantized", BLOCKS
+    ),
+    "float8 in blocks": make.float8,
+    "float8 in large blocks with an embedding": lambda directory: make.float8(
+        directory, block=(128, 128), also=["lm_head", "model.embed_tokens"]
+    ),
+    "float8 with one scale": lambda directory: make.float8(directory, block=None),
+}
+
+
+def made(directory: Path, name: str, dtype: str = "float32") -> make.Tensors:
+    """Writes a directory. Returns what its weights are."""
+    make_model(directory, TinyModel(dtype=dtype))
+    return DIRECTORIES[name](directory)
+
+
+def matrices(decoder: Decoder) -> make.Tensors:
+    """What a decoder has in memory, by the names in a checkpoint."""
+    found = {}
+    for name, target in decoder.targets().items():
+        if target.taken is not None and len(target.shape) == 2:
+            found[name] = target.into.dense()[target.first : target.first + target.taken.num_rows]
+    return found
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_the_weights_are_those_of_the_files_exactly(name: str, tmp_path: Path) -> None:
+    meant = made(tmp_path, name)
+    loaded = matrices(load_decoder(tmp_path))
+    assert loaded.keys() == {tensor for tensor, values in meant.items() if values.dim() == 2}
+    for tensor, values in loaded.items():
+        assert torch.equal(values, meant[tensor]), tensor
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_it_proves_itself(name: str, tmp_path: Path) -> None:
+    made(tmp_path, name, "bfloat16")
+    for dtype in ("float32", "bfloat16"):
+        plan = plan_load(tmp_path, dtype)
+        assert check_native(tmp_path, plan.config, plan.dtype, plan.device, forms=plan.forms) is not None
+
+
+# Those that the transformers library reads itself. For the others it gets what they stand for.
+READ_BY_THE_LIBRARY = {name for name in DIRECTORIES if "float8" in name or "w4" in name or "w8" in name} - {
+    "w4a16 with zero points",
+    "w4a16 in another order",
+    "float8 with one scale",
+}
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_logits_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    """With integers within what rounding inputs to 8 bits changes: see ADR 60."""
+    meant = made(tmp_path, name)
+    tokens = random_texts(1, (40,))[0]
+    with torch.inference_mode():
+        expected = library_model(tmp_path, name, meant)(torch.tensor([tokens])).logits[0]
+    found = logits(load_decoder(tmp_path, pack=True), tokens)
+    rows = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert rows.median() < (1e-4 if "float8" in name else ROUNDED_LOSS)
+
+
+def library_model(directory: Path, name: str, meant: make.Tensors) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(directory)
+    said: dict[str, Any] = config.quantization_config
+    model: PreTrainedModel
+    if name not in READ_BY_THE_LIBRARY:
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model.load_state_dict(meant)
+        return model
+    if said["quant_method"] == "fp8":
+        block = said["weight_block_size"]
+        dense = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
+        model = AutoModelForCausalLM.from_pretrained(directory, quantization_config=dense)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(directory)
+    return model
+
+
+def logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+    inputs = new_packer(1).pack([Item(HandSequence(), tokens, range(len(tokens)))])
+    return decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))).float()
+
+
+@pytest.mark.parametrize("name", [name for name in DIRECTORIES if "float8" in name])
+def test_floats_have_the_bits_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    need_compiled()
+    meant = made(tmp_path, name, "bfloat16")
+    decoder = load_decoder(tmp_path, pack=True)
+    (tmp_path / "plain").mkdir()
+    plain = make_model(tmp_path / "plain", TinyModel(dtype="bfloat16"))
+    save_file({one: tensor.bfloat16() for one, tensor in meant.items()}, plain / "model.safetensors")
+    tokens = random_texts(2, (40,))[0]
+    assert torch.equal(logits(decoder, tokens), logits(load_decoder(plain, pack=True), tokens))
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq in another order", "w8a8 with zero points and a head", "float8 in blocks"]
+)
+def test_bits_depend_on_nothing_else_in_the_batch(name: str, tmp_path: Path) -> None:
+    """Nor on chunks; with adapters and without."""
+    need_compiled()
+    made(tmp_path, name, "bfloat16")
+    decoder = load_decoder(tmp_path, pack=True)
+    assert decoder.batch_invariant
+    assert_same_bits(decoder, random_texts(4, LENGTHS), "plain")
+    add_adapters(decoder)
+    assert_same_bits(decoder, random_texts(4, LENGTHS), "adapters", lora_slots=(1, -1, 0, 1, -1))
+
+
+def test_other_weights_have_to_be_quantised_alike(tmp_path: Path) -> None:
+    directories = []
+    for number in range(4):
+        (tmp_path / f"{number}").mkdir()
+        directories.append(make_model(tmp_path / f"{number}", TinyModel(seed=number)))
+    served, alike, other, _ = directories
+    make.gptq(served)
+    make.gptq(alike)
+    make.awq(other)
+    executor = LlmExecutor.load(served, kv_pages=4, lora=LoraLimits(4, 16, 1 << 20))
+    assert executor.replacement is not None
+    _, description = executor.replacement._read(alike)
+    assert description.fingerprint != executor.info().fingerprint
+    for directory, held in (
+        (directories[3], ""),
+        (other, "int4, groups of 32, scales of float16, zero points"),
+    ):
+        with pytest.raises(
+            ModelError, match=rf"(weight_bytes|quantization) is ({held}|\d+), and that of the"
+        ):
+            executor.replacement._read(directory)
+
+
+def test_what_quantised_weights_cannot_do_is_refused(tmp_path: Path) -> None:
+    made(tmp_path, "gptq")
+    with pytest.raises(UnsupportedError, match=r"down_proj\.qweight is quantised already \(int4, "):
+        plan_load(tmp_path, quantization="q8_0")
+    with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
+        plan_load(tmp_path, device="cuda")
+    assert choose_backend(tmp_path, AUTO).backend == NATIVE
+    with pytest.raises(ModelError, match="model_backend = transformers needs a directory with safetensors"):
+        choose_backend(tmp_path, TRANSFORMERS)
+
+
+Tensors = make.Tensors
+UP = "model.layers.1.mlp.up_proj"
+
+
+def changed(part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Tensors], None]:
+    """A change of a tensor of a projection; None: it goes."""
+
+    def damage(tensors: Tensors) -> None:
+        made = change(tensors.pop(f"{UP}.{part}"))
+        if made is not None:
+            tensors[f"{UP}.{part}"] = made
+
+    return damage
+
+
+def set_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[0] = value
+        return tensor
+
+    return change
+
+
+def nan_byte(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.uint8).view(-1)[5] = 0x7F
+    return tensor
+
+
+HOSTILE: list[tuple[str, Callable[[Tensors], None], str]] = [
+    ("gptq", changed("scales", lambda _: None), r"tensor .*up_proj\.scales is missing"),
+    ("gptq", changed("qzeros", lambda _: None), r"tensor .*up_proj\.qzeros is missing"),
+    ("gptq", changed("scales", set_first(float("nan"))), r"up_proj\.scales is not finite"),
+    ("gptq", changed("scales", set_first(float("inf"))), r"up_proj\.scales is not finite"),
+    (
+        "gptq",
+        changed("scales", lambda scales: scales[:1]),
+        r"scales has shape \[1, 96\], but must have \[2, 96\]",
+    ),
+    (
+        "gptq",
+        changed("scales", lambda scales: scales.to(torch.float64)),
+        "must be F32 or BF16 or F16, got F64",
+    ),
+    ("gptq", changed("qweight", lambda words: words[:4]), r"shape \[1, 96\]|must have \[1, 96\]"),
+    ("gptq", changed("qweight", lambda words: words.view(-1)), "must be a matrix"),
+    ("gptq", changed("qweight", lambda words: words.long()), "must be I32, got I64"),
+    ("gptq", changed("qzeros", set_first(0)), "qzeros is not 8 everywhere, but sym is true"),
+    ("gptq", changed("g_idx", lambda groups: groups.flip(0)), "has an order, but desc_act is false"),
+    ("gptq in another order", changed("g_idx", lambda _: None), r"up_proj\.g_idx is missing"),
+    ("gptq in another order", changed("g_idx", set_first(2)), "names a group that is not from 0 to 1"),
+    ("gptq in another order", changed("g_idx", set_first(-1)), "names a group that is not from 0 to 1"),
+    (
+        "gptq in another order",
+        changed("g_idx", lambda groups: groups * 0),
+        "has groups that are not of 32 inputs",
+    ),
+    ("gptq in another order", changed("g_idx", lambda groups: groups[:9]), r"g_idx has shape \[9\]"),
+    ("awq", changed("qzeros", lambda words: words[:, :3]), r"qzeros has shape \[2, 3\]"),
+    ("awq", changed("scales", set_first(float("-inf"))), r"up_proj\.scales is not finite"),
+    ("w4a16", changed("weight_shape", lambda shape: shape * 1000), r"weight_shape says \[96000, 64000\]"),
+    ("w4a16", changed("weight_shape", set_first(-7)), r"weight_shape says \[-7, 64\]"),
+    ("w4a16", changed("weight_scale", lambda scales: scales.view(-1)), "weight_scale has shape"),
+    ("w4a16 with zero points", changed("weight_zero_point", lambda _: None), "weight_zero_point is missing"),
+    ("w8a8", changed("weight_scale", lambda _: None), "weight_scale is missing"),
+    ("w4a8", changed("weight", set_first(99)), "has values that are not of 4 bits"),
+    ("float8 in blocks", changed("weight_scale_inv", lambda _: None), "weight_scale_inv is missing"),
+    ("float8 in blocks", changed("weight_scale_inv", lambda scales: scales[:1]), r"must have \[3, 2\]"),
+    (
+        "float8 in blocks",
+        changed("weight_scale_inv", set_first(float("nan"))),
+        "weight_scale_inv is not finite",
+    ),
+    ("float8 in blocks", changed("weight", nan_byte), r"up_proj\.weight is not finite"),
+    (
+        "float8 in blocks",
+        lambda tensors: tensors.update({f"{UP}.weight_scale": torch.ones(())}),
+        "two scales",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "says"), HOSTILE)
+def test_hostile_tensors_are_refused_by_name(
+    name: str, damage: Callable[[Tensors], None], says: str, tmp_path: Path
+) -> None:
+    made(tmp_path, name)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    damage(tensors)
+    save_file({one: tensor.contiguous() for one, tensor in tensors.items()}, file)
+    with pytest.raises(ModelError, match=says) as raised:
+        load_decoder(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "says"),
+    [
+        ("gptq", {"bits": 3}, "bits: must be 4 or 8, got 3"),
+        ("gptq", {"bits": True}, "bits: must be an integer, got True"),
+        ("gptq", {"group_size": 0}, "group_size: must be -1 or positive, got 0"),
+        ("gptq", {"group_size": 1 << 40}, "group_size: must be -1 or positive"),
+        ("gptq", {"group_size": 48}, "has shape|groups of 48 inputs are not supported"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format: must be gptq or gptq_v2, got 'marlin'"),
+        ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "dynamic: must only leave modules out"),
+        ("awq", {"version": "gemv"}, "version: must be gemm, got 'gemv'"),
+        ("awq", {"zero_point": False}, "zero_point: must be True, got False"),
+        ("w4a16", {"ignore": ["re:(a+)+b"]}, r"ignore: the pattern '\(a\+\)\+b' is too complex"),
+        ("w4a16", {"ignore": ["re:["]}, r"ignore: '\[' is not a regular expression"),
+        ("w4a16", {"ignore": "lm_head"}, "ignore: must be a list of names"),
+        ("w4a16", {"ignore": ["re:.*up_proj"]}, "is quantised, and the config says that .*up_proj is not"),
+        ("w4a16", {"config_groups": {}}, "config_groups: must be 1 to 64 groups"),
+        ("w4a16", {"quantization_status": "frozen"}, "quantization_status: must be compressed, got 'frozen'"),
+        ("w4a16", {"transform_config": {"r": 1}}, "transform_config: transformed weights are not supported"),
+        ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not supported"),
+        (
+            "float8 in blocks",
+            {"weight_block_size": [128]},
+            "weight_block_size: must be two positive integers",
+        ),
+        ("float8 in blocks", {"weight_block_size": [32, 48]}, "has shape|scales must be of multiples of 32"),
+        ("float8 in blocks", {"fmt": "e5m2"}, "fmt: must be e4m3 or float8_e4m3fn, got 'e5m2'"),
+        ("float8 in blocks", {"quant_method": "quark"}, "quant_method must be one of .*, got 'quark'"),
+        ("float8 in blocks", {"quant_method": "x" * 9999}, r"got 'x{59}\.\.\."),
+    ],
+)
+def test_what_is_not_understood_in_a_config_is_refused_by_name(
+    name: str, said: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    made(tmp_path, name)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    settings["quantization_config"] |= said
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=says):
+        load_decoder(tmp_path)
+
+
+def test_biases_that_are_zero_are_ignored_where_a_model_has_none(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them."""
+    made(tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file) | {f"{UP}.bias": torch.zeros(96, dtype=torch.float16)}
+    save_file(tensors, file)
+    load_decoder(tmp_path)
+    tensors[f"{UP}.bias"][3] = 1e-4
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedError, match=r"up_proj\.bias is not part of this qwen3 model"):
+        load_decoder(tmp_path)

@@ -1,0 +1,159 @@
+"""A matrix that several tensors have quantised, and parts of it as the weights in memory take them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.float8_weight import Float8Weight
+from kernels.group_formats import GroupFormat, integer_groups
+from kernels.grouped_weight import GroupedWeight
+from kernels.permuted_weight import PermutedWeight
+from kernels.weight import Weight
+from kernels.weight_formats import WeightFormat
+from workers.common.quantised.scheme import Scheme
+from workers.models.checkpoint import PART_BYTES, Staging, StoredTensor, TensorEntry
+from workers.models.errors import UnsupportedError
+from workers.models.parts import Part
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerRows:
+    """Rows of a matrix of integers.
+
+    Attributes:
+        values: [n, I] int8, or uint8 with zero points. In the order of the groups.
+        scales: [n, S].
+        zeros: [n, S] uint8 or int8 as the values; None: zero points are 0.
+        order: [I] int64, the input of each column; None: as they are.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    order: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values, for reports of progress."""
+        return self.values.nbytes
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> IntegerRows:
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return IntegerRows(self.values[rows], self.scales[rows], zeros, self.order)
+
+    def dense(self, group: int) -> torch.Tensor:
+        """What they stand for, with the inputs as they are in a row: [n, I] float32. `group`: its inputs."""
+        moved = self.values.float()
+        if self.zeros is not None:
+            moved -= _spread(self.zeros.float(), group, moved)
+        found = _spread(self.scales.float(), group, moved) * moved
+        return found if self.order is None else found[:, self.order.argsort()]
+
+    def write(self, weight: Weight, first: int) -> torch.Tensor:
+        """Fill a weight from row `first` on. Returns what is finite if the rows are."""
+        if isinstance(weight, PermutedWeight):
+            if first == 0 and self.order is not None:
+                weight.reorder(self.order)
+            weight = weight.within
+        assert isinstance(weight, GroupedWeight)
+        weight.write_groups(first, self.values, self.scales, self.zeros)
+        return self.scales
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Rows:
+    """Rows of a matrix of 8-bit floats.
+
+    Attributes:
+        values: [n, I] float8_e4m3fn.
+        scales: [n, S] float32.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values, for reports of progress."""
+        return self.values.nbytes
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> Float8Rows:
+        return Float8Rows(self.values[rows], self.scales[rows])
+
+    def dense(self, group: int) -> torch.Tensor:
+        """What they stand for: [n, I] float32. `group`: the inputs with one scale."""
+        values = self.values.float()
+        return _spread(self.scales, group, values) * values
+
+    def write(self, weight: Weight, first: int) -> torch.Tensor:
+        """Fill a weight from row `first` on. Returns what is finite if the rows are."""
+        assert isinstance(weight, Float8Weight)
+        return weight.write_values(first, self.values, self.scales)
+
+
+def _spread(of_groups: torch.Tensor, group: int, values: torch.Tensor) -> torch.Tensor:
+    """[n, S] -> [n, I] as the values."""
+    return of_groups.repeat_interleave(group, dim=1)[:, : values.shape[1]]
+
+
+class QuantisedMatrix(StoredTensor):
+    """A matrix [O, I] that several tensors have quantised.
+
+    Attributes:
+        entries: The tensors, in the order of the names of what they are.
+    """
+
+    _form: WeightFormat
+
+    def __init__(self, name: str, entries: Sequence[TensorEntry], shape: tuple[int, int]) -> None:
+        self.name, self.shape, self.entries = name, shape, entries
+        first = min(entries, key=lambda entry: (entry.file.name, entry.begin))
+        self.file, self.begin = first.file, first.begin
+        # Of the values, as the parts have them.
+        self.nbytes = shape[0] * shape[1]
+
+    @property
+    def form(self) -> WeightFormat:
+        """See `StoredTensor`."""
+        return self._form
+
+    @property
+    def dtype(self) -> str:  # type: ignore[override]
+        """The name of the format."""
+        return self._form.name
+
+    def samples(self) -> Iterator[bytes]:
+        """See `StoredTensor`."""
+        for entry in self.entries:
+            yield f"{entry.name.rpartition('.')[2]} {entry.dtype} {entry.shape}\n".encode()
+            yield from entry.samples()
+
+    def parts(self, rows: range | None = None, staging: Staging | None = None) -> Iterator[tuple[int, Part]]:
+        """See `StoredTensor`. Parts are `IntegerRows` or `Float8Rows`."""
+        assert staging is None, "quantised weights are for the CPU"
+        wanted = range(self.shape[0]) if rows is None else rows
+        step = max(1, PART_BYTES // self.shape[1])
+        yield from self._parts([range(at, min(at + step, wanted.stop)) for at in wanted[::step]])
+
+    @abstractmethod
+    def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows | Float8Rows]]:
+        """The rows of each range. Raises ModelError."""
+
+
+def integer_format(scheme: Scheme, name: str, inputs: int, scales: torch.dtype) -> GroupFormat:
+    """How integers are held. Raises UnsupportedError if they cannot be."""
+    group = 0 if scheme.group >= inputs else scheme.group
+    try:
+        return integer_groups(scheme.bits, group, scales, zeros=scheme.has_zeros)
+    except ValueError as error:
+        raise UnsupportedError(f"tensor {name}: {error}") from None

@@ -1,0 +1,78 @@
+"""Finds the quantised matrices among the tensors of a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from workers.common.quantised.scheme import Layout, Quantisation, Scheme
+from workers.models.checkpoint import StoredTensor, TensorEntry
+from workers.models.errors import ModelError
+from workers.models.quantised.compressed import CompressedMatrix
+from workers.models.quantised.float8 import Float8Matrix
+from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
+from workers.models.quantised.matrix import QuantisedMatrix
+from workers.models.quantised.tensors import FLOAT8, Tensors
+
+_READERS: Mapping[Layout, Callable[[Tensors, Scheme], QuantisedMatrix]] = {
+    Layout.GPTQ: GptqMatrix,
+    Layout.AWQ: AwqMatrix,
+    Layout.PACKED: CompressedMatrix,
+    Layout.BYTES: CompressedMatrix,
+    Layout.FLOAT8: Float8Matrix,
+}
+# What only quantised matrices have.
+_MARKS = ("qweight", "weight_packed")
+_QUANTISED_DTYPES = ("I8", *FLOAT8)
+_PARTS = frozenset((
+    "qweight", "qzeros", "scales", "g_idx",
+    "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point",
+    "weight_g_idx",
+))  # fmt: skip
+# Of inputs, results, keys and values, which are rounded here by other rules, or not at all.
+_UNUSED = frozenset((
+    "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
+    "input_scale_ub", "q_scale", "k_scale", "v_scale", "prob_scale",
+))  # fmt: skip
+_EMBEDDING, _EMBEDDING_KIND, _KIND = "embed_tokens", "Embedding", "Linear"
+
+
+def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) -> dict[str, StoredTensor]:
+    """The tensors of a model by the names that they would have if none was quantised.
+
+    Args:
+        entries: The tensors of the files, by their names there.
+        said: What the config says.
+
+    Raises:
+        ModelError: A matrix has not the tensors that the config says.
+    """
+    modules: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in entries.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = entry
+    found: dict[str, StoredTensor] = {}
+    for module, parts in modules.items():
+        is_quantised = _is_quantised(parts)
+        if is_quantised:
+            own = {part: entry for part, entry in parts.items() if part in _PARTS}
+            found[f"{module}.weight"] = _matrix(Tensors(module, own), said)
+        for part, entry in parts.items():
+            if part not in _UNUSED and not (is_quantised and part in _PARTS):
+                found[f"{module}.{part}" if module else part] = entry
+    return found
+
+
+def _is_quantised(parts: Mapping[str, TensorEntry]) -> bool:
+    weight = parts.get("weight")
+    return any(mark in parts for mark in _MARKS) or (weight is not None and weight.dtype in _QUANTISED_DTYPES)
+
+
+def _matrix(tensors: Tensors, said: Quantisation) -> QuantisedMatrix:
+    module = tensors.module
+    kind = _EMBEDDING_KIND if module.rpartition(".")[2] == _EMBEDDING else _KIND
+    any_entry = next(iter(tensors.entries.values()))
+    scheme = said.scheme(module, kind)
+    if scheme is None:
+        says = f"{any_entry.name} is quantised, and the config says that {module} is not"
+        raise ModelError(f"{any_entry.file}: tensor {says}")
+    return _READERS[scheme.layout](tensors, scheme)
