@@ -15,20 +15,13 @@ from quire.cli.main import main
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheForked, Record
 from service.cli.journal import read_journal
+from service.journal import conformance as faults
 from service.journal import stored
 from service.journal.base import Journal
+from service.journal.conformance import Change, Traffic, appended, commit, created, facts
 from service.journal.segments import JOURNAL
-from tests.service import journal_stores as faults
-from tests.service.journal_stores import Change, change_segment
-from tests.service.journal_traffic import (
-    Traffic,
-    appended,
-    commit,
-    created,
-    facts,
-    open_journal,
-    recovered,
-)
+from tests.service.changed_segments import change_segment
+from tests.service.journal_traffic import open_journal, recovered
 
 
 def write(journal: Journal, *commits: list[Record]) -> None:

@@ -12,9 +12,10 @@ from quire.v1 import types_pb2
 from service.caches.ledger import Ledger
 from service.caches.requests import Fork, Renew, Truncate
 from service.caches.reservations import Limits
+from service.journal.conformance import commit, created
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
-from tests.service.journal_traffic import commit, created, open_journal
+from tests.service.journal_traffic import open_journal
 from tests.sim.harness import Gateway, answer_of, decode, prefill
 from tests.sim.toy_model import next_token
 from workers.common import worker_pb2
