@@ -127,8 +127,8 @@ class Config:
 
     model: str = setting(
         SHIPPED_MODEL,
-        "the model to serve: adder (shipped), paged-attention (without weights), a Hugging Face model"
-        " directory, or ORG/NAME on the Hugging Face hub, from the local cache or downloaded",
+        "the model to serve: adder, storyteller (both shipped), paged-attention (without weights), a"
+        " Hugging Face model directory, or ORG/NAME on the Hugging Face hub, cached or downloaded",
         # Checked with the others: on other hosts it can be a directory that this one does not have.
         Text(lambda _: True, f"must be {MODELS}"),
         group="model",

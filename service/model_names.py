@@ -7,16 +7,23 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-SHIPPED_MODEL = "adder"
-SHIPPED_MODEL_DIR = Path(__file__).parents[1] / "workers" / "models" / SHIPPED_MODEL
+# The first one is served by default.
+SHIPPED_MODELS = ("adder", "storyteller")
+SHIPPED_MODEL = SHIPPED_MODELS[0]
+_SHIPPED = Path(__file__).parents[1] / "workers" / "models"
 WEIGHTLESS_MODEL = "paged-attention"
 # The ids that the hub allows. None of them leads elsewhere when used in a path.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
 MAX_HUB_ID = 96
 MODELS = (
-    f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
+    f"{', '.join(SHIPPED_MODELS)}, {WEIGHTLESS_MODEL}, a directory that holds config.json,"
     " or ORG/NAME on the Hugging Face hub"
 )
+
+
+def shipped_model_dir(model: str = SHIPPED_MODEL) -> Path:
+    """The directory of a model that is shipped."""
+    return _SHIPPED / model
 
 
 def is_hub_id(model: str) -> bool:
@@ -26,7 +33,7 @@ def is_hub_id(model: str) -> bool:
 
 def is_model(value: str) -> bool:
     """Whether a model can be served by this name from this machine."""
-    shipped = value in (SHIPPED_MODEL, WEIGHTLESS_MODEL)
+    shipped = value in (*SHIPPED_MODELS, WEIGHTLESS_MODEL)
     # Path.is_file raises if a directory of the path cannot be read.
     return shipped or os.path.isfile(f"{value}/config.json") or is_hub_id(value)  # noqa: PTH113
 

@@ -99,7 +99,7 @@ def _move(**fields: str) -> None:
 
 
 def _source() -> None:
-    asyncio.run(ModelSources(Path("/nowhere"), None, lambda _: None).find(""))
+    asyncio.run(ModelSources(None, lambda _: None).find(""))
 
 
 REFUSED: dict[str, tuple[str, Callable[[], object]]] = {

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR
+from service.model_names import SHIPPED_MODEL, shipped_model_dir
 from tests.workers.stepping import Worker
 from workers.common import worker_pb2
 from workers.executors.engine import Engine
@@ -44,7 +44,7 @@ def weightless() -> Engine:
 
 
 def shipped() -> Engine:
-    return LlmExecutor.load(SHIPPED_MODEL_DIR, kv_pages=40).engine
+    return LlmExecutor.load(shipped_model_dir(), kv_pages=40).engine
 
 
 MODELS = pytest.mark.parametrize("make", [weightless, shipped], ids=["weightless", SHIPPED_MODEL])
