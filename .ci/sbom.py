@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = "quire-llm-server"
-EXTRAS = ("cuda", "openai", "otel", "postgres", "ray")
+EXTRAS = ("cuda", "openai", "otel", "postgres")
 
 
 def needed() -> set[str]:

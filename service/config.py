@@ -180,13 +180,13 @@ class Config:
     workers: int | None = setting(
         1,
         "number of workers; each loads the weights and serves a part of the sequences; auto is one per GPU,"
-        " one on the CPU, or as many as fit on the nodes of Ray",
+        " one on the CPU",
         Range(1, MAX_WORKERS),
         group="workers and their memory",
     )
     pool_listen: str = setting(
         "",
-        "let workers that `quire worker --gateway` or Ray has started dial this gateway here, in place of own"
+        "let workers that `quire worker --gateway` has started dial this gateway here, in place of own"
         " ones; as many as `workers` says are used",
         HOST_PORT_ADDRESS,
         port=Port(of_each_gateway=True),

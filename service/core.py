@@ -102,7 +102,7 @@ class Core:
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
-        self.operator_calls = OperatorCalls(self.state, self.restarts, self.dispatcher)
+        self.operator_calls = OperatorCalls(self.state, self.restarts)
 
     def _recovered(self, tenant_of: Callable[[str], Tenant] | None) -> None:
         # Without authentication, each stored name becomes a tenant.

@@ -20,10 +20,6 @@ from workers.common.trusted import require_trusted
 
 _MODEL_BYTES = 4
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9.]+")
-# The suffix of a directory whose removal has started, and may have been interrupted.
-REMOVED = ".removed"
-_NAME = re.compile(rf"[A-Za-z0-9.-]+-[0-9a-f]{{{2 * _MODEL_BYTES}}}({re.escape(REMOVED)})*")
-
 
 # What another attempt may find mended, such as a full disk.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -117,19 +113,6 @@ def check_gateways(directory: Path | None, gateways: int) -> None:
     if found is not None and found != str(gateways):
         allowed = f"the caches in {directory} are of {found}; keep it, or choose another data_dir"
         raise ConfigError("gateways", "", gateways, allowed)
-
-
-def data_directories() -> list[Path]:
-    """The default directories of this user, of all addresses and models. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        require_trusted(state_dir())
-        with os.scandir(state_dir()) as entries:
-            return [
-                Path(entry.path)
-                for entry in entries
-                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
-    return []
 
 
 def check_own_journal(config: Config, directory: Path | None) -> None:

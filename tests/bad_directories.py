@@ -247,7 +247,7 @@ def _pickled(name: str) -> Damage:
 
 
 _DEEP = 100_000
-_NOT_IDS: list[object] = [-1, 1.0, "1", True, None, []]
+_NOT_IDS: list[object] = [-1, 1.0, True, None]
 _NESTED = "[" * _DEEP + "]" * _DEEP
 _CONFIG = r"/config\.json: "
 _FILE = r"/model\.safetensors: "
@@ -263,16 +263,12 @@ def _large(name: str, value: object, bound: int) -> BadDirectory:
 
 
 SIZES = [
-    _large("num_hidden_layers", 10**6, 4096),
     _large("num_hidden_layers", 10**18, 4096),
     _large("hidden_size", 2**40, 1 << 18),
-    _large("intermediate_size", 10**9, 1 << 20),
     _large("vocab_size", 2**32, 1 << 24),
     _large("vocab_size", 1, 1 << 24),
     _large("num_attention_heads", 10**9, 4096),
-    _large("num_key_value_heads", 10**9, 4096),
     _large("head_dim", 2**31, 4096),
-    _large("max_position_embeddings", 10**12, 1 << 24),
     _large("max_position_embeddings", 1, 1 << 24),
     BadDirectory(
         "more layers than the files have",
@@ -289,7 +285,6 @@ SIZES = [
 
 SETTINGS = [
     BadDirectory("no config", remove(CONFIG), f"{_CONFIG}cannot be read: No such file"),
-    BadDirectory("an empty config", write(CONFIG, b""), f"{_CONFIG}is not valid JSON"),
     BadDirectory("half a config", sparse(CONFIG, 100), f"{_CONFIG}is not valid JSON"),
     BadDirectory("a config of a list", write(CONFIG, b"[]"), f"{_CONFIG}must be a JSON object"),
     BadDirectory("a config in another encoding", write(CONFIG, b'{"\xff": 1}'), f"{_CONFIG}.*'utf-8' codec"),
@@ -302,7 +297,6 @@ SETTINGS = [
     BadDirectory("NaN in the config", setting(rms_norm_eps=float("nan")), f"{_CONFIG}.*NaN is not a number"),
     BadDirectory("an endless integer", raw_setting("x", "9" * 5000), f"{_CONFIG}is not valid JSON"),
     BadDirectory("a huge integer", raw_setting("partial", "9" * 4000), f"{_CONFIG}partial: must be at most"),
-    BadDirectory("a huge epsilon", setting(rms_norm_eps=10**400), f"{_CONFIG}rms_norm_eps: must be from"),
     BadDirectory(
         "no rotation to stretch",
         setting(rope_parameters={"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}),
@@ -322,10 +316,7 @@ SETTINGS = [
             setting(rope_parameters={"rope_type": kind, "factor": 2.0}),
             rf"config\.json: rope_parameters: rope_type: must be one of .*{re.escape(repr(kind))}",
         )
-        for kind in ("bogus", ["yarn"], None)
-    ),
-    BadDirectory(
-        "an unknown activation", setting(hidden_act="bogus"), r"config\.json: hidden_act: must be one of"
+        for kind in ("bogus", ["yarn"])
     ),
     BadDirectory("an escape for the terminal", setting(model_type="\x1b[2J"), r"model_type: .*x1b"),
     BadDirectory(
@@ -335,7 +326,6 @@ SETTINGS = [
 
 KINDS_OF_FILES = [
     BadDirectory("a directory as the config", instead(CONFIG, Path.mkdir), f"{_CONFIG}is not a regular file"),
-    BadDirectory("a FIFO as the config", fifo(CONFIG), f"{_CONFIG}is not a regular file"),
     BadDirectory("a FIFO as generation_config", fifo(GENERATION), r"/generation_config\.json: is not a reg"),
     BadDirectory("a link to a FIFO as the weights", _link_to_a_fifo, f"{_FILE}is not a regular file"),
     BadDirectory("a FIFO as the tokenizer", fifo(TOKENIZER), f"{_TOKENIZER}is not a regular file"),
@@ -344,15 +334,11 @@ KINDS_OF_FILES = [
     BadDirectory("a socket as the weights", a_socket(WEIGHTS), f"{_FILE}cannot be read"),
     BadDirectory("a device as the weights", link(WEIGHTS, "/dev/zero"), f"{_FILE}is not a regular file"),
     BadDirectory("a link to nothing", link(WEIGHTS, "nowhere"), f"{_FILE}cannot be read: No such file"),
-    BadDirectory("a link to itself", link(WEIGHTS, WEIGHTS), f"{_FILE}cannot be read: Too many levels"),
 ]
 
 HEADERS = [
     BadDirectory("no weights", remove(WEIGHTS), r"has neither model\.safetensors nor"),
     BadDirectory("empty weights", write(WEIGHTS, b""), f"{_FILE}is truncated or not a safetensors file"),
-    BadDirectory(
-        "a header that is longer than the file", write(WEIGHTS, b"\0\0\0\1\0\0\0\0{}"), "is truncated"
-    ),
     BadDirectory("a header of 2^64 bytes", write(WEIGHTS, b"\xff" * 99), f"{_FILE}is truncated"),
     BadDirectory(
         "a header of a gigabyte",
@@ -373,14 +359,11 @@ HEADERS = [
     BadDirectory("overlapping tensors", entry(data_offsets=[0, 32768]), f"{_FILE}tensor .* overlaps tensor"),
     BadDirectory("a tensor beyond the end", entry(data_offsets=[2**50, 2**50 + 32768]), "bytes too short"),
     BadDirectory("an end before its begin", entry(data_offsets=[32768, 0]), _CORRUPT),
-    BadDirectory("a begin before the data", entry(data_offsets=[-32768, 0]), _CORRUPT),
-    BadDirectory("a shape of floats", entry(shape=[128.0, 64]), _CORRUPT),
     BadDirectory("a shape of 2^70", entry(shape=[2**70, 64]), _CORRUPT),
     BadDirectory("a shape of a million dimensions", entry(shape=[1] * 10**5), _CORRUPT),
     BadDirectory(
         "bytes that are not the shape's", entry(shape=[128, 65]), r"is F32 \[128, 65\] but has 32768"
     ),
-    BadDirectory("an entry that is a number", header(lambda found: found.update({Q_PROJ: 7})), _CORRUPT),
     BadDirectory("an unknown dtype", entry(dtype="F99"), f"tensor {Q_PROJ} must be one of F32, BF16, F16"),
     BadDirectory(
         "another dtype",
@@ -395,16 +378,11 @@ SHARDS = [
     BadDirectory(
         "a shard outside", move_first_to("../x.safetensors"), f"{_INDEX}.* same directory", sharded=True
     ),
-    BadDirectory(
-        "an absolute shard", move_first_to("/etc/passwd"), f"{_INDEX}.* same directory", sharded=True
-    ),
     BadDirectory("the folder above as a shard", move_first_to(".."), "is not a regular file", sharded=True),
-    BadDirectory("a shard without a name", move_first_to(""), "is not a regular file", sharded=True),
     BadDirectory("a shard of no possible name", move_first_to("a\0"), "cannot be read: .*null", sharded=True),
     BadDirectory(
         "a shard that is not there", move_first_to("x.safetensors"), "x.* cannot be read", sharded=True
     ),
-    BadDirectory("a shard that is a number", weight_map(lambda m: m.update(x=7)), _INDEX, sharded=True),
     BadDirectory(
         "an index of a list", write(INDEX, '{"weight_map": []}'), f"{_INDEX}must have", sharded=True
     ),
@@ -418,7 +396,6 @@ NUMBERS = [
     BadDirectory(
         "NaN in a weight", one_value(float("nan")), f"{_FILE}tensor {Q_PROJ} is not finite as float32"
     ),
-    BadDirectory("infinity in a weight", one_value(float("-inf")), f"{_FILE}tensor {Q_PROJ} is not finite"),
     BadDirectory(
         "a weight too large for the asked dtype",
         lambda directory: [one_value(3.4e38)(directory), setting(dtype="bfloat16")(directory)],
@@ -469,7 +446,7 @@ PICKLES = [
     BadDirectory(
         f"only {name}", _pickled(name), rf"has its weights as pickles only \({name}\), which run code"
     )
-    for name in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "model.pt")
+    for name in ("pytorch_model-00001-of-00002.bin", "consolidated.00.pth")
 ]
 
 _NAMED_TEMPLATES = instead(NAMED_TEMPLATES, Path.mkdir)
@@ -490,14 +467,7 @@ TEMPLATES = [
             write(TOKENIZER_CONFIG, json.dumps({"chat_template": value})),
             f"{_TOKENIZER_CONFIG}chat_template: must be a string, or a list of strings with distinct",
         )
-        for value in (
-            1,
-            {"a": "b"},
-            ["{{ x }}"],
-            [{"name": "a"}],
-            [{"name": "a", "template": "b"}] * 2,
-            "\ud800",
-        )
+        for value in ({"a": "b"}, [{"name": "a"}], [{"name": "a", "template": "b"}] * 2, "\ud800")
     ),
     *(
         BadDirectory(
@@ -505,7 +475,7 @@ TEMPLATES = [
             write(TOKENIZER_CONFIG, json.dumps({"chat_template": "x", "bos_token": value})),
             f"{_TOKENIZER_CONFIG}bos_token: must be a string, or an object",
         )
-        for value in (1, {}, {"content": 2}, ["<s>"], "\ud800")
+        for value in ({}, {"content": 2}, "\ud800")
     ),
     BadDirectory(
         "a FIFO as a named template",

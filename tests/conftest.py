@@ -46,7 +46,6 @@ REQUIRED = {
     "namespaces": "network namespaces",
     "node": "no node|node is|npm cannot fetch",
     "postgresql": "initdb of PostgreSQL",
-    "ray": "ray is not installed",
     "sbom": "`make sbom` installs",
     "wheels": "`make dist` installs|needs a registry of packages",
 }
@@ -169,7 +168,12 @@ def shared(fixture: str, gateway: GatewayProcess) -> Iterator[GatewayProcess]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """See `shared`."""
+    """Each test begins with one thread of torch, whatever ran before: there is a process for each core.
+
+    For gateways see `shared`.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     for fixture, gateway in _SHARED.items():
         is_used = fixture in getattr(item, "fixturenames", ())
         gateway.process.send_signal(signal.SIGCONT if is_used else signal.SIGSTOP)

@@ -332,13 +332,6 @@ class FakeExecutor(
             self.adapters[first.adapter_id] = made
             return admin_pb2.LoadAdapterResponse(adapter=made)
 
-    def MoveCache(self, request: Any, context: Any) -> admin_pb2.MoveCacheResponse:
-        with self._call("MoveCache", request, context):
-            tokens = len(self.caches[request.cache_id])
-            response = admin_pb2.MoveCacheResponse(copied_tokens=tokens, copied_bytes=tokens * 1_000_000)
-            response.time.FromMilliseconds(20)
-            return response
-
     def UnloadAdapter(self, request: Any, context: Any) -> admin_pb2.UnloadAdapterResponse:
         with self._call("UnloadAdapter", request, context):
             known = self.adapters.pop(request.adapter_id, None)

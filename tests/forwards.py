@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from service.caches.effects import (
     AbortForward,
     Command,
-    ExportKv,
     ForkSequence,
-    ImportKv,
     ReleaseSequences,
     Send,
     TruncateSequence,
@@ -18,7 +16,7 @@ from service.caches.effects import (
 from service.caches.entries import CacheEntry, Operation
 from service.caches.kind import BaseKind
 from service.caches.ledger import CacheState
-from service.caches.requests import PREFILL, Append, Restore
+from service.caches.requests import PREFILL, Append
 from service.caches.states import COMPUTING, REPLAYING
 from service.caches.tenants import Tenant
 
@@ -48,7 +46,8 @@ def forward_of(operation: Operation) -> SentForward:
     """What an operation has a worker compute now."""
     entry, state, append = operation.entry, operation.entry.state, operation.append
     replays = operation.state is REPLAYING
-    if append is None or replays:
+    assert append is not None
+    if replays:
         append = Append(PREFILL, "", operation.token_ids, rows=0, priority=operation.priority)
     is_copy = operation.copy_number is not None and not replays
     return SentForward(
@@ -74,9 +73,8 @@ def command_of(forward: SentForward) -> Operation:
     state = CacheState(number, "kv", "", forward.salt, forward.seed, 60.0, adapter=forward.adapter)
     state.prompt_len = forward.prompt_len
     entry = CacheEntry(number, Tenant(), forward.ephemeral, state)
-    request = Restore("kv") if forward.replays else append
-    operation = Operation(0, request, BaseKind, entry, (entry,), forward.caller, 0.0)  # type: ignore[arg-type]
-    operation.append = None if forward.replays else append
+    operation = Operation(0, append, BaseKind, entry, (entry,), forward.caller, 0.0)  # type: ignore[arg-type]
+    operation.append = append
     operation.state = REPLAYING if forward.replays else COMPUTING
     operation.copy_number = number if forward.is_copy else None
     operation.op_id, operation.token_ids, operation.position = (
@@ -95,7 +93,7 @@ def forwards_in(commands: Iterable[Send]) -> list[SentForward]:
 
 
 # A command, a forward as plain data.
-Told = SentForward | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward | ExportKv | ImportKv
+Told = SentForward | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward
 
 
 def told(command: Command) -> Told:

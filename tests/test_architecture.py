@@ -55,7 +55,7 @@ WORKER_LAYERS = (
     {"sampling", "numpy_choice", "counter_rng", "logit_settings"},
     {"decodes"},
     {"operations"},
-    {"kv", "kv_messages", "logging", "orphan_timer", "token_trees", "given_experts"},
+    {"kv", "logging", "orphan_timer", "token_trees", "given_experts"},
     {"common", "huge_pages", "machine_limits"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.
@@ -177,10 +177,6 @@ SERVICE_ROOMS = {
         "service.fair_queue", "service.journal.values", "service.logging",
         "service.outbound", "service.printable", "service.runtimes", "service.text",
         "service.token_bucket", "service.turns",
-    ),
-    "service.extensions.ray": (
-        "service.config", "service.extension", "service.logging", "service.pool.launcher",
-        "service.pool.pool_files", "service.pool.remote", "service.pool.worker_port",
     ),
     "service.extensions.tracing": (
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
@@ -492,7 +488,6 @@ def test_only_the_pool_speaks_with_workers() -> None:
         "service.adapters.loader",
         "service.api.append_codec",
         "service.api.server_state",
-        "service.extensions.ray.launcher",
         "service.text.text_model",
     )
     assert offenders("service", ("workers.common.worker_pb2",), ("service.pool", *readers)) == []

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import benchmarks
 from benchmarks import machine, schedule, tables
 from benchmarks.peers.base import Sample
 from benchmarks.plan import Comparison, Entry, Workload
@@ -103,26 +99,3 @@ def test_who_fits_once_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_short_turns_have_their_rounds_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = race(monkeypatch, {"slow": 9, "fast": 1}, 0)
     assert found["slow"]["rounds"] == found["fast"]["rounds"] == 3
-
-
-def test_what_is_counted_can_be_named_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread reports the counts: one of a function that it cannot name would end it."""
-    path = Path(benchmarks.__path__[0]) / "size/hook/sitecustomize.py"
-    spec = importlib.util.spec_from_file_location("counting", path)
-    assert spec is not None and spec.loader is not None
-    counting = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(counting)
-    counted_first = []
-
-    class Codes(dict[int, object]):
-        def __setitem__(self, key: int, code: object) -> None:
-            counted_first.append(any(key in counts for counts in counting._threads))
-            super().__setitem__(key, code)
-
-    monkeypatch.setattr(counting, "_codes", Codes())
-    before = sys.getprofile()
-    try:
-        counting._new_thread(sys._getframe(), "call", None)
-    finally:
-        sys.setprofile(before)
-    assert counted_first and not any(counted_first)

@@ -212,13 +212,3 @@ def test_units(unit: Path, tmp_path: Path) -> None:
             ["systemd-analyze", "verify", str(tmp_path / unit.name)], capture_output=True, text=True
         )
         assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_images_have_the_pinned_torch() -> None:
-    text = (DEPLOY / "Dockerfile").read_text()
-    lines = text.replace("\\\n", "").splitlines()
-    installs = [part for line in lines for part in line.split("&&") if "pip install" in part]
-    assert len(installs) == 3 and all("--constraint /wheels/constraints.txt" in part for part in installs)
-    assert set(re.findall(r"^FROM base AS (\w+)$", text, flags=re.MULTILINE)) == {"cpu", "cuda"}
-    extras = {extra for found in re.findall(r"\[([\w,]+)\]\"", text) for extra in found.split(",")}
-    assert extras == {"cuda", "otel", "postgres"}

@@ -20,7 +20,6 @@ FAILING = {
         "e2e/test_full_pools.py",
         "e2e/test_gateways.py",
         "e2e/test_lost_remote_workers.py",
-        "e2e/test_move_cache.py",
         "e2e/test_remote_workers.py",
         "e2e/test_rolling_upgrade.py",
         "e2e/test_session.py",
@@ -31,7 +30,7 @@ FAILING = {
         "hosts/test_hosts.py",
         "soak/test_short_soak.py",
     ),
-    "copies": ("e2e/test_move_cache.py",),
+    "copies": ("e2e/test_session.py",),
     "adoptions": (
         "e2e/test_adoption.py",
         "e2e/test_gateways.py",

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workers.kv_messages import Claim, Exported, ExportKv, ImportKv
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -432,6 +430,15 @@ class CheckIntegrity:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """The gateway's state of a sequence: its length, and the digest of tokens and salt (`adoption`)."""
+
+    sequence: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Adopt:
     """Truncate each claimed sequence, and release those with other tokens and those not claimed."""
 
@@ -480,7 +487,6 @@ class ReplaceWeights:
 
 Command = (
     Forward | Fork | Truncate | Release | Abort | CheckIntegrity | Adopt | ChangeAdapters | ReplaceWeights
-    | ExportKv | ImportKv
 )  # fmt: skip
 
 
@@ -585,5 +591,4 @@ class WeightsRead:
 # A complete forward is its own result.
 Result = (
     Forward | Done | Failed | IntegrityReport | HeldSequences | Adopted | AdapterLoaded | WeightsRead
-    | Exported
 )  # fmt: skip

@@ -4,7 +4,7 @@ The first lease determines the configuration, and its gateway has the worker unt
 back, or `orphan_grace_s` after its stream broke. So a process never mixes what two gateways know about
 sequences and adapters. A gateway that follows another one gives the next lease, and the KV is kept.
 
-A gateway starts workers on its own machine, which dial its Unix socket; `quire worker` and Ray start others,
+A gateway starts workers on its own machine, which dial its Unix socket; `quire worker` starts others,
 which dial a port. There both sides authenticate each other by certificates of the pool's CA.
 """
 

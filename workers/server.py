@@ -148,7 +148,6 @@ class WorkerServer:
                 prelaunch_unrequested=not capabilities.device.startswith("cpu"),
                 adapters=executor.adapters,
                 replacement=executor.replacement,
-                fingerprint=lambda: executor.info().fingerprint,
             )
             self._loop.call_soon_threadsafe(self._on_loaded, executor, scheduler, step_loop)
             step_loop.run()

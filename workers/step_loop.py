@@ -31,8 +31,6 @@ from workers.failures import failure_of, failure_of_running
 from workers.inbox import Inbox
 from workers.integrity_checks import IntegrityChecks
 from workers.kv.page_pool import OutOfPages
-from workers.kv_copies import export_kv, import_kv
-from workers.kv_messages import ExportKv, ImportKv
 from workers.logging import get_logger
 from workers.models.errors import ModelError
 from workers.operations import (
@@ -96,7 +94,6 @@ class StepLoop:
         prelaunch_unrequested: bool = False,
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
-        fingerprint: Callable[[], str] = str,
     ) -> None:
         """`max_seq_tokens`: the longest sequence that fits the engine. `fingerprint`: that of its model.
 
@@ -133,7 +130,6 @@ class StepLoop:
         self._overflowed: set[str] = set()
         if replacement is not None:
             replacement.submit = lambda read: self.submit([read])
-        self._fingerprint = fingerprint
         self._is_stopping = False
         # Forwards that have run, and have extra samples left to draw.
         self._drawing: deque[Forward] = deque()
@@ -345,10 +341,6 @@ class StepLoop:
             case Adopt():
                 self._prelauncher.drop_all()
                 self._results.append(keep_confirmed(self._engine, command))
-            case ExportKv():
-                self._results.append(export_kv(self._engine, command, self._fingerprint()))
-            case ImportKv():
-                self._results.append(import_kv(self._engine, command, self._fingerprint()))
             case ChangeAdapters():
                 self._adapter_table.change(command)
             case ReplaceWeights():

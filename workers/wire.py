@@ -35,7 +35,6 @@ from workers.decodes import (
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
-from workers.kv_messages import Claim, Exported, ExportKv, ImportKv, KvPages
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -47,6 +46,7 @@ from workers.operations import (
     Adopted,
     ChangeAdapters,
     CheckIntegrity,
+    Claim,
     Command,
     Done,
     DraftProbabilities,
@@ -121,7 +121,7 @@ _REASONS = {
 }
 
 
-def to_command(  # noqa: C901, PLR0911 - one for each command
+def to_command(  # noqa: PLR0911 - one for each command
     message: worker_pb2.WorkerCommand,
     vocab_size: int = _MAX_VOCABULARY,
     num_layers: int = 0,
@@ -154,13 +154,6 @@ def to_command(  # noqa: C901, PLR0911 - one for each command
         case "replace_weights":
             step = ReplaceStep[str(message.replace_weights.WhichOneof("step")).upper()]
             return ReplaceWeights(op_id, step, message.replace_weights.read)
-        case "export_kv":
-            wanted = message.export_kv
-            return ExportKv(op_id, wanted.sequence, wanted.first, wanted.end, wanted.salt)
-        case "import_kv":
-            given = message.import_kv
-            pages = KvPages(*(getattr(given.pages, name) for name in KvPages.__slots__))
-            return ImportKv(op_id, given.sequence, list(given.token_ids), given.salt, pages)
         case kind:
             raise ValueError(f"unknown command {kind}")
 
@@ -450,7 +443,7 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
 
 
 def to_event(  # noqa: PLR0911 - one for each result
-    result: Forward | DecodesDone | Done | Failed | Adopted | AdapterLoaded | WeightsRead | Exported,
+    result: Forward | DecodesDone | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
 ) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
@@ -470,9 +463,6 @@ def to_event(  # noqa: PLR0911 - one for each result
         case WeightsRead():
             read = worker_pb2.WeightsRead(model=_description(result.model))
             return worker_pb2.WorkerEvent(op_id=result.op_id, weights_read=read)
-        case Exported():
-            pages = worker_pb2.KvPages(**_fields(result.pages))
-            return worker_pb2.WorkerEvent(op_id=result.op_id, kv_pages=pages)
         case Failed():
             error = worker_pb2.WorkerError(
                 reason=_REASONS[result.reason],  # type: ignore[arg-type]  # an enum to the stubs

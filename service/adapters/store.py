@@ -137,9 +137,7 @@ class AdapterStore:
         """What the files of a version contain. Empty: they are gone, or have changed. Raises nothing."""
         directory = Path(version.directory)
         with contextlib.suppress(OSError, ValueError):
-            # As it was stored before there were digests.
-            known = (identity(directory), _earlier_identity(directory)) if version.identity else ("",)
-            if version.identity in known:
+            if version.identity in ("", identity(directory)):
                 return content_digest(directory)
         return ""
 
@@ -154,11 +152,6 @@ class Found(NamedTuple):
 def identity(directory: Path) -> str:
     """Differs if a file is written to or replaced. As `identity` in workers/adapters/adapter.py."""
     return ".".join(file_identity(directory / name) for name in FILES)
-
-
-def _earlier_identity(directory: Path) -> str:
-    """As `identity` was in earlier versions."""
-    return ".".join(file_identity(directory / name).rpartition("-")[0] for name in FILES)
 
 
 def _found(directory: Path, known: Found | None, max_bytes: int) -> Found:

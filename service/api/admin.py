@@ -15,11 +15,9 @@ from service.adapters.registry import Adapters, AdapterVersion
 from service.api import validation
 from service.api.parsing import parsed
 from service.api.server_state import ServerState
-from service.auth.authenticator import current_tenant, current_tenant_name
-from service.caches.requests import Move, Moved
+from service.auth.authenticator import current_tenant_name
 from service.config import Config
-from service.dispatcher import Dispatcher
-from service.errors import InvalidArgument, QuireError, SeveralGateways
+from service.errors import InvalidArgument, SeveralGateways
 from service.pool.rolling_restart import RollingRestart
 from service.setting_rules import is_private
 
@@ -47,10 +45,10 @@ class Stop(Protocol):
 
 
 class OperatorCalls:
-    """What operators do to the caches and workers of one core. `context` is only for calls to others."""
+    """What operators do to the workers of one core. `context` is only for calls to others."""
 
-    def __init__(self, state: ServerState, restarts: RollingRestart, dispatcher: Dispatcher) -> None:
-        self._state, self._restarts, self._dispatcher = state, restarts, dispatcher
+    def __init__(self, state: ServerState, restarts: RollingRestart) -> None:
+        self._state, self._restarts = state, restarts
 
     @property
     def num_ready(self) -> int:
@@ -65,31 +63,12 @@ class OperatorCalls:
             await asyncio.sleep(_POLL_S)
         return self.num_ready
 
-    async def drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
+    async def drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
         """Replaces all workers, or the one of this id. Raises InvalidArgument or NoWorker."""
         grace_s = self._state.config.drain_grace_s
         if request.HasField("grace"):
             grace_s = validation.grace_seconds(request.grace)
         return admin_pb2.DrainResponse(workers=await self._restarts.replace(request.worker_id, grace_s))
-
-    async def move_cache(
-        self,
-        request: admin_pb2.MoveCacheRequest,
-        context: Any,
-    ) -> admin_pb2.MoveCacheResponse:
-        """Moves a cache to a worker. Raises QuireError."""
-        move = Move(request.cache_id, request.worker_id)
-        (moved,) = await self._dispatcher.run((move,), current_tenant())
-        if isinstance(moved, QuireError):
-            raise moved
-        assert isinstance(moved, Moved)
-        response = admin_pb2.MoveCacheResponse(
-            copied_tokens=moved.copied_tokens,
-            replayed_tokens=moved.replayed_tokens,
-            copied_bytes=moved.copied_bytes,
-        )
-        response.time.FromNanoseconds(int(moved.took_s * 1e9))
-        return response
 
 
 class RuntimeCalls(Protocol):
@@ -146,16 +125,9 @@ class AdminApi:
         ready = await self._operator_calls.warm_up(request.workers, context)
         return admin_pb2.WarmupResponse(workers_ready=ready)
 
-    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
-        """Replaces workers, of whichever gateway."""
-        return await self._operator_calls.drain(request, context)
-
-    async def MoveCache(
-        self, request: admin_pb2.MoveCacheRequest, context: Context
-    ) -> admin_pb2.MoveCacheResponse:
-        """Moves a cache to a worker of the gateway that has it."""
-        validation.check_cache_id(request.cache_id)
-        return await self._operator_calls.move_cache(request, context)
+    async def Drain(self, request: admin_pb2.DrainRequest, _context: Context) -> admin_pb2.DrainResponse:
+        """Replaces workers of this gateway."""
+        return await self._operator_calls.drain(request)
 
     async def LoadAdapter(
         self, requests: AsyncIterator[Any], _context: Context

@@ -50,13 +50,5 @@ class CommandFailed:
     detail: str = ""
 
 
-@frozen_struct
-class KvExported:
-    """The answer to ExportKv. `pages` is opaque."""
-
-    pages: object
-    size_bytes: int
-
-
 # The answer to the command with this op id. None: a command without a result succeeded.
-Event = tuple[int, ForwardDone | KvExported | CommandFailed | None]
+Event = tuple[int, ForwardDone | CommandFailed | None]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from service.caches.answers import CommandFailed, Event, ForwardDone, KvExported
+from service.caches.answers import CommandFailed, Event, ForwardDone
 from service.caches.effects import AbortForward, Context, ForkSequence, ReleaseSequences, TruncateSequence
 from service.caches.entries import Need, Operation, WorkerView
 from service.caches.placement import KvPlacement, Workers
@@ -44,7 +44,6 @@ _MOMENT_S = 0.02
 # A parked operation fails this long, or a tenth of its time, before its deadline: so the reason arrives.
 _REFUSE_EARLY_S = 0.1
 
-_NOT_COMPUTED = CommandFailed, KvExported
 _Key = TypeVar("_Key")
 
 
@@ -74,14 +73,14 @@ class Attempts:
 
     # Begin and stop.
 
-    def begin(self, operation: Operation, base: int, prompt_len: int, copy_number: int | None = None) -> bool:
+    def begin(self, operation: Operation, base: int, prompt_len: int, copy_number: int | None = None) -> None:
         """Computes the append of an operation after the first `base` tokens of its cache.
 
-        With `copy_number` on a temporary copy. Without an append only the KV is needed; returns whether the
-        worker has it. Raises QuireError if it cannot be computed at all.
+        With `copy_number` on a temporary copy. Raises QuireError if it cannot be computed at all.
         """
         operation.base, operation.prompt_len, operation.copy_number = base, prompt_len, copy_number
         entry, append = operation.entry, operation.append
+        assert append is not None
         if entry.quarantined:
             raise SequenceQuarantined
         worker = entry.worker
@@ -89,20 +88,17 @@ class Attempts:
             need = self._place(operation)
             if need is not None:
                 self._park(operation, need)
-                return False
+                return
             worker = entry.worker
             assert worker is not None
-        wanted = base if append is None else base + len(append.token_ids)
+        wanted = base + len(append.token_ids)
         if wanted > worker.capacity_tokens:
             raise SequenceTooLong(wanted, worker.capacity_tokens)
         if entry.kv_len < base:
             self._replayed_tokens += base - entry.kv_len
             self._replay(operation, worker)
-        elif append is None:
-            return True
         else:
             self._forward(operation, worker, append.token_ids, base, append.rows)
-        return False
 
     def stop(self, operation: Operation) -> None:
         """Stops the attempt or the parking of an operation. It gets no result."""
@@ -146,13 +142,10 @@ class Attempts:
                 continue
             entry, worker = operation.entry, operation.entry.worker
             assert worker is not None
-            if operation.state is REPLAYING or entry.crash_score or isinstance(answer, _NOT_COMPUTED):
-                # A broken worker may have answered something else than a forward.
-                if not isinstance(answer, KvExported):
-                    failed = isinstance(answer, CommandFailed)
-                    end = self._end_of(operation) if failed else End.ANSWERED
-                    self._end_attempt(operation, worker, end)
-                    others.append((operation, answer))
+            if operation.state is REPLAYING or entry.crash_score or isinstance(answer, CommandFailed):
+                failed = isinstance(answer, CommandFailed)
+                self._end_attempt(operation, worker, self._end_of(operation) if failed else End.ANSWERED)
+                others.append((operation, answer))
                 continue
             del self.running[op_id]
             operation.op_id, operation.done = 0, answer
@@ -223,7 +216,7 @@ class Attempts:
             operation = self.parked.get(ticket)
             if operation is not None and self._may_run(operation, full):
                 del self.parked[ticket]
-                operation.need = None
+                operation.need = operation.preempted_for = None
                 if self.begin_again(operation):
                     yield operation
 
@@ -252,10 +245,6 @@ class Attempts:
     # What an attempt needs.
 
     def _park(self, operation: Operation, need: Need) -> None:
-        """Raises NoWorker for a restore that would wait for a worker or pages."""
-        if operation.is_internal and need in (Need.WORKER, Need.PAGES):
-            # The next operation replays the KV itself; it must not wait for this one.
-            raise NoWorker
         operation.state, operation.need = PARKED, need
         self.parked[operation.ticket] = operation
 
@@ -316,6 +305,9 @@ class Attempts:
 
     def _may_fit(self, operation: Operation, full: set[WorkerView]) -> bool:
         """Whether its worker may have enough pages by now, or any if it has none. Preempts others."""
+        if operation.preempted_for is not None and operation.preempted_for.op_id:
+            # It would take the pages from the older one again, and lose them again, for ever.
+            return False
         own, append = operation.entry.worker, operation.append
         tokens = operation.base + (0 if append is None else len(append.token_ids))
         for worker in self._workers.open_workers(operation.entry.state.weights) if own is None else (own,):
@@ -324,13 +316,21 @@ class Attempts:
             # Without a worker its KV was dropped: it needs pages for all tokens.
             whole = min(worker.pages_for(tokens), worker.pages_total)
             missing = (operation.pages_needed if worker is own else whole) - worker.headroom
-            if missing <= 0 or self._kv.preempt(worker, missing, operation):
+            if missing <= 0 or self._preempt(worker, missing, operation):
                 return True
             if worker is own and not self._can_others_free_pages(worker):
                 # The worker decides whether it fits.
                 return True
             full.add(worker)
         return False
+
+    def _preempt(self, worker: WorkerView, pages: int, operation: Operation) -> bool:
+        """Drops KV of others. Those that wait for pages wait for the attempt of this one, too."""
+        evicted = self._kv.preempt(worker, pages, operation)
+        for entry in evicted:
+            if entry.running is not None and entry.running.need is Need.PAGES:
+                entry.running.preempted_for = operation
+        return bool(evicted)
 
     def _can_others_free_pages(self, worker: WorkerView) -> bool:
         """Whether other caches than the one in need have pages on its worker, which they may free later."""
@@ -421,15 +421,12 @@ class Attempts:
         self._context.send(worker, ReleaseSequences(self._context.number(), (operation.copy_number,)))
 
     def _pages_missing(self, operation: Operation, worker: WorkerView, error: KvExhausted) -> bool:
-        """Its worker has too few pages: preempts others, moves the cache, or parks the operation."""
+        """Its worker has too few pages: preempts others, takes another worker, or parks the operation."""
         entry = operation.entry
         operation.pages_needed, operation.pages_available = error.pages_needed, error.pages_available
         worker.pages_available = error.pages_available
         missing = max(1, error.pages_needed - error.pages_available)
-        if operation.is_internal:
-            # A restore must not preempt other caches.
-            return self.failed(operation, error)
-        if self._kv.preempt(worker, missing, operation):
+        if self._preempt(worker, missing, operation):
             return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
         others = [w for w in self._workers.open_workers(worker.weights) if w is not worker]
@@ -454,10 +451,11 @@ class Attempts:
     def begin_again(self, operation: Operation) -> bool:
         """Begins with the same arguments as before. Returns whether the attempts are over."""
         try:
-            return self.begin(operation, operation.base, operation.prompt_len, operation.copy_number)
+            self.begin(operation, operation.base, operation.prompt_len, operation.copy_number)
         except Exception as error:
             # Also a bug must not block the cache for ever.
             return self.failed(operation, failure_of(error))
+        return False
 
 
 def _take_one(counts: Counter[_Key], key: _Key) -> None:

@@ -54,31 +54,9 @@ class AbortForward:
     target_op_id: int
 
 
-@frozen_struct
-class ExportKv:
-    """Return the KV of the tokens `first` to `end` of `number`, which are whole pages or its last ones."""
-
-    op_id: int
-    number: int
-    first: int
-    end: int
-    salt: bytes
-
-
-@frozen_struct
-class ImportKv:
-    """Append tokens to `number` with KV from another worker. `pages` is opaque."""
-
-    op_id: int
-    number: int
-    token_ids: Sequence[int]
-    salt: bytes
-    pages: object
-
-
 # An operation commands the forward that it describes. It is to be read before the next input, which may
 # change it.
-Command = Operation | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward | ExportKv | ImportKv
+Command = Operation | ForkSequence | TruncateSequence | ReleaseSequences | AbortForward
 
 # A command for one incarnation of a worker: its id, its epoch.
 Send = tuple[str, int, Command]

@@ -68,7 +68,7 @@ class Operation:
     deadline_s: float | None = None
     # Reserved in the journal until it ends.
     size_bytes: int = 0
-    # The request, if it is an append. None: only KV is needed, if anything.
+    # The request, if it is an append. Nothing is computed for others.
     append: Append | None = None
     # It has no caller and does not count for its tenant.
     is_internal: bool = False
@@ -105,6 +105,8 @@ class Operation:
     need: Need | None = None
     pages_needed: int = 0
     pages_available: int = 0
+    # Until it begins again: an older operation, for which the KV of its cache was dropped.
+    preempted_for: Operation | None = None
     # Failed attempts that are retried.
     failures: int = 0
     # Replayed because the KV was not on the worker.
@@ -123,9 +125,6 @@ class Operation:
 
     # Written by append.py: with which weights it was computed.
     weights: int = 0
-
-    # Written by moves.py: of a move that has begun.
-    copy: Copy | None = None
 
     # Written by reservations.py: the tokens and caches that it may create.
     tokens: int = 0
@@ -240,8 +239,6 @@ class WorkerView:
     capacity_tokens: int
     # Free or cached pages, as last reported.
     pages_available: int
-    # The KV of a page. 0: not known.
-    page_bytes: int = 0
     # Pages of running attempts, which may not be counted in that yet.
     pages_queued: int = 0
     # The caches whose KV it has, in LRU order; written by `KvPlacement`.
@@ -264,23 +261,6 @@ class WorkerView:
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_tokens)
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """What becomes of a move."""
-
-    operation: Operation
-    source: WorkerView | None
-    target: WorkerView
-    # How many tokens the source has, and the first that was not asked for. Fewer than `end` are confirmed by
-    # the target until the copy is complete.
-    end: int
-    began_s: float
-    heard_s: float
-    next: int = 0
-    imported: int = 0
-    copied_bytes: int = 0
 
 
 class OperationKind(Generic[Req]):

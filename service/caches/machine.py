@@ -9,13 +9,12 @@ operation of a cache runs at a time; the others wait in order (`queues.py`, whic
 request passes). A fork of several caches waits for its turn on each. `states.py` has the states of an
 operation: usually WAITING, COMPUTING, COMMITTING, ENDED.
 
-Each kind of request has a file: `append.py`, `fork.py`, `changes.py`, `restore.py`, `moves.py`. The KV of a
-cache (`placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
+Each kind of request has a file: `append.py`, `fork.py`, `changes.py`. The KV of a cache
+(`placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
 from collections import Counter
@@ -26,17 +25,15 @@ from service.caches.answers import Event
 from service.caches.append import Appends, continue_caches
 from service.caches.changes import Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, ReleaseSequences
-from service.caches.entries import CacheEntry, Operation, OperationKind, WorkerView
+from service.caches.entries import Operation, OperationKind, WorkerView
 from service.caches.fork import Forks
 from service.caches.kind import Parts
 from service.caches.ledger import Ledger
-from service.caches.moves import Moves
 from service.caches.placement import touch
 from service.caches.queues import OperationQueues
 from service.caches.records import Record, TokensAppended, numbers_of
-from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
-from service.caches.restore import Restores
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
@@ -63,16 +60,14 @@ class CacheMachine(OperationQueues):
         ledger: Ledger | None = None,
     ) -> None:
         parts = Parts(limits, Ledger() if ledger is None else ledger, new_cache_id, new_seed)
-        self._moves = Moves(parts)
         kinds: dict[type[Request], OperationKind[Any]] = {
             Append: Appends(parts),
             Fork: Forks(parts),
             Truncate: Truncations(parts),
             Release: Releases(parts),
             Renew: Renewals(parts),
-            Move: self._moves,
         }
-        super().__init__(parts, kinds, Restores(parts))
+        super().__init__(parts, kinds)
         # To be read only.
         self.weights = parts.weights
         self._rate = parts.rate
@@ -146,10 +141,7 @@ class CacheMachine(OperationQueues):
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
             worker.draining = True
-            idle = [entry for entry in worker.held if not entry.busy]
-            for entry in idle:
-                self._kv.drop(entry)
-            self._restores.later(idle)
+            self._kv.drop(*[entry for entry in worker.held if not entry.busy])
             # Parked operations with a cache on it can go elsewhere, or wait for another worker.
             self._attempts.workers_changed()
 
@@ -172,9 +164,6 @@ class CacheMachine(OperationQueues):
         """
         self._context.now_s = now_s
         self._computed(self._attempts.answered(events))
-        if self._moves.sent:
-            for operation in self._moves.answered(events):
-                self._computed((operation,))
         self._rate.update(now_s)
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
@@ -195,11 +184,10 @@ class CacheMachine(OperationQueues):
         crashed: None: they live on, so that it is no failed attempt of what they computed.
         """
         computed: list[Operation] = []
-        lost: list[CacheEntry] = []
         for worker in workers:
             self._workers.remove(worker)
             computed += self._attempts.worker_lost(worker, crashed=crashed)
-            lost += self._kv.lose(worker)
+            self._kv.lose(worker)
         for operation in computed:
             # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
             if operation.state is not WAITING:
@@ -210,9 +198,6 @@ class CacheMachine(OperationQueues):
                 )
                 if is_over:
                     self._computed((operation,))
-        for operation in self._moves.workers_lost(workers):
-            self._computed((operation,))
-        self._restores.later(lost)
 
     # Weights.
 
@@ -237,7 +222,6 @@ class CacheMachine(OperationQueues):
 
     def _end_weights(self, weights: int) -> None:
         """Fails the operations that need these weights."""
-        self._restores.forget(weights)
         its = operations_with(self.operations.values(), weights)
         self._finish(
             [
@@ -282,7 +266,7 @@ class CacheMachine(OperationQueues):
     def tick(self, now_s: float) -> None:
         """Checks the timeouts of parked operations. Call it often while there are any."""
         self._context.now_s = now_s
-        for operation in itertools.chain(self._attempts.tick(), self._moves.tick()):
+        for operation in self._attempts.tick():
             self._computed((operation,))
 
     # The journal.
@@ -316,8 +300,8 @@ class CacheMachine(OperationQueues):
 
     @property
     def num_parked(self) -> int:
-        """Operations whose turn has come, but which cannot be computed yet: see `Need` and `Moves`."""
-        return len(self._attempts.parked) + len(self._moves.under_way)
+        """Operations whose turn has come, but which cannot be computed yet: see `Need`."""
+        return len(self._attempts.parked)
 
     def take_effects(self) -> Effects:
         """Returns everything to be done since the last call. The caller owns the result.
@@ -327,15 +311,7 @@ class CacheMachine(OperationQueues):
         while self._attempts.changed and self._attempts.parked:
             for operation in self._attempts.retry_parked():
                 self._computed((operation,))
-        if self._restores.waiting:
-            self._restore_some()
         context = self._context
         # Without the call of a Python function that `Effects()` is.
         effects, context.effects = context.effects, tuple.__new__(Effects, ([], [], []))
         return effects
-
-    def _restore_some(self) -> None:
-        """Replays some of the lost KV before it is requested."""
-        while (entry := self._restores.next()) is not None:
-            if self.index.by_number(entry.number) is entry:
-                self._restore(entry)

@@ -95,26 +95,25 @@ class KvPlacement:
         for worker, numbers in sent.items():
             self._context.send(worker, ReleaseSequences(self._context.number(), numbers))
 
-    def lose(self, worker: WorkerView) -> list[CacheEntry]:
-        """Drops all KV of a lost worker. Returns its caches in LRU order."""
-        lost = list(worker.held)
-        for entry in lost:
+    def lose(self, worker: WorkerView) -> None:
+        """Drops all KV of a lost worker."""
+        for entry in list(worker.held):
             self._forget(entry, worker)
-        return lost
 
-    def preempt(self, worker: WorkerView, pages: int, wanted_by: Operation) -> bool:
-        """Drops KV in LRU order until about `pages` are free. Returns False if there was none to drop."""
+    def preempt(self, worker: WorkerView, pages: int, wanted_by: Operation) -> list[CacheEntry]:
+        """Drops KV in LRU order until about `pages` are free. Returns the caches whose KV was dropped."""
         freed, evicted = 0, []
         for entry in worker.held:
             if freed >= pages:
                 break
             if entry is not wanted_by.entry and self._is_preemptible(entry, wanted_by):
-                # Shared pages stay in use. If too few are free, the operation asks again.
+                # Shared pages stay in use, and a cache without known KV may have some. If too few are
+                # free, the operation asks again.
                 freed += max(1, worker.pages_for(entry.kv_len))
                 evicted.append(entry)
         self.drop(*evicted)
         self._context.counts["preempted"] += len(evicted)
-        return freed > 0
+        return evicted
 
     def _is_preemptible(self, entry: CacheEntry, wanted_by: Operation) -> bool:
         """Whether its KV may be dropped for an operation."""
@@ -220,10 +219,6 @@ class Workers:
     def open_workers(self, weights: int) -> list[WorkerView]:
         """The workers that take new sequences of these weights."""
         return [worker for worker in self if worker.weights == weights and not worker.draining]
-
-    def named(self, worker_id: str) -> WorkerView | None:
-        """The current incarnation of a worker, if it is ready."""
-        return self._workers.get(worker_id)
 
     def choose(self, token_ids: Sequence[int], salt: bytes = b"", weights: int = 0) -> WorkerView:
         """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.

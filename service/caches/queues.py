@@ -19,8 +19,7 @@ from service.caches.kind import Parts
 from service.caches.ledger import RecordConflict
 from service.caches.placement import touch
 from service.caches.records import CacheReleased, Record
-from service.caches.requests import Append, Release, Request, Restore, Result, undelivered
-from service.caches.restore import Restores
+from service.caches.requests import Append, Release, Request, Result, undelivered
 from service.caches.states import COMMITTING, ENDED, WAITING
 from service.caches.tenants import Tenant
 from service.errors import JournalUnavailable, QuireError
@@ -34,12 +33,7 @@ _first = operator.itemgetter(0)
 class OperationQueues:
     """Owns all operations and their order: the part of the state machine that every request passes."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        kinds: Mapping[type[Request], OperationKind[Any]],
-        restores: Restores,
-    ) -> None:
+    def __init__(self, parts: Parts, kinds: Mapping[type[Request], OperationKind[Any]]) -> None:
         # To be read only.
         self.parts = parts
         self.ledger = parts.ledger
@@ -50,7 +44,6 @@ class OperationQueues:
         self._kv = parts.kv
         self._attempts = parts.attempts
         self._kinds = kinds
-        self._restores = restores
         self._releases = kinds[Release]
         # By ticket.
         self.operations: dict[int, Operation] = {}
@@ -69,9 +62,8 @@ class OperationQueues:
         tenant = tenant or self.index.anonymous
         tickets: list[int] = []
         touched: list[CacheEntry] = []
-        # Those whose turn has come; and caches on which an earlier one may begin.
+        # Those whose turn has come.
         first: list[Operation] = []
-        freed: list[CacheEntry] = []
         is_owner = now_s < self.admission.lease.valid_until_s
         operations, admit = self.operations, self.admission.admit
         for request in requests:
@@ -100,8 +92,6 @@ class OperationQueues:
             # On all of its caches at once: two operations have the same order on each cache that they share.
             # So the oldest never waits for a younger one, and there is no deadlock.
             for entry in entries:
-                if append is None and self._preempt_restore(entry):
-                    freed.append(entry)
                 if entry.running is None and not entry.waiting and not entry.closing:
                     entry.running = operation
                 else:
@@ -112,25 +102,17 @@ class OperationQueues:
                 first.append(operation)
             touched += entries
         touch(touched, now_s)
-        freed += self._begin(first)
-        if freed:
-            self._advance(freed)
+        ended = self._begin(first)
+        if ended:
+            self._advance(ended)
         return tickets
 
     def _release(self, entry: CacheEntry) -> None:
         """Releases a cache without a request: its lease expired, or its id was never delivered."""
-        self._enter(entry, Release(entry.state.cache_id), self._releases)
-
-    def _restore(self, entry: CacheEntry) -> None:
-        """Replays the KV of a cache before it is requested."""
-        self._enter(entry, Restore(entry.state.cache_id), self._restores)
-
-    def _enter(self, entry: CacheEntry, request: Release | Restore, kind: OperationKind[Any]) -> None:
-        """Queues an operation without a caller."""
         operation = Operation(
             self._context.number(),
-            request,
-            kind,
+            Release(entry.state.cache_id),
+            self._releases,
             entry,
             (entry,),
             caller=0,
@@ -138,19 +120,9 @@ class OperationQueues:
             is_internal=True,
             is_answered=False,
         )
-        if kind is self._restores:
-            self._restores.under_way.add(operation)
         self.operations[operation.ticket] = operation
         entry.waiting.append(operation)
         self._advance((entry,))
-
-    def _preempt_restore(self, entry: CacheEntry) -> bool:
-        """Stops a restore that runs, if there is one: an operation that needs no KV does not wait for it."""
-        restore = entry.running
-        if restore is None or restore.kind is not self._restores:
-            return False
-        self._finish(((restore, None),))
-        return True
 
     def _advance(self, entries: Iterable[CacheEntry]) -> None:
         """Begins the next operation of each cache where none runs. Discards caches whose creation failed."""
@@ -189,7 +161,6 @@ class OperationQueues:
         """Nothing runs on a cache whose creation failed, or whose worker will be replaced."""
         if entry.visible:
             self._kv.drop(entry)
-            self._restores.later((entry,))
         else:
             self._discard((entry,))
 
@@ -303,7 +274,6 @@ class OperationQueues:
                 self._forget_affinity(operation)
             if operation.state is not COMMITTING:
                 self._stop(operation)
-                self._restores.under_way.discard(operation)
             operation.state = ENDED
             del self.operations[operation.ticket]
             for entry in operation.entries:

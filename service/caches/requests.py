@@ -135,22 +135,7 @@ class Renew:
     lease_s: float | None = None
 
 
-@frozen_struct
-class Restore:
-    """Replay the KV of a cache after it was lost. Has no caller."""
-
-    cache_id: str
-
-
-@frozen_struct
-class Move:
-    """Move the KV of a cache to a worker, after the earlier requests for it."""
-
-    cache_id: str
-    worker_id: str
-
-
-Request = Append | Fork | Truncate | Release | Renew | Restore | Move
+Request = Append | Fork | Truncate | Release | Renew
 
 
 @frozen_struct
@@ -200,17 +185,7 @@ class Released:
     released: bool
 
 
-@frozen_struct
-class Moved:
-    """The result of a move: the tokens whose KV was copied or replayed; the others were there."""
-
-    copied_tokens: int
-    replayed_tokens: int
-    copied_bytes: int
-    took_s: float
-
-
-Result = Appended | Handles | Released | Moved
+Result = Appended | Handles | Released
 
 
 def cache_ids(result: object) -> Sequence[str]:

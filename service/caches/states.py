@@ -26,8 +26,6 @@ class State(enum.Enum):
     REPLAYING = enum.auto()
     # A worker computes the request.
     COMPUTING = enum.auto()
-    # The KV of the cache goes from one worker to another.
-    COPYING = enum.auto()
     # Its records are with the journal. It cannot be stopped any more.
     COMMITTING = enum.auto()
     # It is answered, or was cancelled, and is in no table any more.
@@ -36,21 +34,19 @@ class State(enum.Enum):
 
 # For code that runs for each token: to look up a member of an enum takes 0.2 us on Python 3.11.
 WAITING, PARKED, REPLAYING, COMPUTING = State.WAITING, State.PARKED, State.REPLAYING, State.COMPUTING
-COPYING, COMMITTING, ENDED = State.COPYING, State.COMMITTING, State.ENDED
+COMMITTING, ENDED = State.COMMITTING, State.ENDED
 
 # To which states an operation may go from each.
 NEXT: Final[Mapping[State, frozenset[State]]] = {
     # It begins. What needs no worker is written or answered at once. Of a fork, the release of one of its
     # caches may take back the turn that it has there already.
-    WAITING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, COPYING, COMMITTING, ENDED}),
+    WAITING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, COMMITTING, ENDED}),
     # It is tried again, or its time is up. The release of its cache takes its turn back, here and below.
     PARKED: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),
-    # All is computed, or the worker has failed and another one begins anew. A restore or a move then ends.
+    # All is computed, or the worker has failed and another one begins anew.
     REPLAYING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, ENDED}),
     # As above; and then its records are written. A scoring, or what is computed again, is answered at once.
     COMPUTING: frozenset({WAITING, PARKED, REPLAYING, COMPUTING, COMMITTING, ENDED}),
-    # What is not copied is replayed.
-    COPYING: frozenset({WAITING, PARKED, REPLAYING, ENDED}),
     # The records are durable, or could not be written.
     COMMITTING: frozenset({ENDED}),
     ENDED: frozenset(),
@@ -62,7 +58,6 @@ MOVED_BY: Final[Mapping[State, str]] = {
     PARKED: "attempts",
     REPLAYING: "attempts",
     COMPUTING: "attempts",
-    COPYING: "moves",
     COMMITTING: "queues",
     ENDED: "queues",
 }

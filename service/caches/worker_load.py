@@ -84,12 +84,6 @@ class _LatencyModel:
         # The time with nothing ahead is not negative.
         self.slope_s = min(self.slope_s, self.y / self.x)
 
-    @property
-    def unit_s(self) -> float:
-        """The time for a unit of cost: the mean if it was always about as much. 0: nothing was answered."""
-        cost = self.x + self.ahead
-        return self.slope_s or ((self.y + self.took_s) / cost if cost else 0.0)
-
     def expected_s(self, ahead: float) -> float:
         """The estimated time. If unsure, rather too short than too long."""
         if self.weight < _MIN_WEIGHT:
@@ -257,16 +251,3 @@ class WorkerLoad:
         total = self.total_for(_TYPICAL_PROMPT_TOKENS)
         times = self._queues[True].times[Priority.NORMAL]
         return times.expected_s(total) if total > _TYPICAL_PROMPT_TOKENS + 1 else 0.0
-
-    def compute_s(self, tokens: int, token_s: float) -> float:
-        """The estimated time until so many tokens of a new caller are computed, in an idle worker too.
-
-        token_s: the time of a token if it was not measured yet.
-        """
-        times = self._queues[tokens > _SHORT_TOKENS].times[Priority.NORMAL]
-        return self.total_for(tokens) * (times.unit_s or token_s)
-
-    @property
-    def token_s(self) -> float:
-        """The measured time of a token in a long forward. 0: none was answered."""
-        return self._queues[True].times[Priority.NORMAL].unit_s

@@ -6,7 +6,6 @@ Each function adds one subcommand with its flags. The code of the subcommand is 
 from __future__ import annotations
 
 import argparse
-import math
 from typing import TYPE_CHECKING, TypeAlias
 
 from service.config import ExtensionUnusable
@@ -39,48 +38,6 @@ def add_serve(commands: Commands) -> None:
         serve.exit(2, f"quire: {escaped(str(error))}\n")
 
 
-def add_journal(commands: Commands) -> None:
-    """`quire journal`."""
-    journal = commands.add_parser(
-        "journal",
-        help="verify or copy the journal of a server's caches",
-        description="Reads the journal in a data directory, and never changes it. Of a running server it"
-        " reads what is durable at that moment.",
-    )
-    actions = journal.add_subparsers(dest="action", required=True, metavar="verify|backup")
-    for name, help_text in (
-        ("verify", "check each record and the state that they give"),
-        ("backup", "copy it to a new directory"),
-    ):
-        action = actions.add_parser(name, help=help_text)
-        action.set_defaults(run=f"service.cli.journal:{name}")
-        action.add_argument(
-            "directory", metavar="DIRECTORY", help="the data directory, or its name in `quire state list`"
-        )
-        if name == "backup":
-            action.add_argument("to", metavar="TO", help="a directory that does not exist yet")
-
-
-def add_state(commands: Commands) -> None:
-    """`quire state`."""
-    state = commands.add_parser(
-        "state",
-        help="list or remove the stored state of servers on this machine",
-        description="Without --data-dir a server stores its caches in a directory for its address and model,"
-        " below $XDG_STATE_HOME/quire (~/.local/state/quire). The directory stays when the server stops.",
-    )
-    actions = state.add_subparsers(dest="action", required=True, metavar="list|remove")
-    listing = actions.add_parser("list", help="show the directories with size and time since the last write")
-    listing.set_defaults(run="service.cli.state:list_state")
-    remove = actions.add_parser(
-        "remove", help="remove directories, with the caches in them; never one in use"
-    )
-    remove.set_defaults(run="service.cli.state:remove_state")
-    which = remove.add_mutually_exclusive_group(required=True)
-    which.add_argument("names", nargs="*", default=[], metavar="NAME", help="as `quire state list` shows it")
-    which.add_argument("--older-than", type=_days, metavar="DAYS", help="all without writes for so many days")
-
-
 def add_token(commands: Commands) -> None:
     """`quire token`."""
     token = commands.add_parser(
@@ -93,16 +50,6 @@ def add_token(commands: Commands) -> None:
     token.add_argument(
         "--roles", default="call", metavar="ROLE,...", help="of call, observe, administer (default call)"
     )
-
-
-def _days(text: str) -> float:
-    try:
-        days = float(text)
-    except ValueError:
-        days = math.nan
-    if not 0 <= days < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is refused: must be a number of days from 0")
-    return days
 
 
 def add_pool(commands: Commands) -> None:

@@ -32,7 +32,6 @@ from service.journal.segments import (
     boot_id,
     header_of,
     read_end,
-    refuse_earlier,
     refused,
     replay,
     segment_numbers,
@@ -88,7 +87,6 @@ class Segments:
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, lock(data_directory))
             with translate_errors(self.directory):
-                refuse_earlier(data_directory)
                 self.directory.mkdir(mode=0o700, exist_ok=True)
                 stack.callback(os.close, lock_itself(self.directory))
                 self._end = read_end(self.directory)

@@ -35,8 +35,6 @@ Sync = Literal["normal", "full"]
 JOURNAL: Final = "journal"
 END: Final = "end"
 _SUFFIX: Final = ".log"
-# Of versions before the first release, in the data directory.
-_EARLIER: Final = "journal.db"
 _FORMAT: Final = 1
 _MAGIC: Final = b"Quire journal\n"
 # Magic, format, id of the journal and number of the segment; then their checksum.
@@ -100,17 +98,7 @@ class Found(NamedTuple):
 
 def has_journal(data_directory: Path) -> bool:
     """Whether a data directory has a journal. Raises OSError."""
-    return (data_directory / JOURNAL).exists() or (data_directory / _EARLIER).exists()
-
-
-def refuse_earlier(data_directory: Path) -> None:
-    """Raises JournalUnusable if there is a journal of a version before the first release."""
-    path = data_directory / _EARLIER
-    if path.exists():
-        raise JournalUnusable(
-            f"{path} is a journal of a version before the first release, which this version does not read. To"
-            f" begin without its caches, move {path} and {path}-wal away; or use the version that wrote it."
-        )
+    return (data_directory / JOURNAL).exists()
 
 
 def segment_path(directory: Path, number: int) -> Path:

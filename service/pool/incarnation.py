@@ -90,8 +90,6 @@ class Incarnation:
         closed = asyncio.create_task(self.link.closed.wait())
         heartbeat = asyncio.create_task(self._heartbeat())
         tasks: set[asyncio.Future[Any]] = {exited, closed, heartbeat, self._terminated}
-        if self.processes.leaving is not None:
-            tasks.add(asyncio.create_task(self._drain_before(self.processes.leaving)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if closed.done():
@@ -209,7 +207,6 @@ class Incarnation:
             slot.worker_id,
             slot.epoch,
             page_tokens=ready.executor.page_size_tokens,
-            page_bytes=ready.executor.bytes_per_page,
             pages_total=ready.pages_total,
             capacity_tokens=ready.executor.kv_capacity_tokens,
             pages_available=ready.pages_total,
@@ -229,12 +226,6 @@ class Incarnation:
             liveness.tick(now_s - last_s)
             last_s = now_s
         return failed
-
-    async def _drain_before(self, leaving: asyncio.Future[float]) -> None:
-        """Drains the worker when the machine below is about to go."""
-        await asyncio.wait({leaving})
-        _log.warning("worker's machine is leaving", worker_id=self.slot.worker_id, epoch=self.epoch)
-        await self.drain(min(leaving.result(), self._config.drain_grace_s), "its machine is leaving")
 
     def _publish_suspect(self) -> None:
         slot = self.slot

@@ -6,9 +6,8 @@ supervisor watches workers, replaces them and talks to them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from service.pool.link import Endpoint
 from workers.common import worker_pb2
@@ -23,8 +22,6 @@ class WorkerProcesses(Protocol):
     pid: int
     # Adopted, and started from other code than a new one would be.
     is_outdated: bool
-    # Set where the machine below will be gone after so many seconds: the worker is to be drained.
-    leaving: asyncio.Future[float] | None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -67,14 +64,6 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Releases resources, after all workers are stopped or detached."""
-
-
-@runtime_checkable
-class ElasticLauncher(Launcher, Protocol):
-    """Also knows how many workers there can be, which changes."""
-
-    async def room(self, known: int) -> int:
-        """Waits until there is room for another number of workers than `known`, and returns it."""
 
 
 class PoolFailed(Exception):

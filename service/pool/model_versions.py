@@ -8,7 +8,6 @@ caches that it finds there.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,8 +46,6 @@ class WorkerSlot:
     ready: worker_pb2.WorkerReady | None = None
     # Whether any incarnation was ever ready.
     was_ready: bool = False
-    # Whether the launcher is to find a place for it.
-    is_waiting: bool = False
     snapshot: worker_pb2.WorkerSnapshot = field(default_factory=worker_pb2.WorkerSnapshot)
 
 
@@ -154,17 +151,6 @@ class ModelVersions:
         # Names contain the version, so that no gateway adopts a worker with other weights.
         number = self.serving.number
         return WorkerSlot(f"worker-{index}.{number}" if number else f"worker-{index}", index)
-
-    def add_slot(self) -> WorkerSlot:
-        """Adds a slot, with the lowest index that is free."""
-        used = {slot.index for slot in self.slots}
-        slot = self._new_slot(next(index for index in itertools.count() if index not in used))
-        self.slots = [*self.slots, slot]
-        return slot
-
-    def remove_slot(self, slot: WorkerSlot) -> None:
-        """Removes a slot without a worker."""
-        self.slots = [one for one in self.slots if one is not slot]
 
     def worker_ready(self, slot: WorkerSlot) -> None:
         assert slot.ready is not None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 import grpc
@@ -25,7 +24,6 @@ from workers.common.trusted import require_trusted
 
 # A clock may be behind.
 _BACKDATED = dt.timedelta(days=1)
-_OWN_DAYS = 3650
 
 
 def gateway_certificates(pool: Path) -> tuple[bytes, bytes, bytes]:
@@ -67,22 +65,6 @@ def secret(pool: Path) -> str:
     """What only the gateways of a pool know. Raises ConfigError."""
     _, key, _ = gateway_certificates(pool)
     return hashlib.sha256(b"quire gateways" + key).hexdigest()
-
-
-def own_pool(data_dir: Path | None) -> Path:
-    """That of the gateways of a data directory, for workers that they place. Makes it. Raises ConfigError."""
-    if data_dir is None:
-        raise ConfigError("pool", "default", "", "is needed without a data_dir, in which to make one")
-    pool = data_dir / "pool"
-    try:
-        if not pool.exists():
-            data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(dir=data_dir))
-            write_certificates(made, _OWN_DAYS)
-            made.rename(pool)
-    except OSError as error:
-        raise ConfigError("data_dir", "", str(data_dir), f"{error.strerror}") from None
-    return pool
 
 
 def write_certificates(directory: Path, days: int) -> None:

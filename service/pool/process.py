@@ -50,8 +50,6 @@ def _is_worker(pid: int, worker: WorkerFile) -> bool:
 class LocalProcess:
     """Owner of the pidfd. Needs a running event loop."""
 
-    leaving: asyncio.Future[float] | None = None
-
     def __init__(
         self,
         pid: int,

@@ -34,7 +34,6 @@ class LeasedWorker:
     pid = 0
     # Whoever runs it there restarts it for an upgrade.
     is_outdated = False
-    leaving: asyncio.Future[float] | None = None
 
     def __init__(self, epoch: int, endpoint: Endpoint) -> None:
         self.epoch = epoch

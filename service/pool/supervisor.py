@@ -18,10 +18,9 @@ from service.dispatcher import Dispatcher
 from service.errors import NoWorker, without_lora
 from service.logging import get_logger
 from service.pool.incarnation import Incarnation
-from service.pool.launcher import ElasticLauncher, Launcher, PoolFailed, WorkerProcesses
+from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersions, WorkerSlot
-from service.setting_rules import MAX_WORKERS
 from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
@@ -50,9 +49,6 @@ class Supervisor:
         self._launcher = launcher
         # Set by `run`.
         self._dispatcher: Dispatcher
-        self._group: asyncio.TaskGroup
-        # By worker_id.
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         # By worker_id and epoch.
         self._running: dict[tuple[str, int], Incarnation] = {}
         # Including those that are being stopped.
@@ -60,19 +56,12 @@ class Supervisor:
         # Workers of an earlier gateway that no slot has taken yet, by worker_id.
         self._adopted: dict[str, WorkerProcesses] = {}
         self._detaches = False
-        # How many slots there are to be. None: the number does not change.
-        self._room: int | None = None
         # What a worker is told of adapters when it is ready.
         self.adapter_command: Callable[[], worker_pb2.AdapterCommand] = worker_pb2.AdapterCommand
 
     @property
     def start_timeout_s(self) -> float:
         return self._config.worker_start_timeout_s
-
-    def _start(self, slot: WorkerSlot) -> None:
-        self._tasks[slot.worker_id] = self._group.create_task(
-            self._supervise(slot), name=f"supervise-{slot.worker_id}"
-        )
 
     async def replace(self, worker_id: str, epoch: int, grace_s: float) -> None:
         """Drains and stops an incarnation; a new one replaces it. See `Incarnation.drain`."""
@@ -124,11 +113,9 @@ class Supervisor:
         try:
             configs = [self._worker_config(slot) for slot in self.versions.slots]
             self._adopted.update(await self._launcher.adopt(configs))
-            async with asyncio.TaskGroup() as self._group:
+            async with asyncio.TaskGroup() as group:
                 for slot in self.versions.slots:
-                    self._start(slot)
-                if self._config.workers is None and isinstance(self._launcher, ElasticLauncher):
-                    self._group.create_task(self._follow_room(self._launcher), name="room")
+                    group.create_task(self._supervise(slot), name=f"supervise-{slot.worker_id}")
         except ExceptionGroup as failures:
             # Not `except*`: before Python 3.11.4 it wraps what is raised there in a group again.
             failed = failures.subgroup(PoolFailed)
@@ -150,34 +137,9 @@ class Supervisor:
         for processes in (*self._processes, *self._adopted.values()):
             processes.kill()
 
-    async def _follow_room(self, launcher: ElasticLauncher) -> None:
-        """Keeps as many slots as there is room for, one at least. A worker that runs keeps its slot."""
-        found = 0
-        while True:
-            found = await launcher.room(found)
-            self._room = min(max(found, 1), MAX_WORKERS)
-            while len(self.versions.slots) < self._room:
-                self._start(self.versions.add_slot())
-            for slot in reversed(self.versions.slots):
-                if slot.is_waiting and self._has_no_room():
-                    self._tasks[slot.worker_id].cancel()
-                    self._remove(slot)
-            self.versions.changed()
-
-    def _has_no_room(self) -> bool:
-        return self._room is not None and len(self.versions.slots) > self._room
-
-    def _remove(self, slot: WorkerSlot) -> None:
-        self.versions.remove_slot(slot)
-        del self._tasks[slot.worker_id]
-
     async def _supervise(self, slot: WorkerSlot) -> None:
         backoff_s, failures = 0.0, 0
         while True:
-            if self._has_no_room():
-                self._remove(slot)
-                self.versions.changed()
-                return
             await asyncio.sleep(backoff_s)
             await self._run_once(slot)
             # A worker that was ready is restarted at once, others with backoff.
@@ -232,7 +194,6 @@ class Supervisor:
         processes = self._adopted.pop(slot.worker_id, None)
         is_adopted = processes is not None
         if processes is None:
-            slot.is_waiting = True
             try:
                 processes = await self._launcher.start(self._worker_config(slot))
             except OSError as error:
@@ -242,8 +203,6 @@ class Supervisor:
                 file, why = error.filename or sys.executable, error.strerror
                 _log.error("worker cannot be started", worker_id=slot.worker_id, file=file, error=why)
                 return None
-            finally:
-                slot.is_waiting = False
         incarnation = Incarnation(
             slot,
             version,

@@ -143,10 +143,11 @@ def _write_forward(operation: Operation, body: worker_pb2.ForwardCommand) -> Non
         body.salt = state.salt
     if state.adapter:
         body.adapter = state.adapter
-    if append is None or operation.state is REPLAYING:
+    if operation.state is REPLAYING:
         body.kind = worker_pb2.OPERATION_KIND_REPLAY
         body.prompt_len = state.prompt_len
         return
+    assert append is not None
     body.kind = _KINDS[append.kind]  # type: ignore[assignment]
     body.options = append.options
     body.prompt_len = operation.prompt_len
@@ -172,15 +173,6 @@ def _write_control(command: effects.Command, message: worker_pb2.WorkerCommand) 
             message.release.sequences.extend(command.numbers)
         case effects.AbortForward():
             message.abort.target_op_id = command.target_op_id
-        case effects.ExportKv():
-            wanted = message.export_kv
-            wanted.sequence, wanted.first, wanted.end = command.number, command.first, command.end
-            wanted.salt = command.salt
-        case effects.ImportKv():
-            message.import_kv.sequence, message.import_kv.salt = command.number, command.salt
-            message.import_kv.token_ids.extend(command.token_ids)
-            assert isinstance(command.pages, worker_pb2.KvPages)
-            message.import_kv.pages.CopyFrom(command.pages)
 
 
 def to_events(response: worker_pb2.ConnectResponse) -> list[answers.Event]:
@@ -202,9 +194,6 @@ def to_events(response: worker_pb2.ConnectResponse) -> list[answers.Event]:
                     events += [(row[0], row) for row in rows]
             case "done":
                 events.append((event.op_id, None))
-            case "kv_pages":
-                pages = event.kv_pages
-                events.append((event.op_id, answers.KvExported(pages, len(pages.data))))
             case "error":
                 events.append((event.op_id, _failed(event.error)))
     return events

@@ -50,7 +50,6 @@ MADE_BY: dict[str, Callable[[Client, Cache], Any]] = {
     "GetModelInfo": lambda client, _: client.model_info(),
     "GetStatus": lambda client, _: client.status(),
     "CancelExecution": lambda client, _: client.cancel_execution("id"),
-    "MoveCache": lambda client, cache: client.move_cache(cache.cache_id, "worker-0"),
     "UnloadAdapter": lambda client, _: client.unload_adapter("sql"),
     "ListAdapters": lambda client, _: client.list_adapters(),
 }

@@ -62,8 +62,6 @@ if not HAS_TRITON:
 elif INTERPRETED:
     _interpret()
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture
 def device() -> str:

@@ -169,7 +169,7 @@ def test_bits_of_a_row_are_the_same_for_any_number_of_rows(outputs: int, inputs:
     rows, packed = x.bfloat16(), pack_weight(weight.bfloat16())
     alone = torch.cat([linear(row[None], packed, bias) for row in rows])
     assert alone.isnan().any() and alone.isinf().any()
-    for count in (*range(2, 71), 257, 300):
+    for count in (*range(2, 19), *range(31, 35), *range(63, 67), 257, 300):
         assert torch.equal(bits(linear(rows[:count], packed, bias)), bits(alone[:count])), count
 
 

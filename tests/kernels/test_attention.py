@@ -201,7 +201,7 @@ TABLE = {
             [random.Random(seed).choice([(), *FEATURES])],
             groups(1 + seed % 8),
         )
-        for seed in range(30)
+        for seed in range(10)
     },
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,33 +31,6 @@ def check(backend: str, case: Case, library: Callable[..., Any], **told: Any) ->
         mask = torch.zeros(hidden.shape).double().masked_fill(hidden, -torch.inf)[None, None]
         wide = (each.double().transpose(0, 1)[None] for each in (query, keys, values))
         assert_close(rows, library(*wide, mask)[0].double())
-
-
-@BACKENDS
-def test_softcap_of_gemma2(backend: str) -> None:
-    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
-
-    module: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, training=False)
-
-    def library(*tensors: Any) -> Any:
-        told: dict[str, Any] = {"scaling": SCALE, "softcap": 1.5}
-        return eager_attention_forward(module, *tensors, **told)[0]
-
-    check(backend, make_case(LENGTHS), library, softcap=1.5)
-
-
-@BACKENDS
-def test_sinks_of_gpt_oss(backend: str) -> None:
-    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
-
-    sinks = torch.tensor([-1.0, 0.0, 1.0, 4.0])
-    module: Any = SimpleNamespace(num_key_value_groups=2, training=False, sinks=sinks.double())
-
-    def library(*tensors: Any) -> Any:
-        told: dict[str, Any] = {"scaling": SCALE}
-        return eager_attention_forward(module, *tensors, **told)[0]
-
-    check(backend, make_case(LENGTHS), library, sinks=sinks)
 
 
 @BACKENDS

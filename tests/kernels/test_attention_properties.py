@@ -60,11 +60,9 @@ def test_bits_of_a_row_depend_on_its_sequence_only(
     items = [(4, 1100), (1, 33), (16, 700), (3, 90), (40, 530), (110, 150)]
     case = make_case(items, width=width, value_width=64, dtype=dtype, window=window, features=features)
     together = attend(case, COMPILED)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(attend(case, COMPILED), together)
-    finally:
-        torch.set_num_threads(1)
+    torch.set_num_threads(3)
+    assert torch.equal(attend(case, COMPILED), together)
+    torch.set_num_threads(1)
     by_item = torch.split(together, list(case.batch.query_lens))
     for item, rows in enumerate(by_item):
         for row in range(len(rows)):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import MixtralConfig, Qwen3MoeConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kernels.cpu.experts import PackedWeights
 from kernels.experts import experts, experts_reference, pack_experts, route
@@ -121,8 +121,8 @@ def test_activations_and_weights_of_either_dtype(
     assert_within(run(*given, activation), *experts64(*given, activation))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_no_rows(dtype: torch.dtype, run: Run) -> None:
+def test_no_rows(run: Run) -> None:
+    dtype = torch.bfloat16
     ids, weights = route(torch.zeros(0, 3), 2, normalize=True)
     assert run(torch.zeros(0, 16, dtype=dtype), *matrices(3, 8, 16, dtype), ids, weights).shape == (0, 16)
 
@@ -187,37 +187,6 @@ def test_routes_bitwise_as_mixtral(dtype: torch.dtype) -> None:
         actual_ids, actual_weights = route(logits, 2, normalize=True, dtype=torch.float32)
     assert torch.equal(actual_ids, ids)
     assert torch.equal(actual_weights, weights) and actual_weights.dtype is torch.float32
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_routed_experts_as_transformers(family: str) -> None:
-    block: Qwen3MoeSparseMoeBlock | MixtralSparseMoeBlock
-    if family == "qwen3_moe":
-        block = Qwen3MoeSparseMoeBlock(
-            Qwen3MoeConfig(
-                hidden_size=32,
-                moe_intermediate_size=24,
-                num_experts=8,
-                num_experts_per_tok=3,
-                norm_topk_prob=True,
-            )
-        )
-    else:
-        config = MixtralConfig(
-            hidden_size=32, intermediate_size=24, num_local_experts=8, num_experts_per_tok=3
-        )
-        block = MixtralSparseMoeBlock(config)  # type: ignore[no-untyped-call]
-    for parameter in block.parameters():
-        parameter.data.normal_().div_(parameter.shape[-1] ** 0.5)
-    x = torch.randn(20, 32)
-    with torch.inference_mode():
-        expected = block(x[None])[0]
-        ids, weights = route(x @ block.gate.weight.T, 3, normalize=True)
-        gate_up, down = block.experts.gate_up_proj, block.experts.down_proj
-        actual = experts(x, gate_up, down, ids, weights)
-        _, allowed = experts64(x, gate_up, down, ids, weights, "silu")
-    # Both are off by that at most.
-    assert ((actual - expected).abs().double() <= 2 * allowed).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

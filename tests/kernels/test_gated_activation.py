@@ -55,9 +55,7 @@ def exact(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("tokens", "width"), [(0, 32), (1, 1), (1, 8), (9, 96), (2, BLOCK), (2, BLOCK + 8), (1, 3 * BLOCK)]
-)
+@pytest.mark.parametrize(("tokens", "width"), [(0, 32), (1, 1), (9, 96), (2, BLOCK + 8)])
 def test_is_accurate(tokens: int, width: int, dtype: torch.dtype, activation: str, gate_of: Gate) -> None:
     gate_up = random(tokens, width, dtype)
     before = gate_up.clone()

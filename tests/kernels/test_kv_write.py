@@ -11,8 +11,6 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from workers.models.page_writes import PageWrites
 
-torch.set_num_threads(1)
-
 PAGES, PAGE_SIZE, HEADS, WIDTH = 5, 16, 2, 8
 
 

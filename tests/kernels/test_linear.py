@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,13 +22,6 @@ BIASED = [
 ]
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def sum_loss(inputs: int) -> float:
     """What a sum of `inputs` products of standard normal values loses in float32.
 
@@ -41,7 +32,7 @@ def sum_loss(inputs: int) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 9, 32, 300])
+@pytest.mark.parametrize("rows", [0, 1, 3, 6, 7, 32, 300])
 @pytest.mark.parametrize(("outputs", "inputs", "biased"), BIASED)
 def test_packed_weights_are_as_exact_as_plain_ones(
     rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype
@@ -56,7 +47,6 @@ def test_packed_weights_are_as_exact_as_plain_ones(
     torch.testing.assert_close(actual.double(), expected, rtol=DTYPES[dtype], atol=sum_loss(inputs))
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(

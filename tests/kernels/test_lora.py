@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,13 +17,6 @@ DTYPES = [torch.bfloat16, torch.float32]
 CPU = torch.device("cpu")
 # Inputs, and the outputs of each part: those that fill the last blocks, and those that do not; odd ones.
 SHAPES = [(64, (48, 16, 16)), (160, (33, 7, 20)), (47, (100, 1)), (33, (130,)), (288, (1040, 32))]
-
-
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -115,7 +108,7 @@ class Case:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 33, 70])
+@pytest.mark.parametrize("rows", [0, 1, 7, 70])
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_rows_with_several_adapters(
     inputs: int, outputs: tuple[int, ...], rows: int, dtype: torch.dtype
@@ -147,12 +140,6 @@ def test_any_rank(ranks: Sequence[int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_ranks_of_three_parts(dtype: torch.dtype) -> None:
-    Case(20, 70, (50, 30, 40), dtype, slots=1, ranks=[MAX_RANK]).check()
-
-
-@pytest.mark.usefixtures("backend")
 def test_only_x_a_and_the_sum_are_rounded() -> None:
     """Near 256 numbers are 2 apart, so 1 and a little more tells whether more is rounded, or less."""
     little = 2.0**-9  # beside 1 it is lost in bfloat16
@@ -167,7 +154,6 @@ def test_only_x_a_and_the_sum_are_rounded() -> None:
     assert y.tolist() == [[256.0], [258.0]]
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_bits_of_a_row_depend_neither_on_the_others_nor_on_threads(
@@ -210,45 +196,6 @@ def test_nan_in_other_rows_and_slots_does_not_matter(dtype: torch.dtype) -> None
     others = [row for row in range(40) if row != 11]
     assert torch.equal(poisoned[others], clean[others])
     assert poisoned[11].isnan().all()
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_and_parts_without_an_adapter_are_left_alone(dtype: torch.dtype) -> None:
-    case = Case(30, 64, (48, 16, 30), dtype)
-    case.y[case.y > 1] = torch.nan  # every bit
-    case.pairs[1], case.pairs[2][0] = [None] * 3, None
-    found, integers = case.run(), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    for row, slot in enumerate(case.slots.tolist()):
-        pairs = [None] * 3 if slot < 0 else case.pairs[slot]
-        after, before = (torch.split(y[row].view(integers), list(case.outputs)) for y in (found, case.y))
-        for pair, one, other in zip(pairs, after, before, strict=True):
-            assert pair is not None or torch.equal(one, other)
-    assert (case.slots == 1).any() and (case.slots == 2).any()
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_slot_is_replaced_and_emptied() -> None:
-    case = Case(9, 64, (32,), torch.bfloat16, slots=4)
-    table = case.table()
-    case.slots[:] = 3
-    first = case.run(table=table)
-    case.pairs[3] = case.pairs[0]
-    table.set(3, case.table().slots[0])
-    second = case.run(table=table)
-    case.check()
-    table.set(3, None)
-    assert torch.equal(case.run(table=table), case.y)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("slot", [6, 2**31 - 1])
-def test_a_slot_that_is_not_there(slot: int) -> None:
-    case = Case(8, 16, (16,), torch.bfloat16)
-    case.slots[5] = slot
-    with pytest.raises(IndexError):
-        case.run()
 
 
 def test_a_dtype_without_a_kernel() -> None:

@@ -92,7 +92,7 @@ def both(work: Callable[[], list[_Number]]) -> tuple[list[_Number], list[_Number
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 17, 64, 65, 300, 5000, 20_011])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_they_agree_on_any_settings(seed: int, vocab: int) -> None:
     rng = np.random.default_rng([seed, vocab])
     logits = logits_of(rng, 3, vocab)

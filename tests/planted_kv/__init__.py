@@ -51,19 +51,14 @@ def forwards(replace: Replace) -> None:
 
 
 def copies(replace: Replace) -> None:
-    """In a page that is copied, within a worker or from another one, each token is one slot too late."""
-    right_copy, right_write = KvTensors.copy_pages, KvTensors.write_pages
+    """In a page that is copied each token is one slot too late."""
+    right = KvTensors.copy_pages
 
     def copy_pages(self: KvTensors, pairs: Sequence[tuple[int, int]]) -> None:
-        right_copy(self, pairs)
+        right(self, pairs)
         shift(self, [target for _, target in pairs])
 
-    def write_pages(self: KvTensors, pages: Sequence[int], data: bytes, skipped: int = 0) -> None:
-        right_write(self, pages, data, skipped)
-        shift(self, pages)
-
     replace(KvTensors, "copy_pages", copy_pages)
-    replace(KvTensors, "write_pages", write_pages)
 
 
 def adoptions(replace: Replace) -> None:

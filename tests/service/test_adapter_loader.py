@@ -13,23 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import psutil
 import pytest
-from quire.v1 import admin_pb2, types_pb2
-from structlog.testing import capture_logs
+from quire.v1 import admin_pb2
 
 from service import uploads
 from service.adapters import loader, store
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore, identity
-from service.api.admin import AdminApi
 from service.config import Config
 from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
 from service.journal.values import StoredValues
-from service.runtimes.runtime_calls import RuntimeCalls
 from service.uploads import RESERVE_BYTES
-from tests.service.served import state_of
 from tests.sim.harness import FailingJournal
 from workers.adapters.adapter import identity as worker_identity
 from workers.common import worker_pb2
@@ -78,51 +73,9 @@ def numbers_of(server: Server) -> dict[str, int]:
     return {version.adapter_id: version.number for version in server.adapters if not version.retired}
 
 
-async def test_subdirectories_that_are_no_adapters_are_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = tmp_path / "adapters"
-    write_files(directory / "good")
-    write_files(directory / "not an id")
-    write_files(directory / "run" / "checkpoint-100")
-    write_files(directory / "half")
-    (directory / "half" / FILES[1]).unlink()
-    (directory / "file").touch()
-    monkeypatch.setattr(loader, "_INTERVAL_S", 0.01)
-    with capture_logs() as logs:
-        server = Server(tmp_path / "data", adapters=str(directory))
-        running = asyncio.create_task(server.loader.run())
-        write_files(directory / "later" / "nested")
-        (directory / "good" / FILES[0]).unlink()
-        while len(logs) < 5:
-            await asyncio.sleep(0.01)
-        write_files(directory / "last")
-        while "last" not in numbers_of(server):
-            await asyncio.sleep(0.01)
-        running.cancel()
-    told = [(entry["name"], entry["why"]) for entry in logs if entry["log_level"] == "warning"]
-    assert len(told) == len(set(told)) == 5
-    assert dict(told)["half"] == f"it has no {FILES[1]}"
-    assert dict(told)["run"] == f"it has no {FILES[0]} and no {FILES[1]}"
-    assert dict(told).keys() == {"half", "run", "not an id", "later", "good"}
-
-
 async def requests(*messages: admin_pb2.LoadAdapterRequest) -> AsyncIterator[admin_pb2.LoadAdapterRequest]:
     for message in messages:
         yield message
-
-
-async def test_the_next_gateway_knows_the_operators_adapters_by_the_same_numbers(tmp_path: Path) -> None:
-    """Caches, and workers that outlive the gateway, have these numbers."""
-    directory = tmp_path / "adapters"
-    for name in ("one", "two"):
-        write_files(directory / name)
-    server = Server(tmp_path / "data", adapters=str(directory))
-    numbers = numbers_of(server)
-    (directory / "one" / FILES[0]).write_bytes(b"other content")
-    later = numbers_of(Server(tmp_path / "data", server.values, adapters=str(directory)))
-    assert later["two"] == numbers["two"]
-    assert later["one"] > max(numbers.values()), "another version has a number of its own"
 
 
 async def test_workers_and_callers_learn_of_a_version_when_it_is_stored(
@@ -186,32 +139,6 @@ async def test_a_load_leaves_room_for_the_journal(tmp_path: Path, monkeypatch: p
         server.adapters.resolve("a\x1b", "")
 
 
-async def test_a_load_that_is_cancelled_while_it_copies_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, server = write_files(tmp_path / "source"), Server(tmp_path)
-    begun, may_go_on, copy = threading.Event(), threading.Event(), server.store.copy
-
-    def copy_later(path: Path, number: int) -> None:
-        begun.set()
-        may_go_on.wait()
-        copy(path, number)
-
-    monkeypatch.setattr(server.store, "copy", copy_later)
-    message = admin_pb2.LoadAdapterRequest(adapter_id="a", source=str(source))
-    load = asyncio.create_task(server.loader.load(requests(message), ""))
-    await asyncio.to_thread(begun.wait)
-    load.cancel()
-    # The cancellation takes effect, as far as it does before the copy ends.
-    for _ in range(10):
-        await asyncio.sleep(0)
-    may_go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await load
-    await asyncio.get_running_loop().shutdown_default_executor()
-    assert not list((tmp_path / "adapters").glob("*"))
-
-
 async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_path: Path) -> None:
     """Otherwise this gateway still serves what the next one does not know, and stores it again later."""
     adapters, journal = Adapters(10), FailingJournal()
@@ -229,23 +156,6 @@ async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_p
     with pytest.raises(asyncio.CancelledError):
         await unload
     assert numbers_of(Server(tmp_path, values)) == numbers_of(server) == {}
-
-
-async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_it() -> None:
-    adapters = Adapters(9)
-    for number, name in enumerate(("used", "not used yet"), start=1):
-        adapters.update([AdapterVersion(number, name, None, "/directory", identity="files")])
-    state, none = state_of(Config(), worker_pb2.WorkerReady()), cast(Any, None)
-    of_worker = types_pb2.LoraAdapterMetrics(version=1, rank=8, size_bytes=1 << 20)
-    state.slots[0].snapshot = worker_pb2.WorkerSnapshot(
-        lora_adapters=[of_worker, types_pb2.LoraAdapterMetrics(version=2, operations=1, waiting=1)]
-    )
-    api = AdminApi(
-        state, none, adapters, lambda: Counter({1: 3}), none, none, RuntimeCalls(none, state, None, none)
-    )
-    listed = (await api.ListAdapters(admin_pb2.ListAdaptersRequest(), none)).adapters
-    found = {one.adapter_id: (one.rank, one.size_bytes, one.caches) for one in listed}
-    assert found == {"used": (8, 1 << 20, 3), "not used yet": (0, 0, 0)}
 
 
 async def endless(
@@ -376,17 +286,6 @@ async def test_adapters_that_cannot_be_used_are_read_once_and_never_on_the_event
     running.cancel()
     assert threading.main_thread() not in looks
     assert set(read.values()) == {1} and "not a name" not in read
-
-
-def test_a_directory_in_place_of_a_file_costs_no_descriptor(tmp_path: Path) -> None:
-    """The operator's directory is looked at for as long as a server runs."""
-    source = write_files(tmp_path / "source")
-    (source / FILES[1]).unlink()
-    (source / FILES[1]).mkdir()
-    before = psutil.Process().num_fds()
-    scanned = store.scan(tmp_path, {}, MAX_BYTES)
-    assert scanned is not None and scanned[0] == {}
-    assert psutil.Process().num_fds() == before
 
 
 def test_an_adapter_that_is_being_written_to_stays_what_it_was(

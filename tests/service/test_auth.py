@@ -153,12 +153,6 @@ async def behind(authenticator: Authenticator | None) -> AsyncIterator[Harness]:
         yield Harness(servicer, channel)
 
 
-async def test_without_authentication_all_are_one_anonymous_tenant() -> None:
-    async with behind(None) as harness:
-        assert await harness.call("Decode") == "-"
-        assert await harness.call("Decode", "Bearer whatever") == "-"
-
-
 async def test_only_a_known_token_is_accepted(alice: tuple[str, Authenticator]) -> None:
     (token, authenticator), (stranger, _) = alice, entry("alice")
     async with behind(authenticator) as harness:
@@ -241,11 +235,6 @@ async def test_the_file_is_reloaded_and_a_broken_one_changes_nothing(
         assert await harness.call("Decode", f"Bearer {old}") == "BAD_TOKEN"
         assert authenticator.tenant("alice").quota.max_caches == 7, "of the same tenant as before"
     watching.cancel()
-
-
-def test_with_certificates_a_file_may_have_quotas_only(tmp_path: Path) -> None:
-    file = written(tmp_path / "tokens", "[tenants.alice]", "max_caches = 1")
-    assert Authenticator(file, certificates=True).tenant("alice").quota.max_caches == 1
 
 
 PEER = {"x509_common_name": [b"carol"]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.budgets import COPIES, SMALL_BYTES, Budget, Budgets, in_memory
+from service.budgets import SMALL_BYTES, Budget, Budgets
 from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import AnswersFull, ArrivingFull, BudgetFull, SessionLimit, TooManyExecutions
@@ -71,12 +71,6 @@ def test_a_small_answer_waits_for_the_small_ones_of_others() -> None:
     with pytest.raises(AnswersFull) as refused:
         budget.share(CAROL).take(1)
     assert refused.value.metadata == {"limit_bytes": "4096"}
-
-
-def test_callers_without_a_tenant_have_all_of_it() -> None:
-    budgets = Budgets.of_server(Config(max_connections=400))
-    budgets.of(None).streams.take(100)
-    assert budgets.streams.used == 100
 
 
 def test_of_some_things_a_tenant_leaves_half_to_others() -> None:
@@ -188,8 +182,3 @@ def test_who_exceeds() -> None:
     assert exceeded() == (True, False, True), "bob has less than an equal part"
     bob.adjust(30)
     assert exceeded() == (True, True, True)
-
-
-def test_large_answers_count_as_often_as_they_are_in_memory() -> None:
-    assert in_memory(4096) == 4096
-    assert in_memory(64 << 20) == COPIES * (64 << 20)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 import pytest
 
-from service.caches.cache_index import CacheIndex
-from service.caches.entries import CacheEntry
-from service.caches.ledger import CacheState
 from service.caches.machine import CacheMachine
 from service.caches.records import CacheCreated
 from service.caches.requests import Appended, Fork, Handles, Release, Released, Renew, Source
 from service.caches.reservations import MAX_WAITING_PER_CACHE, Limits
-from service.errors import QueueFull
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Pool
 
@@ -24,23 +15,6 @@ from tests.sim.model_worker import Pool
 @pytest.fixture
 def gateway() -> Gateway:
     return Gateway()
-
-
-def test_what_a_fork_releases_is_one_command_to_a_worker(gateway: Gateway) -> None:
-    cache, *others = (gateway.create(token) for token in range(20))
-    gateway.sent.clear()
-    gateway.handles(Fork.of(cache, 2, others))
-    assert [len(command.release.sequences) for command in gateway.sent if command.HasField("release")] == [19]
-    gateway.work()
-    assert gateway.held() == [[0]] * 3
-
-
-def test_a_full_queue_says_when_to_come_back() -> None:
-    gateway = Gateway(Limits(max_queued_operations=2))
-    tickets = [gateway.ask(prefill(1)) for _ in range(3)]
-    assert gateway.reason(tickets[2]) == "QUEUE_FULL"
-    error = gateway.replies[tickets[2]]
-    assert isinstance(error, QueueFull) and error.retry_after_s
 
 
 def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
@@ -52,20 +26,6 @@ def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
     gateway.work()
     assert isinstance(gateway.replies[renewal], Handles)
     assert gateway.replies[release] == Released(released=True), "what frees a cache is always let in"
-
-
-def test_without_any_worker_ever_nothing_can_be_created() -> None:
-    gateway = Gateway(workers=0)
-    assert gateway.refusal(prefill(1)).reason == "NO_WORKER"
-    gateway.start_worker("worker-0")
-    gateway.create(1)
-
-
-def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway) -> None:
-    ticket = gateway.ask(prefill(1))
-    gateway.dispatcher.start_draining()
-    assert gateway.refusal(prefill(1)).reason == "DRAINING"
-    assert isinstance(gateway.replies[ticket], Appended)
 
 
 def test_a_bug_while_starting_leaves_nothing_waiting(
@@ -95,34 +55,6 @@ def test_pages_of_caches_start_where_they_are_asked_to() -> None:
         assert [handle.cache_id for _, handle in gateway.machine.index.handles(order)] == caches[index + 1 :]
 
 
-def test_a_page_of_caches_costs_the_same_wherever_it_starts() -> None:
-    index = CacheIndex()
-    for order in range(1, 3001):
-        state = CacheState(order, f"cache-{order}", "", b"", 0, 1.0, "")
-        index.add(CacheEntry(order, index.anonymous, ephemeral=False, state=state), order)
-    assert _lines_run(lambda: next(index.handles(2990))[0]) == _lines_run(lambda: next(index.handles(0))[0])
-    for entry in list(index)[:2990]:
-        index.remove(entry)
-    # Those of the released caches that are left are few.
-    assert _lines_run(lambda: next(index.handles(0))) < 500
-
-
-def _lines_run(call: Callable[[], object]) -> int:
-    count, before = 0, sys.gettrace()
-
-    def trace(_frame: FrameType, event: str, _arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize(("gone_s", "left_s"), [(4.0, 6.0), (-4.0, 10.0)], ids=["down", "clock set back"])
 def test_leases_run_on_while_the_gateway_is_down(gone_s: float, left_s: float) -> None:
     machine = CacheMachine(Limits())
@@ -137,23 +69,6 @@ def test_expired_caches_are_released_in_portions(gateway: Gateway) -> None:
         gateway.create(token, lease_s=1.0)
     gateway.now_s = 5.0
     assert [gateway.dispatcher.expire(4) for _ in range(4)] == [4, 4, 2, 0]
-
-
-def test_a_cache_in_use_does_not_expire(gateway: Gateway) -> None:
-    cache = gateway.create(1, lease_s=10.0)
-    gateway.ask(decode(cache, 2))
-    gateway.now_s = 1000.0
-    assert gateway.dispatcher.expire() == 0
-    gateway.work()
-    assert gateway.dispatcher.expire() == 0, "just used"
-
-
-def test_an_answer_in_memory_needs_no_worker(gateway: Gateway) -> None:
-    cache = gateway.create(1, 2)
-    first = gateway.append(decode(cache, 3, position=2))
-    gateway.lose_worker()
-    again = gateway.append(decode(cache, 3, position=2))
-    assert again.answer == first.answer and again.kept == first.kept
 
 
 # Forks of several caches.

@@ -159,10 +159,6 @@ def test_a_flood_is_logged_in_part_and_counted_in_full(
     assert log.refusals == {"QUEUE_FULL": 1000, "DRAINING": 1}
 
 
-def test_without_the_settings_calls_that_succeed_have_no_line() -> None:
-    assert not state_of(Config()).call_log.has_successes
-
-
 async def test_at_debug_level_each_call_has_a_line(stream: io.StringIO) -> None:
     configure_logging("debug", "json", stream)
     async with serving(log_level="debug", slow_call_ms=60_000) as server:

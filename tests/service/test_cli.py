@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,117 +12,15 @@ import pytest
 from quire.cli.main import main
 
 from service.auth.tokens import read_token_store
-from service.config import Config
-from service.data_directory import data_directory
 from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
-from service.pool import pool_files
 from tests.quire_command import run
 from tests.service.journal_traffic import open_journal
-
-DAY_S = 86_400
 
 
 def none(*_: object) -> None:
     """There are no records."""
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path / "quire"
-
-
-def left_behind(port: int, *, days: float, more_bytes: int = 0) -> Path:
-    """The directory of a server that has ended."""
-    directory = data_directory(Config(listen=f"127.0.0.1:{port}"))
-    assert directory is not None
-    with contextlib.closing(open_journal(directory, "normal")):
-        (directory / "workers").mkdir()
-        (directory / "workers" / "epoch").write_bytes(bytes(more_bytes))
-    then_s = time.time() - days * DAY_S
-    for path in (directory, *directory.rglob("*")):
-        os.utime(path, (then_s, then_s))
-    return directory
-
-
-def test_directories_are_listed_with_size_and_age(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["state", "list"]) == 0
-    assert capsys.readouterr().out == f"in {home}:\n"
-    old = left_behind(1, days=40, more_bytes=3 << 20)
-    new = left_behind(2, days=2)
-    (home / "run" / "quire-1-2").mkdir(parents=True)
-    with contextlib.closing(open_journal(new, "normal")):
-        assert main(["state", "list"]) == 0
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split() for row in rows] == [
-        ["3.0", "MiB", "40.0", "days", "ago", old.name],
-        ["0.0", "MiB", "in", "use", new.name],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("days", "said"), [(2, "2.0 days ago"), (0.5, "12.0 hours ago"), (1 / 96, "15 minutes ago")]
-)
-def test_ages_have_a_fitting_unit(
-    home: Path, capsys: pytest.CaptureFixture[str], days: float, said: str
-) -> None:
-    left_behind(1, days=days)
-    assert main(["state", "list"]) == 0
-    assert said in capsys.readouterr().out
-
-
-def test_directories_are_removed_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = left_behind(1, days=40), left_behind(2, days=2)
-    assert main(["state", "remove", old.name]) == 0
-    assert capsys.readouterr().out == f"removed {old.name}: 0.0 MiB, written to 40.0 days ago\n"
-    assert list(home.iterdir()) == [new]
-    (home / "run").mkdir()
-    for name in (old.name, "run", "..", ""):
-        assert main(["state", "remove", name]) == 1
-        assert capsys.readouterr() == ("", f"quire: {name} is not in {home}\n")
-    assert sorted(home.iterdir()) == [new, home / "run"]
-
-
-def test_old_directories_are_removed_and_others_kept(home: Path) -> None:
-    old, new = left_behind(1, days=40), left_behind(2, days=2)
-    # As a removal leaves it that was interrupted; a server has come to the same address since.
-    old.rename(old.with_name(old.name + ".removed"))
-    left_behind(1, days=35)
-    assert main(["state", "remove", "--older-than", "30"]) == 0
-    assert list(home.iterdir()) == [new]
-    assert main(["state", "remove", "--older-than", "0"]) == 0
-    assert list(home.iterdir()) == []
-
-
-@pytest.mark.parametrize("locked", ["lock", "workers"])
-def test_what_a_server_uses_is_never_removed(
-    home: Path, capsys: pytest.CaptureFixture[str], locked: str
-) -> None:
-    """Which of them it locks depends on where caches are written down, and whether workers outlive it."""
-    used = left_behind(1, days=40)
-    lock = os.open(used / locked, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        before = sorted(used.rglob("*"))
-        assert main(["state", "remove", "--older-than", "0"]) == 0
-        assert main(["state", "remove", used.name]) == 1
-        assert capsys.readouterr() == ("", f"quire: {used.name} is in use by a server\n")
-        assert sorted(used.rglob("*")) == before
-    finally:
-        os.close(lock)
-    assert main(["state", "remove", used.name]) == 0
-
-
-def test_serve_of_a_model_that_is_nowhere_ends_with_a_line(tmp_path: Path) -> None:
-    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    with run("serve", "--model", "org/name", "--listen", "127.0.0.1:0", **environment) as process:
-        _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    where = f"is no directory here and is not in the cache {tmp_path / 'hub'}; HF_HUB_OFFLINE is set"
-    hint = "download it first (hf download org/name), or name a directory that holds it"
-    assert error == f"quire: org/name {where}: {hint}\n"
 
 
 def refused(*flags: str) -> dict[str, Any]:
@@ -135,40 +30,6 @@ def refused(*flags: str) -> dict[str, Any]:
     assert process.returncode == 1
     (line,) = map(json.loads, error.splitlines())
     return dict(line)
-
-
-def test_a_second_server_on_a_port_is_told_of_the_port(tmp_path: Path) -> None:
-    """The first one has the data directory of the address, too."""
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        listen = f"127.0.0.1:{first.getsockname()[1]}"
-        directory = tmp_path / "data"
-        with contextlib.closing(open_journal(directory, "normal")):
-            line = refused("--listen", listen, "--data-dir", str(directory))
-    assert (line["event"], line["listen"]) == ("cannot listen", listen)
-    assert line["error"] == "another process has this address: end it, or choose another address"
-
-
-@pytest.mark.parametrize(
-    "setting", ["openai-listen", "metrics-listen", "pool-listen", "gateways", "gateways of metrics"]
-)
-def test_a_further_port_that_is_taken_is_named_with_the_reason(tmp_path: Path, setting: str) -> None:
-    """Not the one of callers, which is free."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        taken = f"127.0.0.1:{other.getsockname()[1]}"
-        flags = [f"--{setting}", taken]
-        if setting == "pool-listen":
-            pool_files.write_certificates(tmp_path, 1)
-            flags += ["--pool", str(tmp_path), "--workers", "1"]
-        elif setting.startswith("gateways"):
-            other_port = "--openai-listen" if setting == "gateways" else "--metrics-listen"
-            flags = ["--gateways", "2", "--workers", "2", other_port, taken]
-            flags += ["--data-dir", str(tmp_path / "data")]
-        with run("serve", "--listen", "127.0.0.1:0", *flags, "--log-format", "json") as process:
-            _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    line, *_ = (line for line in map(json.loads, error.splitlines()) if line["level"] == "error")
-    assert taken in line.get("listen", line["error"])
-    assert line["error"].endswith("another process has this address: end it, or choose another address")
 
 
 def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
@@ -191,17 +52,6 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
                 patch.setenv("QUIRE_GATEWAYS", variable)
             assert main([*flags, *given]) == 2
         assert capsys.readouterr().err.startswith(f"quire: {said}")
-
-
-def test_a_second_server_on_a_port_removes_nothing_of_the_first(tmp_path: Path) -> None:
-    """Not with a journal in memory either, with which neither has locked the directory by then."""
-    of_first = [tmp_path / "data" / name for name in ("adapter-versions/1", "weight-uploads/0a")]
-    for path in of_first:
-        path.mkdir(parents=True)
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        listen = f"127.0.0.1:{first.getsockname()[1]}"
-        refused("--listen", listen, "--data-dir", str(tmp_path / "data"), "--journal", "memory")
-    assert all(path.is_dir() for path in of_first)
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

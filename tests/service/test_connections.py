@@ -126,6 +126,7 @@ class QuietRunner(runner_pb2_grpc.ModelRunnerServiceServicer):
         return runner_pb2.CancelExecutionResponse(cancelled=True)
 
 
+@pytest.mark.thorough  # It waits for four pings: twelve seconds.
 def test_a_quiet_call_is_not_ended_by_the_pings_of_a_client_of_several_gateways() -> None:
     """Before, the server's limit had a name that gRPC does not know, and the fourth ping was one too many."""
     with ExitStack() as stack:

@@ -28,20 +28,6 @@ def test_each_address_and_model_has_its_own(home: Path) -> None:
     assert data_directory(Config(listen="127.0.0.1:50051", model="paged-attention")) != first
 
 
-def test_the_configured_one_is_used(tmp_path: Path) -> None:
-    assert data_directory(Config(data_dir=str(tmp_path), listen="127.0.0.1:0")) == tmp_path
-
-
-def test_a_port_that_is_chosen_anew_has_none() -> None:
-    assert data_directory(Config(listen="127.0.0.1:0")) is None
-
-
-@pytest.mark.parametrize("listen", ["unix:/run/user/1/quire.sock", "[::1]:50051"])
-def test_names_cannot_lead_elsewhere(home: Path, listen: str) -> None:
-    found = data_directory(Config(listen=listen))
-    assert found is not None and found.parent == home / "quire" and "/" not in found.name
-
-
 def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/reader")
     monkeypatch.setenv("XDG_STATE_HOME", "relative")

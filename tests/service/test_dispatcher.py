@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-from quire.v1 import types_pb2
 
 from service import dispatcher as dispatcher_module
-from service.caches.requests import Append, Appended, AppendKind, Fork, Release, Renew, Request, Truncate
+from service.caches.requests import Fork, Release, Renew, Request, Truncate
 from service.dispatcher import Outcome
-from service.errors import CacheNotFound, JournalUnavailable, NoWorker, QuireError
+from service.errors import CacheNotFound, JournalUnavailable, QuireError
 from tests.sim.harness import Gateway, decode, prefill
 from workers.common import worker_pb2
 
@@ -47,24 +45,6 @@ def bench() -> Bench:
     return Bench()
 
 
-def kinds(commands: Sequence[worker_pb2.WorkerCommand]) -> list[str | None]:
-    return [command.WhichOneof("command") for command in commands]
-
-
-async def test_a_call_is_answered_when_all_of_it_is_done(bench: Bench) -> None:
-    a, b = bench.create(1), bench.create(2)
-    task = await bench.start(decode(a, 3), decode("unknown", 4), decode(b, 5))
-    first, second = bench.sent
-    bench.answer(second)
-    await asyncio.sleep(0)
-    assert not task.done()
-    bench.answer(first)
-    outcomes = await task
-    assert isinstance(outcomes[1], CacheNotFound)
-    appended = [o for o in (outcomes[0], outcomes[2]) if isinstance(o, Appended)]
-    assert [one.cache_id for one in appended] == [a, b], "in the order of the requests"
-
-
 async def test_a_call_is_a_caller_of_its_own(bench: Bench) -> None:
     """All items of a batch are of one caller, and no other call's are."""
     caches = [bench.create(n) for n in range(4)]
@@ -74,59 +54,6 @@ async def test_a_call_is_a_caller_of_its_own(bench: Bench) -> None:
         numbers += [command.forward.caller for command in bench.sent]
     assert 0 not in numbers
     assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
-
-
-async def test_an_answer_that_is_computed_again_is_of_who_asks_again(bench: Bench) -> None:
-    cache = bench.create(1)
-    first = await bench.start(decode(cache, 7, position=1))
-    before = bench.sent[0].forward.caller
-    bench.answer(bench.sent[0])
-    await first
-    output = types_pb2.OutputOptions(top_logprobs=1)
-    await bench.start(decode(cache, 7, position=1, output=output))
-    assert kinds(bench.sent) == ["fork", "forward"]
-    assert 0 != bench.sent[1].forward.caller != before
-
-
-async def test_no_requests_are_no_call(bench: Bench) -> None:
-    assert await bench.dispatcher.run([]) == []
-
-
-async def test_a_call_that_is_cancelled_is_undone(bench: Bench) -> None:
-    a, b = bench.create(1), bench.create(2)
-    task = await bench.start(decode(a, 3), decode(b, 4))
-    first, second = bench.sent
-    bench.answer(first)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert kinds(bench.sent[2:]) == ["abort", "truncate"]
-    late = worker_pb2.WorkerEvent(op_id=second.op_id, forward=worker_pb2.ForwardDone(kept=1))
-    bench.respond(late)
-    assert bench.tokens(a) == [1, 3], "what was answered stays"
-    assert bench.tokens(b) == [2]
-    assert bench.dispatcher.caches.operations_in_flight == 0
-
-
-@pytest.mark.parametrize("is_written", [True, False])
-async def test_a_forward_that_is_over_before_it_was_sent_is_not_sent(
-    bench: Bench, *, is_written: bool
-) -> None:
-    """A fork that came with a decode releases its cache after it has begun; unless that cannot be written."""
-    cache, other = bench.create(1), bench.create(2)
-    bench.disk.fails = not is_written
-    task = await bench.start(decode(cache, 3), Fork.of(other, 1, release=[cache]))
-    if is_written:
-        decoded, forked = await task
-        assert "forward" not in kinds(bench.sent) and "abort" not in kinds(bench.sent)
-        assert isinstance(decoded, CacheNotFound) and not isinstance(forked, QuireError)
-        return
-    (forward,) = bench.sent
-    assert kinds([forward]) == ["forward"], "begun again, it is sent once"
-    bench.disk.fails = False
-    bench.answer(forward)
-    decoded, forked = await task
-    assert isinstance(decoded, Appended) and isinstance(forked, JournalUnavailable)
 
 
 async def test_it_is_found_out_that_the_journal_works_again(
@@ -175,28 +102,6 @@ async def test_what_was_made_for_a_caller_who_left_before_he_knew_is_released(be
         await task
     assert [handle.cache_id for _, handle in bench.dispatcher.caches.index.handles()] == [cache]
     assert bench.dispatcher.caches.operations_in_flight == 0
-
-
-async def test_what_can_be_asked_for_again_stays(bench: Bench) -> None:
-    task = await bench.start(Append(AppendKind.PREFILL, "", (2,), request_id="mine"))
-    bench.answer(bench.sent[-1])
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(bench.dispatcher.caches) == 1
-
-
-async def test_those_who_are_parked_are_looked_at_as_time_passes(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher_module, "_TICK_S", 0.0)
-    bench.lose_worker()
-    task = await bench.start(Append(AppendKind.PREFILL, "", (2,), timeout_s=0.01))
-    bench.now_s = 0.01
-    keeping = asyncio.create_task(bench.dispatcher.keep_time())
-    (outcome,) = await task
-    keeping.cancel()
-    assert isinstance(outcome, NoWorker)
 
 
 @pytest.mark.parametrize(

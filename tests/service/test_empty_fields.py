@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from quire import output_options, token_mask
+from quire import token_mask
 from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
 
 from service.adapters.registry import check_adapter_id
 from service.api import append_codec, validation
-from service.api.admin import AdminApi
 from service.api.request_limits import RequestLimits
 from service.errors import InvalidArgument
 from service.extensions.openai.generate import generate
@@ -93,11 +91,6 @@ def _drafts(draft: types_pb2.DraftProbabilities) -> None:
     _verify(rows=rows, accept=types_pb2.VERIFY_ACCEPT_SPECULATIVE)
 
 
-def _move(**fields: str) -> None:
-    api = AdminApi.__new__(AdminApi)
-    asyncio.run(api.MoveCache(admin_pb2.MoveCacheRequest(**fields), None))  # type: ignore[arg-type]
-
-
 def _source() -> None:
     asyncio.run(ModelSources(None, lambda _: None).find(""))
 
@@ -145,13 +138,12 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "ExecuteRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "EstimateCostRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "LoadWeightsRequest.source": ("BAD_SOURCE", _source),
-    "MoveCacheRequest.cache_id": ("EMPTY_CACHE_ID", lambda: _move(worker_id="w0")),
     "LoadAdapterRequest.adapter_id": ("BAD_ADAPTER", lambda: check_adapter_id("")),
 }
 # Refused where caches, workers or files are looked up.
 REFUSED_LATER = {
     "TokenPrompt.token_ids", "Chat.messages", "CancelExecutionRequest.request_id",
-    "MoveCacheRequest.worker_id", "AdapterFile.name", "UnloadAdapterRequest.adapter_id",
+    "AdapterFile.name", "UnloadAdapterRequest.adapter_id",
 }  # fmt: skip
 
 
@@ -167,16 +159,6 @@ def test_an_empty_value_where_one_is_needed_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         check()
     assert caught.value.reason == reason
-
-
-def test_an_empty_source_is_not_the_current_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgument) as caught:
-        _source()
-    assert caught.value.reason == "BAD_SOURCE"
 
 
 NONE_ALLOWED = [
@@ -204,11 +186,6 @@ def test_a_mask_that_allows_nothing_is_not_no_mask(mask: types_pb2.TokenMask) ->
     assert read.HasField("mask") and read.mask == mask
 
 
-def test_a_mask_that_forbids_nothing_is_a_mask() -> None:
-    output = types_pb2.OutputOptions(mask=types_pb2.TokenMask(forbidden=types_pb2.TokenIds()))
-    validation.check_output(output, LIMITS, 1)
-
-
 def test_a_constraint_of_no_kind_is_not_no_constraint() -> None:
     items.check(item())
     kinds: list[dict[str, Any]] = [{"regex": ""}, {"json_schema": ""}, {"lark": ""}, {"mask": {}}]
@@ -219,14 +196,6 @@ def test_a_constraint_of_no_kind_is_not_no_constraint() -> None:
         with pytest.raises(InvalidArgument) as caught:
             items.check(runner_pb2.ExecuteItem.FromString(empty.SerializeToString()))
         assert (caught.value.reason, caught.value.field) == ("BAD_CONSTRAINT", "constraint")
-
-
-def test_no_layers_are_not_the_last_one() -> None:
-    assert not output_options(hidden=False).HasField("hidden")
-    hidden: Any
-    for hidden in ([], (), iter(())):
-        with pytest.raises(ValueError, match="no layers"):
-            output_options(hidden=hidden)
 
 
 def resolve(model: str) -> ResolvedModel:

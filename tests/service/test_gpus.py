@@ -11,7 +11,6 @@ from service.config import Config
 from service.pool import gpus
 from service.pool.local import LocalLauncher, cores_near, settings_of
 from service.settings import ConfigError
-from tests.gateway_process import GatewayProcess
 from tests.load_config import load_config
 from workers.common import worker_pb2
 
@@ -72,7 +71,6 @@ def test_what_is_not_there_is_refused(machine: Path, devices: str) -> None:
         {"devices": "zero"},
         {"devices": "0,"},
         {"devices": "0", "device": "cpu"},
-        {"devices": "0", "ray_address": "auto"},
     ],
 )
 def test_a_setting_without_a_meaning_is_refused(settings: dict[str, str]) -> None:
@@ -91,17 +89,6 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
     assert workers(tensor_parallel=2) == 1
     assert workers(workers=2) == 2
     assert workers(device="cpu") == 1
-    assert workers(ray_address="auto") is None
-
-
-def test_each_worker_has_its_own(machine: Path) -> None:
-    """The others are hidden from it before torch is loaded."""
-    flags = ["--workers", "auto", "--device", "auto", "--devices", "2,0", "--kv-pages", "16"]
-    # A fork does not show its environment.
-    with GatewayProcess(model="paged-attention", workers=2, flags=flags, forks=False) as gateway:
-        seen = {process.environ().get("CUDA_VISIBLE_DEVICES") for process in gateway.worker_processes()}
-        assert seen == {UUIDS[2], UUIDS[0]}
-        assert {status.state for status in gateway.status().workers} == {2}, "they fall back to the CPU"
 
 
 async def test_a_worker_runs_near_its_gpus(tmp_path: Path) -> None:

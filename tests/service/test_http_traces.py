@@ -110,12 +110,3 @@ async def test_a_failure_has_its_reason(collector: Collector, status: int, is_ou
     assert one.attributes["error.type"] == "SOME_REASON"
     assert one.span.status.message == ("SOME_REASON" if is_ours else "")
     assert one.span.status.code == (one.span.status.STATUS_CODE_ERROR if is_ours else 0)
-
-
-async def test_a_client_that_leaves_is_no_error(collector: Collector) -> None:
-    app = App()
-    app.raises = asyncio.CancelledError()
-    with pytest.raises(asyncio.CancelledError):
-        await spans_of(collector, app, {})
-    (one,) = collector.spans()
-    assert "http.response.status_code" not in one.attributes and not one.span.status.code

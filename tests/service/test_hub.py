@@ -114,20 +114,6 @@ def test_what_is_in_the_cache_is_found_without_asking_anybody(
     assert find(revision=COMMIT) == (str(snapshot), "")
 
 
-def test_the_cache_may_be_elsewhere_and_have_revisions(tmp_path: Path, find: Find) -> None:
-    make_cache(tmp_path / "cache", SMALL | WEIGHTS)
-    other = make_cache(tmp_path / "cache", SMALL | WEIGHTS, commit="b" * 40, ref="v2")
-    assert find(revision="v2", HF_HUB_CACHE=str(tmp_path / "cache"))[0] == str(other)
-    assert find(revision="b" * 40, HF_HUB_CACHE=str(tmp_path / "cache"))[0] == str(other)
-
-
-def test_a_single_file_that_is_not_there_is_told_as_well(tmp_path: Path, find: Find) -> None:
-    """The library's own text is about its arguments."""
-    where = f"is not whole in the cache {tmp_path / 'home' / 'hub'}; HF_HUB_OFFLINE is set"
-    said = f"quire: {MODEL} is no directory here and {where}: {FIRST}\n"
-    assert find("config.json", HF_HUB_OFFLINE="1") == ("", said)
-
-
 def test_what_is_not_there_and_may_not_be_fetched_is_told(tmp_path: Path, find: Find) -> None:
     cache, why = tmp_path / "home" / "hub", "HF_HUB_OFFLINE is set"
     found, said = find(HF_HUB_OFFLINE="1")
@@ -139,20 +125,6 @@ def test_what_is_not_there_and_may_not_be_fetched_is_told(tmp_path: Path, find: 
     (snapshot / "model.safetensors").resolve().unlink()
     _, said = find(HF_HUB_OFFLINE="1")
     assert f"is not whole in the cache {cache}; {why}" in said, "a link to nothing"
-
-
-def test_a_shard_that_is_missing_is_told(tmp_path: Path, find: Find) -> None:
-    snapshot = make_cache(tmp_path / "home" / "hub", SMALL | SHARDS)
-    (snapshot / "model-00001-of-00002.safetensors").unlink()
-    assert "is not whole in the cache" in find(HF_HUB_OFFLINE="1")[1]
-
-
-def test_a_cache_that_cannot_be_read_is_told(tmp_path: Path, find: Find) -> None:
-    main = make_cache(tmp_path / "home" / "hub", SMALL | WEIGHTS).parents[1] / "refs" / "main"
-    main.unlink()
-    main.mkdir()
-    found, said = find(HF_HUB_OFFLINE="1")
-    assert found == "" and "cannot be read in the cache" in said and said.count("\n") == 1
 
 
 def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Path, find: Find) -> None:
@@ -168,16 +140,6 @@ def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Pat
     with serving(site) as endpoint:
         assert find(HF_ENDPOINT=endpoint)[0] == str(snapshot)
     assert site.fetched == ["tokenizer_config.json"]
-
-
-def test_nobody_there(find: Find) -> None:
-    found, said = find()
-    assert found == ""
-    assert said.startswith(
-        f"quire: {MODEL} is missing or incomplete in the cache, and cannot be downloaded from 127.0.0.1:1"
-    )
-    assert said.endswith(f"; {FIRST}\n")
-    assert f"(hf download {MODEL} --revision v1.0)" in find(revision="v1.0")[1]
 
 
 # Over the network.
@@ -198,14 +160,6 @@ def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, b
     # It is in the cache now, under the names by which it was asked for.
     assert find() == (found, "")
     assert find(revision=COMMIT, HF_HUB_OFFLINE="1") == (found, "")
-
-
-def test_a_broken_transfer_is_resumed(find: Find) -> None:
-    site = Hub(MODEL, SMALL | WEIGHTS, breaks=2, break_after=40_000)
-    with serving(site) as endpoint:
-        found, _ = find(HF_ENDPOINT=endpoint)
-    assert (Path(found) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
-    assert site.fetched.count("model.safetensors") == 3
 
 
 def test_a_transfer_that_always_breaks_leaves_nothing_half(find: Find) -> None:
@@ -253,14 +207,6 @@ def test_what_cannot_be_served_is_told(files: dict[str, bytes], said: str) -> No
         hub._check_can_be_served(MODEL, {name: len(content) for name, content in files.items()})
 
 
-def test_what_cannot_be_served_is_not_fetched(find: Find) -> None:
-    pickles = Hub(MODEL, SMALL | {"pytorch_model.bin": b"p"})
-    with serving(pickles) as endpoint:
-        found, lines = find(HF_ENDPOINT=endpoint)
-    assert found == "" and "pickles only" in lines and lines.count("\n") == 1
-    assert pickles.fetched == []
-
-
 def test_quantised_weights_are_not_fetched(find: Find) -> None:
     config = b'{"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}'
     quantised = Hub(MODEL, SMALL | WEIGHTS | {"config.json": config})
@@ -269,12 +215,6 @@ def test_quantised_weights_are_not_fetched(find: Find) -> None:
     assert found == "" and lines.count("\n") == 1
     assert f"{MODEL} cannot be served: its weights are quantised (awq, " in lines
     assert "model.safetensors" not in quantised.fetched
-
-
-def test_a_revision_that_is_not_there(find: Find) -> None:
-    with serving(Hub(MODEL, SMALL | WEIGHTS)) as endpoint:
-        found, said = find(revision="v9", HF_ENDPOINT=endpoint)
-    assert found == "" and f"{MODEL} at v9 is not on" in said
 
 
 def test_a_token_is_shown_to_the_hub_and_to_nobody_else(find: Find) -> None:

@@ -136,26 +136,6 @@ async def test_a_cancellation_that_leaks_from_inside_is_answered(harness: Harnes
     assert SECRET.encode() not in everything_sent(failed)
 
 
-async def test_the_callers_own_cancellation_reaches_the_handler(harness: Harness) -> None:
-    started, ended = asyncio.Event(), asyncio.Event()
-
-    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
-        started.set()
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            ended.set()
-        raise AssertionError("not reached")
-
-    harness.servicer.behave = behave
-    call = harness.stub.Decode(executor_pb2.DecodeRequest())
-    await asyncio.wait_for(started.wait(), PATIENCE_S)
-    call.cancel()
-    await asyncio.wait_for(ended.wait(), PATIENCE_S)
-
-    assert await call.code() is grpc.StatusCode.CANCELLED
-
-
 # Calls of streams. Ours are generators, or coroutines that write by themselves.
 
 
@@ -230,25 +210,6 @@ async def test_an_error_of_ours_ends_a_stream_whole(behaviour: Any, many: bool) 
         assert said == [1], "what was said before the error arrives"
         parsed = client_errors.from_rpc_error(caught.value)
         assert (parsed.reason, parsed.retry_delay_s) == ("QUEUE_FULL", 0.5)
-
-
-@pytest.mark.parametrize("many", [False, True])
-async def test_the_callers_cancellation_ends_a_generator(many: bool) -> None:
-    ended = asyncio.Event()
-
-    async def endless(_request: Any, _context: Any) -> AsyncIterator[executor_pb2.SessionResponse]:
-        try:
-            yield answer(1)
-            await asyncio.get_running_loop().create_future()
-        finally:
-            ended.set()
-
-    async with streaming(endless, many=many) as start:
-        call = start()
-        assert (await call.read()).results[0].tag == 1
-        call.cancel()
-        await asyncio.wait_for(ended.wait(), PATIENCE_S)
-        assert await call.code() is grpc.StatusCode.CANCELLED
 
 
 async def seen_request_id(harness: Harness, request: Any, *metadata: tuple[str, str]) -> str:

@@ -10,15 +10,14 @@ from itertools import chain
 import pytest
 
 from service.caches.ledger import Ledger
-from service.caches.records import CacheForked, CacheReleased, CacheRestated, Child, Record
+from service.caches.records import CacheForked, CacheRestated, Child, Record
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
 from service.journal.conformance import Traffic, appended, created, facts
 from tests.service.journal_traffic import caches_of
-from tests.sim.harness import Gateway, decode, prefill
 
 SEGMENT_TOKENS = 4
-SCHEDULES = 200
+SCHEDULES = 80
 EVENTS = 80
 
 
@@ -131,28 +130,6 @@ def test_all_caches_are_recovered_at_any_moment() -> None:
         assert sorted(restated) == sorted(state.number for state in bench.ledger), seed
 
 
-def test_forks_are_restated_with_what_they_share() -> None:
-    bench = Bench()
-    bench.commit(created(1), appended(1, 0, *range(1000)))
-    bench.commit(CacheForked(1, [Child(number, "child", 1) for number in range(2, 102)], ""))
-    bench.commit(*(appended(number, 1000, number) for number in range(1, 102)))
-    bench.journal.compact()
-    bench.journal.end_pass()
-    assert sum(len(record.token_ids) for record in bench.journal.restated()) < 1000 + 101 * 5
-    assert bench.journal.recovered().size_bytes <= bench.ledger.size_bytes
-
-
-def test_a_portion_ends_with_the_cache_that_fills_it() -> None:
-    bench = Bench()
-    for number in (1, 2, 3):
-        bench.commit(created(number), appended(number, 0, *range(5)))
-        bench.journal.finish(ok=True)
-    bench.journal.begin_pass()
-    bench.journal.compact()
-    ((restated, _),) = bench.journal.waiting
-    assert caches_of(restated) == [1, 2]
-
-
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_an_ended_pass_keeps_no_tokens_in_memory(succeeds: bool) -> None:
     bench = Bench()
@@ -167,29 +144,3 @@ def test_an_ended_pass_keeps_no_tokens_in_memory(succeeds: bool) -> None:
     bench.journal.finish(ok=succeeds)
     assert len(bench.journal.restated()) == (2 if succeeds else 0) and not bench.journal.compactor.is_underway
     assert sys.getrefcount(segment) == references
-
-
-def test_tokens_of_a_cache_that_is_released_are_not_restated() -> None:
-    bench = Bench()
-    bench.commit(created(1), appended(1, 0, *range(1000)))
-    bench.journal.compact()
-    bench.commit(CacheReleased(1))
-    bench.journal.end_pass()
-    assert [len(record.token_ids) for record in bench.journal.restated()] == [0]
-
-
-def test_the_gateway_restates_caches_before_their_next_records() -> None:
-    journal = StepwiseJournal()
-    gateway = Gateway(journal=journal)
-    for request in (prefill(1, 2, 3), prefill(4, 5)):
-        gateway.submit(request)
-        gateway.work()
-        journal.finish(ok=True)
-    first = next(iter(gateway.machine.ledger))
-    journal.compact()
-    journal.finish(ok=True)
-    gateway.submit(decode(first.cache_id, 7))
-    gateway.work()
-    journal.end_pass()
-    assert len(journal.restated()) == 2 and first.length == 4
-    assert facts(journal.recovered()) == facts(gateway.machine.ledger)

@@ -22,8 +22,8 @@ from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
 from service.journal import conformance as faults
 from service.journal import file_journal, segments, stored
-from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
-from service.journal.conformance import Change, Traffic, appended, commit, created, facts
+from service.journal.base import DirectoryInUse, JournalUnusable
+from service.journal.conformance import appended, commit, created, facts
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
 from tests.service.changed_segments import change_segment
@@ -80,23 +80,6 @@ async def test_with_full_each_commit_is_synced_before_it_is_told(
         for number in range(1, 4):
             assert await commit(journal, created(number))
             assert len(sizes) == number and sizes[-1] == (tmp_path / JOURNAL / FIRST).stat().st_size
-
-
-async def test_what_was_taken_back_is_not_missed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A commit that failed behind its sync need not be there, also after a crash of the system."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    with contextlib.closing(open_journal(tmp_path, "full")) as journal:
-        assert await commit(journal, created(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "stat", fail)
-            assert not await commit(journal, appended(1, 0, 7))
-    monkeypatch.setattr(segments, "boot_id", lambda: b"another boot....")
-    assert [state.length for state in recovered(tmp_path)] == [0]
 
 
 async def test_with_normal_commits_are_synced_soon(
@@ -290,40 +273,6 @@ async def test_a_frame_of_full_that_was_taken_back_need_not_exist(
     assert [state.number for state in recovered(tmp_path / "data")] == [1]
 
 
-@pytest.mark.parametrize(
-    "change", [faults.one_missing, faults.one_changed, faults.exchanged, faults.last_changed]
-)
-async def test_frames_that_are_changed_are_noticed_by_the_next_commit(
-    journal: FileJournal, tmp_path: Path, change: Change
-) -> None:
-    running = asyncio.create_task(journal.run())
-    assert await commit(journal, created(1))
-    for position in range(5):
-        assert await commit(journal, appended(1, position, 7))
-    # The time of a file is that of the last tick of the system's clock.
-    await asyncio.sleep(0.02)
-    change_segment(tmp_path / "data" / JOURNAL, change)
-    for position in (5, 6):
-        assert not await commit(journal, appended(1, position, 7))
-    with pytest.raises(OwnershipLost, match="Stop the gateway, and restore all files"):
-        await running
-
-
-async def test_what_another_program_writes_without_a_loss_stops_nothing(
-    journal: FileJournal, tmp_path: Path
-) -> None:
-    """A touched file has all its frames. What was added to them is cut off."""
-    assert await commit(journal, created(1))
-    for position in range(3):
-        segment(tmp_path).touch()
-        assert await commit(journal, appended(1, 2 * position, 7))
-        with segment(tmp_path).open("ab") as file:
-            file.write(b"more")
-        assert await commit(journal, appended(1, 2 * position + 1, 7))
-    journal.close()
-    assert [state.length for state in recovered(tmp_path / "data")] == [6]
-
-
 @pytest.mark.parametrize("lock_removed", [False, True])
 async def test_a_second_gateway_is_refused(journal: FileJournal, tmp_path: Path, lock_removed: bool) -> None:
     """Also if the file that is the lock was removed. The first one goes on."""
@@ -424,23 +373,6 @@ async def test_a_damaged_file_is_refused(tmp_path: Path, name: str, spoil: Calla
     assert facts(recovered(tmp_path / "data")) == states[-1]
 
 
-async def test_no_flipped_bit_changes_recovered_caches(tmp_path: Path) -> None:
-    """Each is refused."""
-    await filled(tmp_path)
-    rng = random.Random(7)
-    for name in (FIRST, END):
-        path = tmp_path / "data" / JOURNAL / name
-        good = path.read_bytes()
-        for index in rng.sample(range(len(good)), min(60, len(good))):
-            data = bytearray(good)
-            data[index] ^= 1 << rng.randrange(8)
-            path.write_bytes(data)
-            with pytest.raises(JournalUnusable):
-                recovered(tmp_path / "data")
-        path.write_bytes(good)
-    assert len(recovered(tmp_path / "data")) == 1
-
-
 async def test_after_a_crash_of_the_system_the_last_frames_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,20 +394,6 @@ async def test_after_a_crash_of_the_system_the_last_frames_may_be_missing(
     (directory / END).write_bytes(end.encoded())
     with pytest.raises(JournalUnusable, match="frame 6: it is missing"):
         recovered(tmp_path / "data")
-
-
-async def test_after_a_crash_of_the_system_the_journal_may_be_opened_with_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was lost was written with "normal", and an operator who has lost it may want no more of that."""
-    states = await filled(tmp_path)
-    directory = tmp_path / "data" / JOURNAL
-    (directory / END).write_bytes(segments.read_end(directory)._replace(synced=5).encoded())
-    change_segment(directory, faults.last_missing)
-    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
-    ledger = Ledger()
-    open_journal(tmp_path / "data", "full", ledger=ledger).close()
-    assert facts(ledger) == states[5]
 
 
 async def test_what_was_written_with_full_must_exist_after_a_crash_of_the_system(
@@ -572,16 +490,6 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         open_journal(tmp_path / "data")
 
 
-def test_a_journal_of_a_version_before_the_first_release_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "journal.db").write_bytes(b"SQLite format 3\0")
-    with pytest.raises(
-        JournalUnusable, match=r"does not read. To begin without its caches, move .*journal.db"
-    ):
-        open_journal(tmp_path)
-    (tmp_path / "journal.db").rename(tmp_path / "old")
-    open_journal(tmp_path).close()
-
-
 def test_a_segment_of_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(segments, "_FORMAT", 9)
@@ -659,29 +567,6 @@ async def test_a_crash_at_any_step_of_a_compaction_loses_nothing(
     assert facts(recovered(directory)) == expected
 
 
-async def test_commits_go_on_while_a_compaction_waits_for_the_disk(
-    journal: FileJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger = Ledger()
-    journal._compaction_bytes = -1 << 30
-    journal.bind_ledger(ledger)
-    going_on, fsync = asyncio.Event(), os.fsync
-    loop = asyncio.get_running_loop()
-
-    def wait(fd: int) -> None:
-        asyncio.run_coroutine_threadsafe(going_on.wait(), loop).result()
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", wait)
-    preparing = asyncio.create_task(journal.compact())
-    await asyncio.sleep(0)
-    for number in range(5):
-        assert await commit(journal, created(number), to=ledger)
-    assert not preparing.done()
-    going_on.set()
-    await preparing
-
-
 async def test_under_endless_traffic_the_files_stay_small(tmp_path: Path) -> None:
     """Caches are created, decoded and released: 100 times as many as exist at a time."""
     ledger = Ledger()
@@ -725,8 +610,6 @@ async def test_a_compaction_that_fails_loses_nothing(tmp_path: Path, monkeypatch
     assert len([*(tmp_path / JOURNAL).glob("*.log")]) <= 2
     assert facts(recovered(tmp_path)) == facts(ledger)
 
-
-# Processes that end at any moment, and full disks.
 
 # A process that appends tokens 0, 1, 2... to three caches, prints which are durable, and always compacts.
 # With a limit, its files cannot grow beyond it until 10 commits have failed.
@@ -795,31 +678,3 @@ def test_durable_commits_survive_a_kill(tmp_path: Path) -> None:
         length = length_of_all(tmp_path)
         # The last commits may be stored without a report.
         assert durable + 1 <= length <= durable + 2
-
-
-def test_commits_fail_on_a_full_disk_and_succeed_afterwards(tmp_path: Path) -> None:
-    process = child(tmp_path, limit_bytes=200_000)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    # In addition to log lines.
-    lines = [line.split() for line in output.splitlines() if line.endswith(("True", "False"))]
-    outcomes = [ok for _, ok in lines]
-    assert outcomes.count("False") == 10 and outcomes[0] == outcomes[-1] == "True"
-    assert length_of_all(tmp_path) == int(lines[-1][0]) + 1
-
-
-def test_recovery_follows_any_traffic(tmp_path: Path) -> None:
-    """Whether frames were appended by one gateway or several."""
-
-    async def traffic(seed: int, ledger: Ledger) -> None:
-        with contextlib.closing(open_journal(tmp_path, ledger=ledger)) as journal:
-            some = Traffic(seed, ledger, prompt_tokens=600)
-            for _ in range(150):
-                assert await commit(journal, *some.next(), to=ledger)
-
-    expected: dict[int, object] = {}
-    for seed in range(3):
-        ledger = Ledger()
-        asyncio.run(traffic(seed, ledger))
-        assert facts(recovered(tmp_path)) == facts(ledger) != expected
-        expected = facts(ledger)

@@ -7,7 +7,6 @@ from unittest.mock import ANY
 
 from service.config import Config
 from service.extensions.gateways.keeper import Keeper
-from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.leases import Lease, Leases, Owned
 from service.shard import Shard
@@ -123,28 +122,3 @@ async def test_shards_that_are_being_opened_are_given_back_when_their_gateway_st
         await draining
     assert sorted(gateway.given_back) == sorted(opening)
     await ended(running)
-
-
-async def test_the_shards_of_a_killed_gateway_are_taken_long_before_their_leases_end(
-    postgres: PostgresServer,
-) -> None:
-    killed, other = Gateway(postgres, "killed"), Gateway(postgres, "other")
-    running = [asyncio.create_task(killed.run())]
-    await until(lambda: len(killed.shards) == SHARDS)
-    running.append(asyncio.create_task(other.run()))
-    await until(lambda: len(killed.shards) == len(other.shards) == SHARDS // 2)
-    # As by SIGKILL: it does nothing any more, and its connections end.
-    for table in (killed.keeper._renewals, killed.keeper._table):
-        table.fetch = lambda *_: asyncio.Event().wait()  # type: ignore[assignment, method-assign]
-        table.terminate()
-    looks = Leases(Database(postgres.url), "operator", "")
-    left: list[float] = []
-    while len(other.shards) < SHARDS:
-        left += [row.left_s for row in await looks.owners() if row.owner == killed.keeper.owner]
-        await asyncio.sleep(0.05)
-    assert max(left[len(left) // 2 :]) < 3.0
-    await looks._table.close()
-    for table in (killed.keeper._renewals, killed.keeper._table):
-        table._url = "postgresql://quire@127.0.0.1:1/postgres"
-        del table.fetch
-    await ended(*running)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import tracemalloc
 
 from service.caches.entries import CacheEntry
 from service.caches.leases import LeaseEnds
-from service.caches.tenants import Tenant
-from tests.sim.harness import Gateway
 
 
 class Entry(CacheEntry):
@@ -64,43 +61,3 @@ def test_it_finds_what_a_look_at_all_would() -> None:
     for entry in entries:
         leases.remove(entry)
     assert leases.due(1e12) == [] and not leases._bucket_of and not leases._in_use
-
-
-def test_caches_whose_leases_run_on_are_not_looked_at() -> None:
-    leases = LeaseEnds()
-    for number in range(20_000):
-        leases.add(new_entry(1000.0 + number % 7))
-    for _ in range(1024):
-        leases.add(new_entry(1.0))
-    Entry.looked = 0
-    released = 0
-    while found := leases.due(5.0, 256):
-        for entry in found:
-            leases.remove(entry)
-        released += len(found)
-    assert released == 1024 and Entry.looked == 1024
-
-
-def test_caches_that_were_released_early_leave_no_memory() -> None:
-    """Before, the room for the caches of each second was kept until that second came: 19 kB here."""
-    leases = LeaseEnds()
-    tracemalloc.start()
-    try:
-        for second in range(200):
-            entries = [new_entry(1000.0 + second) for _ in range(500)]
-            for entry in entries:
-                leases.add(entry)
-            while entries:
-                leases.remove(entries.pop())
-        kept_bytes, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert kept_bytes < 200 * 1000
-
-
-def test_the_caches_of_a_request_are_those_of_its_tenant() -> None:
-    gateway = Gateway()
-    cache = gateway.create(1, 2, 3, request_id="r")
-    index = gateway.machine.index
-    assert [entry.state.cache_id for entry in index.made_by("r") if entry] == [cache]
-    assert not index.made_by("other") and not index.made_by("r", Tenant("another"))

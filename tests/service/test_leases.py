@@ -48,14 +48,6 @@ async def test_a_shard_has_one_owner_at_a_time(postgres: PostgresServer) -> None
     await second._table.close()
 
 
-async def test_of_many_that_want_a_shard_one_gets_it(postgres: PostgresServer) -> None:
-    rivals = [await leases_of(postgres, f"gateway {index}") for index in range(8)]
-    taken = await asyncio.gather(*(rival.acquire(0) for rival in rivals))
-    assert sum(lease is not None for lease in taken) == 1
-    for rival in rivals:
-        await rival._table.close()
-
-
 async def test_a_lease_is_shortened_when_the_connection_of_its_last_renewal_ends(
     postgres: PostgresServer,
 ) -> None:

@@ -10,28 +10,6 @@ import pytest
 
 from service.auth.unix_socket import LockedUnixSocket
 from service.listening import CannotListen, binding, listening_socket, reserved
-from workers.common.addresses import why_not_listening
-
-
-@pytest.mark.parametrize(
-    ("listen", "said"),
-    [
-        # 192.0.2.0/24 is for documentation: no machine has such an address.
-        ("192.0.2.1:50051", "Cannot assign requested address"),
-        ("unix:/nowhere/to/be/found.sock", "No such file or directory"),
-    ],
-)
-def test_an_address_that_does_not_exist(listen: str, said: str) -> None:
-    assert why_not_listening(listen) == said
-
-
-def test_a_path_that_is_taken_and_one_that_is_free(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    assert why_not_listening(f"unix:{path}") == "the address is free by now"
-    assert not path.exists(), "it is not left behind"
-    path.write_text("a file")
-    assert why_not_listening(f"unix:{path}") == "something is at this path"
-    assert why_not_listening(f"unix:{tmp_path}") == "it is a directory: name a file in it"
 
 
 def test_one_server_at_a_time_has_a_unix_socket(tmp_path: Path) -> None:

@@ -58,25 +58,6 @@ def test_pause_of_the_gateway_is_not_silence(pauses_s: list[float]) -> None:
     assert not liveness.is_suspect
 
 
-def test_hung_worker_is_found_despite_pauses() -> None:
-    liveness = ready()
-    ticks = 0
-    while liveness.check() is None:
-        liveness.tick(100 * liveness.tick_s)
-        ticks += 1
-    assert liveness.check() == SILENT and ticks * liveness.tick_s >= CONFIG.heartbeat_timeout_s / 2
-
-
-def test_adopted_worker_must_answer_but_may_load() -> None:
-    silent, loads = Liveness(CONFIG, adopted=True), Liveness(CONFIG, adopted=True)
-    loads.on_message()
-    for liveness in (silent, loads):
-        pass_time(liveness, 10.5)
-        assert not liveness.is_suspect
-    assert silent.check() == WorkerExit("it does not answer its new gateway", hung=True)
-    assert loads.check() is None
-
-
 def test_adopt_command_has_the_timeout_of_a_step() -> None:
     answers, silent = Liveness(CONFIG, adopted=True), Liveness(CONFIG, adopted=True)
     for liveness in (answers, silent):
@@ -98,14 +79,6 @@ def test_loading_worker_is_neither_suspect_nor_silent() -> None:
     assert not liveness.is_suspect and liveness.check() is None
     pass_time(liveness, 2)
     assert liveness.check() == WorkerExit("it did not become ready in time", hung=True)
-
-
-def test_many_steps_do_not_add_up() -> None:
-    liveness = ready()
-    for number in range(1, 100):
-        liveness.on_snapshot(in_step(number, 30))
-        pass_time(liveness, 1, sends=True)
-        assert liveness.check() is None
 
 
 def test_step_that_was_paused_with_the_gateway() -> None:
@@ -133,28 +106,3 @@ def test_step_timeout_follows_its_size(expected_s: float, bound_s: float) -> Non
     assert liveness.check() is None
     liveness.on_snapshot(in_step(1, bound_s + 1, expected_s))
     assert liveness.check() == TOO_LONG
-
-
-def test_at_most_one_snapshot_request_is_pending() -> None:
-    liveness = ready()
-    assert liveness.take_request() and not liveness.take_request()
-    pass_time(liveness, 5)
-    assert not liveness.take_request(), "one request is pending"
-    liveness.on_message()
-    liveness.on_snapshot(in_step(1, 0))
-    assert not liveness.take_request()
-    pass_time(liveness, liveness.tick_s)
-    assert not liveness.take_request(), "it was not silent in this tick"
-    pass_time(liveness, liveness.tick_s)
-    assert liveness.take_request()
-
-
-def test_busy_worker_is_polled_every_second() -> None:
-    liveness = ready()
-    asked = 0
-    for _ in range(80):
-        pass_time(liveness, liveness.tick_s, sends=True)
-        if liveness.take_request():
-            asked += 1
-            liveness.on_snapshot(in_step(1, 0))
-    assert asked == 10

@@ -192,49 +192,6 @@ async def test_switch_that_cannot_be_stored_fails(tmp_path: Path, monkeypatch: p
             await asyncio.sleep(0)
 
 
-async def test_a_bug_in_a_switch_does_not_prevent_later_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("planted")
-
-    bench = Loads(tmp_path, monkeypatch)
-    async with serving(bench):
-        with monkeypatch.context() as patch:
-            patch.setattr(bench.gateway.dispatcher, "weights_replaced", fail)
-            with pytest.raises(RuntimeError, match="planted"):
-                await bench.load()
-        assert (await bench.load())[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
-
-
-async def test_cancellation_before_the_switch_is_stored_discards_the_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Loads(tmp_path, monkeypatch)
-    async with serving(bench):
-        bench.reader.may_read.clear()
-        loading = asyncio.create_task(bench.load())
-        await bench.reader.reading.wait()
-        with pytest.raises(Loading):
-            await bench.load()
-        loading.cancel()
-        await asyncio.wait({loading})
-        assert loading.cancelled() and bench.is_unchanged()
-        bench.reader.may_read.set()
-        while not bench.reader.discarded:
-            await asyncio.sleep(0)
-
-        bench.journal.is_slow = True
-        loading = asyncio.create_task(bench.load())
-        while not bench.journal._waiting:
-            await asyncio.sleep(0)
-        loading.cancel()
-        await asyncio.sleep(0)
-        bench.journal.settle()
-        await asyncio.wait({loading})
-        assert loading.cancelled() and bench.gateway.machine.weights.serving == 1
-
-
 async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Loads(tmp_path, monkeypatch)
     (bench.source / "model.safetensors").write_bytes(bytes(1000))
@@ -308,24 +265,6 @@ def test_stopping_server_ends_a_download(tmp_path: Path) -> None:
     with asyncio.Runner() as runner:
         finding = runner.run(serve())
     assert finding.cancelled() and hub.was_cancelled
-
-
-async def test_no_worker_is_restarted_on_purpose_while_weights_are_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Loads(tmp_path, monkeypatch, serves_another_model)
-    async with serving(bench):
-        bench.reader.may_read.clear()
-        loading = asyncio.create_task(bench.load())
-        await bench.reader.reading.wait()
-        replacing = asyncio.create_task(bench.restarts.replace_ready(0.0))
-        await asyncio.sleep(0)
-        assert bench.is_unchanged() and not replacing.done()
-        bench.reader.may_read.set()
-        assert (await loading)[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
-        assert len(await replacing) == 1
-        (slot,) = bench.versions.slots
-        assert slot.epoch == 2 and bench.launcher.configs[-1].model == str(bench.source)
 
 
 async def test_draining_worker_is_replaced_if_the_caller_cancels(

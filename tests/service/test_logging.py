@@ -11,22 +11,15 @@ import json
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from quire.v1 import executor_pb2
 
 from service.logging import bind_request_id, configure_logging, current_request_id, get_logger
 from workers.common.background_log import BackgroundLog
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(autouse=True)
@@ -64,41 +57,6 @@ def test_json_line_has_time_level_logger_event_and_request_id() -> None:
     assert "request_id" not in second, "the id went with the call's task"
 
 
-def test_pretty_on_a_terminal_only() -> None:
-    terminal = Terminal()
-    configure_logging("info", "auto", terminal)
-    get_logger("service").info("hello")
-    assert "hello" in terminal.getvalue() and not terminal.getvalue().startswith("{")
-
-    configure_logging("info", "pretty", file := io.StringIO())
-    get_logger("service").info("hello")
-    assert "hello" in file.getvalue() and "\x1b" not in file.getvalue(), "colours are for terminals"
-
-    configure_logging("info", "json", terminal := Terminal())
-    get_logger("service").info("hello")
-    assert lines_of(terminal)[0]["event"] == "hello"
-
-
-def test_level_is_respected_by_old_loggers_too() -> None:
-    log = get_logger("service")
-    configure_logging("info", "json", stream := io.StringIO())
-    log.debug("no")
-    configure_logging("debug", "json", stream)
-    log.debug("yes")
-    assert [line["event"] for line in lines_of(stream)] == ["yes"]
-
-
-def test_other_libraries_take_the_same_path() -> None:
-    configure_logging("info", "json", stream := io.StringIO())
-    logging.getLogger("some.library").error("it %s", "broke")
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.warn("old", DeprecationWarning, stacklevel=1)
-    broke, old = lines_of(stream)
-    assert (broke["event"], broke["logger"], broke["level"]) == ("it broke", "some.library", "error")
-    assert "DeprecationWarning: old" in old["event"]
-
-
 @pytest.mark.parametrize("log_format", ["json", "pretty"])
 def test_contents_of_requests_never_get_in(log_format: str) -> None:
     configure_logging("debug", log_format, stream := io.StringIO())
@@ -120,32 +78,6 @@ def test_contents_of_requests_never_get_in(log_format: str) -> None:
     text = stream.getvalue()
     assert "48151623" not in text and "secret-key" not in text
     assert "worker-0" in text and "refused" in text and "Traceback" in text
-
-
-async def test_a_cancelled_write_is_not_an_error() -> None:
-    configure_logging("info", "json", stream := io.StringIO())
-
-    async def endless(_request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-        while True:
-            await context.write(bytes(100_000))
-
-    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_stream_rpc_method_handler(endless)
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("test.Service", {"Stream": handler}),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        for pause_s in (0.0, 0.05, 0.1):
-            stream_bytes: Any = channel.unary_stream("/test.Service/Stream", None, None)
-            call = stream_bytes(b"")
-            assert await call.read()
-            await asyncio.sleep(pause_s)
-            call.cancel()
-            await asyncio.sleep(0.05)
-    await server.stop(0)
-    assert "ExecuteBatchError" not in stream.getvalue()
 
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r\nforged line\t"
@@ -204,17 +136,6 @@ def test_an_unread_pipe_does_not_block() -> None:
     log.drain(30.0)
     kept = written.count(line.encode())
     assert kept + sum(told) == 10_000 and 1000 < kept < 5000
-
-
-def test_a_closed_pipe_is_not_an_error() -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    log = BackgroundLog(write_end, lambda _: None)
-    log.write("a\n")
-    log.drain(30.0)
-    log.write("b\n")
-    log.drain(30.0)
-    assert not log._waiting
 
 
 def test_a_line_that_a_full_disk_cut_off_ends_before_the_next(

@@ -45,30 +45,6 @@ def test_counts_go_on_when_a_worker_starts_anew() -> None:
     assert totals.by_label() == {"0": {"steps": 8}, "1": {"steps": 8}}
 
 
-def test_an_older_snapshot_makes_no_count_smaller() -> None:
-    totals = Totals()
-    totals.update({1: ("0", {"steps": 5, "items": 9})})
-    totals.update({1: ("0", {"steps": 4, "items": 9})})
-    totals.update({1: ("0", {"steps": 6, "items": 9})})
-    assert totals.by_label() == {"0": {"steps": 6, "items": 9}}
-
-
-Snapshots = dict[int, tuple[str, dict[str, int]]]
-SOURCES = st.dictionaries(
-    st.integers(0, 3), st.tuples(st.just("0"), st.fixed_dictionaries({"steps": st.integers(0, 9)}))
-)
-
-
-@given(st.lists(SOURCES, max_size=8))
-def test_no_sum_becomes_smaller(updates: list[Snapshots]) -> None:
-    totals, before = Totals(), 0
-    for update in updates:
-        totals.update(update)  # type: ignore[arg-type]
-        now = sum(counts["steps"] for counts in totals.by_label().values())
-        assert now >= before
-        before = now
-
-
 @given(st.lists(st.one_of(st.sampled_from(TIMES_S), st.floats(0, 1e4)), max_size=30))
 def test_a_distribution_is_a_histogram_of_prometheus(values: list[float]) -> None:
     ours, theirs = Distribution(TIMES_S), Histogram("x", "x", buckets=TIMES_S, registry=CollectorRegistry())
@@ -166,12 +142,6 @@ async def test_names_of_callers_make_no_labels() -> None:
     assert calls.started == {("unknown",) * 3: 1000} and len(calls.seconds) == 1
 
 
-def test_streams_have_their_types() -> None:
-    types = {name.rpartition("/")[2]: labels[0] for name, labels in Calls()._labels.items()}
-    assert types["Session"] == "bidi_stream" and types["Execute"] == "server_stream"
-    assert types["LoadAdapter"] == "client_stream" and types["Check"] == "unary"
-
-
 async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
     gateway = await open_gateway(
         Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path))
@@ -182,25 +152,6 @@ async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
     finally:
         await gateway.server.stop(0)
         gateway.close()
-
-
-async def test_metrics_and_the_log_of_slow_calls_learn_of_commits(tmp_path: Path) -> None:
-    async with serving(tmp_path, slow_call_ms=1.0) as server:
-        committed = asyncio.get_running_loop().create_future()
-        server.gateway.core.journal.commit((), committed.set_result)
-        assert await committed
-        assert server.exporter.figures.commits.summary()["count"] == 1
-        assert server.gateway.state.call_log._commit_s > 0
-
-
-async def test_a_server_without_workers_shows_its_families(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        server.gateway.state.call_log.refusals.update(["NO_WORKER", "NO_WORKER"])
-        families = list(text_string_to_metric_families((await server.get("/metrics")).body))
-    samples = {one.name: one.value for family in families for one in family.samples if not one.labels}
-    assert samples["quire_num_requests_running"] == samples["quire_kv_cache_usage_perc"] == 0
-    (refusals,) = (family for family in families if family.name == "quire_refusals")
-    assert [(one.labels, one.value) for one in refusals.samples] == [({"reason": "NO_WORKER"}, 2)]
 
 
 async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -254,15 +205,6 @@ async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
             and samples["quire_adapter_loads_total", worker] == 8
         )
         assert samples["quire_worker_ready", worker] == 1
-
-
-async def test_a_worker_without_adapters_has_none(tmp_path: Path) -> None:
-    """Not an unknown number."""
-    async with serving(tmp_path) as server:
-        samples = await scraped(server)
-    worker = frozenset([("worker", "0")])
-    for name in ("quire_adapters_resident", "quire_adapter_loads_total", "quire_adapter_evictions_total"):
-        assert samples[name, worker] == 0
 
 
 async def test_a_first_internal_error_is_a_difference(tmp_path: Path) -> None:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
-import socket
-import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import uvloop
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
 from quire.v1 import executor_pb2
@@ -40,7 +34,7 @@ async def test_formats(tmp_path: Path) -> None:
 
 async def test_only_get_and_head(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
-        for path in ("/metrics", "/healthz", "/readyz", "/", "/status.json", "/nothing"):
+        for path in ("/metrics", "/healthz", "/readyz", "/nothing"):
             got, head = await server.get(path), await server.get(path, method="HEAD")
             assert head.status == got.status and head.body == ""
             assert int(head.headers["content-length"]) > 0
@@ -78,7 +72,6 @@ async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
         assert (await server.get("/healthz")).status == 200, "the process is well"
 
 
-@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics"])
 @pytest.mark.parametrize(
     ("host", "status"),
     [
@@ -93,84 +86,10 @@ async def test_readiness_follows_the_health_service(tmp_path: Path) -> None:
         ("unix:9464", 403),
     ],
 )
-async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, status: int, path: str) -> None:
+async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, status: int) -> None:
     async with serving(tmp_path) as server:
-        answer = await server.send(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        answer = await server.send(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         assert int(answer.split()[1]) == status
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        (b"nonsense\r\n\r\n", 400),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", 400),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 405),
-        (b"GET /metrics HTTP/1.1\r\n\r\n", 400),
-        (b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 4000 + b"\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
-        (b"GET /healthz HTTP/1.0\r\n\r\n", 200),
-        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n", 200),
-    ],
-)
-async def test_odd_requests_are_answered_and_closed(
-    tmp_path: Path, request_bytes: bytes, status: int
-) -> None:
-    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
-        answer = await server.send(request_bytes)
-        # What is sent after the answer can reset the connection before the answer was read.
-        assert not answer or int(answer.split()[1]) == status
-        assert (await server.get("/healthz")).status == 200
-
-
-async def test_a_slow_request_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = dataclasses.replace(exporter.LIMITS, idle_s=0.1, unread_s=0.1)
-    monkeypatch.setattr(exporter, "LIMITS", limits)
-    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
-        for part in (b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.1\r\nHost: local"):
-            assert await server.send(part) == b""
-        assert not server.exporter.server.connections
-
-
-async def test_an_unread_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = dataclasses.replace(exporter.LIMITS, idle_s=0.1, unread_s=0.1)
-    monkeypatch.setattr(exporter, "LIMITS", limits)
-
-    async def large(_self: object, _render: object) -> bytes:
-        return bytes(64 << 20)
-
-    monkeypatch.setattr(exporter.Exporter, "_rendered", large)
-    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
-        _, writer = await server.connect()
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
-        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        while not server.exporter.server.connections:
-            await asyncio.sleep(0.01)
-        while server.exporter.server.connections:
-            await asyncio.sleep(0.01)
-        assert (await server.get("/healthz")).status == 200
-        writer.close()
-
-
-def test_resets_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[str] = []
-    monkeypatch.setattr(exporter, "_log", SimpleNamespace(exception=logged.append))
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
-
-    async def reset() -> None:
-        async with serving(tmp_path) as server:
-            for _ in range(20):
-                with socket.create_connection(("127.0.0.1", server.port)) as client:
-                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert (await server.get("/metrics")).status == 200
-
-    # As the server runs: the transports of the standard library raise nothing.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(reset())
-    assert logged == []
 
 
 async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
@@ -185,16 +104,15 @@ async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
             writer.close()
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/status.json"])
 async def test_an_answer_is_computed_once_for_all_who_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporter, "_MAX_AGE_S", 3600.0)
     async with serving(tmp_path) as server:
         answers = []
         for _ in range(3):
             server.gateway.state.call_log.refusals["QUEUE_FULL"] += 1
-            answers += await asyncio.gather(*(server.get(path) for _ in range(8)))
+            answers += await asyncio.gather(*(server.get("/metrics") for _ in range(8)))
     assert len({answer.body for answer in answers}) == 1
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from service.caches.requests import Append, Appended, Fork, Handle, Truncate
+from service.caches.requests import Append, Appended, Handle, Truncate
 from service.caches.reservations import Limits
 from service.errors import QuireError
-from service.pool import wire
 from tests.sim.harness import Gateway, decode, prefill
-from tests.sim.model_worker import ModelWorker, Pool
-from workers.common import worker_pb2
+from tests.sim.model_worker import Pool
 
 # As long as nobody may take a cache's pages that is in use.
 IDLE_S = 0.3
@@ -42,25 +40,6 @@ def test_what_nobody_used_lately_is_computed_again_when_it_is_used() -> None:
     assert gateway.append(decode(cache, 5)).replayed_tokens == 0
 
 
-def test_what_was_used_lately_is_there_again_before_anyone_asks() -> None:
-    gateway = Gateway(workers=2)
-    cache = gateway.create(1, 2, 3)
-    gateway.lose_worker(handle_of(gateway, cache).worker_id)
-    gateway.work()
-    assert gateway.held() == [[1, 2, 3]]
-    assert gateway.append(decode(cache, 4)).replayed_tokens == 0
-
-
-def test_a_server_that_stops_computes_nothing_ahead() -> None:
-    """The workers that it leaves are the next server's, with what they have in memory."""
-    gateway = Gateway(workers=2)
-    cache = gateway.create(1, 2, 3)
-    gateway.machine.admission.draining = True
-    gateway.lose_worker(handle_of(gateway, cache).worker_id)
-    gateway.work()
-    assert gateway.held() == []
-
-
 def test_who_waits_for_a_worker_is_told_before_his_deadline(gateway: Gateway) -> None:
     gateway.lose_worker()
     ticket = gateway.ask(Append(prefill().kind, "", (1,), timeout_s=2.0))
@@ -79,21 +58,6 @@ def test_nobody_waits_for_a_worker_for_ever() -> None:
     assert gateway.reason(ticket) == "NO_WORKER"
 
 
-def test_forks_are_computed_again_one_after_the_other() -> None:
-    """So that those that come later find the pages of what they share."""
-    gateway = Gateway()
-    cache = gateway.create(*range(1, 40))
-    children = [handle.cache_id for handle in gateway.handles(Fork.of(cache, 3)).handles]
-    gateway.now_s += 1000.0
-    gateway.lose_worker()
-    tickets = gateway.submit(*(decode(child, 7) for child in children))
-    gateway.start_worker("worker-0")
-    replays = [message for message in gateway.worker.inbox if not message.forward.options]
-    assert len(replays) == 1
-    gateway.work()
-    assert all(isinstance(gateway.replies[ticket], Appended) for ticket in tickets)
-
-
 def test_a_worker_that_is_drained_gives_its_caches_away() -> None:
     gateway = Gateway(workers=2)
     cache = gateway.create(1, 2, 3)
@@ -107,35 +71,6 @@ def test_a_worker_that_is_drained_gives_its_caches_away() -> None:
     assert isinstance(gateway.replies[ticket], Appended) and not worker.sequences
     after = gateway.append(decode(cache, 5))
     assert after.worker_id != before.worker_id
-
-
-def waits_for_room(gateway: Gateway) -> tuple[str, ModelWorker]:
-    """A cache of which a decode has found no pages, and its worker, which has another cache, too."""
-    gateway.create(1, 2)
-    cache = gateway.create(3, 4)
-    gateway.ask(decode(cache, 5))
-    worker = gateway.worker
-    full = worker_pb2.WorkerError(reason=worker_pb2.WORKER_ERROR_REASON_KV_EXHAUSTED, pages_needed=4)
-    event = worker_pb2.WorkerEvent(op_id=gateway.sent[-1].op_id, error=full)
-    events = wire.to_events(worker_pb2.ConnectResponse(events=[event]))
-    gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, events, 0)
-    return cache, worker
-
-
-def test_who_waits_for_room_on_a_worker_that_is_drained_leaves_it_at_once(gateway: Gateway) -> None:
-    cache, worker = waits_for_room(gateway)
-    assert handle_of(gateway, cache).worker_id == worker.worker_id
-    gateway.dispatcher.worker_draining(worker.worker_id, worker.epoch)
-    assert handle_of(gateway, cache).worker_id == ""
-
-
-def test_the_time_goes_on_with_a_message_that_answers_nothing(gateway: Gateway) -> None:
-    """What waits for room is told how much of its time is left when there is some."""
-    _, worker = waits_for_room(gateway)
-    assert gateway.machine.num_parked == 1
-    gateway.now_s = 3.0
-    gateway.dispatcher.worker_answered(worker.worker_id, worker.epoch, (), 100)
-    assert gateway.sent[-1].forward.timeout_ns == 297e9
 
 
 # Pages run out.
@@ -172,17 +107,6 @@ def test_a_cache_in_use_keeps_its_pages_and_who_needs_them_is_told_in_time() -> 
     assert refused.metadata == {"pages_needed": "2", "pages_available": "1"}
 
 
-def test_it_goes_to_another_worker_that_has_room() -> None:
-    gateway = Gateway(workers=2, pool=Pool(4, page_tokens=4))
-    # The first and the third come to the same worker, which they fill.
-    cache, other, _ = gateway.create(1, 2, 3), gateway.create(*range(10, 19)), gateway.create(*range(20, 29))
-    before = handle_of(gateway, cache)
-    gateway.release(other)
-    result = gateway.append(prefill(4, 5, 6, cache_id=cache))
-    assert result.worker_id != before.worker_id
-    assert result.replayed_tokens == 3
-
-
 def test_caches_that_are_restored_take_nothing_from_others() -> None:
     """A loss is made up for ahead of time only where there is room."""
     gateway = Gateway(workers=2, pool=Pool(4, page_tokens=4))
@@ -197,13 +121,3 @@ def test_caches_that_are_restored_take_nothing_from_others() -> None:
     gateway.work()
     for cache, worker_id in there.items():
         assert handle_of(gateway, cache).worker_id == ("" if worker_id == home else worker_id)
-
-
-def test_a_refused_creation_tells_no_worker_anything(gateway: Gateway) -> None:
-    sent = len(gateway.sent)
-    gateway.lose_worker()
-    gateway.cancel(gateway.ask(prefill(1, 2)))
-    gateway.start_worker("worker-0")
-    assert gateway.refusal(Append(prefill().kind, "", (1,), timeout_s=0.0)).reason == "DEADLINE_PASSED"
-    assert gateway.refusal(prefill(*range(65))).reason == "SEQUENCE_TOO_LONG"
-    assert not any(message.HasField("release") for message in gateway.sent[sent:])

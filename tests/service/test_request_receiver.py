@@ -6,24 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from quire import errors as client_errors
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from service.api.grpc_services import add_reflection
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import TICK_S, RequestReceiver, SlowRequests
-from service.auth.authenticator import _current_tenant
-from service.budgets import Budgets
-from service.caches.tenants import Tenant
 from service.config import Config
-from service.errors import ArrivingFull, MessageTimeout, SessionLimit
+from service.errors import ArrivingFull, MessageTimeout
 from tests.service.served import channel_to, state_of, until
 
 PATIENCE_S = 30.0
@@ -74,10 +69,6 @@ async def serving(**settings: Any) -> AsyncIterator[tuple[RequestReceiver, grpc.
     running.cancel()
 
 
-def receiver_of(config: Config) -> RequestReceiver:
-    return RequestReceiver(config, Budgets.of_server(config))
-
-
 async def failure(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -123,19 +114,6 @@ async def test_requests_to_other_services_are_ended_too(method: str) -> None:
         assert receiver.arriving == 0
 
 
-async def test_health_answers_as_it_did() -> None:
-    async with serving() as (receiver, channel):
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        failed = await failure(stub.Check(health_pb2.HealthCheckRequest(service="?"), timeout=PATIENCE_S))
-        assert failed.code() is grpc.StatusCode.NOT_FOUND
-        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        watch.cancel()
-        assert receiver.streams == 0, "its request is one message"
-
-
 async def test_a_call_without_a_message_is_refused() -> None:
     """With gRPC's own handlers it was left without an answer."""
     async with serving() as (_, channel):
@@ -145,36 +123,6 @@ async def test_a_call_without_a_message_is_refused() -> None:
         failed = await failure(method(silence, timeout=PATIENCE_S))
         assert failed.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert client_errors.from_rpc_error(failed).reason == "MALFORMED_REQUEST"
-
-
-async def test_sessions_are_counted_and_bounded() -> None:
-    async with serving(max_connections=8) as (receiver, channel):
-        stub: Any = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-        first, second = (stub.Session(Silence(), timeout=PATIENCE_S) for _ in range(2))
-        for session in (first, second):
-            assert await session.read() == RESULT
-        assert receiver.streams == 2
-        failed = await failure(stub.Session(Silence(), timeout=PATIENCE_S).read())
-        parsed = client_errors.from_rpc_error(failed)
-        assert failed.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (parsed.reason, parsed.metadata["limit"]) == ("SESSION_LIMIT", "2")
-        assert parsed.retry_delay_s is not None
-        reflecting: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-        asked = reflecting.ServerReflectionInfo(Silence(), timeout=PATIENCE_S)
-        assert client_errors.from_rpc_error(await failure(asked.read())).reason == "SESSION_LIMIT"
-
-        first.cancel()
-        await until(lambda: receiver.streams == 1)
-        third = stub.Session(iter([]), timeout=PATIENCE_S)
-        assert await third.read() == RESULT
-        assert await third.read() is grpc.aio.EOF
-        await until(lambda: receiver.streams == 1)
-        question = reflection_pb2.ServerReflectionRequest(list_services="")
-        asked = reflecting.ServerReflectionInfo(iter([question]), timeout=PATIENCE_S)
-        assert (await asked.read()).HasField("list_services_response")
-        asked.cancel()
-        second.cancel()
-        await until(lambda: receiver.streams == 0)
 
 
 # In counted time.
@@ -207,22 +155,6 @@ def test_of_too_many_slow_ones_the_newest_are_ended() -> None:
     assert ended(state, 2) == {"f": ArrivingFull}
 
 
-def test_any_number_may_arrive_at_once() -> None:
-    state = slow_requests(slow=1)
-    for turn in range(100):
-        for call in range(50):
-            state.began_s[f"{turn} {call}"] = state.now_s
-        assert state.tick(TICK_S) == []
-        for call in range(50):
-            del state.began_s[f"{turn} {call}"]
-
-
-def test_one_alone_always_has_room() -> None:
-    state: SlowRequests = SlowRequests(1, 1 << 20, MESSAGE_TIMEOUT_S)
-    state.began_s["a"] = state.now_s
-    assert ended(state, 10) == {}
-
-
 def test_a_pause_of_the_gateway_ends_no_call() -> None:
     """It stops for an hour, or repeatedly for seconds. Requests that were sent meanwhile are not read yet."""
     state = slow_requests(slow=1)
@@ -233,30 +165,3 @@ def test_a_pause_of_the_gateway_ends_no_call() -> None:
     for _ in range(20):
         assert state.tick(10.0) == []
     assert ended(state, MESSAGE_TIMEOUT_S) == {"a": MessageTimeout}, "the clock runs while the gateway runs"
-
-
-async def test_a_tenant_has_half_of_the_sessions_that_others_leave() -> None:
-    receiver, contexts = receiver_of(Config(max_connections=16)), list[SimpleNamespace]()
-
-    async def opened(tenant: Tenant | None) -> Any:
-        async def ask() -> Any:
-            _current_tenant.set(tenant)
-            context = SimpleNamespace(ends=[])
-            context.add_done_callback = context.ends.append
-            contexts.append(context)
-            return await receiver.stream("messages", cast(Any, context))
-
-        return await asyncio.create_task(ask())
-
-    alice, bob = Tenant("alice"), Tenant("bob")
-    assert [await opened(alice) for _ in range(2)] == ["messages"] * 2
-    refused = await opened(alice)
-    assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "2"}
-    assert await opened(bob) == "messages"
-    refused = await opened(bob)
-    assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "1"}
-    assert await opened(Tenant("carol")) == "messages", "two tenants do not have all"
-    refused = await opened(None)
-    assert isinstance(refused, SessionLimit) and refused.metadata == {"limit": "4"}
-    contexts[0].ends[0](None)
-    assert receiver.streams == 3 and await opened(Tenant("dave")) == "messages"

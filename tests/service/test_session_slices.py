@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from quire.v1 import executor_pb2 as pb
@@ -18,13 +18,11 @@ from service.api.time_slice import SLICE_S, TimeSlice
 from service.caches.effects import Send
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
-from service.caches.requests import Request
 from service.caches.reservations import Limits
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import InvalidArgument
 from service.journal.base import Journal
-from tests.error_details import status_reason
 from tests.forwards import SentForward, forwards_in
 from tests.service.served import state_of
 from workers.common import worker_pb2
@@ -166,75 +164,3 @@ async def test_the_work_of_a_call_is_what_it_touches(monkeypatch: pytest.MonkeyP
     assert max(in_a_turn) == 80
     harness.answer()
     await session
-
-
-@pytest.mark.parametrize("kind", ["fork_cache", "fork_caches"])
-async def test_a_fork_touches_what_it_releases(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of releases in each call of a message: one call is a slice."""
-    harness = Harness(Config())
-    begun = 0
-    start = harness.dispatcher.start
-
-    def counted(requests: Sequence[Request], *others: Any) -> list[int]:
-        nonlocal begun
-        begun = max(begun, len(requests))
-        return start(requests, *others)
-
-    monkeypatch.setattr(harness.dispatcher, "start", counted)
-    fields: dict[str, Any] = {"release": [f"kv_{index}" for index in range(1000)]}
-    if kind == "fork_cache":
-        call = pb.SessionCall(fork_cache=pb.ForkCacheRequest(cache_id="kv", **fields))
-    else:
-        forks = [pb.ForkSource(cache_id="kv")]
-        call = pb.SessionCall(fork_caches=pb.ForkCachesRequest(forks=forks, **fields))
-    calls = [pb.SessionCall() for _ in range(8)]
-    for tag, each in enumerate(calls):
-        each.CopyFrom(call)
-        each.tag = tag
-    await harness.start(calls)
-    assert begun == 1
-    assert len(harness.peer.results) == 8
-
-
-async def test_no_more_than_a_session_may_have_is_started_of_a_message() -> None:
-    harness = Harness(Config(max_session_calls=10))
-    session = harness.start(forwards(95))
-    for answered in range(0, 95, 10):
-        await turns()
-        assert len(harness.sent) == min(10, 95 - answered)
-        harness.answer()
-    await session
-    assert len(harness.peer.results) == 95
-
-
-async def test_answers_of_all_callers_share_a_budget() -> None:
-    """What is not read counts as well as what is computed. What has no room is never computed."""
-    f32 = types_pb2.DATA_TYPE_F32
-    harness = Harness(Config(max_unread_bytes=4 * 1024))
-    harness.peer.reads.clear()
-    first = harness.start(forwards(4, f32))
-    await turns()
-    assert len(harness.sent) == 4 and harness.state.budgets.answers.used == 4 * 1024
-    second_peer = Peer()
-    harness.peer, first_peer = second_peer, harness.peer
-    refused = harness.start(forwards(1, f32))
-    await refused
-    assert status_reason(second_peer.results[0].error) == "ANSWERS_FULL"
-    assert len(harness.sent) == 4
-    harness.answer()
-    await turns()
-    assert 0 < harness.state.budgets.answers.used < 1024, "computed, and not read yet, at its true size"
-    first_peer.reads.set()
-    await first
-    assert harness.state.budgets.answers.used == 0
-
-
-async def test_a_session_that_ends_gives_back_what_it_held() -> None:
-    harness = Harness(Config())
-    session = harness.start(forwards(20))
-    await turns()
-    assert harness.state.budgets.answers.used > 0
-    session.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await session
-    assert harness.state.budgets.answers.used == 0 and harness.dispatcher.caches.operations_in_flight == 0

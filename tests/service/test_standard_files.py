@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import grpc
 import pytest
-from quire.v1 import executor_pb2, executor_pb2_grpc
 
 from benchmarks.checkout import ROOT, environment
 
@@ -64,37 +60,3 @@ def test_a_command_runs_without_them(command: tuple[str, ...], tmp_path: Path) -
     )
     assert ended.returncode == (1 if command[0] == "status" else 0)
     assert b"Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize("redirections", ["<&-", "<&- >&- 2>&-"])
-def test_a_worker_by_hand_says_what_it_lacks(redirections: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "workers",
-    ]
-    assert subprocess.run(closed(redirections, *command), env=environment(ROOT)).returncode == 2
-
-
-def test_a_server_serves_without_any(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/s"
-    flags = ("--model", "paged-attention", "--listen", address, "--data-dir", str(tmp_path / "d"))
-    command = closed("<&- >&- 2>&-", sys.executable, "-m", "quire.cli", "serve", *flags)
-    with (
-        subprocess.Popen(command, env=environment(ROOT)) as server,
-        grpc.insecure_channel(address) as channel,
-    ):
-        try:
-            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-            give_up_s = time.monotonic() + 120
-            status = stub.GetStatus(executor_pb2.GetStatusRequest(), wait_for_ready=True, timeout=60)
-            while status.workers[0].state != executor_pb2.WORKER_STATE_READY:
-                assert time.monotonic() < give_up_s and server.poll() is None
-                time.sleep(0.05)
-                status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=60)
-            for pid in (server.pid, status.workers[0].pid):
-                links = [str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)]
-                assert links[1:] == ["/dev/null"] * 2
-        finally:
-            server.send_signal(signal.SIGTERM)
-        assert server.wait() == 0

@@ -43,10 +43,12 @@ def start(*flags: str, **environ: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("home", "why"),
-    [("/dev/null", "/dev/null: Not a directory"), ("/proc/nope", "No such file or directory")],
+    ("home", "why", "flags"),
+    [
+        ("/dev/null", "/dev/null: Not a directory", ()),
+        ("/proc/nope", "No such file or directory", ("--gateways", "2", "--workers", "2")),
+    ],
 )
-@pytest.mark.parametrize("flags", [(), ("--gateways", "2", "--workers", "2")])
 def test_a_home_that_is_no_directory(home: str, why: str, flags: tuple[str, ...]) -> None:
     status, said = start(*flags, HOME=home, XDG_STATE_HOME="")
     assert status == EXIT_CONFIG
@@ -68,14 +70,6 @@ def test_without_a_home_another_users_directory_is_not_used(
     monkeypatch.setattr(tempfile, "tempdir", str(everybodys))
     assert main(["state", "list"]) != 0
     assert "other users can write" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("journal", ["auto", "disk", "memory"])
-def test_a_directory_below_one_that_all_can_write_to_is_refused(everybodys: Path, journal: str) -> None:
-    config = Config(data_dir=str(everybodys / "data"), journal=journal)
-    with pytest.raises(StateUnusable, match=f"{everybodys}: other users can write to it") as refused:
-        prepare(config)
-    assert not refused.value.may_pass and not (everybodys / "data").exists()
 
 
 def test_a_file_and_a_directory_that_cannot_be_written(

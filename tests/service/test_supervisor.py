@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import math
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import structlog
-from quire.v1 import executor_pb2, types_pb2
+from quire.v1 import types_pb2
 
 from service.caches.answers import Event
-from service.caches.effects import Claim, ReleaseSequences
+from service.caches.effects import Claim
 from service.caches.entries import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.journal.values import StoredValues
 from service.pool import supervisor as supervisor_module
-from service.pool import wire
-from service.pool.incarnation import Incarnation
-from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
+from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import Stream
-from service.pool.model_versions import ModelVersions, WorkerSlot
+from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import Supervisor
-from service.setting_rules import MAX_WORKERS
 from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
@@ -71,12 +65,6 @@ async def serves_another_model(requests: Requests) -> AsyncIterator[worker_pb2.C
     yield ready("two")
     async for _ in requests:
         yield worker_pb2.ConnectResponse()
-
-
-async def loads(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-    """Never becomes ready."""
-    yield worker_pb2.ConnectResponse()
-    await asyncio.get_running_loop().create_future()
 
 
 async def closes_its_stream(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
@@ -122,7 +110,6 @@ class Processes:
         self.pid = 1000 + epoch
         self.is_outdated = False
         self.epoch = epoch
-        self.leaving: asyncio.Future[float] | None = asyncio.get_running_loop().create_future()
         self.grace_s: float | None = None
         self.was_killed = self.was_detached = False
         self._status = status
@@ -183,27 +170,6 @@ class FakeLauncher:
 
     def close(self) -> None:
         self.closed = True
-
-
-class FakeElasticLauncher(FakeLauncher):
-    """Has places for some workers; others wait."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.places = asyncio.Semaphore(0)
-        self.rooms: asyncio.Queue[int] = asyncio.Queue()
-        self.waiting = 0
-
-    async def start(self, config: worker_pb2.WorkerConfig) -> Processes:
-        self.waiting += 1
-        try:
-            await self.places.acquire()
-        finally:
-            self.waiting -= 1
-        return await super().start(config)
-
-    async def room(self, known: int) -> int:
-        return await self.rooms.get()
 
 
 class FakeDispatcher:
@@ -300,9 +266,6 @@ def bench_of(monkeypatch: pytest.MonkeyPatch) -> MakeBench:
     return make
 
 
-NO_FILES = OSError(errno.EMFILE, "too many open files")
-
-
 async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None:
     """Also if its stream ends before its process."""
     bench = bench_of(closes_its_stream, status=EXIT_CONFIG)
@@ -316,9 +279,7 @@ async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None
     ("status", "why"),
     [
         (-9, "it was killed by signal 9 (SIGKILL)"),
-        (-50, "it was killed by signal 50"),  # a real-time one, without a name
         (EXIT_CONFIG, "it refused its configuration"),
-        (1, "its process ended with status 1"),
         (None, "its process ended"),
     ],
 )
@@ -330,74 +291,6 @@ async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int
             bench.launcher.started[0].exit()
             await bench.events(2)
     assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
-
-
-@pytest.mark.parametrize(
-    ("address", "where"), [("", {"pid": 1001}), ("10.0.0.7:4242", {"address": "10.0.0.7:4242"})]
-)
-async def test_the_log_says_where_a_worker_was(
-    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch, address: str, where: dict[str, object]
-) -> None:
-    """By its process, or of one on another host, whose process is not known, by its address."""
-    monkeypatch.setattr(FakeEndpoint, "host_address", address)
-    bench = bench_of(works, works)
-    with structlog.testing.capture_logs() as logs:
-        async with running(bench):
-            await bench.events(1)
-            bench.launcher.started[0].exit()
-            await bench.events(2)
-    (gone,) = (line for line in logs if line["event"] == "worker is gone")
-    assert {name: gone[name] for name in ("pid", "address") if name in gone} == where
-
-
-@pytest.mark.parametrize("is_drained", [True, False])
-async def test_a_machine_that_leaves_is_drained(bench_of: MakeBench, *, is_drained: bool) -> None:
-    """Its worker gets nothing new, and is replaced when it has computed all, or just before it is gone."""
-    bench = bench_of(works)
-    if is_drained:
-        bench.dispatcher.drained.set()
-    async with running(bench):
-        assert await bench.events(1) == [("ready", 1)]
-        first = bench.launcher.started[0]
-        assert first.leaving is not None
-        first.leaving.set_result(math.inf if is_drained else 0.0)
-        assert await bench.events(3) == [("draining", 1), ("lost", 1), ("ready", 2)]
-    assert first.grace_s == 2.0, "it was stopped, not killed"
-
-
-async def test_slots_follow_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with a worker keep their slot. Those that wait for a place lose it."""
-    launcher = FakeElasticLauncher(works)
-    bench = Bench(launcher, monkeypatch, Config(workers=None))
-
-    def names() -> list[str]:
-        return [slot.worker_id for slot in bench.versions.slots]
-
-    async def settled(count: int, waiting: int) -> None:
-        while len(names()) != count or launcher.waiting != waiting:
-            await asyncio.sleep(0.001)
-
-    async with asyncio.timeout(20), running(bench):
-        await settled(1, 1)
-        launcher.rooms.put_nowait(3)
-        await settled(3, 3)
-        launcher.places.release()
-        launcher.places.release()
-        assert sorted(await bench.events(2)) == [("ready", 1), ("ready", 2)]
-        launcher.rooms.put_nowait(1)
-        await settled(2, 0)
-        launcher.started[1].exit()
-        assert await bench.events(1) == [("lost", 2)]
-        await settled(1, 0)
-        launcher.rooms.put_nowait(0)
-        launcher.started[0].exit()
-        assert await bench.events(1) == [("lost", 1)]
-        # The last one stays.
-        await settled(1, 1)
-        launcher.rooms.put_nowait(1 << 20)
-        await settled(MAX_WORKERS, MAX_WORKERS)
-        launcher.places.release()
-        assert await bench.events(1) == [("ready", 3)]
 
 
 async def test_pool_failed_of_the_launcher_ends_the_pool(bench_of: MakeBench) -> None:
@@ -415,87 +308,12 @@ async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
     assert bench.sleeps_s == [0.0, 0.25, 0.5, 1.0, 2.0]
 
 
-async def test_workers_of_other_hosts_are_taken_without_end(bench_of: MakeBench) -> None:
-    """What is wrong there, or on the way there, may be mended without this gateway."""
-    bench = bench_of(*[closes_its_stream] * 9, works, pool_listen="here:50060", pool="here")
-    async with running(bench):
-        assert await bench.events(1) == [("ready", 10)]
-
-
 async def test_wrong_model_on_one_host_does_not_end_the_pool(bench_of: MakeBench) -> None:
     """Workers of other hosts have directories of their own. The right one is served."""
     bench = bench_of(serves_another_model, works, pool_listen="here:50060", pool="here")
     bench.versions.expected_fingerprint = "one"
     async with running(bench):
         assert await bench.events(1) == [("ready", 2)]
-
-
-@pytest.mark.parametrize("failure", [NO_FILES, serves_another_model], ids=["no process", "another model"])
-async def test_failed_starts_are_retried_with_backoff(
-    bench_of: MakeBench, failure: Behaviour | Exception
-) -> None:
-    """However many, if a worker was ready before. The slot says why there is none."""
-    bench = bench_of(works, *[failure] * 9, works)
-    (slot,) = bench.versions.slots
-    troubles = set()
-    bench.on_sleep = lambda: troubles.add(slot.trouble)
-    with structlog.testing.capture_logs() as logs:
-        async with running(bench):
-            assert await bench.events(1) == [("ready", 1)] and slot.trouble == ""
-            bench.launcher.started[0].exit()
-            assert await bench.events(2) == [("lost", 1), ("ready", 11)], "the others are not reported"
-            assert slot.trouble == ""
-    assert bench.sleeps_s == [0.0, 0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, *[10.0] * 3]
-    troubles -= {"", "its process ended with status 0"}
-    if failure is NO_FILES:
-        assert troubles == {"its process cannot be started: too many open files"}
-        failed = [record["file"] for record in logs if record["event"] == "worker cannot be started"]
-        assert failed == [sys.executable] * 9
-    else:
-        (trouble,) = troubles
-        assert "holds another model now (two)" in trouble and MODEL not in trouble, "clients see it"
-        assert any(record.get("model") == MODEL for record in logs)
-
-
-async def test_hung_worker_is_killed_and_replaced(bench_of: MakeBench) -> None:
-    bench = bench_of(hangs, works, heartbeat_timeout_s=0.1)
-    async with running(bench):
-        assert await bench.events(3) == [("ready", 1), ("lost", 1), ("ready", 2)]
-        assert bench.launcher.started[0].grace_s == 0
-
-
-async def test_silent_worker_is_suspect_until_its_next_message(bench_of: MakeBench) -> None:
-    silent = asyncio.Event()
-
-    async def pauses(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
-        yield ready()
-        await silent.wait()
-        async for response in works(requests):
-            if not response.events[0].HasField("ready"):
-                yield response
-
-    bench = bench_of(pauses, suspect_after_s=0.05)
-    (slot,) = bench.versions.slots
-    async with running(bench):
-        assert await bench.events(2) == [("ready", 1), ("suspect", 1)]
-        assert slot.suspect and slot.state == executor_pb2.WORKER_STATE_READY
-        silent.set()
-        assert await bench.events(1) == [("heard", 1)]
-    assert not slot.suspect, "there is no worker any more"
-
-
-async def test_dead_worker_is_replaced_with_a_new_epoch(bench_of: MakeBench) -> None:
-    bench = bench_of(works)
-    (slot,) = bench.versions.slots
-    async with running(bench):
-        assert await bench.events(1) == [("ready", 1)]
-        bench.launcher.started[0].exit()
-        assert await bench.events(2) == [("lost", 1), ("ready", 2)]
-        assert (slot.epoch, slot.pid, slot.state) == (2, 1002, executor_pb2.WORKER_STATE_READY)
-        for epoch in (1, 2):
-            wire.send(bench.supervisor.links, [("worker-0", epoch, ReleaseSequences(6 + epoch, (1,)))])
-        assert await bench.events(1) == [("answered", 2, 8)], "commands to earlier incarnations are dropped"
-    assert bench.launcher.closed
 
 
 async def test_a_worker_that_dies_while_it_is_asked_fails_nobody(bench_of: MakeBench) -> None:
@@ -507,31 +325,3 @@ async def test_a_worker_that_dies_while_it_is_asked_fails_nobody(bench_of: MakeB
         await asyncio.sleep(0)
         bench.launcher.started[0].exit()
         assert await refresh == bench.versions.slots
-
-
-class Asked:
-    """An incarnation that has been checked; before it says so, a heartbeat of the others comes."""
-
-    def __init__(self, slot: WorkerSlot, others: Sequence[WorkerSlot]) -> None:
-        slot.ready = worker_pb2.WorkerReady()
-        self.slot = slot
-        self._others = others
-
-    async def request_snapshot(self, *, check_integrity: bool, **_: object) -> worker_pb2.WorkerSnapshot:
-        intact = True if check_integrity else None
-        self.slot.snapshot = answer = worker_pb2.WorkerSnapshot(step_number=3, pool_intact=intact)
-        for slot in self._others:
-            slot.snapshot = worker_pb2.WorkerSnapshot(step_number=4)
-        return answer
-
-
-@pytest.mark.parametrize("checks", [True, False])
-async def test_a_heartbeat_hides_nothing_and_is_not_hidden(checks: bool) -> None:
-    supervisor = Supervisor(Config(), ModelVersions(MODEL, 2), cast(Launcher, None))
-    slots = supervisor.versions.slots
-    supervisor._running = {
-        (slot.worker_id, slot.epoch): cast(Incarnation, Asked(slot, slots)) for slot in slots
-    }
-    checked = await supervisor.refresh_snapshots(check_integrity=checks)
-    assert [slot.snapshot.step_number for slot in checked] == [4, 4]
-    assert [slot.snapshot.pool_intact for slot in checked] == [checks, checks]

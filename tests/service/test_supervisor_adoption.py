@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import structlog
-from quire.v1 import executor_pb2
 
 from service.caches.effects import Claim
-from service.pool import incarnation
 from service.pool.rolling_restart import RollingRestart
-from service.pool.worker_directory import Epochs, WorkerDirectory
 from tests.service.test_supervisor import (
     Behaviour,
     Bench,
     MakeBench,
     Processes,
     Requests,
-    bench_of,
     closes_its_stream,
     ready,
     running,
     works,
 )
 from workers.common import worker_pb2
-
-__all__ = ["bench_of"]
 
 Responses = AsyncIterator[worker_pb2.ConnectResponse]
 CLAIMS = [Claim(1, 10, b"d" * 16), Claim(2, 20, b"e" * 16)]
@@ -93,26 +85,6 @@ async def test_kept_sequences_are_reported_with_ready(bench_of: MakeBench) -> No
         assert await bench.events(2) == [("lost", 5), ("ready", 10)], "higher than all earlier epochs"
 
 
-async def test_adopted_worker_may_still_load(bench_of: MakeBench) -> None:
-    loaded = asyncio.Event()
-
-    async def loads_on(requests: Requests) -> Responses:
-        yield worker_pb2.ConnectResponse()
-        await loaded.wait()
-        async for response in works(requests):
-            yield response
-
-    bench = bench_of(works)
-    left = add_orphan(bench, loads_on)
-    (slot,) = bench.versions.slots
-    async with running(bench):
-        while slot.pid != left.pid:
-            await asyncio.sleep(0.01)
-        assert slot.state == executor_pb2.WORKER_STATE_STARTING and bench.launcher.attempts == 0
-        loaded.set()
-        assert await bench.events(1) == [("ready", 5)]
-
-
 @pytest.mark.parametrize("behave", [stays_silent, never_answers_adopt, closes_its_stream])
 async def test_adopted_worker_that_does_not_become_ready_is_replaced(
     bench_of: MakeBench, behave: Behaviour
@@ -170,49 +142,3 @@ async def test_a_version_that_cannot_start_replaces_one_worker_only(bench_of: Ma
         assert events[2:] == [("draining", 1), ("lost", 1)]
         assert bench.dispatcher.events.empty()
     assert "others are not replaced" in str([line for line in logs if line["log_level"] == "error"])
-
-
-async def test_detached_workers_keep_running_and_others_stop(bench_of: MakeBench) -> None:
-    bench = bench_of(works, workers=2)
-    async with running(bench):
-        await bench.events(2)
-        bench.supervisor.kill()
-        assert all(processes.was_killed for processes in bench.launcher.started)
-        bench.supervisor.detach_workers()
-    for processes in bench.launcher.started:
-        processes.was_killed = False
-    bench.supervisor.kill()
-    for processes in bench.launcher.started:
-        assert not processes.was_killed, "they are detached"
-        assert processes.was_detached and processes.grace_s is None
-        await processes.stop(grace_s=0)
-    assert bench.launcher.closed
-
-
-async def test_what_a_worker_has_is_looked_at_in_portions(
-    bench_of: MakeBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The digests of all tokens would stop everything else."""
-    monkeypatch.setattr(incarnation, "_CLAIMED_TOKENS", 20)
-    bench = bench_of(works)
-    bench.dispatcher.claimed = CLAIMS[:1]
-    add_orphan(bench, keeps)
-    async with running(bench):
-        events = await bench.events(3)
-        assert events[:2] == [("holds", {1: 12, 2: 20}), ("holds", {3: 5})]
-        assert events[2] == ("ready", 5, {1: 10})
-
-
-async def test_a_worker_starts_though_all_shared_threads_are_busy(tmp_path: Path) -> None:
-    loop, may_end = asyncio.get_running_loop(), threading.Event()
-    busy = [loop.run_in_executor(None, may_end.wait) for _ in range(64)]
-    try:
-        directory = WorkerDirectory(tmp_path)
-        directory.open()
-        async with asyncio.timeout(60):
-            assert await Epochs(directory).next() == 1
-            assert directory.last_epoch() == 1
-        directory.close()
-    finally:
-        may_end.set()
-        await asyncio.gather(*busy)

@@ -193,22 +193,6 @@ def test_a_tenant_asks_so_often(gateway: Shared) -> None:
     assert gateway.ask_as(alice, Release(cache)) == [Released(released=True)], "what frees is always let in"
 
 
-def test_what_is_undone_is_given_back(gateway: Shared) -> None:
-    alice = Tenant("alice")
-    cache = gateway.make(alice, 1, 2)
-    tickets = gateway.dispatcher.start(
-        [prefill(1, 2, 3), decode(cache, 3), Fork.of(cache, 3)], lambda *_: None, 1, alice
-    )
-    assert (alice.caches, alice.in_flight) == (2, 3)
-    gateway.dispatcher.cancel(tickets)
-    gateway.work()
-    check_invariants(gateway.machine)
-    assert (alice.caches, alice.tokens, alice.in_flight) == (1, 2, 0)
-    gateway.lose_worker()
-    gateway.ask_as(alice, Release(cache))
-    assert (alice.caches, alice.tokens) == (0, 0)
-
-
 def test_a_tenant_holds_nothing_of_a_shard_that_another_gateway_has(gateway: Shared) -> None:
     """Before, its caches were counted for ever where it was given back, and calls for it not answered."""
     alice = Tenant("alice")

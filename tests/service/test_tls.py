@@ -82,17 +82,6 @@ def listening(pair: Pair, **rest: str) -> Config:
     return Config(tls_cert=str(pair.cert), tls_key=str(pair.key), **rest)  # type: ignore[arg-type]
 
 
-async def test_only_clients_that_trust_the_certificate_connect(ours: Authority, theirs: Authority) -> None:
-    async with serving(listening(ours.server())) as target:
-        assert await called_as(target, ours) == "-"
-        assert await called_as(target, theirs) == "UNAVAILABLE"
-        async with AsyncClient(target, timeout_s=PATIENCE_S) as in_plain_text:
-            with pytest.raises(QuireError):
-                await in_plain_text.model_info()
-        async with AsyncClient(target, tls=Tls(ca=ours.cert), timeout_s=PATIENCE_S) as client:
-            assert (await client.model_info()).tokenizer_json == b"-"
-
-
 async def test_a_client_certificate_names_the_tenant(
     ours: Authority, theirs: Authority, tmp_path: Path
 ) -> None:

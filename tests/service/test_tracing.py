@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -89,73 +88,6 @@ async def exported(collector: Collector, count: int) -> list[Received]:
     return await asyncio.to_thread(collector.wait_for, count)
 
 
-async def test_a_call_is_a_span_of_a_server(collector: Collector) -> None:
-    async with traced(collector.endpoint) as server:
-        await server.decode(("x-request-id", "r-1"))
-        (one,) = await exported(collector, 1)
-    assert one.span.name == "quire.v1.ModelExecutorService/Decode"
-    assert one.span.kind == one.span.SPAN_KIND_SERVER and not one.span.status.code
-    assert one.span.end_time_unix_nano > one.span.start_time_unix_nano and not one.parent_id
-    assert one.attributes == {
-        "rpc.system": "grpc",
-        "rpc.service": "quire.v1.ModelExecutorService",
-        "rpc.method": "Decode",
-        "rpc.grpc.status_code": 0,
-        "quire.request_id": "r-1",
-    }
-    assert one.resource["service.name"] == "quire" and one.resource["service.version"]
-
-
-async def test_the_environment_names_the_service(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-    async with traced(collector.endpoint) as server:
-        await server.decode()
-        (one,) = await exported(collector, 1)
-    assert one.resource["service.name"] == "chat"
-    assert one.resource["deployment.environment.name"] == "test"
-
-
-async def test_the_callers_trace_goes_on(collector: Collector) -> None:
-    async with traced(collector.endpoint) as server:
-        for _ in range(2):
-            await server.decode(("traceparent", SAMPLED), ("tracestate", "vendor=1"))
-        spans = await exported(collector, 2)
-    assert {(one.trace_id, one.parent_id, one.span.trace_state) for one in spans} == {
-        (TRACE, PARENT, "vendor=1")
-    }
-    assert len({one.span.span_id for one in spans} - {bytes.fromhex(PARENT)}) == 2
-
-
-async def test_what_the_caller_does_not_record_is_not_recorded(collector: Collector) -> None:
-    async with traced(collector.endpoint) as server:
-        await server.decode(("traceparent", UNSAMPLED))
-        await server.decode(("traceparent", SAMPLED))
-        await server.decode(("traceparent", UNSAMPLED))
-    assert len(collector.spans()) == 1, "the tracer was closed, so nothing more comes"
-
-
-@pytest.mark.parametrize(
-    ("sampler", "metadata", "count"),
-    [
-        ("always_off", [("traceparent", SAMPLED)], 0),
-        ("always_on", [("traceparent", UNSAMPLED)], 1),
-        ("parentbased_always_off", [], 0),
-        ("parentbased_always_off", [("traceparent", SAMPLED)], 1),
-        ("unknown", [], 1),
-    ],
-)
-async def test_the_environment_says_what_is_recorded(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch, sampler: str, metadata: Any, count: int
-) -> None:
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
-    async with traced(collector.endpoint) as server:
-        await server.decode(*metadata)
-    assert len(collector.spans()) == count
-
-
 @pytest.mark.parametrize(
     ("error", "reason", "code"),
     [(CacheNotFound(), "CACHE_NOT_FOUND", 5), (RuntimeError(SECRET), "INTERNAL", 13)],
@@ -190,46 +122,6 @@ async def test_what_callers_send_is_not_logged(
         (one,) = await exported(collector, 1)
     assert one.trace_id == TRACE and not one.span.trace_state
     assert SECRET not in caplog.text
-
-
-async def test_a_cancellation_is_no_error(collector: Collector) -> None:
-    started = asyncio.Event()
-
-    async def behave(_request: Any) -> executor_pb2.DecodeResponse:
-        started.set()
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError("not reached")
-
-    async with traced(collector.endpoint) as server:
-        server.servicer.behave = behave
-        call = server.decode()
-        await asyncio.wait_for(started.wait(), PATIENCE_S)
-        call.cancel()
-        (one,) = await exported(collector, 1)
-    assert one.attributes["rpc.grpc.status_code"] == 1 and not one.span.status.code
-
-
-async def test_a_collector_that_is_down_costs_callers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without a limit of ours, closing the tracer would take as long.
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    with Collector() as collector:
-        endpoint = collector.endpoint
-    async with traced(endpoint) as server:
-        for _ in range(100):
-            await server.decode()
-
-
-async def test_why_a_collector_that_says_nothing_gets_nothing_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        async with traced(f"http://127.0.0.1:{silent.getsockname()[1]}") as server:
-            await server.decode()
-            while "traces" not in caplog.text:
-                await asyncio.sleep(0.01)
-    assert "before receiving SETTINGS frame" in caplog.text, "the deadline of the export comes later"
 
 
 async def test_a_slow_collector_gets_what_fits_into_the_queue(

@@ -15,12 +15,10 @@ from types import SimpleNamespace
 import pytest
 from quire.v1 import admin_pb2, types_pb2
 
-from service import uploads
 from service.config import Config
 from service.errors import (
     InvalidArgument,
     LoadFailed,
-    MessageTimeout,
     NoMemory,
     QuireError,
     StorageUnavailable,
@@ -79,27 +77,6 @@ def model(tmp_path: Path) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
     return directory
-
-
-async def test_an_upload_of_single_bytes_ends(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before, it kept all others out for as long as it liked."""
-    (model / MODEL).write_bytes(bytes(1 << 20))
-    server = Server(tmp_path / "data", model)
-    server.uploads._timeout_s = 0.05
-    monkeypatch.setattr(uploads, "LEAST_BYTES_PER_S", 1 << 40)
-
-    async def bytes_of_a_file() -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
-        yield admin_pb2.UploadWeightsRequest(name=MODEL, size_bytes=1 << 20, data=b"x")
-        while True:
-            await asyncio.sleep(0)
-            yield admin_pb2.UploadWeightsRequest(data=b"x")
-
-    with pytest.raises(MessageTimeout):
-        await server.uploads.receive(bytes_of_a_file())
-    assert server.kept() == []
-    await server.upload()
 
 
 async def test_other_files_of_the_served_model_are_copied(tmp_path: Path, model: Path) -> None:
@@ -163,43 +140,6 @@ async def test_a_full_disk_leaves_nothing(
     assert server.kept() == [source]
 
 
-async def test_a_served_model_whose_directory_has_gone(tmp_path: Path, model: Path) -> None:
-    server = Server(tmp_path / "data", model)
-    (model / "config.json").unlink()
-    with pytest.raises(LoadFailed, match="the files of the served model"):
-        await server.upload()
-    assert server.kept() == []
-
-
-async def test_a_switch_while_the_served_upload_is_copied(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy has all files, although the upload that they come from is not served any more."""
-    (model / "tokenizer.json").touch()
-    server = Server(tmp_path / "data", model)
-    server.serve(server.find(await server.upload()))
-    # One thread copies. The other removes what is not needed, then does what `switch` waits for.
-    server.threads = ThreadPoolExecutor(2)
-    loop = asyncio.get_running_loop()
-    loop.set_default_executor(server.threads)
-    real_copy = shutil.copyfile
-
-    async def switch() -> None:
-        server.serve(model)
-        await asyncio.to_thread(int)
-
-    def copy(source: Path, target: Path) -> None:
-        if server.versions.serving.model != str(model):
-            asyncio.run_coroutine_threadsafe(switch(), loop).result()
-        real_copy(source, target)
-
-    monkeypatch.setattr(shutil, "copyfile", copy)
-    source = await server.upload()
-    files = {path.name for path in server.find(source).iterdir()}
-    assert files == {MODEL, "config.json", "tokenizer.json"}
-    assert server.kept() == [source]
-
-
 async def test_the_next_gateway_keeps_what_it_may_serve(tmp_path: Path, model: Path) -> None:
     """Also with other settings, which may be a mistake."""
     server = Server(tmp_path / "data", model)
@@ -243,17 +183,6 @@ async def test_an_upload_that_is_being_loaded_is_not_replaced(tmp_path: Path, mo
     assert server.kept() == [second]
 
 
-async def test_a_data_directory_that_was_moved_keeps_what_is_served(tmp_path: Path, model: Path) -> None:
-    """A link is where it was, so what is stored is still right."""
-    home = tmp_path / "home"
-    server = Server(home, model)
-    server.serve(server.find(source := await server.upload()))
-    (tmp_path / "moved").mkdir()
-    home.rename(tmp_path / "moved" / "home")
-    home.symlink_to(tmp_path / "moved" / "home")
-    assert Server(home, model, server.values).kept() == [source]
-
-
 async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,15 +193,3 @@ async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(
     uploads = tmp_path / "home" / "weight-uploads"
     above = [path for path in directory.parents if path.is_relative_to(uploads)]
     assert synced >= {str(path) for path in (*directory.iterdir(), directory, *above)}
-
-
-async def test_empty_parts_do_not_keep_the_slot(tmp_path: Path, model: Path) -> None:
-    async def stalled() -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
-        yield admin_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(DATA))
-        while True:
-            yield admin_pb2.UploadWeightsRequest()
-
-    server = Server(tmp_path / "home", model)
-    with pytest.raises(InvalidArgument, match="is empty"):
-        await server.uploads.receive(stalled())
-    assert server.kept() == []

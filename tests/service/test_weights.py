@@ -10,65 +10,18 @@ import pytest
 from quire.v1 import types_pb2
 
 from service.caches.ledger import Ledger
-from service.caches.requests import Fork, Renew, Truncate
 from service.caches.reservations import Limits
 from service.journal.conformance import commit, created
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
 from tests.service.journal_traffic import open_journal
-from tests.sim.harness import Gateway, answer_of, decode, prefill
-from tests.sim.toy_model import next_token
+from tests.sim.harness import Gateway
 from workers.common import worker_pb2
-
-OLD, NEW = 0, 1
 
 
 @pytest.fixture
 def gateway() -> Gateway:
     return Gateway(Limits(default_lease_s=10.0))
-
-
-def says(gateway: Gateway, cache: str, token: int) -> int:
-    return answer_of(gateway.append(decode(cache, token))).outputs[0].token_id
-
-
-def test_whoever_has_a_cache_of_the_weights_before_can_only_release_it(gateway: Gateway) -> None:
-    cache, other = gateway.create(1, 2, request_id="one"), gateway.create(5)
-    children = gateway.handles(Fork.of(cache, 1, request_id="fork")).handles
-    gateway.replace_weights(NEW, recompute=False)
-    new = gateway.create(1, 2)
-    assert says(gateway, new, 3) == next_token([1, 2, 3], None, NEW)
-    for request in (
-        decode(cache, 3),
-        Truncate(cache, 1),
-        Fork.of(cache, 1),
-        Fork.of(cache, 1, request_id="fork"),
-        Renew(cache),
-        prefill(1, 2, request_id="one"),
-        decode(children[0].cache_id, 3),
-    ):
-        assert gateway.refusal(request).reason == "WEIGHTS_CHANGED", request
-    found = [*gateway.dispatcher.caches.index.lookup("one"), *gateway.dispatcher.caches.index.lookup("fork")]
-    assert [made and made.weights for made in found] == [0, 0], (
-        "whoever asks can tell that they are of others"
-    )
-    assert gateway.release(cache)
-    assert gateway.refusal(decode(cache, 3)).reason == "CACHE_NOT_FOUND"
-    assert gateway.refusal(Fork.of(cache, 1, request_id="fork")).reason == "WEIGHTS_CHANGED"
-    # Another one can still be released by a fork; and its lease runs out, however often it is asked for.
-    assert len(gateway.handles(Fork.of(new, 1, (children[0].cache_id,))).handles) == 1
-    gateway.now_s = 11.0
-    gateway.dispatcher.expire()
-    assert gateway.refusal(decode(other, 3)).reason == "CACHE_NOT_FOUND"
-
-
-def test_a_worker_that_is_adopted_keeps_only_what_is_of_its_weights(gateway: Gateway) -> None:
-    gateway.create(1, 2)
-    (number,) = (state.number for state in gateway.machine.ledger)
-    gateway.lose_worker("worker-0")
-    worker = gateway.start_worker("worker-1.1", {number: 2}, {number: [1, 2]}, weights=NEW)
-    gateway.work()
-    assert not worker.sequences
 
 
 # What is served.
@@ -147,11 +100,3 @@ async def test_a_copy_of_the_journal_alone_has_the_weights_of_its_caches(tmp_pat
     again = ModelVersions("a", 1, StoredValues(journal, ledger), lambda number: number == 1)
     journal.close()
     assert (again.serving.model, again.serving.number, again.expected_fingerprint) == ("b", 1, "fb")
-
-
-def test_whoever_subscribes_is_told_of_each_change() -> None:
-    versions, seen = ModelVersions("a", 1), []
-    versions.subscribe(lambda: seen.append(versions.serving.number))
-    become_ready(versions, "")
-    versions.serve(versions.next_version("b"), types_pb2.ModelDescription())
-    assert seen == [0, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from service.pool.local import LocalLauncher, settings_of
 from service.pool.process import LocalProcess, find_process
 from service.pool.worker_directory import WorkerDirectory, lock_holder
 from workers.common import worker_pb2
-from workers.common.addresses import short_path
 from workers.common.code import worker_code
 
 CONFIG = worker_pb2.WorkerConfig(
@@ -273,41 +271,6 @@ def test_digest_of_the_code_changes_with_any_source(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
-async def test_without_a_directory_workers_end_with_their_gateway(
-    data_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their socket is in a temporary one then."""
-    (data_dir / "a-file").touch()
-    monkeypatch.setattr("service.pool.worker_directory._LOCK_TIMEOUT_S", 0.1)
-    locked: list[int] = []
-    first = LocalLauncher(data_dir, 60, lambda: locked.append(1))
-    assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
-    for place in (data_dir, data_dir / "a-file"):
-        other = LocalLauncher(place, 60, lambda: locked.append(2))
-        assert await other.adopt([CONFIG]) == {} and other._grace_s == 0
-        socket = other._directory.socket
-        assert socket.is_socket() and temporary in socket.parents
-        assert socket.parent.stat().st_mode & 0o777 == 0o700
-        other.close()
-        assert list(temporary.iterdir()) == []  # noqa: ASYNC240 - of a test
-    assert first._directory.socket.is_socket()
-    first.close()
-    assert locked == [1]
-    monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
-    third = LocalLauncher(data_dir, 60)
-    assert await third.adopt([CONFIG]) == {} and third._grace_s == 0
-    third.close()
-
-
-async def test_without_a_data_directory_nothing_stays(temporary: Path) -> None:
-    launcher = LocalLauncher(None, 0)
-    assert await launcher.adopt([CONFIG]) == {}
-    socket = launcher._directory.socket
-    assert temporary in socket.parents and socket.parent.stat().st_mode & 0o777 == 0o700
-    launcher.close()
-    assert os.listdir(temporary) == []  # noqa: PTH208 - pathlib's is not for async functions
-
-
 async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) -> None:
     living, dead, third = (LocalLauncher(None, 0) for _ in range(3))
     (temporary / "quire-workers-notes").symlink_to(temporary / "else")
@@ -323,54 +286,6 @@ async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) ->
     assert left == sorted(["else", "quire-workers-notes", *homes])
     living.close()
     third.close()
-
-
-async def dials(socket: Path) -> None:
-    """Raises OSError."""
-    with short_path(str(socket)) as path:
-        _, writer = await asyncio.open_unix_connection(path)
-    writer.close()
-
-
-async def test_the_socket_of_an_earlier_gateway_is_replaced(data_dir: Path) -> None:
-    """However long its path is."""
-    place = data_dir / ("x" * 90) / ("y" * 90)
-    for _ in range(2):
-        launcher = LocalLauncher(place, 60)
-        await launcher.adopt([CONFIG])
-        await dials(launcher._directory.socket)
-        # It is killed.
-        launcher._port.leave(launcher._gateway_id)
-        launcher._directory.close()
-        await asyncio.sleep(0.05)
-        assert launcher._directory.socket.is_socket()
-
-
-async def test_what_was_removed_is_made_again(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a cleaner of old files. The id stays, by which a worker knows its gateway."""
-    monkeypatch.setattr("service.pool.local._command", lambda *_: [sys.executable, "-S", "-c", ""])
-    launcher = LocalLauncher(data_dir, 0)
-    await launcher.adopt([CONFIG])
-    place = launcher._directory.path
-    before = launcher._directory.gateway_id()
-    shutil.rmtree(place)
-    worker = await launcher.start(like())
-    await dials(launcher._directory.socket)
-    assert place.stat().st_mode & 0o777 == 0o700 and launcher._directory.gateway_id() == before
-    assert await worker.stop(grace_s=60) == 0
-    launcher.close()
-
-
-async def test_a_worker_that_cannot_be_started_leaves_nothing(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.pool.local._command", lambda *_: ["/nowhere"])
-    launcher = LocalLauncher(data_dir, 0)
-    await launcher.adopt([CONFIG])
-    with pytest.raises(OSError, match="No such file"):
-        await launcher.start(like())
-    launcher.close()
-    assert {path.name for path in launcher._directory.path.iterdir()} == {"epoch", "gateway-id"}
 
 
 @pytest.mark.parametrize("can_watch", [True, False])

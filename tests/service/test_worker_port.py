@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.config import Config
 from service.handshakes import HandshakeLimits
 from service.pool import pool_files, worker_port
-from service.pool.remote import RemoteLauncher
 from service.pool.worker_port import DialledWorker, NamedWorker, WorkerPort
 from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
@@ -25,7 +22,6 @@ from workers.common.protocol import GATEWAY_NAME, PROTOCOL
 # Far more than anything takes.
 PATIENCE_S = 30
 OURS = "our gateway"
-LENGTH = struct.Struct("<I")
 
 
 class Worker:
@@ -145,16 +141,6 @@ async def test_one_with_kv_is_preferred_and_a_named_one_is_for_who_asks(site: Si
     assert (await site.take("a")).hello.name == "a" and not named.stream.has_ended
 
 
-async def test_one_that_dials_again_has_lost_its_stream(site: Site) -> None:
-    """Before the gateway has missed it."""
-    worker = await site.waits()
-    lease = await site.leased(worker, 1)
-    again = await site.dial()
-    await again.says(gateway_id=OURS, epoch=1, secret=lease.secret)
-    assert await worker.next() is None
-    await site.leased(again, 2)
-
-
 @pytest.mark.parametrize(
     ("hello", "why"),
     [
@@ -198,16 +184,6 @@ async def test_a_certificate_of_another_pool_is_none(
     assert await stranger.next() is None and not site.port._waiting
 
 
-@pytest.mark.parametrize(
-    "said", [LENGTH.pack(1 << 20), LENGTH.pack(3) + b"\xff\xff\xff"], ids=["long", "bad"]
-)
-async def test_what_is_no_hello_is_sent_away(site: Site, said: bytes) -> None:
-    stranger = await site.dial()
-    assert isinstance(stranger.transport, asyncio.WriteTransport)
-    stranger.transport.write(said)
-    assert await stranger.next() is None
-
-
 async def test_who_says_nothing_is_sent_away(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_port, "_UNKNOWN", HandshakeLimits(64, 32, 0.2))
     silent = await site.dial()
@@ -215,15 +191,6 @@ async def test_who_says_nothing_is_sent_away(site: Site, monkeypatch: pytest.Mon
     # Not even TLS.
     with await asyncio.to_thread(site.connect) as mute:
         assert await asyncio.to_thread(mute.recv, 1) == b""
-
-
-async def test_half_open_connections_keep_no_worker_out(site: Site) -> None:
-    with contextlib.ExitStack() as stack:
-        mute = [stack.enter_context(await asyncio.to_thread(site.connect)) for _ in range(200)]
-        worker = await site.waits()
-        await site.leased(worker, 1)
-        assert await asyncio.to_thread(mute[0].recv, 1) == b"", "the oldest are closed"
-        assert len(site.port._unknown) <= worker_port._UNKNOWN.most
 
 
 async def test_workers_without_need_are_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,18 +251,6 @@ async def test_one_that_is_gone_or_silent_takes_no_lease(site: Site, monkeypatch
     assert not await site.port.lease(taken, worker_pb2.Lease(gateway_id=OURS, epoch=2))
 
 
-async def test_who_stops_waiting_for_a_worker_takes_none(site: Site) -> None:
-    taking = asyncio.create_task(site.port.take(lambda _: True))
-    await asyncio.sleep(0)
-    worker = await site.dial()
-    await worker.says()
-    while not any(found.done() for found in site.port._takers):
-        await asyncio.sleep(0)
-    taking.cancel()
-    await asyncio.wait([taking])
-    await site.leased(worker, 1)
-
-
 async def test_shards_share_the_port(site: Site) -> None:
     """A worker that has lost its shard is sent to the next owner; the port stays while there is one."""
     site.port.join("another shard")
@@ -331,18 +286,3 @@ async def test_a_named_worker_is_leased_when_it_dials(site: Site) -> None:
     assert stream.max_bytes == 1 << 20
     await named.close()
     assert await worker.next() is None
-
-
-async def test_what_is_true_of_this_machine_is_not_said_to_others(site: Site) -> None:
-    """How many share its cores, and what was proved on its processor."""
-    launcher = RemoteLauncher(None, Config(), lambda: None, site.port)
-    config = worker_pb2.WorkerConfig(model="m", workers=4, model_was_proved=True, threads=3)
-    worker = await site.waits()
-    await launcher.adopt([config])
-    vars(launcher)["_finds_own_until_s"] = 0.0
-    starting = asyncio.create_task(launcher.start(config))
-    lease = await worker.lease()
-    assert (lease.config.model, lease.config.threads) == ("m", 3)
-    assert (lease.config.workers, lease.config.model_was_proved) == (1, False)
-    await starting
-    launcher.close()

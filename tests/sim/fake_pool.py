@@ -52,8 +52,6 @@ class NeverOpened:
 class Processes:
     """One incarnation, from its start to its end."""
 
-    leaving: asyncio.Future[float] | None = None
-
     def __init__(self, address: str, worker: ModelWorker, pool: FakeLauncher) -> None:
         self.epoch = worker.epoch
         self.endpoint = NeverOpened(address)

@@ -12,7 +12,6 @@ from service.caches.keyed_answers import Kind
 from service.caches.machine import CacheMachine
 from service.caches.requests import Fork, Priority
 from service.caches.worker_load import WorkerLoad
-from tests.sim.moves import check_copies
 from tests.sim.states import check_state
 
 
@@ -38,7 +37,6 @@ def check_invariants(machine: CacheMachine) -> None:
     _check_counts(machine, operations, entries)
     _check_placement(machine, entries)
     queued = _check_attempts(machine._attempts, operations)
-    check_copies(machine)
     for worker in machine._workers:
         its = queued.get(worker, ())
         assert worker.pages_queued == sum([operation.pages for operation in its])
@@ -65,8 +63,6 @@ def _check_index(index: CacheIndex) -> None:
 
 
 def _check_operations(machine: CacheMachine, operations: Mapping[int, Operation]) -> None:
-    restores = machine._restores
-    assert restores.under_way == {o for o in operations.values() if o.kind is restores}
     for ticket, operation in operations.items():
         assert operation.ticket == ticket
         turns = 0

@@ -17,7 +17,7 @@ from service.caches.entries import Operation, WorkerView
 from service.caches.ledger import CacheState, Ledger
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.requests import Release, Request, Restore, Result
+from service.caches.requests import Release, Request, Result
 from service.caches.reservations import Limits
 from service.errors import QuireError
 from tests.forwards import Told, as_command, told
@@ -36,8 +36,6 @@ class WatchedMachine(CacheMachine):
 
     def __init__(self, limits: Limits, **names: Any) -> None:
         super().__init__(limits, ledger=self.ledger_type(SEGMENT_TOKENS), **names)
-        # A page at a time, so that short sequences have several chunks.
-        self._moves.chunk_bytes = 1
 
     def watch(self, oracle: Oracle) -> None:
         self.oracle = oracle
@@ -98,8 +96,7 @@ class WatchedMachine(CacheMachine):
         """How far each operation has come, and whether the worker of this epoch computes it."""
         for operation in self.operations.values():
             worker = operation.entry.worker if operation.op_id else None
-            its = [worker] if operation.copy is None else [operation.copy.source, operation.copy.target]
-            yield phase_of(operation), any(each is not None and each.epoch == epoch for each in its)
+            yield phase_of(operation), worker is not None and worker.epoch == epoch
 
     def parked(self) -> Iterator[Asked]:
         """Those whose turn has come, and who wait for a worker or for room."""
@@ -117,7 +114,7 @@ class WatchedMachine(CacheMachine):
     def own_operations(self) -> int:
         """Those that nobody has asked for."""
         own = [o for ticket, o in self.operations.items() if ticket not in self.oracle.tickets]
-        assert all(isinstance(o.request, Restore | Release) for o in own)
+        assert all(isinstance(o.request, Release) for o in own)
         return len(own)
 
     # Of caches and workers.

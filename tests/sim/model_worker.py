@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from service.caches.effects import Claim, Command
 from service.caches.entries import WorkerView
 from service.pool import wire
-from tests.sim import moves
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 from workers.common import worker_pb2
 
@@ -154,6 +153,11 @@ class ModelWorker:
         return not (self.inbox or self._jobs or self.outbox)
 
     @property
+    def queued(self) -> list[int]:
+        """The op ids of the forwards that it has and has not answered."""
+        return list(self._jobs)
+
+    @property
     def has_jobs(self) -> bool:
         """Whether forwards are queued."""
         return bool(self._jobs)
@@ -177,7 +181,6 @@ class ModelWorker:
             pages_total=self.pool.pages,
             capacity_tokens=min(capacity_tokens, self.pool.pages * self.pool.page_tokens),
             pages_available=self.pages_left,
-            page_bytes=moves.PAGE_BYTES if self.epoch % 4 else 0,
             weights=self.weights,
         )
 
@@ -195,8 +198,6 @@ class ModelWorker:
                 self._queue(command.op_id, command.forward)
             elif kind == "abort":
                 self._abort(command.abort.target_op_id)
-            elif kind in ("export_kv", "import_kv"):
-                self._copy(command)
             else:
                 self._control(command)
 
@@ -354,18 +355,6 @@ class ModelWorker:
                 return
             del tokens[command.truncate.new_len :]
         self.outbox.append(worker_pb2.WorkerEvent(op_id=command.op_id, done=worker_pb2.ControlDone()))
-
-    def _copy(self, command: worker_pb2.WorkerCommand) -> None:
-        """A part of a move."""
-        is_export, goes_wrong = command.HasField("export_kv"), self.faults.control
-        number = command.export_kv.sequence if is_export else command.import_kv.sequence
-        self._check_not_queued(number, "a copy")
-        if self._rng.random() < goes_wrong:
-            self.refuse(command.op_id, FAULT)
-        elif is_export:
-            moves.export_kv(self, command.op_id, command.export_kv, 10 * goes_wrong)
-        else:
-            self._seen[moves.import_kv(self, command.op_id, command.import_kv)] += 1
 
     def _source(self, op_id: int, number: int) -> list[int] | None:
         """The sequence that a control is about; None if that has failed."""

@@ -29,8 +29,6 @@ from service.caches.requests import (
     Fork,
     Handle,
     Handles,
-    Move,
-    Moved,
     Release,
     Released,
     Renew,
@@ -43,7 +41,6 @@ from service.errors import QuireError
 from tests.sim.appends import options_of
 from tests.sim.journal_bytes import JournalBudget
 from tests.sim.model_worker import POISON
-from tests.sim.moves import check_moved
 from tests.sim.refusals import check_refusal
 from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
 from tests.sim.truth import Applied, Asked, Cache, Done, Forked, copied, is_remembered
@@ -238,9 +235,6 @@ class Oracle:
                 assert isinstance(outcome, Handles) and asked.done is not None
                 (handle,) = outcome.handles
                 self._check_handle(handle, asked.done.cache, asked.done.seq_len, fresh=True)
-            case Move():
-                assert isinstance(outcome, Moved)
-                check_moved(self, asked, outcome)
 
     def turn_ended(self) -> None:
         """After all effects of one input."""

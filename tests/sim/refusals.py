@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from service.caches.requests import Append, Fork, Move, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
 from service.caches.tenants import Tenant
 from service.errors import QuireError
 from tests.sim.model_worker import FAULT, KV_EXHAUSTED, KV_MISSING, POISON, TIMEOUT
-from tests.sim.moves import check_not_moved
 from tests.sim.truth import Asked, Cache
 
 if TYPE_CHECKING:
@@ -25,9 +24,7 @@ def check_refusal(oracle: Oracle, asked: Asked, error: QuireError) -> None:
         of_a_cache = {"CACHE_NOT_FOUND", "WEIGHTS_CHANGED"} if isinstance(request, Renew) else set()
         allowed = {"JOURNAL_UNAVAILABLE"} | of_a_cache
         assert reason in allowed, "to release is always possible, and to renew what is there"
-    if isinstance(request, Move) and (reason in _OF_WORKERS or reason == "NO_WORKER"):
-        check_not_moved(oracle, asked, error)
-    elif reason in _OF_THE_SERVER:
+    if reason in _OF_THE_SERVER:
         assert _OF_THE_SERVER[reason](oracle, asked), f"{asked}: not so at {oracle.now_s}"
     elif reason in _OF_WORKERS:
         assert isinstance(request, Append)

@@ -24,7 +24,6 @@ from tests.sim.disk import Disk, DiskJournal
 from tests.sim.invariants import check_invariants
 from tests.sim.machine import SEGMENT_TOKENS, WatchedMachine
 from tests.sim.model_worker import Faults, ModelWorker, Pool, message_of, together
-from tests.sim.moves import any_move
 from tests.sim.oracle import Oracle
 from tests.sim.rest import check_end, check_rest
 from tests.sim.truth import MAX_WAIT_S
@@ -116,7 +115,6 @@ class Simulation:
             (self._restart_gateway, gateway_crashes),
             (self._start_draining, 0.02),
             (self._replace_weights, self._switches),
-            (self._move, 45.0 if seed % 8 == 5 else 0.0),
         ]
 
     def run(self) -> None:
@@ -228,12 +226,6 @@ class Simulation:
         """Those of one call are submitted together. Most were checked for the weights that they are for."""
         requests = [self._checked(request) for request in requests]
         self.dispatcher.start(requests, lambda *_: None, caller=1, tenant=tenant)
-
-    def _move(self) -> None:
-        """An operator moves a cache."""
-        move = any_move(self.rng, self.oracle, self._worker_ids)
-        if move is not None:
-            self._ask([move], self.callers.tenant())
 
     def _checked(self, request: Request) -> Request:
         if not (self._switches and isinstance(request, Append) and request.weights is None):

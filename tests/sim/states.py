@@ -44,7 +44,6 @@ def check_state(operation: entries.Operation) -> None:
     assert (operation.records is not None) is (state is State.COMMITTING)
     assert bool(operation.op_id) is (state in (State.REPLAYING, State.COMPUTING))
     assert (operation.first_segment is not None) is (state is State.REPLAYING)
-    assert state is not State.COPYING or operation.copy is not None
 
 
 # Every machine of the simulator makes these.

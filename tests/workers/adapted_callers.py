@@ -13,7 +13,6 @@ from typing import Any
 from tests.workers.adapted_steps import LONGEST_TOKENS, Adapted, Worker
 from workers.adoption import token_digest
 from workers.kv.shared_list import TokenList
-from workers.kv_messages import Claim
 from workers.operations import (
     Abort,
     AdapterLoaded,
@@ -21,6 +20,7 @@ from workers.operations import (
     Adopt,
     Adopted,
     ChangeAdapters,
+    Claim,
     Command,
     Done,
     Failed,

@@ -61,9 +61,15 @@ def _copy_part(victim: Victim, part: int) -> None:
         data[victim.own[place]] = data[victim.others[place]]
 
 
+def _zero(victim: Victim, page: int) -> None:
+    for layer in range(victim.kv.num_layers):
+        for part in victim.kv.layer(layer):
+            part.data[page] = 0
+
+
 def zeroed(victim: Victim) -> None:
     """A page that was never written."""
-    victim.kv.write_pages([victim.dice.choice(victim.own)], bytes(victim.kv.bytes_per_page))
+    _zero(victim, victim.dice.choice(victim.own))
 
 
 def shifted(victim: Victim) -> None:
@@ -87,7 +93,7 @@ def swapped(victim: Victim) -> None:
 def without_tail(victim: Victim) -> None:
     """Some of the last tokens, up to a page of them, were not written."""
     size = victim.kv.page_size
-    victim.kv.write_pages([victim.free], bytes(victim.kv.bytes_per_page))
+    _zero(victim, victim.free)
     lost = victim.dice.randint(1, min(size, victim.length))
     pairs = enumerate(range(victim.length - lost, victim.length), start=victim.free * size)
     victim.kv.move_slots([(empty, victim.slot(position)) for empty, position in pairs])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections import deque
 from collections.abc import Callable
 
@@ -135,19 +134,6 @@ def test_an_adapter_is_read_when_a_forward_needs_it() -> None:
     (metrics,) = bench.table.metrics()
     assert (metrics.version, metrics.rank, metrics.resident, metrics.loads) == (1, 4, True, 1)
     assert (metrics.operations, metrics.tokens, metrics.size_bytes) == (1, 1, SIZE)
-
-
-def test_slots_are_made_when_the_first_adapter_comes() -> None:
-    bench = Bench(slots=3)
-    bench.change(source(1), source(2))
-    bench.advance()
-    made = [bench.model.made]
-    assert bench.table.max_adapters == 3
-    for number in (1, 2):
-        bench.forward(number)
-        bench.advance()
-    made.append(bench.model.made)
-    assert made == [0, 1]
 
 
 def test_without_room_for_slots_a_load_fails_and_a_later_one_tries_again() -> None:
@@ -293,74 +279,6 @@ def test_an_unknown_adapter_is_an_error() -> None:
     bench = Bench()
     with pytest.raises(AdapterError):
         bench.forward(7)
-
-
-class RandomCallers:
-    """Load, use, abort, break and remove adapters at random, and note what became of each forward."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = rng = random.Random(seed)
-        self.bench = Bench(slots=rng.randint(1, 4), max_bytes=rng.choice([15, 35, 1000]))
-        self.known: set[int] = set()
-        self.forwards: set[int] = set()
-        self.removed: set[int] = set()
-        self.served: set[int] = set()
-        self._last = 0
-
-    def load(self) -> None:
-        self._last += 1
-        pinned, now = self._rng.random() < 0.1, self._rng.random() < 0.5
-        self.bench.change(source(self._last, pinned=pinned), load=now)
-        self.known.add(self._last)
-
-    def use(self) -> None:
-        self.forwards.add(self.bench.forward(self._any()).op_id)
-
-    def abort(self) -> None:
-        op_id = self._rng.choice([0, *sorted(self.forwards)])
-        if self.bench.table.remove(op_id) is not None:
-            self.removed.add(op_id)
-
-    def break_or_mend(self) -> None:
-        self.bench.broken ^= {self._any()}
-
-    def remove(self) -> None:
-        number = self._any()
-        if number not in {one.adapter for one in self.bench.scheduled}:
-            self.bench.change(removed=(number,))
-            self.known.discard(number)
-
-    def tell_again(self) -> None:
-        self.bench.change(*map(source, sorted(self.known)))
-
-    def round(self, share_that_stays: float = 0.5) -> None:
-        self.served |= {one.op_id for one in self.bench.scheduled}
-        stay = [one for one in self.bench.scheduled if self._rng.random() < share_that_stays]
-        self.bench.scheduled = stay
-        self.bench.advance()
-
-    def act(self) -> None:
-        actions = [self.load, self.round]
-        if self.known:
-            actions += [self.use, self.abort, self.break_or_mend, self.remove, self.tell_again]
-        self._rng.choices(actions, [8, 35, 42, 5, 5, 3, 2][: len(actions)])[0]()
-
-    def _any(self) -> int:
-        return self._rng.choice(sorted(self.known))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_operations_serve_every_forward(seed: int) -> None:
-    """Every forward runs with its own adapter, fails, or is removed. Nothing waits for ever."""
-    callers = RandomCallers(seed)
-    for _ in range(400):
-        callers.act()
-    for _ in range(2 * len(callers.forwards)):
-        callers.round(0)
-    failed = {one.op_id for one in callers.bench.results if isinstance(one, Failed)}
-    assert not len(callers.bench.table)
-    assert callers.forwards <= callers.served | failed | callers.removed
-    assert not callers.served & failed
 
 
 def test_a_replay_is_no_use_of_an_adapter() -> None:

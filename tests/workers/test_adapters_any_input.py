@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -26,8 +25,6 @@ from tests.workers.test_adapters_refused import (
 )
 from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from tests.bad_directories import (
     BadDirectory,
     Damage,
-    a_socket,
     all_of,
     fifo,
     header,
@@ -32,8 +31,6 @@ from tests.workers.test_bad_directories import bounded
 from workers.adapters import config
 from workers.adapters.adapter import Adapter, read_adapter
 from workers.adapters.errors import AdapterError
-
-torch.set_num_threads(1)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of `TinyModel`.
@@ -85,7 +82,7 @@ def check_shown(message: str, directory: Path) -> None:
     assert str(directory) not in message and directory.name not in message
 
 
-# What damages.
+# What damages. How files and headers can be bad at all: `test_bad_directories`, with the same reader.
 
 
 def setting(**changes: Any) -> Damage:
@@ -161,17 +158,13 @@ def link_to_a_fifo(directory: Path) -> None:
 
 _NESTED = "[" * 100_000 + "]" * 100_000
 _LAYER = "model.layers.0."
-_NOT_RANKS: list[object] = [None, 0, -1, 1.5, "4", True, 1 << 60, []]
-_NOT_ALPHAS: list[object] = [None, "4", True, 1e13, -1e13, 10**400, []]
+_NOT_RANKS: list[object] = [None, 0, True, 1 << 60]
+_NOT_ALPHAS: list[object] = ["4", -1e13, 10**400]
 _MERGE = "merge the adapter into the model"
 
 SETTINGS = [
     BadDirectory("no config", remove(CONFIG), "^adapter_config.json: cannot be read: No such file"),
-    BadDirectory("half a config", sparse(CONFIG, 100), "^adapter_config.json: is not valid JSON"),
-    BadDirectory("a list as the config", write(CONFIG, "[]"), "^adapter_config.json: must be a JSON object"),
-    BadDirectory("a nested config", write(CONFIG, _NESTED), "^adapter_config.json: is nested too deeply"),
     BadDirectory("a huge config", sparse(CONFIG, 1 << 40), "^adapter_config.json: is larger than 1024 KiB"),
-    BadDirectory("a setting twice", write(CONFIG, '{"r":1,"r":2}'), "r occurs twice"),
     BadDirectory("IA3", setting(peft_type="IA3"), "peft_type: only LORA is supported, got IA3"),
     BadDirectory("no type", setting(peft_type=None), "peft_type: only LORA is supported, got None"),
     BadDirectory("a classifier", setting(task_type="SEQ_CLS"), "task_type: only CAUSAL_LM .* got SEQ_CLS"),
@@ -191,13 +184,7 @@ SETTINGS = [
     BadDirectory("parameters", setting(target_parameters=["mlp.experts.down_proj"]), "target_parameters: "),
     BadDirectory("repeated layers", setting(layer_replication=[[0, 2], [1, 2]]), "layer_replication: "),
     BadDirectory("aLoRA", setting(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens: .*aLoRA"),
-    BadDirectory("Megatron", setting(megatron_config={"a": 1}), "megatron_config: "),
-    BadDirectory("QA-LoRA", setting(use_qalora=True), "use_qalora: "),
-    BadDirectory("Arrow", setting(arrow_config={"top_k": 3}), "arrow_config: "),
     BadDirectory("BD-LoRA", setting(use_bdlora={"nblocks": 2}), "use_bdlora: "),
-    BadDirectory("KaSA", setting(kasa_config={"beta": 1}), "kasa_config: .*changes the weights"),
-    BadDirectory("MonteCLoRA", setting(monteclora_config={"num_samples": 8}), "monteclora_config: "),
-    BadDirectory("VeLoRA", setting(velora_config={"num_groups": 8}), "velora_config: "),
     BadDirectory("an unknown setting", setting(use_mora=1), "use_mora: is not known, got 1"),
     BadDirectory(
         "an unknown setting of controls", setting(**{"\x1b[2J\n" * 99: "\u202e"}), r"json: \\x1b\[2J\\n"
@@ -206,7 +193,7 @@ SETTINGS = [
         BadDirectory(
             f"init {init}", setting(init_lora_weights=init), rf"init_lora_weights: {init} changes the"
         )
-        for init in ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga")
+        for init in ("pissa_niter_16", "OLoRA")
     ),
     BadDirectory("an unknown init", setting(init_lora_weights="new"), "init_lora_weights: is not supp.* new"),
     *(BadDirectory(f"rank {rank}", setting(r=rank), "json: r: must be") for rank in _NOT_RANKS),
@@ -226,7 +213,6 @@ SETTINGS = [
         r"alpha_pattern: the pattern \( is not valid",
     ),
     BadDirectory("no targets", setting(target_modules=None), "target_modules: must name the modules"),
-    BadDirectory("numbers as targets", setting(target_modules=[1]), "target_modules: must be a pattern or"),
     BadDirectory("a nested target", setting(target_modules=[[[]]]), "target_modules: must be a pattern or"),
     BadDirectory(
         "tensors of other modules", setting(target_modules=["q_proj"]), "module .*down_proj has tensors, but"
@@ -298,15 +284,8 @@ TENSORS = [
         tensors(lambda t: t.update({A: torch.ones(4, 32)})),
         r"q_proj.lora_A.weight: has shape \[4, 32\], but the model asks for \[rank, 64\]: check",
     ),
-    BadDirectory(
-        "another model's outputs",
-        tensors(lambda t: t.update({B: torch.ones(64, 4)})),
-        r"q_proj.lora_B.weight: has shape \[64, 4\], but the model asks for \[128, 4\]: check",
-    ),
     BadDirectory("two ranks", tensors(lambda t: t.update({B: torch.ones(128, 5)})), r"asks for \[128, 4\]"),
     BadDirectory("rank 0", tensors(lambda t: t.update({A: t[A][:0], B: t[B][:, :0]})), r"shape \[0, 64\]"),
-    BadDirectory("a flat A", tensors(lambda t: t.update({A: t[A].flatten()})), r"has shape \[256\]"),
-    BadDirectory("a scalar", tensors(lambda t: t.update({A: torch.tensor(1.0)})), r"has shape \[\]"),
     BadDirectory(
         "convolutions",
         tensors(lambda t: t.update({A: t[A][..., None, None]})),
@@ -345,35 +324,14 @@ FILES = [
         for name in (CONFIG, WEIGHTS)
         for kind, damage in (("a FIFO", fifo), ("a folder", lambda name: instead(name, Path.mkdir)))
     ),
-    BadDirectory("a socket", a_socket(WEIGHTS), "^adapter_model.safetensors: cannot be read"),
-    BadDirectory("a device", link(WEIGHTS, "/dev/zero"), "^adapter_model.safetensors: is not a regular file"),
     BadDirectory("a link to a FIFO", link_to_a_fifo, "^adapter_model.safetensors: is not a regular file"),
     BadDirectory("a link to nothing", link(CONFIG, "gone"), "^adapter_config.json: cannot be read: No such"),
-    BadDirectory("a link to itself", link(CONFIG, CONFIG), "^adapter_config.json: cannot be read: Too many"),
-    BadDirectory(
-        "a link to a secret", link(CONFIG, "/etc/passwd"), "^adapter_config.json: is not valid JSON"
-    ),
-    BadDirectory("no header", write(WEIGHTS, b""), "safetensors: is truncated or not a safetensors file"),
-    BadDirectory("a pickle by name", write(WEIGHTS, b"\x80\x04\x95" * 99), "is truncated or not a safete"),
-    BadDirectory("a huge header", write(WEIGHTS, (1 << 62).to_bytes(8, "little")), "is truncated or not"),
     BadDirectory(
         "a large header",
         all_of(write(WEIGHTS, (1 << 30).to_bytes(8, "little")), sparse(WEIGHTS, 1 << 31)),
         "the header is larger than 4096 KiB",
     ),
-    BadDirectory("a million tensors", many_tensors(1_000_000), "the header is larger than 4096"),
     BadDirectory("70,000 tensors", many_tensors(70_000), "is no tensor of LoRA"),
-    BadDirectory("two million values", raw_header(b"[" * (1 << 21) + b"]" * (1 << 21)), "holds more than"),
-    BadDirectory("a nested header", raw_header(_NESTED.encode()), "the header is nested too deeply"),
-    BadDirectory("a header of a list", raw_header(b"[]"), "the header must be a JSON object"),
-    BadDirectory("half a header", raw_header(b'{"a": '), "the header is not valid JSON"),
-    BadDirectory("half a file", sparse(WEIGHTS, 5000), "is truncated: the file is .* bytes too short"),
-    BadDirectory("a longer file", sparse(WEIGHTS, 1 << 20), "bytes longer than its tensors"),
-    BadDirectory("overlaps", entry(data_offsets=[0, 1024]), "tensor .* overlaps tensor"),
-    BadDirectory("a wrong length", entry(shape=[5, 64]), r"is F32 \[5, 64\] but has 1024 bytes"),
-    BadDirectory("negative offsets", entry(data_offsets=[-1024, 0]), "has a corrupt header entry"),
-    BadDirectory("huge dimensions", entry(shape=[1 << 62, 1 << 62]), "but has 1024 bytes"),
-    BadDirectory("no dtype", entry(dtype=None), "has a corrupt header entry"),
     BadDirectory("a terabyte", as_large_as_it_says, "json: r: must be from 1 to|is allowed"),
 ]
 

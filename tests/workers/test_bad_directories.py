@@ -11,14 +11,11 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 
 from tests.bad_directories import BAD_DIRECTORIES, TOKENIZER, BadDirectory, make_good, setting, sparse
 from workers.executors.llm import LlmExecutor
 from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError
-
-torch.set_num_threads(1)
 
 # With what a worker takes before it loads anything, less than a gigabyte.
 MAX_BYTES = 640 << 20

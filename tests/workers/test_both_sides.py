@@ -15,7 +15,6 @@ from workers.adapters.slots import LoraAdapterMetrics
 from workers.common import worker_pb2
 from workers.executors.info import Capabilities, StepCounts
 from workers.kv.table import PoolUsage
-from workers.kv_messages import KvPages
 from workers.models.chat_template import ChatTemplate
 from workers.models.model import ModelDescription
 from workers.operations import (
@@ -52,7 +51,6 @@ def fields_of(record: Any) -> set[str]:
         (ModelDescription, types_pb2.ModelDescription, ()),
         (ChatTemplate, types_pb2.ChatTemplate, ()),
         (Capabilities, types_pb2.ExecutorCapabilities, ("max_batch_tokens", "max_batch_items")),
-        (KvPages, worker_pb2.KvPages, ()),
     ],
 )
 def test_both_sides_have_the_same_fields(record: Any, message: Any, more: tuple[str, ...]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from workers.models.config import ModelConfig
 from workers.models.config_keys import REFUSED_UNLESS, keys_read
 from workers.models.errors import ModelError
 from workers.models.registry import FAMILIES, WRAPPERS
-
-torch.set_num_threads(1)
 
 _LIBRARY = Path(transformers.__file__).parent
 # The library's code that runs for every model.
@@ -162,34 +159,6 @@ def test_the_text_part_may_say_little(wrapper: str, text: dict[str, Any] | None)
     ours = ModelConfig.from_settings(settings)
     expected = ModelConfig.from_settings(theirs.to_dict())
     assert ours == dataclasses.replace(expected, wrapper=wrapper, eos_token_ids=(1, 106))
-
-
-def without_defaults(settings: dict[str, Any]) -> Iterator[str]:
-    """The keys of a config whose values are those that the library has without them."""
-    whole = by_library(settings).to_dict()
-    for key in settings.keys() - {"model_type"}:
-        less = {name: value for name, value in settings.items() if name != key}
-        try:
-            same = by_library(less).to_dict() == whole
-        except Exception:
-            continue
-        if same:
-            yield key
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3", "gemma3", "olmo2", "granite"])
-def test_a_model_without_the_keys_that_may_be_absent_has_the_same_logits(name: str, tmp_path: Path) -> None:
-    directory = make_family_model(tmp_path, *settings_of(name), seed=7)
-    file, (text,) = directory / "config.json", random_texts(3, (40,))
-    expected, losses = hf_logits(directory, text), float32_losses(hf_model(directory), [text])[0, -1]
-    settings = json.loads(file.read_text())
-    left_out = set(without_defaults(settings))
-    assert len(left_out) >= 4
-    file.write_text(json.dumps({key: value for key, value in settings.items() if key not in left_out}))
-    decoder = load_decoder(directory, torch.float32, pack=True)
-    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
-    assert (logits - expected).abs().max() < losses
 
 
 _LINEAR = {"type": "linear", "factor": 2.0}

@@ -57,7 +57,7 @@ def plain(logits: list[float], spec: Sampling, allowed: set[int]) -> dict[int, f
     return {token: weights[token] / sum(weights[other] for other in kept) for token in kept}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_it_is_what_the_settings_mean(seed: int) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.normal(size=VOCAB) * 3).astype(np.float32)
@@ -79,12 +79,6 @@ def test_it_is_what_the_settings_mean(seed: int) -> None:
         found.probabilities, [expected[token] for token in sorted(expected)], rtol=1e-6
     )
     assert found.of(9) == 0 and found.of(VOCAB) == 0
-
-
-def test_the_greedy_choice_is_certain() -> None:
-    logits = np.array([1, 3, 2], dtype=np.float32)
-    found = row_of(logits, SamplingRow(None))
-    assert (found.ids.tolist(), found.probabilities.tolist()) == ([1], [1.0])
 
 
 def chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:

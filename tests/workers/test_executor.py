@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.in_process import ExecutorClosed, InProcess, LlmExecutor, PagedAttentionExecutor
+from benchmarks.in_process import InProcess, LlmExecutor, PagedAttentionExecutor
 from tests.model_factory import TinyModel, make_model
 from workers.executors.errors import ExecutorError
 from workers.kv.page_pool import OutOfPages
@@ -17,18 +17,12 @@ from workers.operations import (
     GREEDY,
     Chunk,
     Forward,
-    HiddenSpec,
     LogitsFormat,
     OutputSpec,
 )
 
-torch.set_num_threads(1)
-
 PAGES = 12
-CAPACITY_TOKENS = PAGES * 16
 VOCAB = 1024
-
-Call = Callable[[InProcess], object]
 
 
 @pytest.fixture
@@ -37,103 +31,6 @@ def executor() -> InProcess:
     made = PagedAttentionExecutor.create(kv_pages=PAGES)
     made.prefill(1, [5, 6, 7])
     return made
-
-
-REFUSED: list[tuple[Call, str]] = [
-    (lambda e: e.decode(2, 4), "is not known"),
-    (lambda e: e.batch_decode([(1, 4, GREEDY), (2, 4, GREEDY)]), "is not known"),
-    (lambda e: e.forward_verify(2, [4, 5]), "is not known"),
-    (lambda e: e.fork(2, [3]), "is not known"),
-    (lambda e: e.truncate_kv(2, 0), "is not known"),
-    (lambda e: e.prefill(2, []), "nothing to append"),
-    (lambda e: e.batch_prefill([(3, [1], GREEDY), (2, [], GREEDY)]), "nothing to append"),
-    (lambda e: e.unified_decode([(2, [], 0, GREEDY)]), "nothing to append"),
-    (lambda e: e.forward_verify(1, []), "nothing to append"),
-    (lambda e: e.forward([]), "nothing to append"),
-    (lambda e: e.prefill(2, [1, VOCAB]), "of a vocabulary of"),
-    (lambda e: e.decode(1, -1), "of a vocabulary of"),
-    (lambda e: e.forward([VOCAB]), "of a vocabulary of"),
-    (lambda e: e.decode(1, 4, OutputSpec(logprob_token_ids=[VOCAB])), "of a vocabulary of"),
-    (lambda e: e.decode(1, 4, OutputSpec(hidden=HiddenSpec([0]))), "hidden states of layers"),
-    (lambda e: e.unified_decode([(2, [4, 5], 3, GREEDY)]), "rows of"),
-    (lambda e: e.unified_decode([(2, [4, 5], -1, GREEDY)]), "rows of"),
-    (lambda e: e.prefill(2, [0] * (CAPACITY_TOKENS + 1)), "which can have"),
-    (lambda e: e.prefill(1, [0] * (CAPACITY_TOKENS - 2)), "which can have"),
-    (lambda e: e.forward([0] * (CAPACITY_TOKENS + 1)), "which can have"),
-    (lambda e: e.batch_decode([(1, 4, GREEDY), (1, 5, GREEDY)]), "duplicate|children"),
-    (lambda e: e.batch_prefill([(2, [4], GREEDY), (2, [5], GREEDY)]), "duplicate|children"),
-    (lambda e: e.fork(1, [2, 1]), "duplicate|children"),
-    (lambda e: e.fork(1, [2, 2]), "duplicate|children"),
-    (lambda e: e.truncate_kv(1, 4), "cannot be truncated"),
-    (lambda e: e.truncate_kv(1, -1), "cannot be truncated"),
-]
-
-
-@pytest.mark.parametrize(("call", "why"), REFUSED)
-def test_what_is_refused_leaves_nothing(executor: InProcess, call: Call, why: str) -> None:
-    before = executor.cache_metrics_snapshot(), executor.status().counts
-    with pytest.raises(ExecutorError, match=why):
-        call(executor)
-    assert (executor.cache_metrics_snapshot(), executor.status().counts) == before
-    executor.check_integrity()
-
-
-def test_past_the_context_of_the_model_is_refused(tmp_path: Path) -> None:
-    model = make_model(tmp_path, TinyModel(max_positions=20))
-    executor = LlmExecutor.load(model, kv_pages=PAGES)
-    assert executor.capabilities().kv_capacity_tokens == executor.kv_capacity() == 20
-    executor.prefill(1, [3] * 20)
-    with pytest.raises(ExecutorError, match="21 tokens in sequence 1, which can have 20"):
-        executor.decode(1, 3)
-
-
-def test_empty_batches_are_answered() -> None:
-    executor = PagedAttentionExecutor.create(kv_pages=1)
-    assert [executor.batch_prefill([]), executor.batch_decode([]), executor.unified_decode([])] == [[]] * 3
-    assert executor.status().counts.steps == 0
-
-
-def test_a_batch_runs_whole_or_not_at_all(executor: InProcess) -> None:
-    with pytest.raises(OutOfPages):
-        executor.batch_prefill([(key, [key] * 95, GREEDY) for key in (2, 3)])
-    assert executor.cache_metrics_snapshot().sequences == 1
-    assert executor.cache_metrics_snapshot().pages_referenced == 1
-    executor.check_integrity()
-
-
-def test_rows_between_one_and_all(executor: InProcess) -> None:
-    text = [9, 8, 7, 6, 5]
-    (all_rows,) = executor.unified_decode([(2, text, 5, GREEDY)])
-    for rows in range(6):
-        executor.release_cache(3)
-        (found,) = executor.unified_decode([(3, text, rows, GREEDY)])
-        assert [row.token_id for row in found] == [row.token_id for row in all_rows][5 - rows :]
-
-
-def test_after_shutdown_reads_answer_and_work_is_refused(executor: InProcess) -> None:
-    executor.shutdown()
-    assert executor.info().vocab_size == VOCAB
-    assert executor.cache_metrics_snapshot().pages_referenced == 0
-    assert executor.cache_metrics_snapshot().sequences == 0
-    assert executor.status().counts.prefill_operations == 1
-    assert executor.capabilities().supports_verify
-    assert executor.lora_metrics_snapshot() == ()
-    executor.check_integrity()
-    work: Sequence[Call] = (
-        lambda e: e.prefill(1, [1]),
-        lambda e: e.batch_prefill([]),
-        lambda e: e.decode(1, 1),
-        lambda e: e.batch_decode([]),
-        lambda e: e.unified_decode([]),
-        lambda e: e.forward_verify(1, [1]),
-        lambda e: e.forward([1]),
-        lambda e: e.fork(1, [2]),
-        lambda e: e.truncate_kv(1, 0),
-    )
-    for call in work:
-        with pytest.raises(ExecutorClosed):
-            call(executor)
-    assert not executor.release_cache(1)
 
 
 def test_status_says_whether_a_step_runs(executor: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,13 +134,6 @@ def test_small_pools_warm_up_and_serve(tmp_path: Path, pages: int, weightless: b
     with pytest.raises(ExecutorError, match="which can have"):
         executor.decode(1, 3)
     executor.release_cache(1)
-    assert executor.cache_metrics_snapshot().pages_referenced == 0
-
-
-@pytest.mark.parametrize("length", [2, 3, 17])
-def test_short_contexts_warm_up(tmp_path: Path, length: int) -> None:
-    executor = LlmExecutor.load(make_model(tmp_path, TinyModel(max_positions=length)), kv_pages=4)
-    executor.warmup()
     assert executor.cache_metrics_snapshot().pages_referenced == 0
 
 

@@ -22,9 +22,7 @@ from workers.given_experts import GivenExperts
 from workers.models.capture import RowCapture
 from workers.operations import Failed, Forward, Kind, OutputSpec, RowOutput, Sampling, TokenMask
 
-torch.set_num_threads(1)
-
-FAMILIES = ("mixtral", "qwen3_moe", "qwen3_moe with dense layers")
+FAMILIES = ("mixtral", "qwen3_moe with dense layers")
 VOCAB = 97
 EXPERTS = OutputSpec(experts=True, logprob=True)
 # Of log-probabilities in float32: see `float32_losses` for how far correct computations may be apart.

@@ -45,7 +45,7 @@ def any_row(rng: np.random.Generator, vocab: int) -> SamplingRow:
 
 # The second is raced in parts, and in threads where there are any.
 @pytest.mark.parametrize("vocab", [40, 9000])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_each_is_what_a_row_with_that_seed_chooses(seed: int, vocab: int) -> None:
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy((rng.normal(size=vocab) * 2).astype(np.float32))

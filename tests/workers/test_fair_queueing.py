@@ -153,19 +153,11 @@ def always_join_at_once(service_class: ServiceClass, forward: Forward) -> None:
     forward.virtual_start = service_class.virtual_time
 
 
-def join_again(service_class: ServiceClass, forward: Forward) -> None:
-    service_class.add(forward)
-    service_class.enqueue(forward)
-
-
 @pytest.mark.parametrize(
     ("name", "mutant", "test"),
     [
         ("dispatch", never_move, test_a_flood_is_not_starved_by_callers_who_are_always_new),
-        ("dispatch", never_move, test_ends_of_prefills_do_not_starve_decodes),
-        ("dispatch", lambda service_class, forward: None, test_callers_with_work_queued_are_served_alike),
         ("add", always_join_at_once, test_callers_with_work_queued_are_served_alike),
-        ("transfer_in", join_again, test_the_end_of_a_prefill_goes_before_what_its_caller_has_queued),
     ],
 )
 def test_the_tests_notice_a_mutant(

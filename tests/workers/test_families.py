@@ -40,8 +40,6 @@ from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.registry import FAMILIES, WRAPPERS
 
-torch.set_num_threads(1)
-
 Rows = dict[tuple[int, int], torch.Tensor]
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels.cpu import library
@@ -17,17 +16,10 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_logits, hf_model, load_decoder, make_family_model
 from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
 from workers.executors.llm import LlmExecutor
-from workers.models.config import ModelConfig
-from workers.models.errors import ModelError
 from workers.models.model import new_pages
 
-torch.set_num_threads(1)
-
 # The ends, what kernels have, what is beside it, open_llama_3b's 100, and one beyond all kernels.
-SOME = (
-    2, 4, 6, 10, 14, 16, 18, 30, 34, 40, 48, 50, 62, 66, 72, 80, 96, 100, 120, 126, 130, 160, 254, 256,
-    258,
-)  # fmt: skip
+SOME = (2, 14, 16, 18, 62, 96, 100, 130, 254, 256, 258)
 WIDTHS = [
     pytest.param(width, marks=() if width in SOME else pytest.mark.thorough) for width in range(2, 260, 2)
 ]
@@ -66,7 +58,7 @@ def test_native_code_has_the_logits_of_transformers(width: int, tmp_path: Path) 
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "olmo2"])
 # The others: test_native_code_has_the_logits_of_transformers, which asks more of four of the families.
 @pytest.mark.parametrize(
-    "width", [50, 100, *(pytest.param(width, marks=pytest.mark.thorough) for width in (2, 256))]
+    "width", [100, *(pytest.param(width, marks=pytest.mark.thorough) for width in (2, 50, 256))]
 )
 def test_every_kind_of_family_passes_its_check_and_is_served(
     width: int, family: str, dtype: str, tmp_path: Path
@@ -80,7 +72,7 @@ def test_every_kind_of_family_passes_its_check_and_is_served(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 # Of the others, those that are even: test_native_code_has_the_logits_of_transformers, over the same kernels.
 @pytest.mark.parametrize(
-    "width", [2, 3, 100, 256, *(pytest.param(n, marks=pytest.mark.thorough) for n in (16, 33, 50, 255))]
+    "width", [3, 100, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 16, 33, 50, 255, 256))]
 )
 def test_the_library_is_served_and_passes_its_check(width: int, dtype: str, tmp_path: Path) -> None:
     """Its heads may have an odd width, where nothing is rotated."""
@@ -111,8 +103,3 @@ def test_heads_of_an_odd_width_are_served_if_an_even_part_is_rotated(backend: st
     executor = LlmExecutor.load(directory, kv_pages=8, backend=backend)
     executor.warmup()
     assert (executor.info().backend, executor.info().head_dim) == (backend, 33)
-
-
-def test_heads_of_an_odd_width_cannot_be_rotated_whole() -> None:
-    with pytest.raises(ModelError, match="head_dim: must be even, got 33"):
-        ModelConfig.from_settings({"model_type": "llama", "head_dim": 33})

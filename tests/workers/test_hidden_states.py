@@ -10,8 +10,6 @@ import torch
 from benchmarks.in_process import LlmExecutor
 from tests.model_factory import TinyModel, hf_states, make_model
 from tests.workers.stepping import Worker
-from workers.executors.errors import ExecutorError
-from workers.models.capture import RowCapture
 from workers.operations import (
     Forward,
     HiddenSpec,
@@ -20,9 +18,6 @@ from workers.operations import (
     OutputSpec,
     RowOutput,
 )
-from workers.runners.base import StepResult
-
-torch.set_num_threads(1)
 
 PROMPT = [5, 9, 2, 40]
 RELATIVE_ERROR = 2e-5
@@ -67,28 +62,6 @@ def test_items_of_a_step_ask_for_different_layers(executor: LlmExecutor, directo
             else:
                 assert_is(output, directory, text[:end], layers)
     executor.check_integrity()
-
-
-def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[RowCapture | None] = []
-    step = executor.engine.runner.step
-
-    def note(inputs: object, rows: object, capture: RowCapture | None = None) -> StepResult:
-        seen.append(capture)
-        return step(inputs, rows, capture)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(executor.engine.runner, "step", note)
-    executor.prefill(1, PROMPT)
-    executor.prefill(2, PROMPT)
-    assert seen == [None, None]
-    executor.batch_decode([(1, 3, OutputSpec()), (2, 4, LAST)])
-    assert seen[-1] is not None and seen[-1].rows == {2: [1]}, "of the one row that is asked for"
-
-
-def test_layers_that_are_not_there(executor: LlmExecutor) -> None:
-    for layers in ([3], [0, -1]):
-        with pytest.raises(ExecutorError, match="hidden states of layers"):
-            executor.prefill(1, PROMPT, OutputSpec(hidden=HiddenSpec(layers)))
 
 
 @pytest.mark.parametrize("plain_first", [False, True])

@@ -37,8 +37,6 @@ from workers.models.library.settings import read_settings
 from workers.process import report
 from workers.sampling import BadLogitsError
 
-torch.set_num_threads(1)
-
 NORM = "norm.weight"
 
 

@@ -13,8 +13,6 @@ from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from workers.kv.tensors import KvTensors, LayerKv
 
-torch.set_num_threads(1)
-
 UNIFORM = (LayerKv(2, 8, 8),) * 3
 # Keys and values of one width and of two, layers that differ, one width of keys here and of values there.
 MIXED = (LayerKv(2, 8, 8), LayerKv(2, 24, 8), LayerKv(1, 8, 16), LayerKv(2, 8, 8))

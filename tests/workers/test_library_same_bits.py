@@ -16,8 +16,6 @@ from workers.models.library.activations import _KINDS, fix_activations
 from workers.models.library.loading import make_library_model
 from workers.models.library.packed_linear import pack_linears
 
-torch.set_num_threads(1)
-
 DTYPES = [torch.float32, torch.bfloat16]
 # Left out: experts, attention in torch (widths that are no multiple of 16), and tied scaled embeddings.
 SAME = """

@@ -28,8 +28,6 @@ from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.errors import UnsupportedError
 from workers.models.lora import LoraPair, LoraWeights
 
-torch.set_num_threads(1)
-
 SLOTS, MAX_RANK = 5, 256
 DTYPES = [torch.float32, torch.bfloat16]
 # The slot of each text; that of the last one is empty.
@@ -166,17 +164,6 @@ def test_a_slot_is_replaced_and_emptied(small: Path) -> None:
     empty, one, other, again, emptied = found
     assert torch.equal(one, again) and torch.equal(empty, emptied)
     assert not torch.equal(one, other) and not torch.equal(one, empty) and not torch.equal(other, empty)
-
-
-def test_only_keys_and_values_of_rows_with_an_adapter(small: Path) -> None:
-    """No row is wanted at first."""
-    decoder, (text, *_) = load(small), random_texts(10, LENGTHS)
-    decoder.set_lora(1, decoder.pack_lora(adapter(decoder, 1)))
-    kv, packer, sequence = poisoned_pages(decoder), new_packer(2), HandSequence(lora_slot=1)
-    assert not len(decoder.forward(packer.pack([Item(sequence, text[:12], ())]), kv))
-    logits = decoder.logits(decoder.forward(packer.pack([Item(sequence, text[12:], range(8))]), kv))
-    expected = logits_of(decoder, [text], (1,))[0][12:]
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_what_does_not_fit_is_refused_by_its_name(small: Path) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from service.cli.hub import _SMALL
 from tests.service.text.kinds import kind
 from workers.models.chat_template import read_chat_template
-from workers.models.errors import ModelError
 from workers.models.files import _SETTINGS
 from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import TokenizerFile, read_tokenizer
@@ -54,69 +53,12 @@ def ours(directory: Path) -> Tokenizer:
     return Tokenizer.from_buffer(read_tokenizer(directory, 1 << 20, PLENTY).content)
 
 
-# Every spelling.
-
 CHATML = ["<|im_start|>", "<|im_end|>"]
 TEXT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def described(content: str, **flags: object) -> dict[str, object]:
     return {"content": content, **dict.fromkeys(FLAGS, False), **flags}
-
-
-def typed(content: str, **flags: object) -> dict[str, object]:
-    return {"__type": "AddedToken", **described(content, **flags)}
-
-
-SPELLINGS: dict[str, dict[str, object]] = {
-    "added_tokens_decoder": {
-        "tokenizer_config": {
-            "added_tokens_decoder": {
-                str(900 + index): described(token, special=True) for index, token in enumerate(CHATML)
-            }
-        }
-    },
-    "added_tokens_decoder, not special": {
-        "tokenizer_config": {
-            "added_tokens_decoder": {
-                str(900 + index): described(token, special=False) for index, token in enumerate(CHATML)
-            }
-        }
-    },
-    "additional_special_tokens": {"tokenizer_config": {"additional_special_tokens": CHATML}},
-    "extra_special_tokens, a list": {"tokenizer_config": {"extra_special_tokens": CHATML}},
-    "extra_special_tokens, described": {
-        "tokenizer_config": {"extra_special_tokens": [typed(token, special=True) for token in CHATML]}
-    },
-    "extra_special_tokens, an object": {
-        "tokenizer_config": {"extra_special_tokens": {"im_start": CHATML[0], "im_end": CHATML[1]}}
-    },
-    "names, strings": {"tokenizer_config": {"bos_token": CHATML[0], "eos_token": CHATML[1]}},
-    "names, objects": {"tokenizer_config": {"bos_token": typed(CHATML[0]), "eos_token": typed(CHATML[1])}},
-    "names of its kind": {"tokenizer_config": {"image_token": CHATML[0], "audio_token": CHATML[1]}},
-    "special_tokens_map, strings": {"special_tokens_map": {"bos_token": CHATML[0], "eos_token": CHATML[1]}},
-    "special_tokens_map, objects": {
-        "special_tokens_map": {"bos_token": described(CHATML[0]), "eos_token": described(CHATML[1])}
-    },
-    "special_tokens_map, a list": {"special_tokens_map": {"additional_special_tokens": CHATML}},
-    "added_tokens": {
-        "added_tokens": {token: 900 + index for index, token in enumerate(CHATML)},
-        "special_tokens_map": {"eos_token": CHATML[1]},
-    },
-}
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_tokens_of_other_files_are_tokens(tmp_path: Path, spelling: str) -> None:
-    theirs = AutoTokenizer.from_pretrained(write(tmp_path, SPELLINGS[spelling], of_kind()))
-    tokenizer = ours(tmp_path)
-    ids = tokenizer.encode(TEXT).ids
-    assert ids == theirs(TEXT)["input_ids"]
-    assert [tokenizer.token_to_id(token) in ids for token in CHATML] == [True, True]
-    for skip in (False, True):
-        assert tokenizer.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-    is_special = spelling not in ("added_tokens_decoder, not special", "added_tokens")
-    assert ("<|im_start|>" not in tokenizer.decode(ids)) == is_special
 
 
 def test_objects_that_transformers_refuses_are_special_tokens(tmp_path: Path) -> None:
@@ -307,12 +249,6 @@ def test_a_tokenizer_that_grows_too_large_is_left_out(
     assert read_tokenizer(tmp_path, 1 << 20, PLENTY).content
     assert read_tokenizer(tmp_path, 1 << 20, size_bytes // 2) == TokenizerFile()
     assert "too large" in caplog.text
-
-
-def test_a_secret_is_no_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"auths": {}}')
-    with pytest.raises(ModelError, match="is not a tokenizer"):
-        read_tokenizer(tmp_path, 1 << 20, PLENTY)
 
 
 @pytest.mark.parametrize("other", ["vocab.json", "tokenizer.model", ""])

@@ -25,8 +25,6 @@ from workers.models.library.packed_linear import (
 )
 from workers.models.library.parity_check import check_loaded
 
-torch.set_num_threads(1)
-
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(

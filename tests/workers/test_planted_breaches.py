@@ -13,9 +13,6 @@ from kernels.attention_batch import AttentionBatch
 from kernels.attention_reference import paged_attention_reference
 from kernels.attention_scoring import Scoring
 from kernels.experts import experts_reference
-from kernels.gated_activation import gated_activation_reference
-from kernels.packed_pages import PackedKeys, PackedValues
-from kernels.rms_norm import rms_norm_reference
 from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
@@ -23,8 +20,6 @@ from tests.model_factory import load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import random_texts
 from workers.models import decoder, experts, layers, linear
-
-torch.set_num_threads(1)
 
 # A whole text has more rows, chunks beside others have fewer.
 MANY = 64
@@ -71,22 +66,6 @@ def sums_in_an_order_that_depends_on_the_number_of_rows(patch: pytest.MonkeyPatc
     replace(patch, linear, "linear", product)
 
 
-@breach(FLOAT32, BFLOAT16)
-def logits_of_many_rows_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    def product(original: Any, x: torch.Tensor, weight: Any) -> Any:
-        return in_halves(x, weight) if len(x) > MANY else original(x, weight)
-
-    replace(patch, decoder, "linear", product)
-
-
-@breach(FLOAT32)
-def a_router_of_many_rows_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    def product(original: Any, x: torch.Tensor, weight: Any) -> Any:
-        return in_halves(x, weight) if len(x) > MANY else original(x, weight)
-
-    replace(patch, experts, "linear", product)
-
-
 @breach(FLOAT32)
 def experts_of_a_single_row_by_torch(patch: pytest.MonkeyPatch) -> None:
     def mixture(original: Any, x: torch.Tensor, gate_up: Any, down: Any, *others: Any) -> Any:
@@ -111,26 +90,6 @@ def the_norm_of_a_single_row_in_two_halves(patch: pytest.MonkeyPatch) -> None:
     replace(patch, layers, "add_rms_norm", norm)
 
 
-@breach(BFLOAT16)
-def a_sum_that_the_norm_of_many_rows_does_not_round(patch: pytest.MonkeyPatch) -> None:
-    def norm(original: Any, x: torch.Tensor, residual: torch.Tensor, weight: Any, eps: float) -> Any:
-        if len(x) <= MANY:
-            return original(x, residual, weight, eps)
-        wide = x.float() + residual
-        residual.copy_(wide)
-        return rms_norm_reference(wide, weight.float(), eps).to(x.dtype)
-
-    replace(patch, layers, "add_rms_norm", norm)
-
-
-@breach(FLOAT32)
-def a_gate_of_many_rows_by_torch(patch: pytest.MonkeyPatch) -> None:
-    def gate(original: Any, gate_up: torch.Tensor, activation: Any) -> Any:
-        return (gated_activation_reference if len(gate_up) > MANY else original)(gate_up, activation)
-
-    replace(patch, layers, "gated_activation", gate)
-
-
 @breach(FLOAT32, BFLOAT16)
 def attention_of_long_chunks_by_another_kernel(patch: pytest.MonkeyPatch) -> None:
     def attend(original: Any, *args: Any, **options: Any) -> Any:
@@ -141,54 +100,6 @@ def attention_of_long_chunks_by_another_kernel(patch: pytest.MonkeyPatch) -> Non
         return paged_attention_reference(query, dense(k), dense(v), batch, Scoring(**options))
 
     replace(patch, layers, "paged_attention", attend)
-
-
-@breach(FLOAT32, BFLOAT16)
-def attention_that_is_split_by_load(patch: pytest.MonkeyPatch) -> None:
-    """The positions of an item that is by itself are divided into two parts."""
-
-    def attend(original: Any, *args: Any, **options: Any) -> Any:
-        batch: AttentionBatch = args[3]
-        return original(*args, **options) if len(batch.query_lens) > 1 else in_two_parts(*args, **options)
-
-    def in_two_parts(
-        query: torch.Tensor,
-        k: PackedKeys,
-        v: PackedValues,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        **_: Any,
-    ) -> torch.Tensor:
-        length, pages = batch.context_lens_host[0], batch.page_tables[0].long()
-        group = query.shape[1] // k.shape[2]
-        keys, values = (
-            half.dense(pages).flatten(0, 1)[:length].float().repeat_interleave(group, 1) for half in (k, v)
-        )  # [M, H, D]
-        scores = torch.einsum("thd,mhd->htm", query.float(), keys) * scale
-        ahead = torch.arange(length) > torch.arange(length - len(query), length)[:, None]
-        weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
-        parts = [slice(None, length // 2), slice(length // 2, None)]
-        first, second = (torch.einsum("htm,mhd->thd", weights[..., at], values[at]) for at in parts)
-        return (first + second).to(query.dtype)
-
-    replace(patch, layers, "paged_attention", attend)
-
-
-@breach(FLOAT32, BFLOAT16)
-def angles_that_are_added_to_those_of_the_first_row(patch: pytest.MonkeyPatch) -> None:
-    def rotations(original: Any, self: Any, positions: torch.Tensor, kv: Any) -> Any:
-        if len(positions) == 1:
-            return original(self, positions, kv)
-        first, rest = original(self, positions[:1], kv), original(self, (positions - positions[0]).abs(), kv)
-        found = {}
-        for rope, table in rest.items():
-            (cos_0, sin_0), (cos, sin) = first[rope].chunk(2, -1), table.chunk(2, -1)
-            sin = sin * (positions - positions[0]).sign()[:, None]
-            found[rope] = torch.cat([cos * cos_0 - sin * sin_0, sin * cos_0 + cos * sin_0], -1)
-        return found
-
-    replace(patch, decoder.Decoder, "_rotations", rotations)
 
 
 @pytest.fixture(scope="module")

@@ -26,14 +26,11 @@ from workers.operations import (
     Done,
     Failed,
     FailureReason,
-    Fork,
     Forward,
     Kind,
-    OutputSpec,
     Release,
     Reset,
     Result,
-    Sampling,
     Truncate,
 )
 from workers.runners.base import DeviceLostError
@@ -94,29 +91,6 @@ def test_a_steady_sequence_is_prelaunched_without_the_flag(worker: Worker) -> No
     assert isinstance(done, Forward) and len(worker.steps) == before + 1, "only the next prelaunched forward"
 
 
-def test_another_token_is_computed_normally(worker: Worker) -> None:
-    other = Worker(max_seq_tokens=0)
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    other.answers(prefill(1, 7))
-    worker.round()
-    assert worker.lengths() == {7: 6}
-    asked = decode(2, 7, 5, token + 1, told=False)
-    assert chosen(worker.answers(asked)[2]) == chosen(other.answers(asked)[2])
-    assert worker.lengths() == other.lengths() == {7: 6}
-
-
-@pytest.mark.parametrize("command", [Truncate(2, 7, 3), Fork(2, 7, [8]), Release(2, [7])])
-def test_other_commands_drop_the_prelaunched_forward(worker: Worker, command: Command) -> None:
-    other = Worker(max_seq_tokens=0)
-    other.answers(prefill(1, 7))
-    worker.answers(prefill(1, 7))
-    worker.round()
-    assert worker.lengths() == {7: 6}
-    for each in (worker, other):
-        each.answers(command)
-    assert worker.lengths() == other.lengths()
-
-
 def test_a_reset_drops_prelaunched_forwards(worker: Worker) -> None:
     worker.answers(prefill(1, 7))
     worker.round()
@@ -134,15 +108,6 @@ def test_requests_get_the_pages_of_ready_prelaunched_forwards() -> None:
     worker.answers(prefill(1, 1, count=16))
     worker.round()
     assert worker.engine.kv_table.pages_available == 2
-    assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
-    assert worker.lengths() == {1: 16, 100: 48}
-
-
-def test_requests_get_the_pages_of_running_prelaunched_forwards_in_the_next_step() -> None:
-    """They are in the same step, and short forwards begin first."""
-    worker = Worker(pages=4)
-    worker.answers(prefill(1, 1, count=16))
-    assert worker.loop.operations_in_flight == 1
     assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
     assert worker.lengths() == {1: 16, 100: 48}
 
@@ -246,17 +211,6 @@ def test_an_unrequested_result_is_dropped(worker: Worker, monkeypatch: pytest.Mo
     # Idle, it waits for that long at most.
     worker.loop.stop()
     worker.loop.take()
-    assert worker.lengths() == {7: 5}
-
-
-def test_an_unrequested_result_is_dropped_while_other_commands_arrive(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker.answers(prefill(1, 7))
-    worker.round()
-    assert worker.lengths() == {7: 6}
-    monkeypatch.setattr(prelaunch, "HOLD_TIMEOUT_S", 0.0)
-    worker.round(Release(2, [9]))
     assert worker.lengths() == {7: 5}
 
 
@@ -405,19 +359,6 @@ def test_a_step_in_flight_answers_one_of_two_equal_requests(worker: Worker, toge
     found = worker.answers(*asked)
     assert found.keys() == {2, 3} and chosen(found[2]) == chosen(found[3])
     assert worker.lengths() == {7: 6}
-
-
-def test_steps_with_biases_are_launched_ahead(worker: Worker) -> None:
-    other = Worker(max_seq_tokens=0)
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    other.answers(prefill(1, 7))
-    late = worker.compute_late()
-    for turn in range(4):
-        output = OutputSpec(sampling=Sampling(logit_bias={3: 9.0, token: -9.0}))
-        asked = dataclasses.replace(decode(2 + turn, 7, 5 + turn, token), output=output)
-        token = chosen(worker.answers(asked)[2 + turn])
-        assert token == chosen(other.answers(asked)[2 + turn])
-    assert late.computed and worker.lengths() == other.lengths()
 
 
 @pytest.mark.parametrize("pages", [3, 4])

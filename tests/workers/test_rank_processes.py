@@ -49,8 +49,6 @@ from workers.runners.base import DeviceLostError
 from workers.runners.rank_processes import RankProcesses
 from workers.runners.tensor_parallel import RankGroup
 
-torch.set_num_threads(1)
-
 PAGES = 200
 PATIENCE_S = 60
 WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.kernels import conftest
 from tests.model_factory import make_family_model
@@ -28,7 +27,6 @@ if not conftest.HAS_TRITON or not conftest.INTERPRETED:
     pytest.skip("the interpreter of Triton is needed", allow_module_level=True)
 
 _silent_numpy = conftest._silent_numpy
-torch.set_num_threads(1)
 
 PAGES = 100
 PATIENCE_S = 120

@@ -18,8 +18,6 @@ from workers.models.library.scaled_down_model import scaled_down_model
 from workers.models.library.settings import read_settings
 from workers.models.self_check import check_parity
 
-torch.set_num_threads(1)
-
 PlainForward = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -23,8 +23,6 @@ from tests.workers.rank_threads import split_model
 from workers.models.errors import UnsupportedError
 from workers.models.lora import LoraPair, LoraWeights
 
-torch.set_num_threads(1)
-
 # Biases, experts, and projections in one matrix: what is computed in each of `FEW` is compared first.
 FEWER = ("llama with biases", "mixtral", "phi3")
 Rows = dict[tuple[int, int], torch.Tensor]

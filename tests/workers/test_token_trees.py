@@ -19,8 +19,6 @@ from workers.kv.page_pool import OutOfPages
 from workers.operations import GREEDY, Accept, Chunk, Forward, Kind, LogitsFormat, OutputSpec, Sampling
 from workers.token_trees import children_of, kept_path, path_to
 
-torch.set_num_threads(1)
-
 VOCAB = 97
 WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import struct
 import subprocess
 import sys
@@ -148,17 +147,3 @@ def test_it_serves_a_model(tmp_path: Path) -> None:
     said = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     assert any(line["event"] == "products in use" for line in said)
     assert not [line for line in said if line["level"] == "error"]
-
-
-def test_little_is_needed_for_it() -> None:
-    """No plugin of pytest and nothing else that images for GPUs lack is needed for the test above."""
-    # Not httpx2, which transformers itself uses where it is newer.
-    absent = ("structlog", "llguidance", "hypothesis", "pytest_asyncio")
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({absent!r})); import {__name__}, workers.pool_member"
-    )
-    modules = "workers.server, workers.step_loop, workers.follower, workers.executors.llm"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}, {modules}"], cwd=ROOT, env=os.environ | environment(ROOT)
-    )
-    assert done.returncode == 0

@@ -142,7 +142,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[WorkerCommand, _Mapping]]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., give_back: _Optional[bool] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter", "replace_weights", "export_kv", "import_kv", "decodes")
+    __slots__ = ("op_id", "forward", "fork", "truncate", "release", "abort", "snapshot", "adopt", "adapter", "replace_weights", "decodes")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
@@ -153,8 +153,6 @@ class WorkerCommand(_message.Message):
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     REPLACE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    EXPORT_KV_FIELD_NUMBER: _ClassVar[int]
-    IMPORT_KV_FIELD_NUMBER: _ClassVar[int]
     DECODES_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardCommand
@@ -166,10 +164,8 @@ class WorkerCommand(_message.Message):
     adopt: AdoptCommand
     adapter: AdapterCommand
     replace_weights: ReplaceWeightsCommand
-    export_kv: ExportKvCommand
-    import_kv: ImportKvCommand
     decodes: DecodesCommand
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ..., export_kv: _Optional[_Union[ExportKvCommand, _Mapping]] = ..., import_kv: _Optional[_Union[ImportKvCommand, _Mapping]] = ..., decodes: _Optional[_Union[DecodesCommand, _Mapping]] = ...) -> None: ...
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ..., decodes: _Optional[_Union[DecodesCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardOptions(_message.Message):
     __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept", "experts", "experts_from")
@@ -286,48 +282,6 @@ class AdoptCommand(_message.Message):
     items: _containers.RepeatedCompositeFieldContainer[AdoptCommand.Item]
     def __init__(self, items: _Optional[_Iterable[_Union[AdoptCommand.Item, _Mapping]]] = ...) -> None: ...
 
-class ExportKvCommand(_message.Message):
-    __slots__ = ("sequence", "first", "end", "salt")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
-    first: int
-    end: int
-    salt: bytes
-    def __init__(self, sequence: _Optional[int] = ..., first: _Optional[int] = ..., end: _Optional[int] = ..., salt: _Optional[bytes] = ...) -> None: ...
-
-class ImportKvCommand(_message.Message):
-    __slots__ = ("sequence", "token_ids", "salt", "pages")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    PAGES_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    salt: bytes
-    pages: KvPages
-    def __init__(self, sequence: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., pages: _Optional[_Union[KvPages, _Mapping]] = ...) -> None: ...
-
-class KvPages(_message.Message):
-    __slots__ = ("first", "end", "digest", "salt", "fingerprint", "layout", "data")
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SALT_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    first: int
-    end: int
-    digest: bytes
-    salt: bytes
-    fingerprint: str
-    layout: str
-    data: bytes
-    def __init__(self, first: _Optional[int] = ..., end: _Optional[int] = ..., digest: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
-
 class AdapterCommand(_message.Message):
     __slots__ = ("added", "removed", "load", "all")
     ADDED_FIELD_NUMBER: _ClassVar[int]
@@ -373,7 +327,7 @@ class ConnectResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[WorkerEvent, _Mapping]]] = ..., pages_available: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
-    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded", "weights_read", "kv_pages", "decodes")
+    __slots__ = ("op_id", "forward", "done", "error", "progress", "ready", "snapshot", "adopted", "adapter_loaded", "weights_read", "decodes")
     OP_ID_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -384,7 +338,6 @@ class WorkerEvent(_message.Message):
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOADED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_READ_FIELD_NUMBER: _ClassVar[int]
-    KV_PAGES_FIELD_NUMBER: _ClassVar[int]
     DECODES_FIELD_NUMBER: _ClassVar[int]
     op_id: int
     forward: ForwardDone
@@ -396,9 +349,8 @@ class WorkerEvent(_message.Message):
     adopted: Adopted
     adapter_loaded: AdapterLoaded
     weights_read: WeightsRead
-    kv_pages: KvPages
     decodes: DecodesDone
-    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ..., weights_read: _Optional[_Union[WeightsRead, _Mapping]] = ..., kv_pages: _Optional[_Union[KvPages, _Mapping]] = ..., decodes: _Optional[_Union[DecodesDone, _Mapping]] = ...) -> None: ...
+    def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardDone, _Mapping]] = ..., done: _Optional[_Union[ControlDone, _Mapping]] = ..., error: _Optional[_Union[WorkerError, _Mapping]] = ..., progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., adapter_loaded: _Optional[_Union[AdapterLoaded, _Mapping]] = ..., weights_read: _Optional[_Union[WeightsRead, _Mapping]] = ..., decodes: _Optional[_Union[DecodesDone, _Mapping]] = ...) -> None: ...
 
 class DecodesDone(_message.Message):
     __slots__ = ("rows", "outputs")

@@ -9,8 +9,6 @@ its values; N tensors of one shape.
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,39 +173,6 @@ class KvTensors:
                 piece.index_copy_(1, destination, piece.index_select(1, source))
         if self.others is not None:
             self.others.copy_pages(pairs)
-
-    @property
-    def layout(self) -> str:
-        """All that decides which bytes a page has for given keys and values."""
-        kinds = (
-            f"{layer.key_shape}{layer.value_shape}{'' if isinstance(keys, torch.Tensor) else 'packed'}"
-            for layer, (keys, _) in zip(self.layers, self._layers, strict=True)
-        )
-        runs = (f"{len(list(run))}x{kind}" for kind, run in itertools.groupby(kinds))
-        return f"{sys.byteorder} {self.dtype} {self.page_size} {' '.join(runs)}"
-
-    def read_pages(self, pages: Sequence[int]) -> bytes:
-        """The bytes of n whole pages, as they are in memory: of each shape of tensors [N, n, S, K, D]."""
-        chosen = torch.tensor(pages, device=self.device)
-        parts = (piece.index_select(1, chosen).view(torch.uint8).cpu() for piece in self._pieces.values())
-        return b"".join([part.numpy().tobytes() for part in parts])
-
-    def write_pages(self, pages: Sequence[int], data: bytes, skipped: int = 0) -> None:
-        """Write what `read_pages` returned for `skipped` other pages and these.
-
-        Mutates the pages. Raises ValueError, and writes nothing, if `data` has another size.
-        """
-        count = skipped + len(pages)
-        if len(data) != count * self.bytes_per_page:
-            raise ValueError(f"data: {len(data)} bytes for {count} pages of {self.bytes_per_page}")
-        left = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for piece in self._pieces.values():
-            size = count * piece[:, 0].numel() * piece.element_size()
-            part, left = left[:size].view(self.dtype), left[size:]
-            source = part.view(piece.shape[0], count, *piece.shape[2:])
-            for index, page in enumerate(pages, start=skipped):
-                # Ten times as fast as index_copy_, which goes element by element.
-                piece[:, page].copy_(source[:, index])
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the KV of single tokens, in every layer.

@@ -17,7 +17,6 @@ import {
   type Adapter,
   AdminService,
   type LoadWeightsResponse,
-  type MoveCacheResponse,
   PreviousCaches,
   type ReplacedWorker,
 } from "./gen/quire/v1/admin_pb.js";
@@ -198,11 +197,6 @@ export class QuireClient extends Caller implements AsyncDisposable {
   /** The adapters that this client can use, ordered by id. */
   async listAdapters(options: CallOptions = {}): Promise<Adapter[]> {
     return (await this.call(ADMIN.listAdapters, {}, options)).adapters;
-  }
-
-  /** Moves a cache to another worker, as `status` names it. Returns how its KV got there. */
-  async moveCache(cacheId: string, workerId: string, options: CallOptions = {}): Promise<MoveCacheResponse> {
-    return await this.call(ADMIN.moveCache, { cacheId, workerId }, options);
   }
 
   /**

@@ -37,7 +37,6 @@ const REPEATABLE = new Map<string, (request: any) => boolean>([
   ["ReleaseCache", always],
   ["RenewCache", always],
   ["CancelExecution", always],
-  ["MoveCache", always],
   ["UnloadAdapter", always],
   ["Warmup", always],
   // Read-only.

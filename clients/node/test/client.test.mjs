@@ -140,7 +140,6 @@ test("the calls of each service answer", async () => {
   assert.equal(await client.cancelExecution("nobody's"), false);
   const cache = await client.prefill([1, 2, 3]);
   assert.deepEqual((await client.listCaches()).map(({ cacheId }) => cacheId), [cache.cacheId]);
-  assert.equal((await client.moveCache(cache.cacheId, workerId)).copiedTokens, 0);
   const items = [{ cacheId: cache.cacheId, tokenIds: [1], position: 3 }, { cacheId: "none", tokenIds: [1], position: 1 }];
   const [appended, missing] = await client.unifiedForward(items);
   assert.equal(appended.kvCache.seqLen, 4);

@@ -10,7 +10,7 @@ it is then not applied twice:
     UnifiedForward                                      if each item is of a cache, with `position`
     Forward, BatchForward, EstimateCost                 always: read-only
     Get..., List...                                     always: read-only
-    CancelExecution, MoveCache, UnloadAdapter, Warmup   always: idempotent
+    CancelExecution, UnloadAdapter, Warmup   always: idempotent
     every other call                                    never
 
 The clients' methods set `position` and `request_id`. Calls on a Session are not retried, because its stream
@@ -143,9 +143,6 @@ WARMUP: Method[admin_pb2.WarmupRequest, admin_pb2.WarmupResponse] = Method(
 DRAIN: Method[admin_pb2.DrainRequest, admin_pb2.DrainResponse] = Method("Drain", stub="admin_stub")
 SHUTDOWN: Method[admin_pb2.ShutdownRequest, admin_pb2.ShutdownResponse] = Method(
     "Shutdown", stub="admin_stub"
-)
-MOVE_CACHE: Method[admin_pb2.MoveCacheRequest, admin_pb2.MoveCacheResponse] = Method(
-    "MoveCache", can_retry=_always, stub="admin_stub"
 )
 UNLOAD_ADAPTER: Method[admin_pb2.UnloadAdapterRequest, admin_pb2.UnloadAdapterResponse] = Method(
     "UnloadAdapter", can_retry=_always, stub="admin_stub"

@@ -288,18 +288,6 @@ class AsyncClient(AsyncCaller):
         response = await self._call(_methods.UNLOAD_ADAPTER, request, call)
         return response.unloaded
 
-    async def move_cache(
-        self, cache_id: str, worker_id: str, **call: Unpack[CallOptions]
-    ) -> admin_pb2.MoveCacheResponse:
-        """Moves a cache to another worker, as `status` names it. Returns how its KV got there.
-
-        Requires the role `administer` if the server requires tokens. Raises QuireError: NO_WORKER if that
-        worker is not ready or cannot take it. The cache keeps its tokens whatever happens. A repetition after
-        a lost answer finds the cache where it is to be, and says that nothing was copied.
-        """
-        request = admin_pb2.MoveCacheRequest(cache_id=cache_id, worker_id=worker_id)
-        return await self._call(_methods.MOVE_CACHE, request, call)
-
     async def upload_weights(self, files: WeightFiles, *, timeout_s: float | None = None) -> str:
         """Sends new weights for the served model, in safetensors format. Returns a source for LoadWeights.
 

@@ -1,23 +1,17 @@
-"""Operators' calls to a server of several gateways: whichever is reached, the right ones do what is asked.
-
-MoveCache is for the gateway that has the cache, and Drain of a worker for the one that has the worker. Drain
-and Warmup of all are for all: Drain goes from gateway to gateway, so that one worker at a time is replaced.
-"""
+"""Operators' calls to one of several gateways: Warmup waits for all, Drain replaces its own workers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.api.admin import OperatorCalls
-from service.errors import UNKNOWN_WORKER, InvalidArgument, QuireError, ShardMoved
+from service.errors import UNKNOWN_WORKER, InvalidArgument
 from service.extensions.gateways.forwarding import CallContext, Forwarding
 from service.extensions.gateways.peers import is_forwarded
 
-_SERVICE = "AdminService"
 # Between two looks at the workers of the others.
 _POLL_S = 0.2
 
@@ -30,43 +24,19 @@ class OperatorCallsOfAll(OperatorCalls):
         self._forwarding = forwarding
         self._home = home
 
-    async def move_cache(
-        self, request: admin_pb2.MoveCacheRequest, context: CallContext
-    ) -> admin_pb2.MoveCacheResponse:
-        """By the gateway that has the cache. Raises QuireError."""
-        shard = self._forwarding.shard_of(request.cache_id)
-        core = self._cores().get(self._forwarding.home.index if shard is None else shard)
-        if core is not None:
-            return await core.move_cache(request, context)
-        assert shard is not None
-        if is_forwarded(context.invocation_metadata()):
-            raise ShardMoved
-        answer: admin_pb2.MoveCacheResponse = await self._ask(
-            shard, "MoveCache", request, admin_pb2.MoveCacheResponse, context
-        )
-        return answer
-
-    async def drain(self, request: admin_pb2.DrainRequest, context: CallContext) -> admin_pb2.DrainResponse:
-        """Replaces all workers of the server, or the one of this id, whoever has it. Raises QuireError."""
+    async def drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
+        """Replaces the workers of this gateway, or the one of this id. Raises InvalidArgument or NoWorker."""
         replaced: list[admin_pb2.ReplacedWorker] = []
-        places = [core.drain(request, context) for core in self._cores().values()]
-        places += [
-            self._ask(shard, "Drain", request, admin_pb2.DrainResponse, context)
-            for shard in self._others(context)
-        ]
-        try:
-            while places and not (request.worker_id and replaced):
-                try:
-                    replaced += (await places.pop(0)).workers
-                except QuireError as error:
-                    # Another gateway may have it.
-                    if error.reason != UNKNOWN_WORKER:
-                        raise
-        finally:
-            for place in places:
-                place.close()
+        for core in self._cores().values():
+            try:
+                replaced += (await core.drain(request)).workers
+            except InvalidArgument as error:
+                # Another shard of this gateway may have it.
+                if error.reason != UNKNOWN_WORKER:
+                    raise
         if request.worker_id and not replaced:
-            raise InvalidArgument(UNKNOWN_WORKER, "worker_id", "no worker has this id; see GetStatus")
+            problem = "no worker of this gateway has this id; others may have it"
+            raise InvalidArgument(UNKNOWN_WORKER, "worker_id", problem)
         return admin_pb2.DrainResponse(workers=replaced)
 
     async def warm_up(self, workers: int, context: CallContext) -> int:
@@ -79,7 +49,8 @@ class OperatorCallsOfAll(OperatorCalls):
 
         async def of_another(shard: int) -> int:
             request, response = admin_pb2.WarmupRequest(), admin_pb2.WarmupResponse
-            return int((await self._ask(shard, "Warmup", request, response, context)).workers_ready)
+            answer = await self._forwarding.forward(shard, "AdminService/Warmup", request, response, context)
+            return int(answer.workers_ready)
 
         waiting = [asyncio.ensure_future(core.warm_up(0, context)) for core in self._cores().values()]
         waiting += [asyncio.ensure_future(of_another(shard)) for shard in others]
@@ -108,8 +79,3 @@ class OperatorCallsOfAll(OperatorCalls):
     def _others(self, context: CallContext) -> Sequence[int]:
         """A shard of each other gateway. Of a forwarded call none: the first gateway asks all."""
         return [] if is_forwarded(context.invocation_metadata()) else self._forwarding.one_of_each_other()
-
-    async def _ask(
-        self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
-    ) -> Any:
-        return await self._forwarding.forward(shard, f"{_SERVICE}/{method}", request, response, context)

@@ -1,4 +1,4 @@
-"""The HTTP port for operators: a page, `/metrics` for Prometheus, and `/healthz` and `/readyz` for probes.
+"""The HTTP port for operators: `/metrics` for Prometheus, and `/healthz` and `/readyz` for probes.
 
 It has neither TLS nor authentication. Each connection gets one response and is closed; its request, its time
 and the number of connections are limited, and metrics are computed a few times a second at most.
@@ -22,7 +22,6 @@ from service.api.time_slice import TimeSlice
 from service.extension import Extension, GatewayParts
 from service.extensions.metrics.collector import QuireCollector
 from service.extensions.metrics.figures import Figures
-from service.extensions.metrics.status_page import PAGE, POLICY, status_json
 from service.http.connection import HttpLimits
 from service.http.server import HttpServer
 from service.listening import is_address
@@ -35,13 +34,13 @@ LIMITS = HttpLimits(max_connections=32, max_head_bytes=1 << 14, idle_s=_TIMEOUT_
 # Requests within this time get the same text: computing it takes some milliseconds of the event loop.
 _MAX_AGE_S = 0.2
 _OPENMETRICS = "application/openmetrics-text"
-_TEXT, _HTML, _JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
+_TEXT = "text/plain; charset=utf-8"
 _END = b"# EOF\n"
 _HEADERS = {
     "connection": "close",
     "allow": "GET, HEAD",
     "cache-control": "no-store",
-    "content-security-policy": POLICY,
+    "content-security-policy": "default-src 'none'",
     "x-content-type-options": "nosniff",
 }
 
@@ -102,10 +101,6 @@ class Exporter(Extension):
 
     async def _found(self, path: str, accepts_openmetrics: bool) -> tuple[int, str, bytes]:
         match path:
-            case "/":
-                return 200, _HTML, PAGE
-            case "/status.json":
-                return 200, _JSON, await self._recent(_JSON, self._status)
             case "/metrics":
                 return 200, *await self._metrics(accepts_openmetrics)
             case "/healthz":
@@ -113,15 +108,12 @@ class Exporter(Extension):
             case "/readyz":
                 why_not = self._why_not_ready()
                 return (503 if why_not else 200), _TEXT, f"{why_not or 'ready'}\n".encode()
-        return 404, _TEXT, b"there are /, /status.json, /metrics, /healthz and /readyz\n"
+        return 404, _TEXT, b"there are /metrics, /healthz and /readyz\n"
 
     def _why_not_ready(self) -> str:
         """The state as in `quire_state`, or empty if the gRPC health service says SERVING."""
         state = self._parts.state.state_name
         return "" if state == "serving" else state
-
-    async def _status(self) -> bytes:
-        return status_json(self._parts, self.figures)
 
     async def _metrics(self, is_openmetrics: bool) -> tuple[str, bytes]:
         render: Callable[[Any], bytes] = exposition.generate_latest

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, probes and the status page, with `metrics_listen`."""
+"""Figures for Prometheus and probes, with `metrics_listen`."""
 
 from __future__ import annotations
 

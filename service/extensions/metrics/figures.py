@@ -57,17 +57,6 @@ class Distribution:
         buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
         family.add_metric(labels, buckets, self._total_s)
 
-    def summary(self) -> dict[str, float | None]:
-        """The count, the mean, and bounds that half and 99% of the values do not exceed.
-
-        None: there is no value, or no such bound.
-        """
-        sums, bounds_s = [*itertools.accumulate(self._counts)], [*self._bounds_s, None]
-        if not (count := sums[-1]):
-            return {"count": 0, "mean_s": None, "p50_s": None, "p99_s": None}
-        p50_s, p99_s = (bounds_s[bisect_left(sums, part * count)] for part in (0.5, 0.99))
-        return {"count": count, "mean_s": self._total_s / count, "p50_s": p50_s, "p99_s": p99_s}
-
 
 class Totals:
     """Sums of counts that begin at 0 again, such as those of a worker with each of its starts. Pure.

@@ -12,7 +12,7 @@ from service.settings import Port, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings(ExtensionSettings):
-    """Figures for Prometheus, probes and the status page."""
+    """Figures for Prometheus, and probes."""
 
     opened_by: ClassVar[str] = "service.extensions.metrics.extension:open_extension"
 

@@ -42,15 +42,6 @@ def test_caches_are_listed_page_by_page(
     assert len(executor.calls["ListCaches"]) == 3
 
 
-def test_a_cache_is_moved(
-    quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert quire("caches", "move", "kv_3", "worker-1") == 0
-    assert capsys.readouterr().out == "copied 3 tokens (3.0 MB), replayed 0 tokens, in 0.020 s\n"
-    (request,) = executor.calls["MoveCache"]
-    assert (request.cache_id, request.worker_id) == ("kv_3", "worker-1")
-
-
 def test_caches_are_released_by_id(
     quire: Callable[..., int], executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -334,7 +334,7 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
         ("generate", "quire generate: error: "),
         ("generate x --tokens 1", "quire generate: error: "),
         ("generate --tokens -1", "quire generate: error: "),
-        ("caches", "required: list|move|release"),
+        ("caches", "required: list|release"),
         ("adapters", "required: list|load|unload"),
         ("adapters load sql", "required: DIRECTORY|HUB-ID"),
         ("caches release", "one of the arguments CACHE_ID --all is required"),

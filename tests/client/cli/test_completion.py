@@ -29,9 +29,8 @@ def script(shell: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> P
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("quire jour", ["journal"]),
-        ("quire st", ["state", "status"]),
-        ("quire journal ", ["backup", "verify"]),
+        ("quire st", ["status"]),
+        ("quire pool ", ["init"]),
         ("quire serve --tls-k", ["--tls-key"]),
         ("quire status --wi", ["--wide"]),
         ("quire serve --device ", ["auto", "cpu", "cuda"]),

@@ -25,8 +25,6 @@ from kernels.lora_pairs import LoraPairs
 from tests.kernels.attention_case import CAP_AND_SINKS, Case, Item, make_case
 from tests.kernels.cuda import test_lora_cuda
 
-torch.set_num_threads(1)
-
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 # Of one item: its first row and the one after its last.
 Chunk = tuple[int, int, int]

@@ -268,30 +268,6 @@ def test_another_token_another_batch_and_another_draw_are_sent(
     assert all(sent) and len(sent) == 8
 
 
-def test_top_k_top_p_and_min_p_are_part_of_the_graph(
-    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside rows without, and rows that come and go; no token is chosen beside the graph."""
-    specs = [
-        Sampling(temperature=1.2, top_k=3, seed=5),
-        None,
-        Sampling(temperature=1.0, top_p=0.6, seed=5),
-        Sampling(temperature=0.8, seed=6),
-        Sampling(temperature=2.0, min_p=0.3, top_k=40, seed=2**63),
-        Sampling(temperature=0.0, top_k=2),
-    ]
-    monkeypatch.setattr("workers.runners.cuda_graph.ROWS_AT_ONCE", 4)
-    twins = Twins(decoder, device)
-    sequences = [HandSequence() for _ in specs]
-    twins.step([Item(sequence, [5, at]) for at, sequence in enumerate(sequences)])
-    monkeypatch.setattr("workers.runners.cuda_graph.choose_tokens", lambda *_: pytest.fail("beside it"))
-    tokens = dict.fromkeys(range(len(specs)), 1)
-    for picked in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [4, 2], [1, 3, 5], [3, 0, 1], [1], [1], [2]):
-        rows = [SamplingRow(specs[at], position=sequences[at].length + 1) for at in picked]
-        items = [Item(sequences[at], [tokens[at]]) for at in picked]
-        tokens |= zip(picked, twins.step(items, rows), strict=True)
-
-
 def rows_of(
     specs: Sequence[Sampling | None], sequences: Sequence[HandSequence], ahead: int = 0
 ) -> list[SamplingRow]:

@@ -13,8 +13,6 @@ from kernels.cuda.variant import Variant
 from kernels.experts import experts_reference, route
 from tests.kernels.cuda.poison import assert_same_roundings, far_apart
 
-torch.set_num_threads(1)
-
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALVES]
 

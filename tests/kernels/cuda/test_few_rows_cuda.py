@@ -13,8 +13,6 @@ from tests.kernels.cuda.poison import assert_same_roundings, same_bits, surround
 from tests.kernels.references import activated64, rms_norm64
 from tests.kernels.test_linear import sum_loss
 
-torch.set_num_threads(1)
-
 EPS = 1e-6
 DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 # float16 has the tiles of bfloat16.

@@ -24,8 +24,6 @@ from workers.models.decoder import Decoder
 from workers.models.few_rows import Measure
 from workers.models.model import new_pages
 
-torch.set_num_threads(1)
-
 # How many of the products of four layers are fused: of each qkv, output, gate_up and down, but for the last
 # attention. Experts have none, and a norm behind a sublayer, or a factor, leaves only its first one.
 FUSED = {

@@ -10,15 +10,14 @@ from kernels.linear import linear_reference
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.test_linear import sum_loss
 
-torch.set_num_threads(1)
-
 DTYPES = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 64, 150])
-@pytest.mark.parametrize(("outputs", "inputs"), [(33, 80), (128, 64), (140, 130), (1, 1), (70, 1100)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 150])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "biased"), [(128, 64, False), (140, 130, True), (1, 1, True), (70, 1100, False)]
+)
 def test_as_in_float64(
     rows: int, outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str
 ) -> None:

@@ -17,8 +17,6 @@ from kernels.lora import add_lora, new_table, row_slots
 from kernels.lora_pairs import LoraPairs
 from tests.kernels.cuda.poison import same_bits
 
-torch.set_num_threads(1)
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 # For each part of the outputs, None: the part has no adapter.
 Adapter = list[Pair | None]

@@ -9,8 +9,6 @@ from kernels.cuda import routing
 from kernels.cuda.routing import BLOCK, CHUNK, group
 from kernels.experts import route as route_in_torch
 
-torch.set_num_threads(1)
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # More than one token, and so many experts of a token; powers of two, and not.
 SHAPES = [(1, 1, 1), (9, 8, 2), (5, 60, 4), (6, 128, 8), (3, 7, 7)]

@@ -23,8 +23,6 @@ from tests.kernels.cuda.poison import far_apart, same_bits, surrounded
 from workers.counter_rng import gumbel, mix_key
 from workers.numpy_choice import candidates
 
-torch.set_num_threads(1)
-
 INF = float("inf")
 NAN = float("nan")
 FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -169,47 +169,6 @@ async def test_a_tenants_unread_chunks_pause_its_own_executions() -> None:
     assert not budget.used and not shares[ALICE].used
 
 
-async def test_tenants_share_the_replay_budget_equally() -> None:
-    """However many executions one of them has."""
-    kept = ReplayBudget(2_000_000)
-
-    def execution(tenant: Tenant) -> Execution:
-        return Execution("id", [("a", 0)], 60, lambda _: None, Budget(1 << 40, AnswersFull), kept, tenant)
-
-    small = execution(BOB)
-    await read_all(small, 4)
-    for _ in range(20):
-        await read_all(execution(ALICE), 5)
-    assert kept.used_bytes <= kept.max_bytes
-    assert positions(await small.read(small.attach({})))[0] == 0
-
-
-async def test_it_continues_when_others_free_the_budget_without_a_reader() -> None:
-    played = Played(keep_s=60)
-    execution = played.execution
-    execution.detach(execution.attach({}))
-    execution.put([chunk(0, LARGE)])
-    assert not execution.is_full
-    played.budget.adjust(1 << 40)
-    waiting = asyncio.create_task(execution.wait_for_room())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    played.budget.adjust(-(1 << 40))
-    await asyncio.wait_for(waiting, 30)
-    execution.end()
-    assert played.budget.used == 0
-
-
-async def test_resuming_near_the_end_of_a_long_text_does_not_block_the_event_loop() -> None:
-    execution = Played(keep_s=60).execution
-    execution.put([chunk(position) for position in range(10_000)])
-    reader = execution.attach({("a", 0): 9_999})
-    reading = asyncio.create_task(execution.read(reader))
-    await asyncio.sleep(0)
-    assert not reading.done(), "other tasks run while chunks are skipped"
-    assert positions(await reading) == [9_999]
-
-
 async def test_a_reader_that_claims_more_than_there_is_gets_the_end() -> None:
     execution = Played(keep_s=60).execution
     execution.put([chunk(0), chunk(1, last=True)])
@@ -323,18 +282,3 @@ async def test_executions_share_the_replay_budget_equally() -> None:
     assert positions(await small.execution.read(small.execution.attach({})))[0] == 0, "others keep more"
     with pytest.raises(ExecutionLost):
         large.execution.attach({})
-
-
-@pytest.mark.parametrize("is_read", [True, False])
-async def test_an_execution_whose_samples_all_failed_is_not_kept_unread(is_read: bool) -> None:
-    played = Played(keep_s=60)
-    reader = played.execution.attach({})
-    failed = chunk(0)
-    failed.finish_reason = runner_pb2.FINISH_REASON_ERROR
-    if is_read:
-        played.execution.put([failed])
-        await played.execution.read(reader)
-        assert not played.gone
-    played.execution.detach(reader)
-    played.execution.put([failed])
-    assert played.gone

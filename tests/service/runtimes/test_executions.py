@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -118,15 +116,6 @@ async def test_a_tenant_gets_half_of_the_slots() -> None:
     served.open(request(), BOB, None)
 
 
-async def test_two_tenants_leave_slots_for_others() -> None:
-    served = executions(Slow(), max_queued_operations=8)
-    for tenant, share in ((ALICE, 4), (BOB, 2), (Tenant("carol"), 1), (Tenant("dave"), 1)):
-        for _ in range(share):
-            served.open(request(), tenant, None)
-        with pytest.raises(TooManyExecutions):
-            served.open(request(), tenant, None)
-
-
 async def test_finished_unread_executions_take_no_slots_and_the_oldest_are_dropped() -> None:
     served = executions(FakeRuntime("local"), max_queued_operations=2)
     kept = {name: served.open(request(name), None, None) for name in "abcd"[:2]}
@@ -145,34 +134,6 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
         await ended(served.open(request(f"a{number}"), ALICE, None))
     assert served.cancel("b", BOB)
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
-
-
-@pytest.mark.parametrize("owner", [ALICE, BOB, None], ids=["same", "other", "anonymous"])
-@pytest.mark.parametrize("how", ["cancel", "keep", "failure", "server"])
-async def test_one_that_ends_without_a_result_displaces_no_kept_one(how: str, owner: Tenant | None) -> None:
-    """It never counts as finished unread, not even for a moment."""
-    runtime = Slow()
-    served = executions(runtime, max_queued_operations=1)
-    first = None if owner is None else ALICE
-    runtime.may_end.set()
-    await ended(served.open(request("kept"), first, None))
-    runtime.may_end.clear()
-    asked = request("b")
-    if how == "keep":
-        asked.keep.CopyFrom(duration_pb2.Duration(nanos=20_000_000))
-    running = served.open(asked, owner, None)
-    running.detach(running.attach({}))
-    if how == "cancel":
-        assert served.cancel("b", owner)
-    elif how == "failure":
-        runtime.failures = {"x": NoWorker()}
-        runtime.may_end.set()
-    elif how == "server":
-        running.end()
-    while served.num_unfinished:
-        await asyncio.sleep(0.01)
-    assert not served.cancel("b", owner)
-    assert served.cancel("kept", first)
 
 
 async def test_of_tenants_that_keep_equally_many_the_one_whose_execution_ends_loses_one() -> None:
@@ -223,17 +184,6 @@ async def test_a_lost_execution_starts_again_only_where_that_gives_the_same_text
     assert not local.batches[-1].resumed
 
 
-async def test_a_finished_execution_holds_no_reference_to_its_request() -> None:
-    served = executions(FakeRuntime("local"))
-    asked = request("a")
-    before = sys.getrefcount(asked)
-    await ended(served.open(asked, None, None))
-    await asyncio.sleep(0)
-    gc.collect()
-    assert sys.getrefcount(asked) == before
-    assert served.cancel("a", None)
-
-
 async def test_acceptance_is_sent_before_the_first_chunk() -> None:
     slow = Slow()
     reader, call = calling(executions(slow), request())
@@ -244,45 +194,6 @@ async def test_acceptance_is_sent_before_the_first_chunk() -> None:
     assert len(second.chunks) == 1 and not second.HasField("started")
     await call
     assert reader.sent.empty()
-
-
-async def test_a_runtime_that_is_chosen_late_is_sent_late() -> None:
-    class Thinking(FakeRuntime):
-        async def estimate(self, items: Any) -> runner_pb2.CostEstimate:
-            await may_tell.wait()
-            return await super().estimate(items)
-
-    may_tell = asyncio.Event()
-    served = executions(Thinking("local", raises=NoWorker()), FakeRuntime("other", cost_usd=1.0))
-    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
-    first = await reader.sent.get()
-    assert (first.started.request_id, first.started.runtime) == ("a", "")
-    may_tell.set()
-    await call
-    # The cheapest runtime has no worker.
-    second = await reader.sent.get()
-    assert (second.started.request_id, second.started.runtime) == ("a", "other") and second.chunks
-    # A reader that resumes gets everything at once.
-    reader, call = calling(served, request("a", policy=runner_pb2.ROUTING_POLICY_CHEAPEST))
-    await call
-    first = await reader.sent.get()
-    assert first.started.resumed and first.started.runtime == "other"
-
-
-@pytest.mark.parametrize("runtime", ["", "other"])
-@pytest.mark.parametrize("has_recovered", [False, True])
-async def test_a_provider_needs_no_worker(has_recovered: bool, runtime: str) -> None:
-    """Also where calls wait for the first one, because caches were found again."""
-    local, other = FakeRuntime("local", trouble="no worker is ready"), FakeRuntime("other")
-    served = executions(local, other, has_worker=False)
-    served._state.has_recovered = has_recovered
-    reader, call = calling(served, request(runtime=runtime))
-    await call
-    assert reader.sent.get_nowait().started.runtime == "other"
-    estimate = await RunnerApi(served, served._router, served._state).EstimateCost(
-        runner_pb2.EstimateCostRequest(runtime="other", items=request().items), cast(Any, reader)
-    )
-    assert estimate.estimates[0].runtime == "other" and not estimate.estimates[0].HasField("error")
 
 
 async def test_a_local_only_batch_is_refused_until_a_worker_was_ready() -> None:
@@ -371,53 +282,6 @@ async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None
         alice.admit(1000.0)
 
 
-async def test_a_preparation_is_in_flight_until_its_requests_are(alice: Tenant) -> None:
-    alice.quota = Quota(max_in_flight=2)
-    runtime = Preparing()
-    runtime.may_prepare.clear()
-    served = executions(runtime)
-    first, second = served.open(bad(), alice, None), served.open(bad("good"), alice, None)
-    with pytest.raises(QuotaExceeded, match="max_in_flight"):
-        served.open(bad(), alice, None)
-    # One that is cancelled before its task begins, too.
-    second.cancel()
-    await settled()
-    third = served.open(bad(), alice, None)
-    runtime.may_prepare.set()
-    await ended(first)
-    await ended(third)
-    await settled()
-    assert alice.unseen == 0
-
-
-async def test_what_estimate_cost_prepares_counts(alice: Tenant) -> None:
-    runtime = Preparing()
-    served = executions(runtime)
-    api = RunnerApi(served, served._router, served._state)
-
-    async def estimate(*names: str) -> None:
-        items = [runner_pb2.ExecuteItem(item_id=name) for name in names]
-        await api.EstimateCost(runner_pb2.EstimateCostRequest(items=items), cast(Any, None))
-
-    alice.quota = Quota(max_per_s=20)
-    for _ in range(10):
-        await estimate("a", "b")
-    for _ in range(50):
-        with pytest.raises(QuotaExceeded, match="max_per_s"):
-            await estimate("a")
-    assert runtime.prepared == 20
-
-    alice.quota = Quota(max_in_flight=1)
-    runtime.may_prepare.clear()
-    running = asyncio.create_task(estimate("a"))
-    await asyncio.sleep(0)
-    with pytest.raises(QuotaExceeded, match="max_in_flight"):
-        await estimate("a")
-    runtime.may_prepare.set()
-    await running
-    await estimate("a")
-
-
 async def test_resuming_counts_in_the_rate(alice: Tenant) -> None:
     """It compares the requests, which may be large. Calls in flight may be those of the execution itself."""
     served = executions(FakeRuntime("local"))
@@ -453,19 +317,3 @@ async def test_readers_of_finished_executions_count() -> None:
         for execution, reader in held:
             execution.detach(reader)
     assert [served.cancel(f"a{number}", ALICE) for number in range(4)] == [True] * 4
-
-
-async def test_without_tenants_readers_count_too() -> None:
-    served = executions(FakeRuntime("local"), max_queued_operations=2)
-    for name in "ab":
-        await ended(served.open(request(name), None, None))
-    served._router.runtimes = [Slow()]
-    for name in "cd":
-        served.open(request(name), None, None)
-    with pytest.raises(TooManyExecutions):
-        served.open(request("a"), None, None)
-    assert served.cancel("c", None)
-    reading = served.open(request("a"), None, None)
-    reading.attach({})
-    with pytest.raises(TooManyExecutions):
-        served.open(request("b"), None, None)

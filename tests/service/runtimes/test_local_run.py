@@ -21,7 +21,6 @@ from service.caches.requests import Append, Appended, Fork, Handle, Handles, Rel
 from service.dispatcher import Dispatcher, OnOutcomes, Outcome
 from service.errors import QuotaExceeded
 from service.journal.base import Journal, OnCommitted
-from service.runtimes import local_run
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -325,26 +324,6 @@ async def test_a_prefix_that_cannot_be_forked_is_released_at_once() -> None:
     assert fork < releases[0] < len(dispatcher.requests) // 2, "others have tokens to come"
 
 
-async def test_samples_of_one_prompt_report_cached_tokens() -> None:
-    reader = Reader(random.Random(1))
-    # The prefix is one prefill, and the last token is one per sample, too short to reuse a page.
-    run = LocalRun(cast(Dispatcher, FakeDispatcher([16, 0, 0])), Batch("key", None, []), reader)
-    await run.run([prepared("x", list(range(33)), 1, 2)])
-    found = [reader.chunks["x", sample][-1].usage.cached_tokens for sample in (0, 1)]
-    assert found == [16, 32]
-
-
-async def test_a_thousand_samples_yield_to_the_event_loop() -> None:
-    run = LocalRun(cast(Dispatcher, FakeDispatcher()), Batch("key", None, []), Reader(random.Random(1)))
-    running = asyncio.create_task(run.run([prepared(str(n), [1], 1, 1) for n in range(1000)]))
-    turns = 0
-    while not running.done():
-        turns += 1
-        await asyncio.sleep(0)
-    # Making a thousand requests and chunks takes several slices on any machine.
-    assert turns > 5
-
-
 class FullReader(Reader):
     """It is full from its first chunk on, until `has_room` is set."""
 
@@ -423,19 +402,3 @@ async def test_an_execution_that_has_ended_computes_no_more_masks() -> None:
     matcher.may_continue.set()
     await asyncio.wait(matcher.works)
     assert matcher.num_calls == 1
-
-
-@pytest.mark.parametrize(("turn_s", "turns"), [(0.0, 16), (60.0, 2)])
-async def test_masks_that_take_long_are_computed_in_several_turns(
-    turn_s: float, turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So others' masks are computed between those of one batch with many samples."""
-    monkeypatch.setattr(local_run, "_MASKS_TURN_S", turn_s)
-    matcher = SlowMatcher()
-    matcher.may_continue.set()
-    item = replace(prepared("x", [1], 2, 8), new_matcher=lambda: cast(Matcher, matcher))
-    reader = Reader(random.Random(1))
-    run = LocalRun(cast(Dispatcher, FakeDispatcher([0] * 9)), Batch("key", None, []), reader)
-    await run.run([item])
-    assert matcher.num_calls == 8 and matcher.num_turns == turns // 2
-    assert all(len(reader.tokens("x", sample)) == 2 for sample in range(8))

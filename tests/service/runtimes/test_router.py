@@ -28,7 +28,6 @@ from service.errors import (
     Unsupported,
 )
 from service.extensions.providers import failures
-from service.pool.gpus import Gpu
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
@@ -287,48 +286,12 @@ async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: st
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 
 
-async def test_a_runtime_that_cannot_run_an_item_does_not_hide_other_estimates() -> None:
-    router = Router([FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", cost_usd=2)])
-    first, second = await estimated(router, *items("y", "x"))
-    assert (first.runtime, status_reason(first.error)) == ("a", NO_TEMPLATE.reason)
-    assert not first.HasField("max_cost_usd") and not second.HasField("error")
-    assert (second.runtime, second.max_cost_usd) == ("b", 2)
-    assert [estimate.HasField("error") for estimate in await estimated(router, *items("y"))] == [False] * 2
-
-
 @pytest.mark.parametrize(("runtime", "reason"), [("", NO_TEMPLATE.reason), ("b", NO_ENTRY.reason)])
 async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, reason: str) -> None:
     refusing = [FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", failures={"x": NO_ENTRY})]
     with pytest.raises(QuireError) as raised:
         await estimated(Router(refusing), *items("x"), runtime=runtime)
     assert raised.value.reason == reason
-
-
-@pytest.mark.parametrize(
-    ("settings", "has_gpus", "kind"),
-    [
-        ({}, False, "LOCAL_CPU"),
-        ({}, True, "LOCAL_GPU"),
-        ({"device": "cpu"}, False, "LOCAL_CPU"),
-        ({"device": "cuda"}, False, "LOCAL_GPU"),
-        ({"device": "cuda", "pool_listen": "10.0.0.1:1"}, False, "LOCAL_GPU"),
-        ({"pool_listen": "10.0.0.1:1"}, False, "UNSPECIFIED"),
-    ],
-)
-def test_where_workers_compute_is_told_before_one_is_ready(
-    settings: dict[str, Any], has_gpus: bool, kind: str
-) -> None:
-    state = state_of(Config(**settings), worker_pb2.WorkerReady())
-    state._versions.first_ready = None
-    found = [Gpu("0", "GPU-a")] if has_gpus else []
-    nothing = cast(Any, None)
-    local = LocalRuntime(nothing, state, nothing, nothing, nothing, nothing, found)
-    described = local.describe()
-    assert runner_pb2.TransportKind.Name(described.transport_kind) == f"TRANSPORT_KIND_{kind}"
-    # What a worker says counts.
-    ready = worker_pb2.WorkerReady(executor=types_pb2.ExecutorCapabilities(device="cpu"))
-    state._versions.first_ready = ready
-    assert local.describe().transport_kind == runner_pb2.TRANSPORT_KIND_LOCAL_CPU
 
 
 async def test_where_no_worker_is_ready_another_runtime_comes_first() -> None:

@@ -119,7 +119,3 @@ async def test_all_json_of_a_chat_is_limited_together(chat: runner_pb2.Chat, fie
     with pytest.raises(InvalidArgument) as caught:
         await check_chat(chat)
     assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", field)
-
-
-async def test_commas_and_brackets_in_strings_are_no_values() -> None:
-    await check_chat(tool_call(json.dumps({"content": 'if (a[0], {"b"})\n' * 600}), 64))

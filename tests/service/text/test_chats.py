@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 from quire import item
@@ -27,7 +27,7 @@ from service.text.chat_template import ChatTemplates, TemplateRaised
 from service.text.chats import prompt_of
 from service.text.template_process import render
 from tests.chat_templates import byte_tokenizer
-from tests.conversations import DEEPSEEK, EXACT, TEMPLATES
+from tests.conversations import DEEPSEEK, TEMPLATES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ORACLE = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **SPECIAL)  # type: ignore[no-untyped-call]
@@ -147,6 +147,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations())
+@settings(max_examples=settings().max_examples // 3)
 def test_a_conversation_is_written_as_by_transformers(name: str, messages: list[dict[str, Any]]) -> None:
     text = expected(TEMPLATES[name], messages)
     made = [parsed(messages), item(messages).chat]
@@ -164,24 +165,6 @@ FINISHED: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"},
     {"role": "user", "content": "and 4?"},
 ]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_finished_call_is_written_by_every_template(name: str) -> None:
-    text = expected(TEMPLATES[name], FINISHED)
-    assert text is not None
-    assert written(parsed(FINISHED), TEMPLATES[name]) == text
-    assert written(item(FINISHED).chat, TEMPLATES[name]) == text
-
-
-@pytest.mark.parametrize("arguments", ["", "null", " null ", "{}"])
-@pytest.mark.parametrize("name", ["deepseek", "qwen", "gemma"])
-def test_no_arguments_are_an_empty_object(name: str, arguments: str) -> None:
-    messages = copy.deepcopy(FINISHED)
-    messages[1]["tool_calls"] = [call("{}", "abcdefghi")]
-    text = written(parsed(messages), TEMPLATES[name])
-    messages[1]["tool_calls"] = [call(arguments, "abcdefghi")]
-    assert written(parsed(messages), TEMPLATES[name]) == text
 
 
 def test_the_error_of_a_template_that_fails_with_both_forms_is_the_first() -> None:
@@ -277,15 +260,3 @@ def test_the_template_for_tools_is_taken_where_there_are_some(
             asyncio.run(prompt_of(ChatTemplates(), types_pb2.ChatTemplate(sources=sources), made))
     else:
         assert written(made, sources) == f"{used}{tools or None}"
-
-
-def test_a_long_name_of_a_function_is_not_repeated() -> None:
-    made = parsed(FINISHED)
-    made.messages[1].tool_calls[0].name = "x" * 257
-    assert written(made, EXACT).count("x" * 257) == 1
-
-
-def test_an_explicit_name_of_a_result_stays() -> None:
-    messages = copy.deepcopy(FINISHED)
-    messages[2]["name"] = "other"
-    assert '"name": "other"' in written(parsed(messages), EXACT)

@@ -7,24 +7,20 @@ import functools
 import json
 import math
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.errors import Draining, InvalidArgument
-from service.text import constraints as module
+from service.errors import InvalidArgument
 from service.text import tasks
 from service.text.constraints import Constraints, Grammar, Matcher
-from service.text.detokenizer import Detokenizer
 from service.text.task_process import TaskProcess
 from service.text.token_bytes import token_bytes
 from tests.service.text.kinds import END, KINDS, kind
@@ -184,39 +180,6 @@ async def test_masks_are_as_long_as_the_models_vocabulary(shared: Constraints, v
 
 # JSON.
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer", "minimum": -3, "maximum": 120},
-        "b": {"enum": ["\u00e9", "b", None]},
-        "c": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 3},
-    },
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "byte_level_across_words"])
-async def test_sampled_json_matches_its_schema(of_kind: Callable[[str], Constraints], name: str) -> None:
-    constraints, tokenizer, end = of_kind(name), kind(name), end_of(name)
-    context = tokenizer.encode("a").ids
-    for seed in range(12):
-        rng = random.Random(seed)
-        constrained = matcher(constraints, "json_schema", json.dumps(SCHEMA), frozenset([end]))
-        ids: list[int] = []
-        while True:
-            may_follow = await allowed(constrained)
-            if constrained.is_complete or (end in may_follow and rng.random() < 0.3):
-                break
-            ids.append(rng.choice(sorted(may_follow - {end})))
-            constrained.take(ids[-1])
-        detokenizer = Detokenizer(tokenizer, context)
-        value = json.loads("".join([*map(detokenizer.push, ids), detokenizer.flush()]))
-        assert set(value) <= {"a", "b", "c"}
-        assert type(value["a"]) is int and -3 <= value["a"] <= 120
-        assert value["b"] in ("\u00e9", "b", None)
-        assert len(value.get("c", [])) <= 3 and all(len(text) <= 3 for text in value.get("c", []))
-
 
 async def test_whitespace_in_json_is_limited(shared: Constraints) -> None:
     spaces = {ord(" "), ord("\n"), ord("\t"), ord("\r")}
@@ -232,8 +195,6 @@ async def test_whitespace_in_json_is_limited(shared: Constraints) -> None:
     await take_text(constrained, ":1}")
     assert await allowed(constrained) == ENDS and constrained.is_complete
 
-
-# The interface.
 
 # Overflows the stack of the library.
 DEEP = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(4000)) + 'r4000: "a"'
@@ -279,13 +240,6 @@ async def test_grammars_may_name_special_tokens(shared: Constraints) -> None:
     constrained.take(257)
     await take_text(constrained, "b")
     assert await allowed(constrained) == ENDS
-
-
-@pytest.mark.parametrize("value", ["true", "{}", '{"x-guidance": {"whitespace_pattern": "z"}}'])
-async def test_a_schema_may_allow_anything(shared: Constraints, value: str) -> None:
-    constrained = (await factory(shared, "json_schema", value))()
-    await take_text(constrained, '{"a": [1, null]}')
-    assert constrained.is_complete is False and await allowed(constrained) == ENDS and constrained.is_complete
 
 
 @pytest.mark.parametrize(
@@ -334,7 +288,6 @@ async def test_an_error_of_a_grammar_is_one_printable_line(
     await take_text((await factory(shared, "regex", "ab"))(), "ab")
 
 
-HUGE = "regex", "a?" * 20_000 + "a" * 20_000
 ALL_OF = [{"type": "string", "pattern": f".*{n}.*"} for n in range(20)]
 SLOW = "json_schema", json.dumps({"allOf": ALL_OF})
 
@@ -375,26 +328,6 @@ class Checks:
             await asyncio.sleep(0.001)
 
 
-async def test_a_checked_grammar_does_not_wait_for_a_check(
-    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def ask_again() -> None:
-        new = await factory(constraints, "regex", "[ab]*")
-        assert await allowed(new()) == {ord("a"), ord("b"), 256}
-        with pytest.raises(InvalidArgument):
-            await factory(constraints, "regex", "(a")
-
-    await ask_again()
-    checks = Checks(monkeypatch)
-    slow = asyncio.create_task(factory(constraints, "regex", "slow"))
-    await checks.until_begun(1)
-    async with asyncio.timeout(60):
-        await ask_again()
-    assert not slow.done()
-    checks.may_run.set()
-    await slow
-
-
 async def test_a_check_that_has_begun_runs_to_its_end(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,26 +345,6 @@ async def test_a_check_that_has_begun_runs_to_its_end(
     assert await allowed((await stays)()) == {ord("0")}
     await factory(constraints, "regex", "last")
     assert checks.begun == ["0", "last"], "checks that had not begun are cancelled"
-
-
-async def test_closing_fails_checks_and_masks_with_draining() -> None:
-    with opened() as constraints:
-        constrained = (await factory(constraints, "regex", "a"))()
-        checks = [asyncio.create_task(factory(constraints, "regex", text)) for text in (HUGE[1], "waiting")]
-        await asyncio.sleep(0)
-    for check in (*checks, asyncio.create_task(factory(constraints, "regex", "new"))):
-        with pytest.raises(Draining):
-            await check
-    with pytest.raises(Draining):
-        await compute(constrained)
-
-
-async def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, max_cpu_s=20, max_memory_bytes=120 << 20)
-    with opened() as constraints:
-        with pytest.raises(InvalidArgument, match="too much memory"):
-            await factory(constraints, *HUGE)
-        await take_text((await factory(constraints, "regex", "ab"))(), "ab")
 
 
 async def test_a_grammar_that_grows_later_fails_only_its_sample(constraints: Constraints) -> None:
@@ -458,51 +371,6 @@ async def test_samples_survive_a_crash_of_the_process(constraints: Constraints) 
         assert await allowed(sample) == ENDS
 
 
-async def test_more_samples_and_grammars_than_are_kept(
-    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_RESULTS", 3)
-    # More samples and grammars than the process keeps.
-    samples = []
-    for number in range(70):
-        new = await factory(constraints, "regex", f"{number:04}x")
-        samples += [(f"{number:04}x", new()) for _ in range(16)]
-    for text, sample in samples:
-        await take_text(sample, text[:2])
-    for text, sample in samples[::50]:
-        await take_text(sample, text[2:])
-        assert await allowed(sample) == ENDS
-    assert len(constraints._results) == 3
-
-
-async def test_idle_processes_end_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit(monkeypatch, idle_s=0.05)
-    with opened() as constraints:
-        constrained = (await factory(constraints, "regex", "ab"))()
-        await take_text(constrained, "a")
-        for pool in (constraints._checks, constraints.masks):
-            while psutil.Process(pool.idle[0].pid).status() != psutil.STATUS_ZOMBIE:
-                await asyncio.sleep(0.01)
-        await take_text(constrained, "b")
-        await factory(constraints, "regex", "cd")
-
-
-async def test_masks_of_many_samples_are_computed_in_turns(shared: Constraints) -> None:
-    new = await factory(shared, "regex", "[0-9]*")
-
-    async def walk(seed: int) -> str:
-        rng, sample, text = random.Random(seed), new(), ""
-        for _ in range(20):
-            token_id = rng.choice(sorted(await allowed(sample) - ENDS))
-            sample.take(token_id)
-            text += chr(token_id)
-        return text
-
-    texts = await asyncio.gather(*(walk(seed) for seed in range(8)))
-    assert texts == [await walk(seed) for seed in range(8)]
-    assert all(text.isdigit() for text in texts)
-
-
 async def test_tenants_take_turns_however_many_grammars_one_sends(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,25 +385,3 @@ async def test_tenants_take_turns_however_many_grammars_one_sends(
     checks.may_run.set()
     await asyncio.gather(*waiting)
     assert checks.begun == ["a0", "b0", "a1", "b1", "a2", "a3"]
-
-
-async def test_tenants_take_turns_at_masks(constraints: Constraints) -> None:
-    made = [
-        (await constraints.matcher_factory("regex", "a+", ENDS, 258, tenant))()
-        for tenant in ("slow", "slow", "slow", "other")
-    ]
-    computed: list[int] = []
-    may_end = asyncio.Event()
-
-    async def work(number: int, _process: TaskProcess) -> None:
-        await may_end.wait()
-        computed.append(number)
-
-    waiting = [
-        asyncio.create_task(one.in_turn(functools.partial(work, number))) for number, one in enumerate(made)
-    ]
-    for _ in range(10):
-        await asyncio.sleep(0)
-    may_end.set()
-    await asyncio.gather(*waiting)
-    assert computed == [0, 3, 1, 2]

@@ -5,33 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from service.text.detokenizer import Detokenizer
 from tests.service.text.kinds import END, KINDS, byte_fallback, kind
-
-
-class ByteTokens:
-    """One token for each byte."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode("utf-8", errors="replace")
-
-
-def pieces(text: bytes) -> list[str]:
-    detokenizer = Detokenizer(ByteTokens())
-    return [*(detokenizer.push(byte) for byte in text), detokenizer.flush()]
-
-
-def test_a_character_is_returned_when_it_is_complete() -> None:
-    assert pieces("aé€😀".encode()) == ["a", "", "é", "", "", "€", "", "", "", "😀", ""]
-
-
-def test_an_incomplete_character_is_returned_at_the_end() -> None:
-    assert pieces("é".encode()[:1]) == ["", "\ufffd"]
-    assert pieces(b"\xc3A") == ["", "\ufffdA", ""]
 
 
 def decoded_pieces(tokenizer: Tokenizer, ids: Sequence[int], context: Sequence[int]) -> list[str]:
@@ -64,17 +43,6 @@ def test_the_text_is_that_of_one_decode(name: str, text: str, prompt: str, ends:
     assert not any("\ufffd" in piece for piece in returned)
 
 
-@pytest.mark.parametrize("name", ["metaspace", "word_pieces", "words", "adder"])
-@given(data=st.data())
-def test_the_text_of_any_word_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
-    tokenizer = kind(name)
-    some = st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40)
-    context, ids = data.draw(some), data.draw(some)
-    assert "".join(decoded_pieces(tokenizer, ids, context)) == tokenizer.decode(context + ids).removeprefix(
-        tokenizer.decode(context)
-    )
-
-
 # As Gemma: the first space of a text is not stripped.
 KINDS_OF_ANY = [*KINDS, "not stripped"]
 
@@ -96,8 +64,13 @@ def any_ids(tokenizer: Tokenizer, data: st.DataObject) -> list[int]:
     return data.draw(st.lists(drawn, max_size=60))
 
 
+# Of many kinds, each gets a part of the examples.
+FEW = settings(max_examples=settings().max_examples // 3)
+
+
 @pytest.mark.parametrize("name", KINDS_OF_ANY)
 @given(data=st.data())
+@FEW
 def test_the_text_of_any_tokens_is_that_of_one_decode(name: str, data: st.DataObject) -> None:
     tokenizer = of_any_kind(name)
     ids = any_ids(tokenizer, data)
@@ -106,6 +79,7 @@ def test_the_text_of_any_tokens_is_that_of_one_decode(name: str, data: st.DataOb
 
 @pytest.mark.parametrize("name", KINDS_OF_ANY)
 @given(data=st.data(), prompt=CHARACTERS)
+@FEW
 def test_any_tokens_after_a_prompt(name: str, data: st.DataObject, prompt: str) -> None:
     """The prompt is a text, which ends neither within a character nor, with byte fallback, with bytes."""
     tokenizer = of_any_kind(name)
@@ -146,20 +120,6 @@ def test_bytes_have_a_text_when_another_token_follows() -> None:
     assert list(detokenizer.unsettled) == []
 
 
-def test_an_invalid_byte_replaces_all_bytes_beside_it() -> None:
-    tokenizer = kind("byte_fallback")
-    good, bad = tokenizer.encode("\u4e16").ids[1:], (tokenizer.token_to_id("<0xE2>") or 0)
-    ids = [*good, bad, *good, tokenizer.token_to_id("b") or 0, *good]
-    assert "".join(decoded_pieces(tokenizer, ids, [])) == "\ufffd" * 7 + "b\u4e16" == tokenizer.decode(ids)
-
-
-def test_characters_of_byte_tokens_in_the_prompt() -> None:
-    tokenizer = kind("byte_fallback")
-    ids = tokenizer.encode("\u4e16" * 8).ids[1:]
-    assert "".join(decoded_pieces(tokenizer, ids[10:], ids[:10])) == "\u4e16" * 5
-    assert "".join(decoded_pieces(tokenizer, ids[11:], ids[:11])) == "\u4e16" * 5
-
-
 class CountingDecoder:
     """Counts the tokens that are decoded."""
 
@@ -175,7 +135,7 @@ class CountingDecoder:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("which", ["<0xE2>", "<0x41>", "\u00e2", END, "a", "\u2581"])
+@pytest.mark.parametrize("which", ["<0xE2>", "\u00e2", END])
 def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(name: str, which: str) -> None:
     # Invalid bytes, special tokens, letters, spaces.
     tokenizer = kind(name)
@@ -185,11 +145,3 @@ def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(name: str
     for _ in range(1000):
         detokenizer.push(token_id)
     assert counting.total < 60 * 1000
-
-
-def test_invalid_bytes_are_not_held_back() -> None:
-    tokenizer = kind("byte_fallback")
-    bad = tokenizer.token_to_id("<0xE2>") or 0
-    returned = decoded_pieces(tokenizer, [bad] * 100, [])
-    assert "".join(returned) == "\ufffd" * 100
-    assert len("".join(returned[:50])) >= 40

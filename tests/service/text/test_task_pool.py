@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -20,9 +19,7 @@ from quire.v1 import types_pb2
 from service.errors import Draining
 from service.text import tasks, template_process
 from service.text.chat_template import ChatTemplates, TemplateError
-from service.text.task_pool import TaskPool
-from service.text.task_process import TaskProcess
-from service.text.tasks import MASK, RENDER
+from service.text.tasks import RENDER
 
 PLAIN = "{{ messages[0].content }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -54,20 +51,6 @@ def pids(templates: ChatTemplates) -> list[int]:
 async def write(templates: ChatTemplates, source: str, content: str = "hi") -> str:
     template = types_pb2.ChatTemplate(sources={"default": source}, special_tokens={"bos_token": "<s>"})
     return await templates.render(template, [{"role": "user", "content": content}])
-
-
-async def test_a_process_is_reused(templates: ChatTemplates) -> None:
-    assert await write(templates, PLAIN, "a") == "a"
-    (pid,) = pids(templates)
-    for content in ("b", "\u20ac" * 100_000, ""):
-        assert await write(templates, PLAIN, content) == content
-    # A failed template does not end its process.
-    with pytest.raises(TemplateError, match="failed: no"):
-        await write(templates, "{{ raise_exception('no') }}")
-    with pytest.raises(TemplateError, match="failed: no"):
-        await write(templates, "{{ raise_exception('no') }}")
-    assert await write(templates, PLAIN, "c") == "c"
-    assert pids(templates) == [pid]
 
 
 # Each tries to store the content somewhere, and to read what an earlier prompt stored.
@@ -119,15 +102,6 @@ async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
     templates.close()
 
 
-async def test_more_callers_than_processes_take_turns(templates: ChatTemplates) -> None:
-    sources = [PLAIN, PLAIN + " ", PLAIN + "."]
-    contents = [str(number) for number in range(12)]
-    pairs = list(zip(itertools.cycle(sources), contents, strict=False))
-    texts = await asyncio.gather(*(write(templates, source, content) for source, content in pairs))
-    assert texts == [source.replace(PLAIN, content) for source, content in pairs]
-    assert len(children()) <= RENDER.max_processes
-
-
 async def test_cancelling_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "RENDER", replace(RENDER, max_cpu_s=1000))
     templates = ChatTemplates()
@@ -141,33 +115,6 @@ async def test_cancelling_ends_the_process_at_once(monkeypatch: pytest.MonkeyPat
     assert await write(templates, PLAIN, "a") == "a"
     assert len(children()) == 1
     templates.close()
-
-
-async def test_work_that_outlives_its_caller_keeps_its_turn_and_its_process() -> None:
-    began, may_end, log = asyncio.Event(), asyncio.Event(), list[str]()
-
-    async def work(_process: TaskProcess) -> None:
-        log.append("began")
-        began.set()
-        await may_end.wait()
-        log.append("ended")
-
-    async def next_one(_process: TaskProcess) -> None:
-        log.append("next")
-
-    pool = TaskPool(MASK)
-    running = asyncio.create_task(pool.run(work))
-    await began.wait()
-    for _ in range(3):
-        running.cancel()
-        await asyncio.sleep(0)
-    waiting = asyncio.create_task(pool.run(next_one))
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert log == ["began"]
-    may_end.set()
-    await waiting
-    assert log == ["began", "ended", "next"]
 
 
 async def test_cancelling_twice_keeps_the_turn_until_the_process_has_ended(
@@ -241,22 +188,6 @@ async def test_a_process_is_replaced_after_max_tasks_and_ended_when_idle(
     assert await write(templates, PLAIN, "a") == "a"
     templates.close()
     assert not children()
-
-
-async def test_a_missing_thread_leaks_no_permit(
-    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_thread(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    loop = asyncio.get_running_loop()
-    with monkeypatch.context() as patched:
-        patched.setattr(loop, "run_in_executor", no_thread)
-        # It needs one to start a process.
-        for _ in range(RENDER.max_processes + 1):
-            with pytest.raises(RuntimeError):
-                await write(templates, PLAIN)
-    assert await write(templates, PLAIN, "a") == "a"
 
 
 async def test_closing_fails_running_and_waiting_tasks(templates: ChatTemplates) -> None:

@@ -52,11 +52,6 @@ def test_it_runs_successive_tasks(process: TaskProcess) -> None:
     assert (process.pid, process.num_tasks) == (pid, 3)
 
 
-def test_standard_output_is_not_read_as_a_result(process: TaskProcess) -> None:
-    assert run(process, b"print") == b"done"
-    assert run(process, b"echo a") == b"a"
-
-
 async def test_a_large_result_does_not_keep_the_event_loop(process: TaskProcess) -> None:
     """Also where each part of it is there before it is read."""
     loop = asyncio.get_running_loop()
@@ -109,25 +104,11 @@ def test_cpu_time_is_limited_per_task(process: TaskProcess) -> None:
     assert run(process, b"echo a") == b"a"
 
 
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_lack_of_memory_may_be_due_to_earlier_tasks(process: TaskProcess, num_before: int) -> None:
-    for _ in range(num_before):
-        run(process, b"echo a")
-    with pytest.raises(TaskFailed, match="needs too much memory") as caught:
-        run(process, b"abort")
-    assert caught.value.is_task_fault == (num_before == 0)
-
-
 def test_memory_is_limited(process: TaskProcess) -> None:
     assert run(process, b"allocate 1000000") == b"1000000"
     # An uncaught MemoryError.
     with pytest.raises(TaskFailed, match="status 1"):
         run(process, b"allocate 300000000")
-
-
-def test_it_cannot_write_files(process: TaskProcess, tmp_path: pytest.TempPathFactory) -> None:
-    with pytest.raises(TaskFailed):
-        run(process, f"file {tmp_path}/x".encode())
 
 
 @pytest.mark.parametrize("task", [b"sleep", b"drip 30"])
@@ -136,12 +117,6 @@ def test_a_hanging_task_times_out(task: bytes) -> None:
     with pytest.raises(TaskFailed, match="took too long"):
         run(process, task)
     assert is_gone(process.pid)
-
-
-def test_it_is_not_idle_during_a_task() -> None:
-    process = TaskProcess(replace(HOSTILE, idle_s=0.5))
-    assert run(process, b"drip 8") == b"x" * 8
-    process.close()
 
 
 def test_that_it_was_idle_before_its_first_task_is_not_the_fault_of_that() -> None:
@@ -189,14 +164,6 @@ def test_one_that_was_killed_before_its_start_never_starts(process: TaskProcess)
     with pytest.raises(TaskFailed, match="was stopped"):
         run(process, b"echo a")
     assert process.pid is None
-
-
-def test_it_ends_with_its_owner() -> None:
-    process = TaskProcess(HOSTILE)
-    run(process, b"echo a")
-    pid = process.pid
-    del process
-    assert is_gone(pid)
 
 
 def test_it_ends_with_its_parent_process() -> None:

@@ -9,18 +9,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 
-import psutil
 import pytest
 from quire.v1 import runner_pb2, types_pb2
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from service.errors import Draining, InvalidArgument, NoTokenizer, SequenceTooLong, Unsupported
 from service.text import tasks
-from service.text.task_process import TaskProcess
 from service.text.tasks import ENCODE
 from service.text.text_model import TextModel
 from tests.chat_templates import QWEN
-from tests.service.text.kinds import byte_level, ctc, kind
+from tests.service.text.kinds import byte_level, ctc
 from workers.common import worker_pb2
 
 MANY_TOKENS = 1 << 20
@@ -121,19 +119,6 @@ async def test_without_a_template_or_tokenizer(served: ServedModel) -> None:
             await call
 
 
-@pytest.mark.parametrize("name", ["byte_level", "metaspace"])
-async def test_settings_of_a_files_last_use_do_not_change_texts(served: ServedModel, name: str) -> None:
-    """Here and in the process that encodes with a tokenizer of unknown cost."""
-    expected = kind(name).encode("the cat " * 20).ids
-    last = Tokenizer.from_str(kind(name).to_str())
-    last.enable_truncation(4)
-    last.enable_padding(length=1000)
-    if name == "byte_level":
-        last.model.dropout = 0.9
-    served.serve(last)
-    assert list(await served.encode("the cat " * 20)) == expected
-
-
 async def test_long_texts_are_encoded_and_too_long_ones_refused(served: ServedModel) -> None:
     text = "a long text " * 1000
     assert list(await served.encode(text)) == byte_level().encode(text).ids
@@ -173,31 +158,6 @@ async def test_encoding_that_exceeds_a_limit_is_ended(
     assert message in (await refused(served, text)).message
     # The next text works.
     assert list(await served.encode("b")) == byte_level().encode("b").ids
-
-
-async def test_a_tokenizer_that_needs_too_much_memory_to_load_is_not_used(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tasks, "ENCODE", replace(ENCODE, max_memory_bytes=1 << 28))
-    tokenizer = byte_level()
-    tokenizer.add_tokens(["aaa"])
-    settings = json.loads(tokenizer.to_str())
-    # Added tokens are normalized when the tokenizer is loaded.
-    settings["normalizer"] = json.loads(hostile().to_str())["normalizer"]
-    served.ready = worker_pb2.WorkerReady(tokenizer_json=json.dumps(settings).encode())
-    with pytest.raises(NoTokenizer):
-        await served.encode("b")
-
-
-async def test_encoding_uses_one_thread_of_the_process() -> None:
-    # A thread for each core of a large machine would use up the address space that a long text needs.
-    process = TaskProcess(ENCODE)
-    try:
-        await process.run(byte_level().to_str().encode())
-        await process.run(b"-" + b"a long text " * 1000)
-        assert psutil.Process(process.pid).num_threads() == 1
-    finally:
-        process.close()
 
 
 async def test_a_cancelled_or_closed_encoding_ends(served: ServedModel) -> None:

@@ -56,11 +56,6 @@ def test_tokens_beyond_the_models_vocabulary_are_left_out(name: str) -> None:
     assert token_bytes(tokenizer, 1 << 20) == (tokens, special_ids)
 
 
-def test_an_id_that_is_far_away_takes_no_memory() -> None:
-    vocab = {"a": 0, "b": 1, "ab": 2, "far": (1 << 32) - 1}
-    assert token_bytes(Tokenizer(models.WordLevel(vocab, "a")), 3)[0] == [b" a", b" b", b" ab"]
-
-
 def test_byte_tokens_have_their_bytes() -> None:
     for name in ("byte_level", "byte_fallback"):
         assert set(token_bytes(kind(name))[0]) > {bytes([byte]) for byte in range(256)}

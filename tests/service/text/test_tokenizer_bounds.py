@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tokenizers import Regex, Tokenizer, decoders
+from tokenizers import Regex, decoders
 
 from service.text.tokenizer import decodes_in_bounds
-from tests.service.text.kinds import byte_fallback, byte_level, ctc, metaspace
-
-SHIPPED = Path(__file__).parents[3] / "workers" / "models" / "adder" / "tokenizer.json"
-ORDINARY = {
-    "gpt2": byte_level(),
-    "llama2": byte_fallback(),
-    "metaspace": metaspace(),
-    "ctc": ctc(),
-    "shipped": Tokenizer.from_file(str(SHIPPED)),
-}
-
-
-@pytest.mark.parametrize("name", ORDINARY)
-def test_an_ordinary_tokenizer_is_used(name: str) -> None:
-    assert decodes_in_bounds(ORDINARY[name])
-
+from tests.service.text.kinds import byte_level
 
 UNKNOWN = {
     "replace": decoders.Sequence([decoders.Replace("a", "a" * 1000)] * 2),

@@ -30,16 +30,6 @@ def _end(cache: types_pb2.KvCacheHandle) -> str:
     return cache.expire_time.ToDatetime(dt.UTC).isoformat(timespec="seconds")
 
 
-def move_cache(options: argparse.Namespace) -> int:
-    """Moves a cache to a worker, and says how. Returns the exit status."""
-    with connected(options) as client:
-        moved = client.move_cache(options.cache_id, options.worker_id)
-    took_s = moved.time.ToTimedelta().total_seconds()
-    copied = f"copied {moved.copied_tokens} tokens ({moved.copied_bytes / 1e6:.1f} MB)"
-    print(f"{copied}, replayed {moved.replayed_tokens} tokens, in {took_s:.3f} s")
-    return 0
-
-
 def release_caches(options: argparse.Namespace) -> int:
     """Releases the caches that the options name. Raises CommandFailed if one of them is unknown."""
     with connected(options) as client:

@@ -198,16 +198,11 @@ def add_generate(commands: Commands) -> None:
 
 def add_caches(commands: Commands) -> None:
     """Adds `quire caches`."""
-    parser = commands.add_parser("caches", help="list, move or release a server's caches")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|move|release")
+    parser = commands.add_parser("caches", help="list or release a server's caches")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|release")
     listing = actions.add_parser("list", help="list the caches, oldest first")
     listing.set_defaults(run="quire.cli.caches:list_caches")
     add_target(listing)
-    move = actions.add_parser("move", help="move a cache to another worker")
-    move.set_defaults(run="quire.cli.caches:move_cache")
-    add_target(move)
-    move.add_argument("cache_id", metavar="CACHE_ID", help="the cache to move")
-    move.add_argument("worker_id", metavar="WORKER", help="the worker, as `quire status` names it")
     release = actions.add_parser("release", help="release caches")
     release.set_defaults(run="quire.cli.caches:release_caches")
     add_target(release)

@@ -79,26 +79,6 @@ class ReplacedWorker(_message.Message):
     new_pid: int
     def __init__(self, worker_id: _Optional[str] = ..., old_pid: _Optional[int] = ..., new_pid: _Optional[int] = ...) -> None: ...
 
-class MoveCacheRequest(_message.Message):
-    __slots__ = ("cache_id", "worker_id")
-    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    cache_id: str
-    worker_id: str
-    def __init__(self, cache_id: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
-
-class MoveCacheResponse(_message.Message):
-    __slots__ = ("copied_tokens", "replayed_tokens", "copied_bytes", "time")
-    COPIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TIME_FIELD_NUMBER: _ClassVar[int]
-    copied_tokens: int
-    replayed_tokens: int
-    copied_bytes: int
-    time: _duration_pb2.Duration
-    def __init__(self, copied_tokens: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
-
 class LoadWeightsRequest(_message.Message):
     __slots__ = ("runtime", "source", "previous_caches")
     RUNTIME_FIELD_NUMBER: _ClassVar[int]

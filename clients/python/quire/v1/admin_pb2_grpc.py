@@ -46,11 +46,6 @@ class AdminServiceStub:
                 request_serializer=quire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
-        self.MoveCache = channel.unary_unary(
-                '/quire.v1.AdminService/MoveCache',
-                request_serializer=quire_dot_v1_dot_admin__pb2.MoveCacheRequest.SerializeToString,
-                response_deserializer=quire_dot_v1_dot_admin__pb2.MoveCacheResponse.FromString,
-                _registered_method=True)
         self.LoadAdapter = channel.stream_unary(
                 '/quire.v1.AdminService/LoadAdapter',
                 request_serializer=quire_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
@@ -105,16 +100,6 @@ class AdminServiceServicer:
         """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
         recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
         calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def MoveCache(self, request, context):
-        """Moves a cache of the caller's tenant to another worker, after the requests for it that came earlier. Its KV is
-        copied if that is expected to take less time than computing it again. If the copy fails, the rest is computed again
-        on that worker. Whatever happens, the cache keeps its tokens; after an error it may have any worker, or none.
-        Errors: CACHE_NOT_FOUND; NO_WORKER if that worker is not ready, drains, has loaded other weights, or was lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,11 +174,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=quire_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=quire_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
-            ),
-            'MoveCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.MoveCache,
-                    request_deserializer=quire_dot_v1_dot_admin__pb2.MoveCacheRequest.FromString,
-                    response_serializer=quire_dot_v1_dot_admin__pb2.MoveCacheResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.stream_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -287,33 +267,6 @@ class AdminService:
             '/quire.v1.AdminService/Drain',
             quire_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             quire_dot_v1_dot_admin__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def MoveCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/quire.v1.AdminService/MoveCache',
-            quire_dot_v1_dot_admin__pb2.MoveCacheRequest.SerializeToString,
-            quire_dot_v1_dot_admin__pb2.MoveCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

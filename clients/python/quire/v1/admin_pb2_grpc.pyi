@@ -44,12 +44,6 @@ class AdminServiceStub:
     recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
     calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
     """
-    MoveCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveCacheRequest, _admin_pb2.MoveCacheResponse]
-    """Moves a cache of the caller's tenant to another worker, after the requests for it that came earlier. Its KV is
-    copied if that is expected to take less time than computing it again. If the copy fails, the rest is computed again
-    on that worker. Whatever happens, the cache keeps its tokens; after an error it may have any worker, or none.
-    Errors: CACHE_NOT_FOUND; NO_WORKER if that worker is not ready, drains, has loaded other weights, or was lost.
-    """
     LoadAdapter: _grpc.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
     """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
     server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
@@ -91,12 +85,6 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
     recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
     calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
-    """
-    MoveCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveCacheRequest, _admin_pb2.MoveCacheResponse]  # type: ignore[assignment]
-    """Moves a cache of the caller's tenant to another worker, after the requests for it that came earlier. Its KV is
-    copied if that is expected to take less time than computing it again. If the copy fails, the rest is computed again
-    on that worker. Whatever happens, the cache keeps its tokens; after an error it may have any worker, or none.
-    Errors: CACHE_NOT_FOUND; NO_WORKER if that worker is not ready, drains, has loaded other weights, or was lost.
     """
     LoadAdapter: _aio.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
@@ -148,18 +136,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
         recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
         calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
-        """
-
-    @_abc_1.abstractmethod
-    def MoveCache(
-        self,
-        request: _admin_pb2.MoveCacheRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.MoveCacheResponse, _abc.Awaitable[_admin_pb2.MoveCacheResponse]]:
-        """Moves a cache of the caller's tenant to another worker, after the requests for it that came earlier. Its KV is
-        copied if that is expected to take less time than computing it again. If the copy fails, the rest is computed again
-        on that worker. Whatever happens, the cache keeps its tokens; after an error it may have any worker, or none.
-        Errors: CACHE_NOT_FOUND; NO_WORKER if that worker is not ready, drains, has loaded other weights, or was lost.
         """
 
     @_abc_1.abstractmethod

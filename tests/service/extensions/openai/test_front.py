@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -23,16 +22,14 @@ from service.adapters.registry import Adapters
 from service.api.interceptor import CallInterceptor
 from service.api.request_receiver import RequestReceiver
 from service.api.server_state import ServerState
-from service.api.status import to_status
 from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, new_token
 from service.budgets import Budgets
 from service.caches.keyed_answers import KeyedAnswers
-from service.caches.tenants import Tenant
 from service.config import Config
 from service.errors import InvalidArgument, ProviderFailure, QuireError, RuntimeNotFound
 from service.extension import GatewayParts
-from service.extensions.openai.bodies import Body, BodyReader
+from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.front import OpenAiFront
 from service.extensions.openai.models import Models
 from service.extensions.openai.settings import OpenAiSettings
@@ -229,27 +226,6 @@ def test_the_owner_of_a_model_is_the_runtime_that_gets_its_requests() -> None:
         models.resolve("gpt\x1b-4")
 
 
-async def test_an_error_in_a_stream_is_an_event() -> None:
-    async def generate(_batch: Batch, sink: ChunkSink) -> None:
-        error = to_status(error_with_code("UNAVAILABLE"))
-        failed = chunk(position=1, finish_reason=runner_pb2.FINISH_REASON_ERROR, error=error)
-        sink.put([chunk("so far"), failed])
-
-    async with serving(FakeRuntime(generate)) as served, served.client() as client:
-        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
-        assert [(await anext(stream)).choices[0].delta.content for _ in range(2)] == ["", "so far"]
-        with pytest.raises(openai.APIError, match="it failed"):
-            await anext(stream)
-
-
-async def test_a_provider_needs_no_worker() -> None:
-    """Also while other calls wait for the first worker, because caches were recovered."""
-    async with serving(FakeRuntime(generate_yes), has_worker=False) as served, served.client() as client:
-        served.state.has_recovered = True
-        completion = await client.chat.completions.create(model="m", messages=QUESTION)
-        assert completion.choices[0].message.content
-
-
 async def test_tool_calls() -> None:
     async def generate(_batch: Batch, sink: ChunkSink) -> None:
         first = runner_pb2.ToolCall(index=0, id="call-1", name="add", arguments_json='{"a":')
@@ -285,32 +261,6 @@ async def test_a_shutdown_ends_running_requests_with_an_error() -> None:
         with pytest.raises(openai.InternalServerError) as caught:
             await whole
         assert caught.value.status_code == 503
-
-
-async def test_a_request_after_the_grace_of_a_shutdown_is_refused() -> None:
-    """It may come on a connection that is still open."""
-    runtime = FakeRuntime(generate_yes)
-    async with serving(runtime) as served, served.client() as client:
-        await served.front._middleware.stop(0)
-        with pytest.raises(openai.APIStatusError) as caught:
-            await client.chat.completions.create(model="m", messages=QUESTION)
-        assert (caught.value.status_code, caught.value.code) == (503, "draining") and not runtime.tenants
-
-
-async def test_a_shutdown_lets_a_finished_stream_be_read_to_its_end() -> None:
-    text = "x" * (1 << 23)
-
-    async def generate(_batch: Batch, sink: ChunkSink) -> None:
-        sink.put([chunk(text, finish_reason=runner_pb2.FINISH_REASON_STOP)])
-
-    runtime = FakeRuntime(generate)
-    async with serving(runtime) as served, served.client() as client:
-        stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
-        await until(lambda: not runtime.running)
-        stopping = asyncio.create_task(served.front.stop(TIMEOUT_S))
-        await asyncio.sleep(0.05)
-        assert "".join([part.choices[0].delta.content or "" async for part in stream]) == text
-        await stopping
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -447,19 +397,6 @@ async def test_the_memory_of_a_response_in_one_piece_counts_until_it_is_read() -
         assert choice["logprobs"]["content"][-1]["top_logprobs"][3]["logprob"] == pytest.approx(-0.3)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_large_response_does_not_block_the_event_loop(is_stream: bool) -> None:
-    async with serving(with_logprobs(5000)) as served:
-        request = DirectRequest(served, body_of(stream=is_stream, **LOGPROBS))
-        request.may_send.set()
-        turns = 0
-        while not request.task.done():
-            turns += 1
-            await asyncio.sleep(0)
-        # Ten turns happen anyway.
-        assert len(request.response) > 5000 * 500 and turns > 30
-
-
 def tls_settings(pair: Pair, authority: Authority) -> dict[str, Any]:
     return {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(authority.cert)}
 
@@ -520,13 +457,6 @@ async def test_a_pipelined_request_does_not_inherit_authentication(tmp_path: Pat
         assert runtime.tenants == []
         assert await statuses(served.port, authority, alice, both) == [b"200", b"200"]
         assert runtime.tenants == ["alice"]
-
-
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-async def test_all_addresses_of_ipv6_include_those_of_ipv4() -> None:
-    runtime = FakeRuntime(generate_yes)
-    async with serving(runtime, openai_listen="[::]:0") as served, served.client() as client:
-        assert [each.id async for each in client.models.list()]
 
 
 async def turns_of(work: Coroutine[Any, Any, Any]) -> int:
@@ -604,22 +534,6 @@ async def test_a_refused_body_is_read_to_its_end(size_bytes: int) -> None:
             writer.close()
 
 
-def test_a_tenant_may_use_half_of_the_bytes_for_bodies() -> None:
-    bodies = reader_of(1000, 2000)
-
-    alice, bob = Tenant("alice"), Tenant("bob")
-
-    def is_refused(tenant: Tenant, size_bytes: int) -> bool:
-        body = Body(disconnected, bodies, bodies.budgets.of(tenant).bodies)
-        return bodies.reserve(body, size_bytes) is not None
-
-    sizes = ((alice, 600), (alice, 401), (alice, 400), (bob, 1000), (bob, 1))
-    assert [is_refused(*one) for one in sizes] == [False, True, False, False, True]
-    assert bodies.budgets.bodies.used == 2000
-    too_large = bodies.reserve(Body(disconnected, bodies, bodies.budgets.bodies), 1001)
-    assert too_large is not None and too_large.reason == "REQUEST_TOO_LARGE"
-
-
 async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None:
     bodies, held_bytes = reader_of(1000, 2000), []
 
@@ -632,26 +546,3 @@ async def test_nothing_is_kept_of_a_body_that_announces_too_many_bytes() -> None
         async with bodies.read(Request({"type": "http", "headers": headers}, receive)):
             pass
     assert held_bytes == [0, 0, 0]
-
-
-async def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that other tasks run between two of them."""
-    bodies = reader_of(1 << 20, 1 << 24)
-    running, most = 0, 0
-
-    async def watched(_data: bytearray, _limit: int) -> int:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0)
-        running -= 1
-        return 0
-
-    # Not by the module's name: another test reloads modules.
-    monkeypatch.setitem(BodyReader.parse.__globals__, "count_values", watched)
-    await asyncio.gather(*(bodies.parse(bytearray(b"1" + b" " * (1 << 17))) for _ in range(6)))
-    assert most == 1
-
-
-async def disconnected() -> Message:
-    return {"type": "http.disconnect"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from typing import Any
 
@@ -68,19 +67,6 @@ def test_a_request() -> None:
     assert (full.request_id, full.num_top, full.num_prompt_top) == ("mine", 5, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "priority"),
-    [
-        (None, types_pb2.PRIORITY_UNSPECIFIED),
-        (0, types_pb2.PRIORITY_UNSPECIFIED),
-        (-3, types_pb2.PRIORITY_HIGH),
-        (1 << 62, types_pb2.PRIORITY_LOW),
-    ],
-)
-def test_a_lower_priority_is_earlier(given: int | None, priority: types_pb2.Priority) -> None:
-    assert request(priority=given).priority == priority
-
-
 def test_fields_that_change_no_token_are_ignored() -> None:
     settings = {
         "detokenize": False, "skip_special_tokens": False, "spaces_between_special_tokens": True,
@@ -96,30 +82,6 @@ def test_fields_that_change_no_token_are_ignored() -> None:
         "priority": 0, "stream_options": {"include_usage": False}, "stream": False,
     }  # fmt: skip
     assert request(settings, return_token_ids=False, **fields) == request()
-
-
-@pytest.mark.parametrize(
-    ("settings", "fields"),
-    [({}, {"cache_salt": "3"}), ({"cache_salt": "3"}, {}), ({"cache_salt": "2"}, {"cache_salt": "3"})],
-)
-def test_a_salt_is_that_of_the_item(settings: dict[str, Any], fields: dict[str, Any]) -> None:
-    assert request(settings, **fields).items[0].cache_salt == "3"
-
-
-def test_processed_logprobs_are_those_of_draws() -> None:
-    def asked(**settings: Any) -> tuple[bool, bool, int, bool]:
-        body = {"token_ids": [1], "sampling_params": settings}
-        made = generate(body, resolve, is_processed=True)
-        (item,) = made.items
-        return item.logprobs, item.sampled_logprobs, item.top_logprobs, made.has_logprobs
-
-    assert asked() == (False, False, 0, False)
-    assert asked(logprobs=0) == asked(logprobs=1) == (False, True, 0, True)
-    # A greedy choice has the model's own.
-    assert asked(logprobs=3, temperature=0) == (True, False, 3, True)
-    with pytest.raises(InvalidArgument) as caught:
-        asked(logprobs=2)
-    assert (caught.value.field, caught.value.reason) == ("sampling_params.logprobs", "UNSUPPORTED_FIELD")
 
 
 # The settings and the other fields of a request, and what is refused of them.
@@ -285,20 +247,3 @@ async def test_a_scored_prompt_counts_until_its_response_is_sent() -> None:
     assert answer["prompt_logprobs"] == [
         None, {"2": entry(-1.5, 1)}, {"3": entry(-2.5, None), "7": entry(-1.5, 1)},
     ]  # fmt: skip
-
-
-async def test_what_was_parsed_is_not_kept_while_a_request_runs() -> None:
-    """A body counts once, and a list of numbers takes many times its bytes."""
-    kept: list[int] = []
-
-    async def run(_batch: Batch, sink: ChunkSink) -> None:
-        gc.collect()
-        kept.append(sum(type(each) is list and len(each) == 987 for each in gc.get_objects()))
-        sink.put([tokens_of(5, finish_reason=STOP)])
-
-    async with serving(FakeRuntime(run, "local")) as served, served.client() as client:
-        url = str(client.base_url).replace("/v1/", "/inference/v1/generate")
-        body = json.dumps({"token_ids": [1] * 987, "sampling_params": {}})
-        response = await client._client.post(url, content=body, headers={"content-type": "application/json"})
-        assert response.status_code == 200, response.text
-    assert kept == [0]

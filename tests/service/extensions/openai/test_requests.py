@@ -28,27 +28,6 @@ def item(**settings: Any) -> runner_pb2.ExecuteItem:
     return request.items[0]
 
 
-def test_messages() -> None:
-    call = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    messages = [
-        {"role": "system", "content": "a"},
-        {"role": "developer", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
-        {"role": "user", "content": "d", "name": "me"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "3", "tool_call_id": "call-1"},
-    ]
-    parsed = item(messages=messages).chat.messages
-    assert [(message.role, message.content) for message in parsed] == [
-        (runner_pb2.CHAT_ROLE_SYSTEM, "a"),
-        (runner_pb2.CHAT_ROLE_SYSTEM, "b\nc"),
-        (runner_pb2.CHAT_ROLE_USER, "d"),
-        (runner_pb2.CHAT_ROLE_ASSISTANT, ""),
-        (runner_pb2.CHAT_ROLE_TOOL, "3"),
-    ]
-    assert parsed[3].tool_calls[0] == runner_pb2.ToolCall(id="call-1", name="add", arguments_json="{}")
-    assert parsed[4].tool_call_id == "call-1"
-
-
 def test_recommended_sampling_settings_apply_unless_given() -> None:
     assert item().sampling == DEFAULTS
     assert item(temperature=None, top_p=None).sampling == DEFAULTS, "null means absent"

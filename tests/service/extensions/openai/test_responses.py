@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import runner_pb2, types_pb2
 from tokenizers import Tokenizer
@@ -120,8 +120,13 @@ def test_a_token_has_the_text_that_it_adds() -> None:
     assert logprobs["top_logprobs"][1] == {" the": -1.0, "a": -1.0}
 
 
+# Of many kinds, each gets a part of the examples.
+FEW = settings(max_examples=settings().max_examples // 3)
+
+
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
+@FEW
 def test_no_alternative_is_lost(name: str, data: st.DataObject) -> None:
     every = st.integers(0, kind(name).get_vocab_size() - 1)
     chosen, others = data.draw(every), data.draw(st.lists(every, unique=True, max_size=20))
@@ -162,18 +167,9 @@ def test_offsets_are_those_of_the_text(name: str, text: str) -> None:
         assert token.startswith("bytes:") or sent[begin:end].strip() == token.strip()
 
 
-def test_an_emoji_of_several_tokens_is_one_character() -> None:
-    for name in ("byte_level_across_words", "byte_fallback"):
-        bytes_ids = [id_of("byte_fallback", f"<0x{byte:02X}>") for byte in "\U0001f608".encode()]
-        ids = bytes_ids if name == "byte_fallback" else kind(name).encode("\U0001f608").ids
-        letter = id_of(name, "b")
-        text, logprobs = answers(name, chunks_of(name, [letter, *ids, letter]))
-        assert text == "b\U0001f608b"
-        assert logprobs["text_offset"] == [0, *[1] * len(ids), 2] and len(ids) > 1
-
-
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
+@FEW
 def test_offsets_of_any_tokens_are_in_the_text(name: str, data: st.DataObject) -> None:
     every = st.integers(0, kind(name).get_vocab_size() - 1)
     ids = data.draw(st.lists(every, max_size=30))
@@ -183,15 +179,6 @@ def test_offsets_of_any_tokens_are_in_the_text(name: str, data: st.DataObject) -
     text, logprobs = answers(name, chunks_of(name, ids, stops))
     offsets = logprobs.get("text_offset", [])
     assert offsets == sorted(offsets) and all(offset <= len(text) for offset in offsets)
-
-
-def test_the_tokens_of_a_stop_text_are_at_the_end() -> None:
-    ids = [id_of("byte_level", letter) for letter in "abcde"]
-    text, logprobs = answers("byte_level", chunks_of("byte_level", ids, ["cd"]))
-    assert (text, logprobs["tokens"], logprobs["text_offset"]) == ("ab", list("abcd"), [0, 1, 2, 2])
-    # What was held back as a possible beginning of one.
-    text, logprobs = answers("byte_level", chunks_of("byte_level", ids, ["cda"]))
-    assert (text, logprobs["text_offset"]) == ("abcde", [0, 1, 2, 3, 4])
 
 
 # Chats.

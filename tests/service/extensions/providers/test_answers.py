@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import tracemalloc
 from typing import Any
 
 import pytest
 from quire.v1 import admin_pb2, runner_pb2
 
 from service.api.status import to_status
-from service.caches.tenants import Tenant
 from service.errors import DeadlinePassed
 from service.extensions.providers.dialects.base import Delta
 from service.extensions.providers.prices import Prices
 from service.extensions.providers.samples import Samples
-from service.runtimes.base import Batch
 from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
     USAGE,
@@ -33,7 +29,6 @@ from tests.service.extensions.providers.fake_provider import (
     remote,
     run,
     said,
-    stalled,
     stream,
 )
 
@@ -78,15 +73,6 @@ async def test_without_a_price_no_cost_is_reported(provider: FakeProvider) -> No
     assert not estimate.HasField("max_cost_usd")
 
 
-async def test_without_usage_from_the_provider_none_is_reported(provider: FakeProvider) -> None:
-    provider.script.append(stream(delta("x"), delta(finish="length")))
-
-    async with remote(config(provider)) as runtime:
-        last = (await run(runtime, item())).last()
-
-    assert last.finish_reason == LENGTH and not last.HasField("usage")
-
-
 async def test_samples_of_one_request_are_separated(provider: FakeProvider) -> None:
     events = [delta("a", 0), delta("b", 1), delta("A", 0, "stop"), delta("B", 1, "length"), USAGE]
     provider.script.append(stream(*events))
@@ -96,21 +82,6 @@ async def test_samples_of_one_request_are_separated(provider: FakeProvider) -> N
     assert (out.last(sample=0).finish_reason, out.last(sample=1).finish_reason) == (STOP, LENGTH)
     # The provider's count for the whole request is reported once.
     assert [out.last(sample=i).usage.output_tokens for i in (0, 1)] == [5, 0]
-
-
-async def test_tool_calls_are_streamed(provider: FakeProvider) -> None:
-    first = {"index": 0, "id": "c1", "function": {"name": "look", "arguments": ""}}
-    more = {"index": 0, "function": {"arguments": '{"a":1}'}}
-    provider.script.append(
-        stream(delta(tool_calls=[first]), delta(tool_calls=[more]), delta(finish="tool_calls"))
-    )
-    out = await answered(provider, item())
-    calls = [call for chunk in out.of() for call in chunk.tool_calls]
-    assert [(c.index, c.id, c.name, c.arguments_json) for c in calls] == [
-        (0, "c1", "look", ""),
-        (0, "", "", '{"a":1}'),
-    ]
-    assert out.last().finish_reason == TOOL_CALLS
 
 
 async def test_logprobs_and_refusals(provider: FakeProvider) -> None:
@@ -163,12 +134,6 @@ async def test_stop_texts_beyond_the_providers_limit_end_the_stream_here(provide
     assert provider.asked[0].body["stop"] == stops[:4]
     assert out.text() == "one "
     assert (out.last().finish_reason, out.last().stop) == (STOP, "END")
-
-
-async def test_a_partial_stop_text_is_put_out_at_the_end(provider: FakeProvider) -> None:
-    provider.script.append(stream(delta("a E"), delta(finish="length")))
-    out = await answered(provider, item(stop=["END"]))
-    assert [chunk.text for chunk in out.of()] == ["a ", "E"]
 
 
 async def test_completions_continue_texts_and_tokens(provider: FakeProvider) -> None:
@@ -234,47 +199,6 @@ async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.M
         assert (last.usage.input_tokens, last.usage.cached_tokens, last.usage.output_tokens) == (7, 3, 9)
 
 
-async def test_samples_share_their_prompt(provider: FakeProvider) -> None:
-    """Queued requests hold no copy of the prompt, however many there are."""
-    provider.script.append(stalled())
-    made = config(provider, dialect="anthropic-messages", max_concurrent=1)
-
-    async with remote(made) as runtime:
-        large = item("x" * (1 << 20), n=100)
-        tracemalloc.start()
-        try:
-            running = asyncio.create_task(runtime.execute(Batch("k", Tenant(), [large]), Collected()))
-            while not provider.asked:
-                await asyncio.sleep(0.001)
-            _, peak_bytes = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        running.cancel()
-        await asyncio.wait([running])
-
-    # The fake provider holds some copies, too.
-    assert peak_bytes < 30 << 20
-
-
-async def test_a_thousand_requests_yield_to_the_event_loop(provider: FakeProvider) -> None:
-    provider.script.append(said("x"))
-    batch = Batch("k", Tenant(), [item("x" * 20_000, item_id=str(n)) for n in range(1000)])
-    sink = Collected()
-
-    async with remote(config(provider, max_concurrent=1, max_waiting=1)) as runtime:
-        running = asyncio.create_task(runtime.execute(batch, sink))
-        turns = 0
-        # All are refused at once, except one that runs and one that waits.
-        while len(sink.chunks) < 990:
-            turns += 1
-            await asyncio.sleep(0)
-        running.cancel()
-        await asyncio.wait([running])
-
-    # Creating so many takes several time slices on any machine.
-    assert turns > 5
-
-
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
 async def test_the_most_tokens_of_all_samples_can_be_estimated(provider: FakeProvider, dialect: str) -> None:
     wanted = item(n=128, max_tokens=(1 << 32) - 1, max_cost_usd=1.0)
@@ -285,19 +209,6 @@ async def test_the_most_tokens_of_all_samples_can_be_estimated(provider: FakePro
 
     assert estimate.max_output_tokens == (1 << 32) - 1
     assert {reason(out.last(sample=sample)) for sample in range(128)} == {"BUDGET_EXCEEDED"}
-
-
-async def test_connections_are_reused(provider: FakeProvider) -> None:
-    body = b"".join([event(delta("x", finish="stop")), event("[DONE]")])
-    head = EVENT_STREAM.replace("Connection: close", "Transfer-Encoding: chunked").encode()
-    whole = head + f"{len(body):x}\r\n".encode() + body + b"\r\n"
-    provider.script.append(raw(whole, b"0\r\n\r\n", pause_s=0.01, stays=True))
-
-    async with remote(config(provider)) as runtime:
-        outs = [await run(runtime, item()) for _ in range(3)]
-
-    assert [out.text() for out in outs] == ["x"] * 3
-    assert (len(provider.asked), provider.connections) == (3, 1)
 
 
 def test_a_complete_sample_cannot_fail_later() -> None:

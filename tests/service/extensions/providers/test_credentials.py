@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import ssl
 from collections.abc import Iterator
@@ -63,39 +62,6 @@ def write(key: Path, text: str | None) -> None:
         key.write_text(text)
 
 
-async def test_credentials_are_read_for_each_request(provider: FakeProvider, key: Path) -> None:
-    provider.script.append(GOOD)
-    async with remote(config(provider, api_key_file=str(key))) as runtime:
-        await run(runtime, item())
-        write(key, OTHER)
-        await run(runtime, item())
-    assert [asked.headers["authorization"] for asked in provider.asked] == [
-        f"Bearer {SECRET}",
-        f"Bearer {OTHER}",
-    ]
-
-
-@pytest.fixture(params=["other users can write to it", "No such file or directory"])
-def unusable(key: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
-    """A file that cannot be used, and why."""
-    if request.param.startswith("No"):
-        key.unlink()
-    else:
-        key.chmod(0o622)
-    return key, request.param
-
-
-async def test_why_credentials_cannot_be_used_is_logged(
-    provider: FakeProvider, unusable: tuple[Path, str]
-) -> None:
-    """Before, a file that others can write to was like one that is empty, or not there."""
-    key, why = unusable
-    with capture_logs() as logs:
-        out = await answered(provider, item(), api_key_file=str(key))
-    assert reason(out.last()) == "UNAUTHORIZED" and not provider.asked
-    assert why in {entry.get("why") for entry in logs}
-
-
 async def test_refused_credentials_open_the_breaker(provider: FakeProvider, key: Path) -> None:
     """They are refused for every caller, and are not tried again for each."""
     provider.script.append(status(401))
@@ -113,15 +79,6 @@ async def test_refused_credentials_open_the_breaker(provider: FakeProvider, key:
         assert (await run(runtime, item())).text("a") == "good"
         after = runtime.describe()
     assert (after.trouble, after.breaker) == ("", runner_pb2.BREAKER_STATE_CLOSED)
-
-
-async def test_missing_credentials_say_nothing_about_the_provider(provider: FakeProvider, key: Path) -> None:
-    provider.script.append(GOOD)
-    write(key, None)
-    async with remote(config(provider, api_key_file=str(key), breaker_failures=1)) as runtime:
-        assert reason((await run(runtime, item())).last()) == "UNAUTHORIZED"
-        write(key, SECRET)
-        assert (await run(runtime, item())).text("a") == "good"
 
 
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
@@ -171,30 +128,6 @@ async def test_a_proxy_is_named_where_it_may_be_the_cause(
     assert proxy.address not in error.message
     (told,) = [entry for entry in logs if entry["event"] == "a provider is reached through a proxy"]
     assert told["proxy"] == proxy.address and "secret" not in str(told)
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("HTTPS_PROXY", "socks5://user:secret@127.0.0.1:9"),
-        ("HTTPS_PROXY", "http://secret@[::1"),
-        ("ALL_PROXY", "://secret"),
-        ("SSL_CERT_FILE", "/secret/none"),
-    ],
-)
-async def test_what_the_environment_names_and_cannot_be_used_is_no_fault_of_the_server(
-    provider: FakeProvider, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    settings = config(provider, base_url="https://provider.example/v1", max_retries=0)
-    with capture_logs() as logs:
-        async with remote(settings, VirtualTime()) as runtime:
-            out = await run(runtime, item())
-            assert "cannot be used" in runtime.describe().trouble
-    assert reason(out.last()) == "NETWORK_ERROR"
-    named = "_PROXY" in variable and f"the proxy that {variable.lower()} names"
-    assert not named or named in out.last().error.message
-    assert "cannot be used" in str(logs) and "secret" not in str(logs) + str(out.last())
 
 
 async def test_rebuilding_a_session_does_not_disturb_running_calls(provider: FakeProvider, key: Path) -> None:
@@ -319,26 +252,6 @@ async def test_credentials_appear_nowhere(
     assert "planted" not in said_anywhere
 
 
-async def test_failures_chain_no_exception_with_credentials(
-    provider: FakeProvider, key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    provider.script.append(raw(b"nonsense\r\n\r\n"))
-    seen: list[BaseException] = []
-    plain = ProviderFailure.without_traceback
-
-    def without_traceback(self: ProviderFailure) -> ProviderFailure:
-        seen.append(self)
-        return plain(self)
-
-    monkeypatch.setattr(ProviderFailure, "without_traceback", without_traceback)
-    async with remote(config(provider, api_key_file=str(key)), VirtualTime()) as runtime:
-        await run(runtime, item())
-    gc.collect()
-
-    assert len(seen) > 1
-    assert [(e.__context__, e.__cause__, e.__traceback__) for e in seen] == [(None, None, None)] * len(seen)
-
-
 async def test_an_unexpected_exception_reveals_no_credentials(
     provider: FakeProvider,
     key: Path,
@@ -355,28 +268,3 @@ async def test_an_unexpected_exception_reveals_no_credentials(
     assert reason(out.last()) == "INTERNAL"
     logged = caplog.text + "".join(capfd.readouterr())
     assert "ZeroDivisionError" in logged and "planted" not in logged
-
-
-async def test_a_replaced_runtime_finishes_its_calls_and_closes_its_connections() -> None:
-    """One request is running at that time, and one is queued."""
-    goes_on = asyncio.Event()
-
-    async def reply(writer: asyncio.StreamWriter) -> bool:
-        writer.write(EVENT_STREAM.replace("Connection: close\r\n", "").encode() + event(delta("go")))
-        await goes_on.wait()
-        writer.write(event(delta("od", finish="stop")) + event("[DONE]"))
-        return False
-
-    async with fake_provider() as provider:
-        provider.script.append(reply)
-        async with remote(config(provider, max_concurrent=1)) as runtime:
-            sink = Collected()
-            batch = Batch(key="k", tenant=None, items=[item(), item(item_id="b")])
-            running = asyncio.create_task(runtime.execute(batch, sink))
-            await sink.first.wait()
-            await runtime.close()
-            goes_on.set()
-            await running
-            assert [sink.text("a"), sink.text("b")] == ["good", "good"]
-            while provider.open:
-                await asyncio.sleep(0)

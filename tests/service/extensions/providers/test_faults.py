@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from google.protobuf import duration_pb2
 from quire.v1 import runner_pb2
 
-from service.caches.requests import Priority
 from service.caches.tenants import Quota, Tenant
 from service.extensions.providers.prices import Prices
 from service.extensions.providers.spending import Spending
@@ -212,17 +208,6 @@ async def test_an_endless_response_is_limited(
     await asyncio.wait_for(provider.left.wait(), 5)
 
 
-async def test_an_endless_error_body_is_limited(provider: FakeProvider) -> None:
-    provider.script.append(raw(b"HTTP/1.1 403 X\r\n\r\n", *([b"x"] * 10_000), pause_s=0.005))
-
-    async with remote(config(provider, read_timeout_s=0.1)) as runtime:
-        out = await asyncio.wait_for(run(runtime, item()), 10)
-
-    # The status was enough.
-    assert reason(out.last()) == "FORBIDDEN"
-    await asyncio.wait_for(provider.left.wait(), 5)
-
-
 @pytest.mark.parametrize("is_full_before", [False, True])
 async def test_a_stalled_reader_does_not_block_other_calls(
     provider: FakeProvider, is_full_before: bool
@@ -256,31 +241,6 @@ async def test_a_stalled_reader_does_not_block_other_calls(
 
 
 # Time.
-
-
-@pytest.mark.parametrize(
-    ("seconds", "left_s"), [("30", 20.0), ("301", math.inf), ("9" * 30, math.inf), ("1e300", math.inf)]
-)
-async def test_no_retry_comes_after_the_deadline_or_much_later(
-    provider: FakeProvider, seconds: str, left_s: float
-) -> None:
-    provider.script.append(status(429, headers=f"Retry-After: {seconds}\r\n"))
-    virtual = VirtualTime()
-
-    async with remote(config(provider), virtual) as runtime:
-        wanted = item(timeout=duration_pb2.Duration(seconds=2**62))
-        out = await run(runtime, wanted, deadline_s=virtual.now_s + left_s)
-
-    assert reason(out.last()) == "RATE_LIMITED" and virtual.slept == []
-    # The caller learns when to come again: the second detail is RetryInfo.
-    assert len(out.last().error.details) == 2
-
-
-async def test_the_deadline_of_the_call_holds(provider: FakeProvider) -> None:
-    provider.script.append(stalled(HEAD + TEXT))
-    out = await answered(provider, item(), deadline_s=time.monotonic() + 0.3)
-    assert (out.text(), reason(out.last())) == ("half", "DEADLINE_PASSED")
-    await asyncio.wait_for(provider.left.wait(), 5)
 
 
 async def test_cancelling_closes_the_stream(provider: FakeProvider) -> None:
@@ -329,41 +289,6 @@ async def test_the_breaker_opens_and_closes(provider: FakeProvider) -> None:
 
 
 # Limits and budgets.
-
-
-async def test_a_permit_is_held_until_its_stream_ends(provider: FakeProvider) -> None:
-    provider.script.append(raw(HEAD + TEXT, event(delta(finish="stop")), pause_s=0.01))
-
-    async with remote(config(provider, max_concurrent=2)) as runtime:
-        most = 0
-
-        async def watch() -> None:
-            nonlocal most
-            while True:
-                most = max(most, provider.open)
-                await asyncio.sleep(0.001)
-
-        watching = asyncio.create_task(watch())
-        out = await run(runtime, *(item(item_id=str(i)) for i in range(6)))
-        watching.cancel()
-
-    assert len(out.chunks) == 12 and most == 2
-
-
-async def test_tenants_take_turns_at_a_provider(provider: FakeProvider) -> None:
-    provider.script.append(GOOD)
-    alice, bob = Tenant("alice"), Tenant("bob")
-
-    async with remote(config(provider, max_concurrent=1)) as runtime:
-        batches = [
-            Batch("k", alice, [item(f"alice {n}", item_id=str(n)) for n in range(5)]),
-            Batch("l", bob, [item("bob")]),
-            Batch("m", alice, [item("urgent")], priority=Priority.HIGH),
-        ]
-        await asyncio.gather(*(runtime.execute(batch, Collected()) for batch in batches))
-
-    asked = [asked.body["messages"][0]["content"] for asked in provider.asked]
-    assert asked[:3] == ["alice 0", "urgent", "bob"] and asked[3:] == [f"alice {n}" for n in range(1, 5)]
 
 
 @pytest.mark.parametrize("limit", [{"requests_per_minute": 1}, {"tokens_per_minute": 13}])
@@ -437,22 +362,6 @@ async def test_an_item_that_could_exceed_its_cost_limit_is_not_sent(
     out = await answered(provider, item(max_tokens=10, max_cost_usd=most_usd), prices=DEAR)
     assert reason(out.last()) == expected
     assert len(provider.asked) == (0 if expected else 1)
-
-
-async def test_a_cost_limit_needs_a_price(provider: FakeProvider) -> None:
-    out = await answered(provider, item(max_cost_usd=1e9))
-    assert reason(out.last()) == "BUDGET_EXCEEDED"
-
-
-async def test_the_hourly_budget(provider: FakeProvider) -> None:
-    provider.script.append(GOOD)
-    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
-
-    async with remote(made, VirtualTime()) as runtime:
-        # Each is expected to cost 10 dollars, and costs 5: the budget allows a second one, but not a third.
-        outs = [await run(runtime, item(max_tokens=8 if i else 10)) for i in range(3)]
-
-    assert [reason(out.last()) for out in outs] == ["", "", "BUDGET_EXCEEDED"]
 
 
 async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider) -> None:

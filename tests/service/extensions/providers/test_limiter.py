@@ -124,21 +124,6 @@ def order(queue: FairQueue) -> list[Ticket]:
     return found
 
 
-def test_urgent_requests_go_first() -> None:
-    queue, (alice, bob, *_) = FairQueue(), TENANTS
-    for tenant, priority in [
-        (alice, LOW),
-        (alice, NORMAL),
-        (bob, LOW),
-        (alice, HIGH),
-        (bob, NORMAL),
-        (bob, HIGH),
-    ]:
-        queue.add(tenant, priority)
-    found = [(ticket.priority, ticket.tenant) for ticket in order(queue)]
-    assert found == [(priority, tenant) for priority in (HIGH, NORMAL, LOW) for tenant in (alice, bob)]
-
-
 def test_a_priority_is_only_a_head_start() -> None:
     queue, (alice, bob, *_) = FairQueue(), TENANTS
     for tenant, priority in itertools.product((bob, alice), (NORMAL, HIGH)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from quire.v1 import runner_pb2, types_pb2
 
-from service.errors import InvalidArgument, ProviderFailure, QuireError
+from service.errors import InvalidArgument, ProviderFailure
 from service.extensions.providers.config import DialectName, ProviderConfig
 from service.extensions.providers.runtime import DIALECTS, check
 
@@ -214,8 +214,3 @@ def test_invalid_items_are_refused_before_they_are_sent(
     with pytest.raises(InvalidArgument) as raised:
         body("openai-chat", asked(**fields))
     assert (raised.value.reason, raised.value.field) == (reason, field)
-
-
-def test_an_item_without_a_prompt() -> None:
-    with pytest.raises(QuireError, match="a prompt is needed"):
-        asyncio.run(check(runner_pb2.ExecuteItem(item_id="a"), DIALECTS["openai-chat"]))

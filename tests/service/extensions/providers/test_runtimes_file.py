@@ -13,7 +13,6 @@ from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.runtimes_file import RuntimesFile, load
 from service.journal.values import StoredValues
-from service.runtimes.router import Router
 from service.runtimes.runtime_calls import RuntimeCalls
 from tests.service.runtimes.test_router import FakeRuntime
 from tests.service.served import state_of
@@ -55,10 +54,6 @@ def test_a_file(tmp_path: Path) -> None:
     gpt, other = found.runtimes.values()
     assert (gpt.name, gpt.requests_per_minute, gpt.price) == ("gpt", 60, gpt.prices["m"])
     assert other.model == "c"
-
-
-def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
-    assert load(written(tmp_path, "")).runtimes == {}
 
 
 @pytest.mark.parametrize(
@@ -109,11 +104,6 @@ def test_a_bad_setting_is_refused_with_its_place(tmp_path: Path, old: str, new: 
         load(written(tmp_path, GOOD.replace(old, new)))
     assert says in str(raised.value)
     assert "sk-secret" not in str(raised.value) and str(tmp_path) not in str(raised.value)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(BadRuntimes, match="No such file"):
-        load(tmp_path / "none.toml")
 
 
 def opened(path: Path) -> RuntimesFile:
@@ -197,11 +187,3 @@ async def test_reloading_a_bad_file_changes_nothing(tmp_path: Path) -> None:
         assert says in raised.value.message
         assert "sk-secret" not in raised.value.message and str(tmp_path) not in raised.value.message
         assert file.router.runtimes is before
-
-
-async def test_without_a_file_there_is_none_to_reload() -> None:
-    state, router = state_of(Config()), Router([FakeRuntime("local")])
-    api = RuntimeCalls(router, state, None, cast(Any, None))
-    cause = admin_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
-    with pytest.raises(BadRuntimes, match="started without one"):
-        await api.RebuildSession(admin_pb2.RebuildSessionRequest(cause=cause), cast(Any, None))
