@@ -52,6 +52,7 @@ PYTHON_AND_TOML = {
     "[tenants.alice]": "test_files_of_tokens",
     "[certificates]": "test_files_of_tokens",
     "from quire import tinker": "tests/client/test_tinker.py does the same",
+    "Tell me a story": "tests/client/test_storyteller.py runs it, and the consoles of all pages",
 }
 # Beginnings of commands for a shell.
 SERVES = "serves until it is stopped: flags and settings are parsed here, servers with them are in tests/e2e"
@@ -109,7 +110,7 @@ def block(page: str, language: str, part: str) -> Block:
 LOOP = block("README.md", "python", "tokenizer.encode")
 CACHES = block("docs/tutorial.md", "python", "cache.fork()")
 SESSION = block("docs/tutorial.md", "python", "client.session()")
-TEXTS = block("docs/tutorial.md", "python", "client.generate")
+TEXTS = block("docs/tutorial.md", "python", 'client.generate("12+34=")')
 DEATH = block("docs/tutorial.md", "python", "subprocess")
 OVERLOAD = block("docs/tutorial.md", "python", "ResourceExhausted")
 ITEMS = block("docs/runtimes.md", "python", "ITEMS = [")
