@@ -26,7 +26,6 @@ from typing import Any
 from benchmarks import machine
 from service.caches.ledger import Ledger
 from service.caches.records import CacheCreated, CacheReleased, Record, TokensAppended
-from service.config import Config
 from service.journal.base import Journal
 from service.journal.encoding import decode, encode, read_frames, seal, seed_of
 from service.journal.file_journal import FileJournal
@@ -92,15 +91,23 @@ async def _opened(place: Path | str, sync: Sync = "normal") -> AsyncIterator[Sto
             yield journal
             running.cancel()
         return
-    from service.extensions.gateways.database_journal import open_only_shard  # noqa: PLC0415 - an extra
+    from service.extensions.gateways.postgres.database import Database  # noqa: PLC0415 - an extra
+    from service.extensions.gateways.postgres.journal import PostgresJournal  # noqa: PLC0415
+    from service.extensions.gateways.postgres.leases import Leases  # noqa: PLC0415
 
-    opened = await open_only_shard(Config(journal=place), None, lambda *_: None, lambda *_: None)
-    assert isinstance(opened, StoredJournal)
+    table, leases_table = Database(place), Database(place)
+    leases = Leases(leases_table, "benchmark", address="")
+    await table.prepare()
+    lease = await leases.acquire(0)
+    assert lease is not None, "another gateway uses the database"
+    opened = PostgresJournal(table, leases, lease)
+    await opened.recover(lambda *_: None, lambda *_: None)
     running = asyncio.create_task(opened.run())
     yield opened
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
+    leases_table.terminate()
 
 
 async def commits(

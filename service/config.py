@@ -355,9 +355,6 @@ class Config:
     log_calls: str = setting(
         "errors", "which calls have a line: off, those that fail or are cancelled, or all", LOGGED_CALLS
     )
-    slow_call_ms: float = setting(
-        0.0, "log calls that take longer, and where their time went; 0: none", Range(0, 1000 * DAY_S)
-    )
 
     # Limits that follow from the implementation, and which tests change.
 

@@ -10,10 +10,9 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from service.adapters.loader import AdapterLoader, FindAdapter
+from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters
 from service.adapters.store import AdapterStore
-from service.api.admin import OperatorCalls
 from service.api.executor import ExecutorApi
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant
@@ -48,7 +47,6 @@ class Core:
         opened: OpenShard,
         tenant_of: Callable[[str], Tenant] | None = None,
         extensions: Sequence[Extension] = (),
-        find_adapter: FindAdapter | None = None,
         gpus: Sequence[Gpu] = (),
         worker_port: WorkerPort | None = None,
     ) -> None:
@@ -89,7 +87,6 @@ class Core:
             self.pool,
             self.caches,
             config,
-            find_adapter,
             self.caches.adapter_contents(),
         )
         self.caches.parts.context.digest_of = self.adapters.digest_of
@@ -102,7 +99,6 @@ class Core:
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)
-        self.operator_calls = OperatorCalls(self.state, self.restarts)
 
     def _recovered(self, tenant_of: Callable[[str], Tenant] | None) -> None:
         # Without authentication, each stored name becomes a tenant.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from service.config import Config
 from service.journal.segments import has_journal
+from service.setting_rules import POSTGRES
 from service.settings import ConfigError
 from workers.common.trusted import require_trusted
 
@@ -118,7 +119,10 @@ def check_gateways(directory: Path | None, gateways: int) -> None:
 def check_own_journal(config: Config, directory: Path | None) -> None:
     """Raises ConfigError if `journal` names one of an extension, or one that needs a directory."""
     if "://" in config.journal:
-        raise ConfigError("journal", "", config.journal, "no extension that is installed has such a journal")
+        why = "no extension that is installed has such a journal"
+        if config.journal.startswith(POSTGRES):
+            why += " without peer_listen"
+        raise ConfigError("journal", "", config.journal, why)
     if config.journal == "disk" and directory is None:
         why = "needs a data_dir if the port is chosen at each start"
         raise ConfigError("journal", "", config.journal, why)

@@ -18,10 +18,6 @@ _SHOWN_CHARACTERS = 64
 NOT_FAILURES = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
-# The reason of an id that no worker has.
-UNKNOWN_WORKER = "UNKNOWN_WORKER"
-
-
 class QuireError(Exception):
     """A failure with a stable reason and the name of its gRPC code.
 
@@ -359,7 +355,7 @@ class Draining(QuireError, code="UNAVAILABLE", reason="DRAINING", retry_after_s=
 
 
 class GatewayUnavailable(QuireError, code="UNAVAILABLE", reason="GATEWAY_UNAVAILABLE", retry_after_s=0.5):
-    """The gateway that has the cache cannot be reached, or the connection to it broke."""
+    """The gateway that has the cache was not reached, or lost on the way: it may have applied the call."""
 
     message = "the gateway that has this cache cannot be reached; with `position` the call can be repeated"
 

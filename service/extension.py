@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
-from service.api.admin import AdminApi, OperatorCalls, Stop
+from service.api.admin import AdminApi, Stop
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor, Observing
 from service.api.other_shards import OtherShards
@@ -33,6 +33,7 @@ from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
+from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.base import Runtime
 from service.runtimes.executions import Executions
@@ -89,7 +90,7 @@ class ServedShard(Protocol):
     pool: Supervisor
     dispatcher: Dispatcher
     api: ExecutorApi
-    operator_calls: OperatorCalls
+    restarts: RollingRestart
 
     async def run(self) -> None:
         """Runs its tasks until cancelled. Raises OwnershipLost, PoolFailed."""
@@ -106,12 +107,10 @@ class OtherGateways(Protocol):
 
     Attributes:
         secret: By which they prove that they forward a call of a tenant.
-        operator_calls: Those of operators, to whichever gateway they are for.
         stop_all: Stops the whole server. None: each gateway is stopped by itself.
     """
 
     secret: str
-    operator_calls: OperatorCalls
     stop_all: Stop | None
 
     @property

@@ -21,7 +21,6 @@ from quire.v1 import (
     runner_pb2_grpc,
 )
 
-from service.adapters.loader import FindAdapter
 from service.api import admin
 from service.api.admin import AdminApi
 from service.api.grpc_services import HealthApi, add_reflection, new_server
@@ -39,6 +38,7 @@ from service.logging import drain_log, get_logger
 from service.memory import keep_trimmed
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
+from service.pool.rolling_restart import RollingRestart
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
@@ -66,12 +66,11 @@ _REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 async def open_gateway(
     config: Config,
     find_model: FindModel | None = None,
-    find_adapter: FindAdapter | None = None,
     given: Sequence[Extension] = (),
 ) -> Gateway:
     """Opens the journal, which can mean to wait for other gateways. Raises JournalUnusable or ConfigError.
 
-    `find_...`: finds models and adapters of the hub. `given`: extensions beside those that are found.
+    `find_model`: finds models of the hub. `given`: extensions beside those that are found.
     """
     own_gpus = gpus.chosen(config)
     config = gpus.with_workers(config, own_gpus)
@@ -82,7 +81,7 @@ async def open_gateway(
         opened = await open_home(open_journal)
     else:
         opened = await open_shard(config, open_journal, data_directory(config))
-    return Gateway(config, opened, extensions, own_gpus, find_model, find_adapter)
+    return Gateway(config, opened, extensions, own_gpus, find_model)
 
 
 class Gateway:
@@ -95,10 +94,9 @@ class Gateway:
         extensions: Sequence[Extension],
         own_gpus: Sequence[gpus.Gpu] = (),
         find_model: FindModel | None = None,
-        find_adapter: FindAdapter | None = None,
     ) -> None:
         """See `open_gateway`. `opened`: the first shard. `own_gpus`: of this machine. Raises ConfigError."""
-        self._find_model, self._find_adapter = find_model, find_adapter
+        self._find_model = find_model
         self._gpus = own_gpus
         self.config = config
         self.authenticator = Authenticator.of(config)
@@ -108,9 +106,7 @@ class Gateway:
         self._worker_port = None
         if config.pool_listen and not any(one.launcher is not None for one in extensions):
             self._worker_port = pool_files.worker_port(config.pool_listen, Path(config.pool))
-        self.core = Core(
-            config, opened, self._tenant_of, extensions, find_adapter, own_gpus, self._worker_port
-        )
+        self.core = Core(config, opened, self._tenant_of, extensions, own_gpus, self._worker_port)
         self.state = self.core.state
         self._others = self._connect()
         # Set when the server has to stop.
@@ -152,7 +148,6 @@ class Gateway:
             opened,
             self._tenant_of,
             self.extensions,
-            self._find_adapter,
             worker_port=self._worker_port,
         )
         core.count_with(self.core)
@@ -160,12 +155,15 @@ class Gateway:
 
     def _new_admin(self, runtimes: RuntimeCalls) -> AdminApi:
         core, others = self.core, self._others
-        calls, stop = core.operator_calls, None
-        if others is not None:
-            calls, stop = others.operator_calls, others.stop_all
+        stop = None if others is None else others.stop_all
         caches_of = core.caches.adapters_in_use
         parts = self.state, core.adapter_loader, core.adapters, caches_of, stop or self.stop
-        return AdminApi(*parts, calls, runtimes)
+
+        def restarts() -> Sequence[RollingRestart]:
+            further = () if others is None else others.further_shards()
+            return [core.restarts, *(shard.restarts for shard in further)]
+
+        return AdminApi(*parts, restarts, runtimes)
 
     def _local_runtime(self) -> LocalRuntime:
         core = self.core
@@ -198,9 +196,7 @@ class Gateway:
             extension.attach(parts)
 
     def _observing(self) -> list[Observing]:
-        """What extensions do with each call. Connects the log of slow calls."""
-        if self.config.slow_call_ms:
-            self.core.journal.on_latency += (self.state.call_log.committed,)
+        """What extensions do with each call."""
         return [one.calls for one in self.extensions if one.calls is not None]
 
     def stop(self, *, leave_workers: bool = False) -> None:
@@ -269,9 +265,11 @@ class Gateway:
                 group.create_task(self.authenticator.watch(), name="authenticator")
             group.create_task(self.state.watch.run(), name="watch")
             group.create_task(self.state.receiver.run(), name="receiver")
-            group.create_task(self.state.connections.run(self._port), name="connections")
             if self._port > 1:
-                handshakes = Handshakes(self._port, has_spoken, handshake_limits(self.config))
+                handshakes = Handshakes(
+                    self._port, has_spoken, handshake_limits(self.config), self.config.max_connections
+                )
+                self.state.connections = handshakes
                 group.create_task(handshakes.run(_HANDSHAKE_INTERVAL_S), name="handshakes")
             for extension in self.extensions:
                 group.create_task(extension.run(), name=type(extension).__name__)

@@ -1,8 +1,9 @@
-"""Closes connections whose client has not identified itself, so that they keep no others out.
+"""Counts connections, and closes those whose client has not identified itself: they keep no others out.
 
 gRPC accepts connections itself, limits how many there are, and closes the newest beyond that. So whoever
 opens enough and says nothing would keep all others out. Here the oldest are closed instead, of each address
-and in all, and those that take too long. They are found among the process's descriptors, in Linux's /proc.
+and in all, and those that take too long. They are found among the process's descriptors, in Linux's /proc:
+gRPC's channelz leaves out those that have not finished their handshake.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ipaddress
 import os
 import socket
 import stat
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from service.logging import get_logger
+
+_log = get_logger(__name__)
 _DESCRIPTORS = "/proc/self/fd"
 _CAN_LOOK = Path(_DESCRIPTORS).is_dir()
 # In Linux's struct tcp_info.
@@ -61,18 +66,29 @@ def beyond(limits: HandshakeLimits, unknown: Mapping[_Key, tuple[str, float]], n
 
 
 class Handshakes:
-    """Watches the connections to one TCP port of this process."""
+    """Watches the connections to one TCP port of this process.
+
+    Attributes:
+        count: How many there are. None: the system does not tell.
+    """
 
     def __init__(
         self,
         port: int,
         is_done: Callable[[Peer, socket.socket], bool],
         limits: HandshakeLimits,
+        max_connections: int = sys.maxsize,
     ) -> None:
-        """`is_done`: whether the client of a connection is known, and stays so; in a thread."""
+        """`is_done`: whether the client of a connection is known, and stays so; in a thread.
+
+        `max_connections`: further ones are closed by who accepts them, which is logged.
+        """
+        self._max_connections = max_connections
         self._port, self._is_done, self._limits = port, is_done, limits
-        # The inodes of sockets that need no further look.
+        self.count = 0 if _CAN_LOOK else None
+        # The inodes of other sockets and closed connections, and of known clients: they need no further look.
         self._others: set[int] = set()
+        self._known: set[int] = set()
         # By inode, the oldest first: since when a client is unknown.
         self._unknown_since_s: dict[int, float] = {}
 
@@ -83,9 +99,12 @@ class Handshakes:
         # Its own thread: the others may all be busy when it is needed most.
         with ThreadPoolExecutor(1, "handshakes") as thread:
             while True:
+                before = self.count or 0
                 # Without a free descriptor nothing is done.
                 with contextlib.suppress(OSError):
                     await asyncio.get_running_loop().run_in_executor(thread, self.check)
+                if (self.count or 0) >= self._max_connections > before:
+                    _log.warning("too many connections: further ones are closed", connections=self.count)
                 await asyncio.sleep(interval_s)
 
     def check(self) -> int:
@@ -97,7 +116,7 @@ class Handshakes:
                 if not self._is_done(peer, connection):
                     unknown[inode] = self._unknown_since_s.get(inode, now_s)
                 else:
-                    self._others.add(inode)
+                    self._known.add(inode)
             # Sockets that are made one after the other have increasing inodes, nearly always.
             order = sorted(unknown, key=lambda inode: (unknown[inode], inode))
             closed = beyond(
@@ -110,6 +129,7 @@ class Handshakes:
                 del unknown[inode]
             self._unknown_since_s = unknown
             self._others.update(closed)
+            self.count = len(self._known) + len(unknown)
         finally:
             for _, connection in held.values():
                 connection.close()
@@ -119,14 +139,15 @@ class Handshakes:
         """Those to the port, by inode: the client, and a duplicate of the socket, which the caller closes."""
         found: dict[int, tuple[Peer, socket.socket]] = {}
         others: set[int] = set()
+        known: set[int] = set()
         for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - names, and no objects for each
             # What is closed meanwhile is left out.
             with contextlib.suppress(OSError):
                 status = os.fstat(int(name))
                 if not stat.S_ISSOCK(status.st_mode):
                     continue
-                if status.st_ino in self._others:
-                    others.add(status.st_ino)
+                if status.st_ino in self._others or status.st_ino in self._known:
+                    (known if status.st_ino in self._known else others).add(status.st_ino)
                     continue
                 # A duplicate: the owner may close the original.
                 connection = socket.socket(fileno=os.dup(int(name)))
@@ -137,7 +158,7 @@ class Handshakes:
                 connection.close()
                 if peer is None:
                     others.add(status.st_ino)
-        self._others = others
+        self._others, self._known = others, known
         return found
 
 

@@ -17,13 +17,10 @@ import psutil
 # Larger allocations use mmap, and are returned when freed. glibc would raise this threshold up to 32 MiB.
 _MMAP_THRESHOLD_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3
-_INTERVAL_S = 1.0
+# A trim takes up to tens of milliseconds of a core, also where all of the memory is in use.
+_INTERVAL_S = 5.0
 # Trim when resident memory is this much above its minimum.
 _MIN_EXCESS_BYTES = 32 << 20
-# A trim that returns less has failed: the memory is in use.
-_MIN_GAIN_BYTES = 8 << 20
-# A trim takes up to tens of milliseconds of a core. After each failure the interval doubles, up to this.
-_MAX_INTERVAL_TICKS = 32
 
 
 class ProcessMemory:
@@ -40,50 +37,24 @@ class ProcessMemory:
         return self._last_bytes
 
 
-class TrimPolicy:
-    """Decides when to trim, from the results of earlier trims. No I/O."""
-
-    def __init__(self, resident_bytes: int) -> None:
-        self._min_bytes = resident_bytes
-        self._interval_ticks = 1
-        self._ticks = 0
-
-    def due(self, resident_bytes: int) -> bool:
-        """Whether to trim now. Called at regular intervals."""
-        self._min_bytes = min(self._min_bytes, resident_bytes)
-        if resident_bytes - self._min_bytes < _MIN_EXCESS_BYTES:
-            self._interval_ticks, self._ticks = 1, 0
-            return False
-        self._ticks += 1
-        return self._ticks >= self._interval_ticks
-
-    def on_trimmed(self, before_bytes: int, after_bytes: int) -> None:
-        """Records a trim, with the resident memory before and after it."""
-        self._ticks = 0
-        if before_bytes - after_bytes >= _MIN_GAIN_BYTES:
-            self._interval_ticks = 1
-        elif self._interval_ticks < _MAX_INTERVAL_TICKS:
-            self._interval_ticks *= 2
-        else:
-            # All of it seems to be in use for long: this is the new minimum.
-            self._min_bytes, self._interval_ticks = after_bytes, 1
-
-
 async def keep_trimmed(memory: ProcessMemory) -> None:
-    """Trims the process's free memory when `TrimPolicy` says so, until cancelled. Needs glibc."""
+    """Trims the process's free memory while much more is resident than at the least, until cancelled.
+
+    Needs glibc.
+    """
     libc = _glibc()
     if libc is None:
         return
     libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    policy = TrimPolicy(memory.resident_bytes())
+    least_bytes = memory.resident_bytes()
     while True:
         await asyncio.sleep(_INTERVAL_S)
-        before_bytes = memory.resident_bytes()
-        if policy.due(before_bytes):
+        resident_bytes = memory.resident_bytes()
+        least_bytes = min(least_bytes, resident_bytes)
+        if resident_bytes - least_bytes >= _MIN_EXCESS_BYTES:
             # There may be no free thread. The trim is optional.
             with contextlib.suppress(RuntimeError):
                 await asyncio.to_thread(libc.malloc_trim, 0)
-            policy.on_trimmed(before_bytes, memory.resident_bytes())
 
 
 def _glibc() -> Any:

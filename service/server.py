@@ -12,7 +12,6 @@ import contextlib
 import signal
 from collections.abc import Iterator, Sequence
 
-from service.adapters.loader import FindAdapter
 from service.auth.unix_socket import LockedUnixSocket
 from service.config import Config
 from service.extension import Extension
@@ -30,7 +29,6 @@ _log = get_logger(__name__)
 async def serve(
     config: Config,
     find_model: FindModel | None = None,
-    find_adapter: FindAdapter | None = None,
     extensions: Sequence[Extension] = (),
 ) -> int:
     """Runs a gateway until a signal or a failure. Returns the exit status of the process.
@@ -47,7 +45,7 @@ async def serve(
                 _log.error("cannot listen", listen=config.listen, error=error.strerror)
                 return 1
         try:
-            gateway = await open_gateway(config, find_model, find_adapter, extensions)
+            gateway = await open_gateway(config, find_model, extensions)
         except JournalUnusable as error:
             # A server on the same port has locked the data directory, too. The port is the clearer message.
             if not is_unix and (why_not := why_not_listening(config.listen)) != ADDRESS_IS_FREE:

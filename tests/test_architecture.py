@@ -30,6 +30,7 @@ WORKER_LAYERS = (
     {"process"},
     {"server", "wire"},
     {"step_loop"},
+    {"other_commands", "drawing", "answers"},
     {
         "scheduler",
         "service_class",
@@ -128,7 +129,8 @@ SERVICE_ROOMS = {
     "service.api": (
         "service.adapters", "service.budgets", "service.caches.answers", "service.caches.requests",
         "service.caches.tenants", "service.config",
-        "service.dispatcher", "service.errors", "service.auth", "service.logging", "service.memory",
+        "service.dispatcher", "service.errors", "service.auth", "service.handshakes",
+        "service.logging", "service.memory",
         "service.pool.model_versions", "service.pool.supervisor", "service.pool.rolling_restart",
         "service.pool.wire",
         "service.printable", "service.running_clock", "service.turns",
@@ -182,7 +184,7 @@ SERVICE_ROOMS = {
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
     ),
     "service.listening": (),
-    "service.handshakes": (),
+    "service.handshakes": ("service.logging",),
     "service.http": ("service.handshakes", "service.listening"),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",

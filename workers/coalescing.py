@@ -37,6 +37,10 @@ class CoalescingWindow:
     """Tracks which sequences were answered by the last steps, and which come back in time. Times in ns."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
         # Sequences that were answered and have no new request yet: when they were answered, and until when
         # they are in time. The oldest first.
         self._answered: dict[int, tuple[int, int]] = {}

@@ -386,6 +386,12 @@ class Chunk:
         self.output_rows = max(0, end - max(start, size - forward.rows))
         self.cost = count + self.rows * forward.row_weight
 
+    @property
+    def may_be_launched(self) -> bool:
+        """Whether nothing of it is read back, so that a step with it may be followed before it is done."""
+        forward = self.forward
+        return not (self.rows or self.is_last or forward.parents or forward.experts is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Fork:

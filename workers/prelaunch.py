@@ -204,10 +204,9 @@ class Prelauncher:
         self._begun = None
         self._is_paused, self._pauses_next_step = self._pauses_next_step, False
 
-    def others_begin(self, running: Decodes) -> None:
-        """Note that other forwards begin beside decodes that run."""
-        ahead = running.prelaunched.nonzero()[0]
-        self._begun = running.forward(int(ahead[0])) if len(ahead) else None
+    def all_requested(self) -> None:
+        """Note that all decodes that run are requested: nobody waits for their pages."""
+        self._begun = None
 
     @property
     def has_to_wait(self) -> bool:

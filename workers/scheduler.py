@@ -282,15 +282,18 @@ class Scheduler:
             self._limits.record_decodes(self._running_costs)
             self._long_first = False
             return []
-        return self._next_chunks(begin, self._limits.record_decodes)
+        return self._next_chunks(begin, self.running.size, self._limits.record_decodes)
 
-    def next_beside(self, begin: Begin) -> list[Chunk]:
-        """As `next_batch`, beside the plain decodes of `run_next` or `next_batch`, which stay `running`."""
+    def next_chunks(self, begin: Begin, plain: int) -> list[Chunk]:
+        """As `next_batch`, for a step with so many plain decodes that is launched behind the running one."""
+        self._steps += 1
         self._shares = {}
-        return self._next_chunks(begin, lambda _: None)
+        return self._next_chunks(begin, plain + len(self._waiting.op_ids), lambda _: None)
 
-    def _next_chunks(self, begin: Begin, record_decodes: Callable[[Mapping[int, int]], None]) -> list[Chunk]:
-        short, long, plain = self._short, self._long, self.running.size
+    def _next_chunks(
+        self, begin: Begin, plain: int, record_decodes: Callable[[Mapping[int, int]], None]
+    ) -> list[Chunk]:
+        short, long = self._short, self._long
         left = _Budget(self.max_batch_tokens - plain, self.max_batch_items - plain, self.max_rows - plain)
         chunks: list[Chunk] = []
         reserved = self._reserve_for_long(left)
@@ -361,14 +364,11 @@ class Scheduler:
     def may_run_on(self, plain: int) -> bool:
         """Whether a step of so many plain decodes may be followed by the next one, whatever else waits.
 
-        That is so if only plain decodes, prompts and verifies wait, all short ones have room beside, and no
-        caller has to be limited. Other single tokens run in a step with the decodes, which is not launched.
+        That is so if only plain decodes and long forwards wait, and have room beside. Results of short ones
+        are read in the step that computes them, so that is not launched.
         """
-        short = self._short
-        has_room = self._has_room(plain + len(self._waiting.op_ids)) and self._waiting.may_be_launched
-        if not has_room or short.cost > self._limits.times.free_cost:
-            return False
-        return all(forward.remaining > 1 for forward in short.queue)
+        has_room = self._has_room(plain + len(self._waiting.op_ids))
+        return has_room and self._waiting.may_be_launched and not self._short.queue
 
     def take_joining(self, begin_all: BeginAll, plain: int) -> Decodes:
         """Begin the plain decodes that wait, to be run with so many of `run_next`.
@@ -379,7 +379,6 @@ class Scheduler:
 
     def run_next(self, decodes: Decodes) -> None:
         """Note that a step of plain decodes was launched beside `next_batch`: it is the running one now."""
-        self._steps += 1
         self.running, self._running_costs = decodes, decodes.costs()
         self._limits.record_decodes(self._running_costs)
         self._short.dispatch_all(self._running_costs)

@@ -8,11 +8,11 @@ launched, of
 - the next ones of those that are to be prelaunched: the device has their tokens already;
 - other plain decodes that were requested meanwhile, which *join*: the host has their tokens. So do those
   whose next token is chosen by what the caller says only after it knows the last one, such as a new mask:
-  each of them is in every second step, and the others do not wait for it.
+  each of them is in every second step, and the others do not wait for it;
+- chunks of prompts, in the same forward, unless one is the last of its prompt: its row is read, and then the
+  step in flight is finished first, and decodes and chunks are a step that is not launched ahead (ADR 67).
 
-Chunks of prompts run beside each step in flight, behind it on the device, in a forward of their own: the
-decodes replay their graph, the prompts launch kernel by kernel. Anything else waits until the step in flight
-is finished, and then decodes and it are in a step together.
+Anything else waits, too, until the step in flight is finished, and then it and decodes share a step.
 """
 
 from __future__ import annotations
@@ -43,38 +43,34 @@ class StepsInFlight:
         *,
         on_done: Callable[[Decodes, DecodesDone, Decodes], None],
         on_failed: Callable[[Decodes, Exception], None],
-        on_end: Callable[[], None],
+        on_end: Callable[[Sequence[Chunk]], None],
     ) -> None:
         """Take what happens to a step that ends.
 
         on_done: Called with the next decodes that run already, before they are requested.
-        on_end: Called after `on_done` or `on_failed`.
+        on_end: Called after `on_done` or `on_failed`, with the step's chunks.
         """
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._on_done, self._on_failed, self._on_end = on_done, on_failed, on_end
         self.step: StepInFlight | None = None
-        # Whether chunks have run beside it, or could not.
-        self._has_chunks = False
 
     def launch(self, decodes: Decodes, chunks: Sequence[Chunk]) -> bool:
-        """Launch the decodes that the scheduler has chosen. False: they have to be executed, with the chunks.
-
-        That is so if one graph computes all: if all chunks are of one token. It is also if a decode cannot be
-        launched.
-        """
+        """Launch the step that the scheduler has chosen. False: it has to be executed."""
         self.step = None
-        is_mixed = not chunks or any(chunk.count > 1 for chunk in chunks)
-        if is_mixed and decodes.may_be_launched:
-            self.step, self._has_chunks = self._engine.launch(decodes), bool(chunks)
+        if decodes.may_be_launched and all(chunk.may_be_launched for chunk in chunks):
+            self.step = self._launched(self._engine.launch(decodes, chunks))
         return self.step is not None
 
-    def chunks_beside(self, begin: Begin) -> list[Chunk]:
-        """The chunks to be run beside the step in flight, at most once for each step. `begin`: see there."""
-        if self.step is None or self._has_chunks or not self._scheduler.has_queued or not self._may_run_on:
-            return []
-        self._has_chunks = True
-        self._prelauncher.others_begin(self.step.decodes)
-        return self._scheduler.next_beside(begin)
+    def _launched(self, step: StepInFlight | None) -> StepInFlight | None:
+        """Note that a step was launched: its chunks have no results."""
+        for chunk in step.chunks if step is not None else ():
+            self._scheduler.advance(chunk)
+        return step
+
+    @property
+    def has_to_end(self) -> bool:
+        """Whether something in the scheduler waits for the end of the step in flight."""
+        return self._scheduler.has_queued and not self._may_run_on
 
     @property
     def _may_run_on(self) -> bool:
@@ -108,30 +104,37 @@ class StepsInFlight:
         if self.step is not None and sequence in self.step.decodes.sequences:
             self.finish()
 
-    def advance(self, *, has_other_work: bool) -> None:
+    def advance(self, begin: Begin, *, has_other_work: bool) -> None:
         """Finish the step in flight, after launching the next one unless others are to be run before it.
 
         Without an effect while requests for it may come, and nothing else is to be done before.
 
+        begin: Begins forwards.
         has_other_work: Whether there is what is not in the scheduler.
         """
-        has_others = has_other_work or self._scheduler.has_queued
-        if self.step is None or (not has_others and self.waits_for_requests):
+        has_to_end = has_other_work or self.has_to_end
+        if self.step is None or (not has_to_end and self.waits_for_requests):
             return
         following = None
         may_run_on = self._may_run_on and not has_other_work
         if may_run_on and not any(self.step.decodes.prelaunched.tolist()):
-            following = self._launch_next(self.step)
+            following = self._launch_next(self.step, begin)
         self.finish(following)
 
-    def _launch_next(self, step: StepInFlight) -> StepInFlight | None:
+    def _launch_next(self, step: StepInFlight, begin: Begin) -> StepInFlight | None:
         decodes = self._prelauncher.next_decodes(step.decodes)
         if not decodes.size:
             # Those that would join wait for the callers of this step: together they need fewer steps.
             return None
+        chunks: list[Chunk] = []
+        if self._scheduler.has_queued:
+            self._prelauncher.all_requested()
+            chunks = self._scheduler.next_chunks(begin, decodes.size)
+            if not all(chunk.may_be_launched for chunk in chunks):
+                return None
         joining, following = self._scheduler.take_joining(self._prelauncher.begin, decodes.size), None
         try:
-            following = self._engine.launch_after(step, decodes, joining)
+            following = self._launched(self._engine.launch_after(step, decodes, joining, chunks))
         except DeviceLostError:
             raise
         except Exception:
@@ -159,12 +162,12 @@ class StepsInFlight:
             if following is not None:
                 self._take_back(following.joined)
             self._on_failed(step.decodes, error)
-            self._on_end()
+            self._on_end(step.chunks)
             return
-        self.step, self._has_chunks, ahead = following, False, NO_DECODES
+        self.step, ahead = following, NO_DECODES
         if following is not None:
             ahead = following.decodes.take(following.decodes.prelaunched)
         self._on_done(step.decodes, done, ahead)
-        self._on_end()
+        self._on_end(step.chunks)
         if following is not None:
             self._scheduler.run_next(following.decodes)

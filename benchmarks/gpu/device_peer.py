@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     convert_scalars()
 
-from benchmarks.gpu.kernels import PAGE_SIZE, KernelBench
+from benchmarks.gpu.kernels import PAGE_SIZE, KernelBench, attention_tiles
 from benchmarks.gpu.loop import Caller, LoopOnThread, packed_mask
 from benchmarks.gpu.model import Bench, make_bench
 from benchmarks.gpu.profile import profiled
@@ -38,7 +38,7 @@ from benchmarks.gpu.requests import serve
 from benchmarks.gpu.static_peer import StaticPeer
 from benchmarks.in_process import LlmExecutor
 from workers.decodes import POSITION, Decodes
-from workers.operations import GREEDY, Chunk, Forward, Kind, OutputSpec, Sampling, TokenMask
+from workers.operations import GREEDY, Abort, Chunk, Forward, Kind, OutputSpec, Sampling, TokenMask
 from workers.runners.rank_processes import RankProcesses
 from workers.runners.tensor_parallel import RankGroup
 
@@ -102,6 +102,28 @@ class DevicePeer(Peer):
         """One of `KernelBench`, each time with a cold cache."""
         call = getattr(KernelBench(SHAPES[shape_name], self._dtype, self._device), kernel)(*size)
         return Sample(self._timer.kernel(call.run), bytes_read=call.bytes_moved, flops=call.flops)
+
+    def attention_tiles(self, kernel: str, shape_name: str) -> list[str]:
+        """Those that `attention_with` can try, by number; the first are in use."""
+        bench = KernelBench(SHAPES[shape_name], self._dtype, self._device)
+        return [
+            f"{tiles.block_m} rows, {tiles.tile} keys, {tiles.num_warps} warps, {tiles.num_stages} stages"
+            for tiles in bench.tiles_of(kernel)
+        ]
+
+    def attention_with(self, kernel: str, shape_name: str, way: int, size: list[int]) -> Sample:
+        """As `kernel`, for "decode" or "prefill" attention with tiles of that number."""
+        bench = KernelBench(SHAPES[shape_name], self._dtype, self._device)
+        with attention_tiles(kernel, bench.tiles_of(kernel)[way]):
+            return self.kernel(f"{kernel}_attention", shape_name, size)
+
+    def chosen_tiles(self) -> dict[str, str]:
+        """What the warm-up has chosen for products of few rows, by place and number of rows."""
+        tiles = self._loaded().decoder.tiles
+        return {
+            f"{place} {rows}": f"{way or 'separate'} {share:.2f}"
+            for (place, rows), (way, share) in ({} if tiles is None else tiles.chosen).items()
+        }
 
     def load(
         self,
@@ -315,6 +337,28 @@ class DevicePeer(Peer):
         executor.release_cache(chunk)
         self._truncate(batch)
         return Sample([ns], batch + tokens)
+
+    def decode_beside_prompt(self, batch: int, tokens: int, seed: int) -> Sample:
+        """Through the step loop, callers as of `decode_beside_masks` while a prompt is computed in chunks.
+
+        `tokens` of the sample: those of a step, of decodes and of the prompt.
+        """
+        bench, key = self._loaded(), -1
+        engine, most = bench.executor.engine, bench.shape.max_position_embeddings
+        callers = [Caller(each, self._context_tokens, each, (GREEDY,)) for each in range(batch)]
+        (prompt,) = prompts(bench.shape.vocab_size, 1, tokens, seed)
+        with LoopOnThread(engine, max_items=batch + 1, max_tokens=_STEP_TOKENS, max_seq_tokens=most) as loop:
+            loop.keep_asking(callers, 1)
+            asked = Forward(loop.op_id(), key, 0, prompt, prompt_len=tokens)
+            loop.loop.submit([asked])
+            before, steps = engine.status().counts, _STEPS - 3
+            ns = timed(lambda: loop.keep_asking(callers, steps))
+            after = engine.status().counts
+            loop.loop.submit([Abort(loop.op_id(), asked.op_id)])
+        bench.executor.release_cache(key)
+        self._truncate(batch)
+        count = max(1, after.steps - before.steps)
+        return Sample([ns // count], (after.step_tokens - before.step_tokens) // count)
 
     def prefill(self, tokens: int, seed: int) -> Sample:
         """Prefill of one prompt, each time a new one, so that nothing is in the prefix cache."""

@@ -6,8 +6,10 @@ I intermediate width; V vocabulary; R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,7 +19,17 @@ from benchmarks.shapes import Shape
 from kernels import few_rows
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
-from kernels.cuda import gated_activation, paged_attention, rms_norm, rope_kv_write, sampling, sampling_cut
+from kernels.cuda import (
+    decode_attention,
+    gated_activation,
+    paged_attention,
+    prefill_attention,
+    rms_norm,
+    rope_kv_write,
+    sampling,
+    sampling_cut,
+)
+from kernels.cuda.attention_tiles import TileConfig
 from kernels.few_rows_tiles import MOST_ROWS, tiles_for
 from kernels.gated_activation import Activation
 from workers import device_sampling
@@ -29,6 +41,21 @@ EPS = 1e-6
 PLACES = ("qkv", "output", "gate_up", "down")
 _NORMED = ("qkv", "gate_up")
 PAGE_SIZE = 16
+# Tiles of attention that may be faster than those in use, with bfloat16.
+_TILES = {
+    "decode": (
+        TileConfig(block_m=16, tile=32, num_warps=4, num_stages=4),
+        TileConfig(block_m=16, tile=64, num_warps=4, num_stages=4),
+        TileConfig(block_m=16, tile=128, num_warps=4, num_stages=3),
+        TileConfig(block_m=16, tile=128, num_warps=8, num_stages=3),
+    ),
+    "prefill": (
+        TileConfig(block_m=64, tile=64, num_warps=4, num_stages=3),
+        TileConfig(block_m=128, tile=64, num_warps=8, num_stages=2),
+        TileConfig(block_m=128, tile=64, num_warps=8, num_stages=4),
+        TileConfig(block_m=128, tile=128, num_warps=8, num_stages=2),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +65,19 @@ class Call:
     run: Callable[[], object]
     bytes_moved: int = 0
     flops: int = 0
+
+
+@contextmanager
+def attention_tiles(kernel: str, config: TileConfig) -> Iterator[None]:
+    """Uses these tiles for "decode" or "prefill" attention within the context."""
+    module = decode_attention if kernel == "decode" else prefill_attention
+    with ExitStack() as stack:
+        for place in (module, paged_attention) if kernel == "decode" else (module,):
+            stack.enter_context(mock.patch.object(place, "config_for", return_value=config))
+        # It does not know the configuration.
+        module._variant.cache_clear()  # noqa: SLF001
+        stack.callback(module._variant.cache_clear)  # noqa: SLF001
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +126,17 @@ class KernelBench:
         pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
         heads, _kv_heads, width = self._heads()
         return Call(self._attention([tokens], [context]), flops=4 * heads * width * pairs)
+
+    def tiles_of(self, kernel: str) -> list[TileConfig]:
+        """Those that are tried for "decode" or "prefill" attention; the first are in use."""
+        width = self.shape.head_dim
+        if kernel == "decode":
+            used = decode_attention.config_for(self.dtype, width)
+        else:
+            shared_bytes = paged_attention.limits_of(self.device).shared_bytes
+            used = prefill_attention.config_for(self.dtype, width, shared_bytes)
+        others = _TILES[kernel] if self.dtype is torch.bfloat16 else [replace(used, num_warps=8)]
+        return [used, *(config for config in others if config != used)]
 
     def product_alone(self, place: int, rows: int) -> Call:
         """The product of a place in a layer, of PLACES, by cuBLAS."""

@@ -119,7 +119,8 @@ class LoopOnThread:
                 if forwards:
                     self.loop.submit([Decodes.of(forwards)])
             for op_id, result in self._next_results().items():
-                caller = asked.pop(op_id)
+                if (caller := asked.pop(op_id, None)) is None:
+                    continue  # of what else runs meanwhile
                 caller.token, caller.position = _chosen(result), caller.position + 1
                 waiting.append(caller)
 

@@ -29,6 +29,7 @@ class Bench:
     """An executor and its parts. Sequences have the ids 0, 1, 2 and so on."""
 
     shape: Shape
+    decoder: Decoder
     executor: LlmExecutor
     table: KvTable
     runner: CudaGraphRunner
@@ -90,7 +91,7 @@ def make_bench(
         dtype=str(dtype).removeprefix("torch."),
     )
     executor = LlmExecutor(description, Engine(table, kv, runner))
-    return Bench(shape, executor, table, runner)
+    return Bench(shape, decoder, executor, table, runner)
 
 
 def _fill_weights(decoder: Decoder) -> None:

@@ -12,8 +12,7 @@ import contextlib
 import copy
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from quire.v1 import admin_pb2
@@ -32,7 +31,6 @@ from service.errors import (
     StorageUnavailable,
 )
 from service.logging import get_logger
-from service.model_names import is_hub_id
 from service.pool.supervisor import Supervisor
 from service.uploads import Arriving, UploadedFile, sync_tree
 from workers.common import worker_pb2
@@ -45,8 +43,6 @@ _INTERVAL_S = 5.0
 _RETIRED_S = 30.0
 # Loads at a time, of a tenant and of all. Each may hold a copy on the disk.
 _MOST_LOADS, _MOST_LOADS_OF_ALL = 4, 16
-# Finds an adapter on the hub, with a download if necessary. Runs in a thread; raises InvalidArgument.
-FindAdapter = Callable[[str], Path]
 
 
 class AdapterLoader:
@@ -59,17 +55,14 @@ class AdapterLoader:
         pool: Supervisor,
         caches: CacheMachine,
         config: Config,
-        find_adapter: FindAdapter | None = None,
         contents: Mapping[int, str] | None = None,
     ) -> None:
-        """Without `find_adapter`, adapters of the hub are refused. `contents`: see `recover`."""
+        """`contents`: see `recover`."""
         self._adapters = adapters
         self._store = store
         self._pool = pool
         self._caches = caches
         self._config = config
-        self._find_adapter = find_adapter
-        self._finders = ThreadPoolExecutor(_MOST_LOADS_OF_ALL, "find-adapter")
         self._directory = Path(config.adapters).resolve() if config.adapters else None
         # Running ones, by tenant.
         self._loads: Counter[str] = Counter()
@@ -154,13 +147,8 @@ class AdapterLoader:
         if first.HasField("file"):
             raise InvalidArgument("BAD_ADAPTER", "file", "must be unset if there is a source")
         path = Path(first.source)
-        if self._find_adapter is not None and is_hub_id(first.source):
-            # Threads of their own: a download takes minutes.
-            loop = asyncio.get_running_loop()
-            path = await loop.run_in_executor(self._finders, self._find_adapter, first.source)
-        elif not path.is_absolute():
-            what = "neither an absolute path of the server's machine, nor an adapter of the hub"
-            raise InvalidArgument("BAD_SOURCE", "source", f"the source is {what}")
+        if not path.is_absolute():
+            raise InvalidArgument("BAD_SOURCE", "source", "must be an absolute path of the server's machine")
         # Whoever removes a copy that failed must not meet the thread that writes it.
         await complete(asyncio.to_thread(self._store.copy, path, number))
 

@@ -18,6 +18,7 @@ from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant_name
 from service.config import Config
 from service.errors import InvalidArgument, SeveralGateways
+from service.pool.model_versions import WorkerSlot
 from service.pool.rolling_restart import RollingRestart
 from service.setting_rules import is_private
 
@@ -42,33 +43,6 @@ class Stop(Protocol):
 
     def __call__(self, *, leave_workers: bool) -> None:
         """`leave_workers`: keep them running for the next gateway on the same data directory."""
-
-
-class OperatorCalls:
-    """What operators do to the workers of one core. `context` is only for calls to others."""
-
-    def __init__(self, state: ServerState, restarts: RollingRestart) -> None:
-        self._state, self._restarts = state, restarts
-
-    @property
-    def num_ready(self) -> int:
-        """How many workers are ready."""
-        ready = executor_pb2.WORKER_STATE_READY
-        return sum(1 for slot in self._state.slots if slot.state == ready)
-
-    async def warm_up(self, workers: int, context: Any) -> int:
-        """Waits for so many workers, or for all with 0. Returns how many are ready."""
-        # Polling is enough: this call is rare.
-        while self.num_ready < (workers or len(self._state.slots)):  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
-        return self.num_ready
-
-    async def drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainResponse:
-        """Replaces all workers, or the one of this id. Raises InvalidArgument or NoWorker."""
-        grace_s = self._state.config.drain_grace_s
-        if request.HasField("grace"):
-            grace_s = validation.grace_seconds(request.grace)
-        return admin_pb2.DrainResponse(workers=await self._restarts.replace(request.worker_id, grace_s))
 
 
 class RuntimeCalls(Protocol):
@@ -98,36 +72,52 @@ class AdminApi:
         adapters: Adapters,
         caches_of_versions: Callable[[], Counter[int]],
         stop: Stop,
-        operator_calls: OperatorCalls,
+        restarts: Callable[[], Sequence[RollingRestart]],
         runtimes: RuntimeCalls,
     ) -> None:
         """`caches_of_versions`: the number of caches of each version of an adapter, by its number.
 
-        `operator_calls`: of the whole server, which may have several gateways.
+        `restarts`: of each shard that this gateway has now.
         """
         self._state = state
         self._loader = loader
         self._adapters = adapters
         self._caches_of_versions = caches_of_versions
         self._stop = stop
-        self._operator_calls = operator_calls
+        self._restarts = restarts
         self.LoadWeights = runtimes.LoadWeights
         self.UploadWeights = runtimes.UploadWeights
         self.RebuildSession = runtimes.RebuildSession
 
-    async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
-        """Waits until workers are ready, of all gateways."""
-        config = self._state.config
-        # Those of other hosts have their own.
-        is_known = config.workers is not None and not config.has_other_hosts
-        if is_known and request.workers > config.worker_slots:
-            raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {config.worker_slots} workers")
-        ready = await self._operator_calls.warm_up(request.workers, context)
+    async def Warmup(self, request: admin_pb2.WarmupRequest, _context: Context) -> admin_pb2.WarmupResponse:
+        """Waits until workers of this gateway are ready."""
+        slots = self._slots()
+        if request.workers > len(slots):
+            raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {len(slots)} workers")
+        # Polling is enough: this call is rare.
+        while (ready := self._num_ready()) < (request.workers or len(self._slots())):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
         return admin_pb2.WarmupResponse(workers_ready=ready)
+
+    def _slots(self) -> list[WorkerSlot]:
+        return [slot for restarts in self._restarts() for slot in restarts.slots]
+
+    def _num_ready(self) -> int:
+        return sum(slot.state == executor_pb2.WORKER_STATE_READY for slot in self._slots())
 
     async def Drain(self, request: admin_pb2.DrainRequest, _context: Context) -> admin_pb2.DrainResponse:
         """Replaces workers of this gateway."""
-        return await self._operator_calls.drain(request)
+        grace_s = self._state.config.drain_grace_s
+        if request.HasField("grace"):
+            grace_s = validation.grace_seconds(request.grace)
+        known = [slot.worker_id for slot in self._slots()]
+        if request.worker_id and request.worker_id not in known:
+            problem = f"no worker of this gateway has this id; there are {', '.join(known)}"
+            raise InvalidArgument("UNKNOWN_WORKER", "worker_id", problem)
+        replaced: list[admin_pb2.ReplacedWorker] = []
+        for restarts in self._restarts():
+            replaced += await restarts.replace(request.worker_id, grace_s)
+        return admin_pb2.DrainResponse(workers=replaced)
 
     async def LoadAdapter(
         self, requests: AsyncIterator[Any], _context: Context

@@ -24,7 +24,6 @@ from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.api.session import Session, SessionContext
 from service.auth.authenticator import current_tenant
-from service.auth.connections import CAN_COUNT
 from service.budgets import in_memory
 from service.caches.requests import Request
 from service.dispatcher import Dispatcher
@@ -219,7 +218,7 @@ class ExecutorApi:
             unread_bytes=self._state.budgets.answers.used,
             arriving_requests=self._state.receiver.arriving,
             sessions=self._state.receiver.streams,
-            connections=self._state.connections.count if CAN_COUNT else None,
+            connections=None if self._state.connections is None else self._state.connections.count,
             refusals=self._state.call_log.refusals,
             model_id=model.model_id,
             fingerprint=model.fingerprint,

@@ -169,7 +169,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 failure = _unexpected(error, rpc)
             else:
                 if call_log.has_successes:
-                    call_log.done(rpc, started_s, response)
+                    call_log.done(rpc, started_s)
                 return response
             call_log.refused(rpc, failure, elapsed_ms(started_s))
             end = _abort_arguments(failure, request_id)

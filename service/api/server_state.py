@@ -21,10 +21,10 @@ from service.api.request_limits import RequestLimits, no_adapter
 from service.api.request_receiver import RequestReceiver
 from service.api.time_slice import LoopWatch
 from service.auth.authenticator import current_tenant_name
-from service.auth.connections import ConnectionCount
 from service.budgets import Budgets
 from service.config import Config
 from service.errors import NoWorker, QueueFull
+from service.handshakes import Handshakes
 from service.memory import ProcessMemory
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.turns import Turns
@@ -64,7 +64,8 @@ class ServerState:
         self.receiver = RequestReceiver(config, self.budgets)
         # Held while a large message is parsed.
         self.parsing = Turns(_MAX_PARSED_AT_ONCE)
-        self.connections = ConnectionCount(config)
+        # Of the port for gRPC, once it is known. None: it is a Unix socket.
+        self.connections: Handshakes | None = None
         self.memory = ProcessMemory()
         self.call_log = CallLog(config)
         # The server has others, which answer calls, too.

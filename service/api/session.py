@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,8 +73,6 @@ class _OpenCall:
     missing: int = 0
     tickets: list[int] = field(default_factory=list)
     answer_bytes: int = 0
-    # When it began, if slow calls are logged.
-    began_s: float = 0.0
     # If other shards must answer it: the request, its timeout, and its answer.
     message: Any = None
     timeout_s: float | None = None
@@ -116,7 +112,6 @@ class Session:
         self._dispatcher = dispatcher
         self._state = state
         self._config: Config = state.config
-        self._logs_slow_calls = state.config.slow_call_ms > 0
         self._context = context
         # The scheduler treats the whole Session as one caller, however many calls it has in flight.
         self._caller = dispatcher.new_caller()
@@ -124,8 +119,6 @@ class Session:
         self._answers = state.budgets.of(self._tenant).answers
         # Stored here because answers are built in the context of the task that delivers the last outcome.
         self._request_id = current_request_id()
-        # With the ids of this call, for log lines.
-        self._own = contextvars.copy_context()
         self._open: dict[int, _OpenCall] = {}
         # The expected memory for the answers of open calls, and for those that wait to be written.
         self._held_bytes = self._large_bytes = 0
@@ -257,8 +250,6 @@ class Session:
             if call.answer_bytes > SMALL_BYTES:
                 self._large_bytes += call.answer_bytes
             self._open[tag] = call
-            if self._logs_slow_calls:
-                call.began_s = time.monotonic()
             opened.append(call)
         return opened
 
@@ -349,8 +340,6 @@ class Session:
                 self._deliver(result, result.ByteSize())
             else:
                 self._deliver_alone(response, result)
-            if self._logs_slow_calls:
-                self._own.run(self._state.call_log.slow, call.call.method, call.began_s, answer)
 
     def _deliver_error(self, tag: int, error: QuireError) -> None:
         self._state.call_log.count(error)

@@ -1,15 +1,9 @@
-"""Connections to the gRPC port: their limit, their number, and their timeouts."""
+"""Connections to the gRPC port: their limits and timeouts."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
-import os
 import resource
-import socket
-import stat
-from pathlib import Path
 
 from service.config import Config
 from service.handshakes import HandshakeLimits
@@ -32,9 +26,6 @@ _GATEWAY_DESCRIPTORS = 128
 _DESCRIPTORS_PER_WORKER = 16
 # With this many, no client can connect or no worker starts.
 _TOO_FEW_DESCRIPTORS = 32
-_DESCRIPTORS = "/proc/self/fd"
-CAN_COUNT = Path(_DESCRIPTORS).is_dir()
-_COUNT_INTERVAL_S = 1.0
 # Connections that may have said nothing, however few there may be.
 _LEAST_SILENT = 16
 
@@ -70,66 +61,6 @@ def handshake_limits(config: Config) -> HandshakeLimits:
     """How many connections of a port may have said nothing: a part, so that they do not keep others out."""
     most = max(_LEAST_SILENT, config.max_connections // 4)
     return HandshakeLimits(most, max(_LEAST_SILENT, most // 4), config.message_timeout_s)
-
-
-class ConnectionCount:
-    """Counts the open connections, once a second in a thread.
-
-    It looks at the process's file descriptors, because gRPC's channelz leaves out connections that have not
-    finished their handshake, which count against the limit. Without Linux's /proc the count is 0.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.count = 0
-        self._max_connections = config.max_connections
-        self._path = config.listen.removeprefix("unix:") if config.listen.startswith("unix:") else ""
-        # By inode: whether a socket is a connection to this server. Each socket is checked once.
-        self._known: dict[int, bool] = {}
-
-    async def run(self, port: int) -> None:
-        """Counts until cancelled. `port`: the server's TCP port, ignored for a Unix socket."""
-        while CAN_COUNT:
-            before = self.count
-            # Without a free descriptor or thread the count stays as it was.
-            with contextlib.suppress(OSError, RuntimeError):
-                await asyncio.to_thread(self.refresh, port)
-            if self.count >= self._max_connections > before:
-                _log.warning("too many connections: further ones are closed", connections=self.count)
-            await asyncio.sleep(_COUNT_INTERVAL_S)
-
-    def refresh(self, port: int) -> None:
-        """Counts the connections. Raises OSError if no descriptor is free."""
-        sockets = {}
-        for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208 - names, and no objects for each
-            try:
-                status = os.fstat(int(name))
-            except OSError:
-                continue
-            if stat.S_ISSOCK(status.st_mode):
-                sockets[status.st_ino] = int(name)
-        known = {}
-        for inode, descriptor in sockets.items():
-            # Skips a socket that is closed meanwhile, or for which no descriptor is free.
-            with contextlib.suppress(OSError):
-                is_ours = self._known.get(inode)
-                known[inode] = self._is_connection(descriptor, port) if is_ours is None else is_ours
-        self._known, self.count = known, sum(known.values())
-
-    def _is_connection(self, descriptor: int, port: int) -> bool:
-        # A duplicate, because gRPC may close the original meanwhile.
-        copy = os.dup(descriptor)
-        try:
-            held = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            return False
-        with held:
-            if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False
-            name = held.getsockname()
-            if held.family == socket.AF_UNIX:
-                return bool(self._path) and name == self._path
-            return not self._path and held.type == socket.SOCK_STREAM and name[1] == port
 
 
 class TooFewDescriptors(Exception):

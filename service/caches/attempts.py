@@ -19,7 +19,6 @@ from service.caches.effects import AbortForward, Context, ForkSequence, ReleaseS
 from service.caches.entries import Need, Operation, WorkerView
 from service.caches.placement import KvPlacement, Workers
 from service.caches.quarantine import blame, clear, must_be_alone
-from service.caches.requests import NORMAL
 from service.caches.segments import Segment
 from service.caches.states import COMPUTING, PARKED, REPLAYING
 from service.caches.worker_load import End, retry_after_s
@@ -271,8 +270,9 @@ class Attempts:
         self._kv.drop(entry)
         if not self._workers.open_workers(state.weights):
             return None
+        assert append is not None
         tokens = state.tokens.copy()
-        if append is not None and operation.copy_number is None:
+        if operation.copy_number is None:
             tokens.extend(append.token_ids)
         worker = self._workers.choose(tokens, state.salt, state.weights)
         self._workers.affinity.record(tokens, worker, state.salt)
@@ -309,7 +309,8 @@ class Attempts:
             # It would take the pages from the older one again, and lose them again, for ever.
             return False
         own, append = operation.entry.worker, operation.append
-        tokens = operation.base + (0 if append is None else len(append.token_ids))
+        assert append is not None
+        tokens = operation.base + len(append.token_ids)
         for worker in self._workers.open_workers(operation.entry.state.weights) if own is None else (own,):
             if worker in full:
                 continue
@@ -356,8 +357,9 @@ class Attempts:
     ) -> None:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
         entry, append, context, load = operation.entry, operation.append, self._context, worker.load
+        assert append is not None
         tokens, now_s = len(token_ids), context.now_s
-        load.estimate(operation, tokens, rows, NORMAL if append is None else append.priority, now_s)
+        load.estimate(operation, tokens, rows, append.priority, now_s)
         timeout_s = operation.submitted_s + self._max_wait_s - now_s
         if operation.deadline_s is not None or operation.is_long:
             timeout_s = load.require_time(operation, timeout_s, now_s)

@@ -37,7 +37,7 @@ from service.caches.reservations import Limits
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
-from service.errors import ShardMoved, WeightsChanged, WorkerLost
+from service.errors import GatewayUnavailable, ShardMoved, WeightsChanged, WorkerLost
 
 
 def _new_cache_id() -> str:
@@ -276,10 +276,15 @@ class CacheMachine(OperationQueues):
         self.admission.journal_works = False
 
     def close(self) -> None:
-        """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so."""
+        """Another gateway has the caches: tenants hold nothing of them here, and who waits is told so.
+
+        Whether what is with the journal was applied, only that gateway knows.
+        """
         operations = [*self.operations.values()]
         entries = {*self.index}.union(*(operation.entries for operation in operations))
-        self._finish([(operation, ShardMoved()) for operation in operations])
+        for operation in operations:
+            is_unknown = operation.state is COMMITTING
+            self._finish([(operation, GatewayUnavailable() if is_unknown else ShardMoved())])
         self.admission.remove(entries)
 
     # State.

@@ -1,7 +1,7 @@
 """Finds a model of the Hugging Face hub: in the local cache, or else by a download.
 
 A complete model in the cache is used without asking the hub for a newer revision. A download fetches only
-what serving needs (config, tokenizer, chat templates, weights as safetensors) and the licence; never pickles
+what serving needs (config, tokenizer, chat templates, weights as safetensors); never pickles
 or code. The environment variables of the hub's library apply: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
 HF_TOKEN, HF_ENDPOINT.
 
@@ -14,7 +14,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,6 @@ _SMALL = (
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
     "model.safetensors.index.json",
 )  # fmt: skip
-# Optional files, which clients can read.
-_CARDS = ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt")
 # In one file or in many. Not those in directories, nor in another layout (`consolidated.safetensors`).
 _WEIGHTS = "model*.safetensors"
 _SHARD = re.compile(r"-of-(\d+)\.safetensors$", re.ASCII)
@@ -91,27 +89,6 @@ def find_model(
         raise _to_hub_error(error, hub_id, revision) from error
 
 
-def find_files(hub_id: str, names: Sequence[str]) -> Path:
-    """A directory in the local cache with these files of a repository, after a download if necessary.
-
-    Raises:
-        HubError: See `find_model`.
-    """
-    try:
-        directory = Path(snapshot_download(hub_id, allow_patterns=list(names)))
-    except errors.LocalEntryNotFoundError as error:
-        if constants.is_offline_mode():
-            problem = f"is not whole in the cache {constants.HF_HUB_CACHE}"
-            raise _not_here(hub_id, None, problem) from None
-        raise _to_hub_error(error, hub_id, None) from error
-    except Exception as error:
-        # The library raises its own errors and those of its HTTP client.
-        raise _to_hub_error(error, hub_id, None) from error
-    if missing := [name for name in names if not (directory / name).is_file()]:
-        raise HubError(f"{hub_id} has no {missing[0]}")
-    return directory
-
-
 def _not_here(hub_id: str, revision: str | None, problem: str) -> HubError:
     """Why there is no download of what the cache lacks."""
     first = _download_command(hub_id, revision)
@@ -148,7 +125,7 @@ def _download(hub_id: str, revision: str | None, on_progress: Callable[[float], 
     info = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     _check_can_be_served(hub_id, sizes)
-    small, hidden = [*_SMALL, *_CARDS], _progress(lambda _: None)
+    small, hidden = [*_SMALL], _progress(lambda _: None)
     # By the name of the revision, so that the cache knows that name. The weights are of the same commit.
     directory = Path(snapshot_download(hub_id, revision=revision, allow_patterns=small, tqdm_class=hidden))
     if problem := quantised(directory):

@@ -10,14 +10,12 @@ from pathlib import Path
 
 import uvloop
 
-from service.adapters.store import bad_adapter
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.config import Config
 from service.errors import LoadFailed
 from service.extension import Extension
 from service.logging import configure_logging
 from service.server import serve
-from workers.common.adapter_files import FILES
 from workers.common.switching import switch_often
 
 
@@ -37,7 +35,7 @@ def run_gateway(
     gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, _find_on_hub, _find_adapter_on_hub, extensions))
+        return runner.run(serve(config, _find_on_hub, extensions))
 
 
 def _find_on_hub(hub_id: str, on_progress: Callable[[float], None]) -> Path:
@@ -48,13 +46,3 @@ def _find_on_hub(hub_id: str, on_progress: Callable[[float], None]) -> Path:
         return hub.find_model(hub_id, None, on_progress=on_progress)
     except hub.HubError as error:
         raise LoadFailed(str(error)) from None
-
-
-def _find_adapter_on_hub(hub_id: str) -> Path:
-    """Finds an adapter for LoadAdapter. Raises InvalidArgument."""
-    from service.cli import hub
-
-    try:
-        return hub.find_files(hub_id, FILES)
-    except hub.HubError as error:
-        raise bad_adapter(str(error)) from None

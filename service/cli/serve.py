@@ -71,7 +71,7 @@ def _check(settings: Settings) -> int:
         of_check = directory if data_directory(config) is not None else None
         try:
             made = with_descriptors(config.with_values(alone | {"data_dir": of_check}))
-            if not asyncio.run(_make_parts(made)):
+            if not (asyncio.run(_make_parts(made)) or config.has_other_hosts):
                 check_own_journal(config, data_directory(config))
         except TooFewDescriptors as error:
             raise ConfigError("max_connections", "", config.max_connections, str(error)) from None

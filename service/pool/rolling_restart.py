@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from quire.v1 import admin_pb2, executor_pb2
 
-from service.errors import UNKNOWN_WORKER, InvalidArgument, NoWorker
+from service.errors import NoWorker
 from service.logging import get_logger
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
@@ -23,17 +24,18 @@ class RollingRestart:
         self.lock = asyncio.Lock()
         self._pool = pool
 
+    @property
+    def slots(self) -> Sequence[WorkerSlot]:
+        """Those of its workers."""
+        return self._pool.versions.slots
+
     async def replace(self, worker_id: str, grace_s: float) -> list[admin_pb2.ReplacedWorker]:
-        """Replaces one worker, or all if `worker_id` is empty. Raises InvalidArgument or NoWorker.
+        """Replaces the worker of this id, if it is here, or all if it is empty. Raises NoWorker.
 
         If cancelled, the worker that is draining is replaced at once, without waiting for its operations.
         """
-        wanted = [slot for slot in self._pool.versions.slots if worker_id in ("", slot.worker_id)]
-        if not wanted:
-            known = ", ".join(slot.worker_id for slot in self._pool.versions.slots)
-            raise InvalidArgument(UNKNOWN_WORKER, "worker_id", f"no worker has this id; there are {known}")
         replaced = []
-        for slot in wanted:
+        for slot in [slot for slot in self.slots if worker_id in ("", slot.worker_id)]:
             if (one := await self._replace(slot, grace_s)) is None:
                 raise NoWorker
             replaced.append(one)
@@ -41,7 +43,7 @@ class RollingRestart:
 
     async def replace_ready(self, grace_s: float) -> list[admin_pb2.ReplacedWorker]:
         """Replaces all ready workers; the others are being restarted already. Raises NoWorker."""
-        replaced = [await self._replace(slot, grace_s) for slot in self._pool.versions.slots]
+        replaced = [await self._replace(slot, grace_s) for slot in self.slots]
         return [one for one in replaced if one is not None]
 
     async def replace_outdated(self, grace_s: float) -> None:
@@ -50,7 +52,7 @@ class RollingRestart:
         Stops where a new worker does not become ready: then the others go on as they are.
         """
         await self._pool.versions.all_ready()
-        for slot in self._pool.versions.slots:
+        for slot in self.slots:
             try:
                 await self._replace(slot, grace_s, only_outdated=True)
             except NoWorker:

@@ -171,7 +171,9 @@ class WorkerDirectory:
         """The id that all gateways of this directory have, one after the other. `new`: if there is none."""
         path = self.path / "gateway-id"
         with contextlib.suppress(FileNotFoundError):
-            return _read(path)
+            # A crash of the system may have left it empty. No worker knows such a gateway.
+            if known := _read(path):
+                return known
         durable_file.write(path, new or secrets.token_hex(_ID_BYTES))
         return _read(path)
 

@@ -72,10 +72,10 @@ class DialledWorker:
 class NamedWorker:
     """A worker that this gateway has started or found: it is leased when it dials. See `Endpoint`."""
 
-    def __init__(self, port: WorkerPort, name: str, lease: worker_pb2.Lease, host_address: str = "") -> None:
-        """`host_address`: as far as it is known before it dials."""
+    def __init__(self, port: WorkerPort, name: str, lease: worker_pb2.Lease) -> None:
         self.epoch = lease.epoch
-        self.host_address = host_address
+        # Known when it dials.
+        self.host_address = ""
         self._port, self._name, self._lease = port, name, lease
         self._dialled: DialledWorker | None = None
 

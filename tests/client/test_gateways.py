@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 from quire import AsyncClient, Client, _methods
 from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
@@ -94,6 +95,18 @@ def test_an_execution_is_cancelled_wherever_it_runs(executor: FakeExecutor, targ
     with serving(other) as address, Client([target, address], timeout_s=60) as client:
         assert [client.cancel_execution("one") for _ in range(2)] == [True, True]
     assert [len(each.calls["CancelExecution"]) for each in (executor, other)] == [2, 2]
+
+
+def test_an_execution_is_cancelled_where_a_gateway_answers_at_the_second_attempt(
+    executor: FakeExecutor, target: str
+) -> None:
+    """Before, the second attempt was another gateway's, which knew of no execution."""
+    other = FakeExecutor()
+    other.has_executions = False
+    executor.fail("CancelExecution", status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0]))
+    with serving(other) as address, Client([target, address], timeout_s=60) as client:
+        assert client.cancel_execution("one")
+    assert [len(each.calls["CancelExecution"]) for each in (executor, other)] == [2, 1]
 
 
 def away() -> pb.BatchDecodeResponse:

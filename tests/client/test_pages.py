@@ -53,6 +53,7 @@ PYTHON_AND_TOML = {
     "[certificates]": "test_files_of_tokens",
     "from quire import tinker": "tests/client/test_tinker.py does the same",
     "Tell me a story": "tests/client/test_storyteller.py runs it, and the consoles of all pages",
+    "import subprocess\nimport ray": "needs Ray; the command is that of tests/e2e/test_remote_workers.py",
 }
 # Beginnings of commands for a shell.
 SERVES = "serves until it is stopped: flags and settings are parsed here, servers with them are in tests/e2e"

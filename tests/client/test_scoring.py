@@ -288,9 +288,8 @@ def test_embeddings_of_a_batch_of_texts(client: Client) -> None:
     assert names["embedding"] == pytest.approx(rows[0], abs=1e-3)
 
 
-def test_where_it_runs_and_under_which_licence(client: Client) -> None:
-    info = client.model_info()
-    assert info.device == "cpu" and info.model.license == "apache-2.0"
+def test_where_it_runs(client: Client) -> None:
+    assert client.model_info().device == "cpu"
 
 
 def test_what_makes_no_sense_is_refused_here() -> None:

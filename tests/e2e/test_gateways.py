@@ -176,13 +176,12 @@ def test_the_number_of_gateways_is_that_of_the_data_directory(tmp_path: Path) ->
 
 
 def test_operators_of_all_gateways(server: SeveralGateways) -> None:
-    """Whichever gateway a connection leads to, Warmup is of all, and Drain of its own workers."""
+    """Of the gateway that a connection leads to: Warmup waits for its workers, and Drain replaces them."""
     admins = [admin_pb2_grpc.AdminServiceStub(server.connect()) for _ in range(8)]
     for admin in admins:
-        for workers in (0, server.count):
-            ready = admin.Warmup(admin_pb2.WarmupRequest(workers=workers), timeout=60).workers_ready
-            assert ready == server.count
-        too_many = admin_pb2.WarmupRequest(workers=server.count + 1)
+        for workers in (0, 1):
+            assert admin.Warmup(admin_pb2.WarmupRequest(workers=workers), timeout=60).workers_ready == 1
+        too_many = admin_pb2.WarmupRequest(workers=2)
         assert refused(lambda: admin.Warmup(too_many, timeout=60)) == "TOO_MANY_WORKERS"  # noqa: B023
         unknown = admin_pb2.DrainRequest(worker_id="worker-77")
         assert refused(lambda: admin.Drain(unknown, timeout=60)) == "UNKNOWN_WORKER"  # noqa: B023

@@ -21,7 +21,7 @@ from tests.gateway_process import GatewayProcess
 
 PARENT = "00f067aa0ba902b7"
 # Each call is slow, and each has a line.
-FLAGS = ["--log-calls", "all", "--slow-call-ms", "0.000001"]
+FLAGS = ["--log-calls", "all"]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,10 @@ def test_calls_of_a_trace(gateway: GatewayProcess, collector: Collector) -> None
     assert cache.encode() not in collector.bytes and b"kv_secret" not in collector.bytes
     of_trace = [one for one in gateway.records() if one.get("trace_id") == trace_id]
     assert [(one["event"], one["rpc"], one["code"]) for one in of_trace] == [
-        ("slow call", "Prefill", "OK"),
-        ("slow call", "Decode", "OK"),
+        ("call done", "Prefill", "OK"),
+        ("call done", "Decode", "OK"),
         ("call refused", "Decode", "NOT_FOUND"),
     ]
-    # These are parts of the prompt's time, which follow each other; each is rounded to a microsecond.
-    parts_ms = [float(str(of_trace[0][key])) for key in ("queue_ms", "compute_ms", "commit_ms")]
-    assert 0 < sum(parts_ms) <= float(str(of_trace[0]["duration_ms"])) + 0.003, of_trace[0]
 
 
 def test_a_session_is_one_span(gateway: GatewayProcess, collector: Collector) -> None:
@@ -87,13 +84,8 @@ def test_a_session_is_one_span(gateway: GatewayProcess, collector: Collector) ->
     assert not one.span.status.code
     assert len([span for span in collector.spans() if span.trace_id == trace_id]) == 1
     assert len(collector.wait_for(1, "/Prefill")) >= before
-    slow = [line for line in gateway.records() if line.get("request_id") == "r-session"]
-    # At most fifty lines a second: some calls, and the end of the Session.
-    assert {line["trace_id"] for line in slow} == {trace_id}
-    assert {(line["event"], line["rpc"]) for line in slow} == {
-        ("slow call", "Decode"),
-        ("call done", "Session"),
-    }
+    (line,) = (line for line in gateway.records() if line.get("request_id") == "r-session")
+    assert (line["trace_id"], line["event"], line["rpc"]) == (trace_id, "call done", "Session")
 
 
 def test_an_execution_says_its_model_and_its_tokens(gateway: GatewayProcess, collector: Collector) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -176,8 +176,14 @@ def _read(progress: Path, outcome: Outcome) -> None:
         outcome.failures.append(f"{outcome.state} in {running}")
 
 
-def run_together(parts: Sequence[Part], log: Log, end_s: float, *, jobs: int) -> Iterator[Outcome]:
-    """Runs so many at a time, and yields each when it has ended. Those `alone` are the last, one by one."""
+def run_together(
+    parts: Sequence[Part], log: Log, end_s: float, *, jobs: int, patience: float = 1.0
+) -> Iterator[Outcome]:
+    """Runs so many at a time, and yields each when it has ended. Those `alone` are the last, one by one.
+
+    `patience`: how many times as long as on a device a part may take.
+    """
+    parts = [replace(part, limit_s=patience * part.limit_s) for part in parts]
     alone = [part for part in parts if part.alone]
     together_s = end_s - min(_ALONE_S * len(alone), max(0.0, end_s - time.monotonic()) / 4)
     with ThreadPoolExecutor(jobs) as pool:

@@ -19,6 +19,8 @@ from tests.gpu.report import Row
 
 _PLACES = ("qkv", "output", "gate_up", "down")
 _MOST_FUSED_ROWS = 16
+# Two busy cores take so many times as long for the interpreter as a device's machine for its tests.
+_REHEARSAL_PATIENCE = 4.0
 # What nothing here runs without; and what some tests need, or only the gateway.
 NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "pytest")
 _WANTED = (
@@ -36,9 +38,12 @@ class Sizes:
     context_tokens: int = 1024
     prefills: tuple[int, ...] = (2048, 8192)
     mixed: tuple[tuple[int, int], ...] = ((64, 512), (64, 2048))
+    # Decodes, and tokens of a prompt that lasts for all of their steps.
+    beside: tuple[tuple[int, int], ...] = ((64, 8192),)
     profiled: tuple[int, ...] = (1, 64)
     product_rows: tuple[int, ...] = (1, 4, 16, 64, 128)
     attention: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024), (256, 1024), (2, 32_768))
+    tiles: tuple[tuple[str, int, int], ...] = (("decode", 64, 1024), ("prefill", 2048, 2048))
     sampled_rows: tuple[int, ...] = (1, 64)
     adapters: tuple[int, ...] = (0, 8, 64)
     adapted_batch: int = 64
@@ -55,9 +60,11 @@ REHEARSAL = Sizes(
     context_tokens=16,
     prefills=(24,),
     mixed=((2, 12),),
+    beside=((2, 24),),
     profiled=(2,),
     product_rows=(2, 20),
     attention=((2, 40),),
+    tiles=(("decode", 2, 40), ("prefill", 20, 20)),
     sampled_rows=(2,),
     adapters=(0, 2),
     adapted_batch=2,
@@ -116,6 +123,7 @@ def all_sections() -> list[Section]:
         Section("peer", 40, _peer),
         Section("batch-invariant", 20, _batch_invariant),
         Section("ranks", 60, _ranks),
+        Section("tiles", 50, _tiles),
         Section("rest", 600, _rest),
     ]
 
@@ -180,7 +188,8 @@ def _rest(context: Context, end_s: float) -> Iterator[Row]:
 
 def _tests(context: Context, section: str, names: Sequence[str], end_s: float) -> Iterator[Row]:
     parts = [part for part in all_parts() if part.name in names]
-    for outcome in run_together(parts, context.log, end_s, jobs=context.jobs):
+    patience = _REHEARSAL_PATIENCE if context.sizes is REHEARSAL else 1.0
+    for outcome in run_together(parts, context.log, end_s, jobs=context.jobs, patience=patience):
         yield _row_of(section, outcome)
 
 
@@ -197,6 +206,11 @@ def _model(context: Context, end_s: float) -> Iterator[Row]:
     context.device.prepare_with("load", **_load(sizes, max(sizes.batches), max(sizes.prefills)))
     row, told = figures.call("load, compile and capture", "warm")
     yield Row("model", row.name, row.state, row.seconds, told or {}, row.note)
+    row, chosen = figures.call("tiles of products of few rows", "chosen_tiles")
+    row.note = (
+        row.note or "; ".join(f"{place}: {way}" for place, way in chosen.items()) or "none were measured"
+    )
+    yield row
     for batch in sizes.batches:
         yield from _decodes(figures, shape, batch, sizes.context_tokens)
     for batch in sizes.profiled:
@@ -208,6 +222,9 @@ def _model(context: Context, end_s: float) -> Iterator[Row]:
     for batch, tokens in sizes.mixed:
         name = f"{batch} decodes and {tokens} tokens of a prompt"
         yield figures.measure(name, "mixed", seeded=True, batch=batch, tokens=tokens)
+    for batch, tokens in sizes.beside:
+        name = f"{batch} decodes in the step loop beside a prompt"
+        yield figures.measure(name, "decode_beside_prompt", seeded=True, batch=batch, tokens=tokens)
     for kind in ("top_p", "mask", "penalties", "logprobs"):
         name = f"decode, batch {sizes.adapted_batch}, {kind}"
         yield figures.measure(name, "decode_in_loop", batch=sizes.adapted_batch, kind=kind)
@@ -262,6 +279,27 @@ def _single_kernels(figures: Figures, sizes: Sizes) -> Iterator[Row]:
     for rows in sizes.sampled_rows:
         for name in ("greedy", "drawn", "top_p", "penalties", "drafts"):
             yield kernel(f"choose, {name}, {rows} rows", f"choose_{name}", rows)
+
+
+def _tiles(context: Context, end_s: float) -> Iterator[Row]:
+    """Attention with the tiles in use, and with others: `config_for` of its modules is what they change."""
+    sizes, figures = context.sizes, context.figures("tiles", end_s)
+    context.device.prepare_with("release")
+    for kernel, items, context_tokens in sizes.tiles:
+        row, names = figures.call(
+            f"tiles of {kernel} attention", "attention_tiles", kernel=kernel, shape_name=sizes.shape
+        )
+        if names is None:
+            yield row
+        for way, name in enumerate(names or ()):
+            yield figures.measure(
+                f"{kernel} attention, {items} x {context_tokens}, {name}" + " (in use)" * (not way),
+                "attention_with",
+                kernel=kernel,
+                shape_name=sizes.shape,
+                way=way,
+                size=[items, context_tokens],
+            )
 
 
 def _peer(context: Context, end_s: float) -> Iterator[Row]:

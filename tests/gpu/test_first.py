@@ -24,7 +24,7 @@ from tests.gpu.sections import Section, all_sections
 
 FAILS = "import pytest\n\ndef test_right(): pass\n\ndef test_wrong(): assert 1 == 2\n"
 CRASHES = "import os\n\ndef test_before(): pass\n\ndef test_it(): os.abort()\n"
-FIGURES = ("versions", "precompile", "model", "peer", "batch-invariant", "ranks")
+FIGURES = ("versions", "precompile", "model", "peer", "batch-invariant", "ranks", "tiles")
 
 
 def write(directory: Path, name: str, text: str) -> Part:
@@ -89,11 +89,11 @@ def test_figures_go_on_after_a_process_was_killed_in_each_section(tmp_path: Path
     report = KillingReport(tmp_path)
     run(named(*FIGURES), report, Log(io.StringIO()), minutes=9, rehearses=True)
     assert report.killed == dict.fromkeys(FIGURES, 1)
-    failed = [row for row in report.rows if row.state != "ok"]
-    assert {row.section for row in failed} == set(FIGURES)
+    failed = [row for row in report.rows if row.state not in ("ok", "missing")]
+    # The row after each kill, which is of the next section where a section has one row.
     assert all(row.state == "failed" and "process has ended" in row.note for row in failed)
-    assert len(failed) == len(FIGURES), "one row each"
-    assert [row.section for row in report.rows][-1] == "ranks"
+    assert len(failed) == len(FIGURES), "one row for each kill"
+    assert [row.section for row in report.rows][-1] == FIGURES[-1]
 
 
 def test_a_part_that_is_killed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_every_row_has_figures(rehearsal: Path) -> None:
         row
         for row in rows
         if row["section"] != "versions"
-        and row["name"][:6] not in ("load, ", "kernel")
+        and row["name"][:6] not in ("load, ", "kernel", "tiles ")
         and row["section"] != "precompile"
     ]
     assert len(timed) > 30 and all(row["figures"]["ms"] > 0 for row in timed)

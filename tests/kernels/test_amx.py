@@ -100,7 +100,7 @@ def row_weight_and_sums(inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return row, weight, models(row, weight)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 17, 40])
+@pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("inputs", [5, 32, 63, 160])
 @pytest.mark.parametrize("more", [2, GROUP])
 def test_sums_have_the_order_of_the_instruction(rows: int, inputs: int, more: int) -> None:

@@ -118,12 +118,12 @@ TABLE = {
     ),
     "groups and widths of few tokens": Row(
         [(1, 20), (1, 33), (3, 18), (5, 5), (16, 40), (0, 7), (2, 0)],
-        CPU,
+        (COMPILED,),
         shapes=[a | b for a in groups(1, 2, 3, 4, 5, 6, 7, 8) for b in widths(16, 48, 80, 128, 256)],
     ),
     "groups and widths of many tokens": Row(
         [(1, 20), (40, 75), (16, 40), (0, 7), (20, 0), (101, 101)],
-        CPU,
+        (COMPILED,),
         (BF16,),
         shapes=[a | b for a in groups(1, 2, 3, 5, 8) for b in widths(32, 96, 128, 256)],
     ),

@@ -15,12 +15,10 @@ def main() -> None:
     for name in list(sys.modules):
         if name.startswith(("huggingface_hub", "service.cli.hub")):
             del sys.modules[name]
-    from service.cli.hub import HubError, find_files, find_model
+    from service.cli.hub import HubError, find_model
 
-    revision, files = json.loads(sys.argv[1])
+    revision = json.loads(sys.argv[1])
     try:
-        if files:
-            find_files("org/model", files)
         print(find_model("org/model", revision))
     except HubError as error:
         print(f"quire: {error}", file=sys.stderr)

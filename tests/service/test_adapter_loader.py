@@ -14,17 +14,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from quire.v1 import admin_pb2
+from quire.v1 import admin_pb2, types_pb2
 
 from service import uploads
 from service.adapters import loader, store
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore, identity
+from service.api.admin import AdminApi
 from service.config import Config
 from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
 from service.journal.values import StoredValues
+from service.runtimes.runtime_calls import RuntimeCalls
 from service.uploads import RESERVE_BYTES
+from tests.service.served import state_of
 from tests.sim.harness import FailingJournal
 from workers.adapters.adapter import identity as worker_identity
 from workers.common import worker_pb2
@@ -156,6 +159,23 @@ async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_p
     with pytest.raises(asyncio.CancelledError):
         await unload
     assert numbers_of(Server(tmp_path, values)) == numbers_of(server) == {}
+
+
+async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_it() -> None:
+    adapters = Adapters(9)
+    for number, name in enumerate(("used", "not used yet"), start=1):
+        adapters.update([AdapterVersion(number, name, None, "/directory", identity="files")])
+    state, none = state_of(Config(), worker_pb2.WorkerReady()), cast(Any, None)
+    of_worker = types_pb2.LoraAdapterMetrics(version=1, rank=8, size_bytes=1 << 20)
+    state.slots[0].snapshot = worker_pb2.WorkerSnapshot(
+        lora_adapters=[of_worker, types_pb2.LoraAdapterMetrics(version=2, operations=1, waiting=1)]
+    )
+    api = AdminApi(
+        state, none, adapters, lambda: Counter({1: 3}), none, none, RuntimeCalls(none, state, None, none)
+    )
+    listed = (await api.ListAdapters(admin_pb2.ListAdaptersRequest(), none)).adapters
+    found = {one.adapter_id: (one.rank, one.size_bytes, one.caches) for one in listed}
+    assert found == {"used": (8, 1 << 20, 3), "not used yet": (0, 0, 0)}
 
 
 async def endless(

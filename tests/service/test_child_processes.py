@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from quire.cli.main import main
 
+from service.cli import worker
 from service.config import Config
+from service.extensions.gateways import parent
 from service.pool.model_versions import ModelVersions
 from service.runtimes.weight_uploads import WeightUploads
 
@@ -65,5 +68,39 @@ def test_a_command_says_what_the_system_refuses(
         raise error
 
     monkeypatch.setattr("quire.cli.main._run", refused)
-    assert main(["state", "list"]) == status
+    assert main(["token", "alice"]) == status
     assert capsys.readouterr().err == f"quire: {said}\n"
+
+
+def options(**given: object) -> argparse.Namespace:
+    names = (*worker._FLAGS, *worker._LOG_FLAGS)
+    return argparse.Namespace(**dict.fromkeys(names) | given)
+
+
+def test_a_worker_for_other_hosts_gets_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = worker._command(options(pool="certificates", model="../m", threads=2))
+    assert command[command.index("--pool") + 1] == f"{tmp_path}/certificates"
+    assert command[command.index("--model") + 1] == f"{tmp_path}/../m"
+    assert command[command.index("--threads") + 1] == "2"
+    # It is tried again after a while.
+    assert worker._start(["/nowhere/python"], 2) is None
+    assert "cannot be started: No such file" in capsys.readouterr().err
+
+
+def test_gateways_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parent._with_absolute_paths(Config(tokens="t", data_dir="d", model="m", tls_key="/k"))
+    assert (config.tokens, config.tls_key) == (f"{tmp_path}/t", "/k")
+    assert (config.data_dir, config.model) == (f"{tmp_path}/d", f"{tmp_path}/m")
+    assert (
+        parent._with_absolute_paths(Config().with_values({"runtimes": "r"})).values()["runtimes"]
+        == f"{tmp_path}/r"
+    )
+    for name in ("adder", "paged-attention"):
+        config = parent._with_absolute_paths(Config(model=name))
+        assert (config.model, config.data_dir, config.values()["runtimes"]) == (name, None, "")
+    remote = Config(model="of another host", pool_listen="127.0.0.1:1")
+    assert parent._with_absolute_paths(remote).model == "of another host"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from service.extensions.gateways.one_host import places
 from service.journal.base import JournalUnusable
 from service.journal.opening import open_configured
 from tests.quire_command import run
-from tests.service.journal_traffic import open_journal
 
 
 def none(*_: object) -> None:
@@ -72,18 +70,6 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(JournalUnusable, match="lock"):
         open_configured("disk", "normal", tmp_path, none, none)
     assert victim.read_text() == "precious"
-
-
-def test_a_journal_that_cannot_be_used_is_told_also_where_a_killed_server_has_left_its_socket(
-    tmp_path: Path,
-) -> None:
-    directory, path = tmp_path / "data", tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX) as killed:
-        killed.bind(str(path))
-    with contextlib.closing(open_journal(directory, "normal")):
-        assert refused("--listen", f"unix:{path}", "--data-dir", str(directory))["event"] == (
-            "cannot use the journal"
-        )
 
 
 def test_a_token_and_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

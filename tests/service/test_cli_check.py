@@ -9,6 +9,7 @@ from quire.cli.main import main
 
 from service.config import all_settings
 from service.config_sources import read_settings
+from service.pool import pool_files
 from tests.certificates import Authority
 
 
@@ -116,6 +117,10 @@ def test_whatever_starts_a_server_can_be_checked(
     ("flags", "why"),
     [
         ("--journal redis://host/0", "no extension that is installed has such a journal"),
+        (
+            "--journal postgresql://me@host/q",
+            "no extension that is installed has such a journal without peer_listen",
+        ),
         ("--journal disk --listen 127.0.0.1:0", "needs a data_dir if the port is chosen at each start"),
     ],
 )
@@ -127,8 +132,10 @@ def test_a_journal_that_cannot_be_had_is_a_problem(
     assert said.startswith("journal = ") and said.endswith(f"(from --journal) is refused: {why}")
 
 
-def test_a_database_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert problems(capsys, "--journal", "postgresql://quire@127.0.0.1:1/quire") == []
+def test_a_database_is_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pool_files.write_certificates(tmp_path, 1)
+    shared = ("--peer-listen", "host:1", "--pool", str(tmp_path), "--pool-listen", "host:2")
+    assert problems(capsys, "--journal", "postgresql://quire@127.0.0.1:1/quire", *shared) == []
 
 
 def test_values_are_said_as_toml_has_them(capsys: pytest.CaptureFixture[str]) -> None:

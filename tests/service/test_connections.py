@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -19,98 +16,10 @@ import structlog
 from quire import Client
 from quire.v1 import runner_pb2, runner_pb2_grpc
 
-from service.auth.connections import ConnectionCount, TooFewDescriptors, server_options, with_descriptors
+from service.auth.connections import TooFewDescriptors, server_options, with_descriptors
 from service.config import Config
-from tests.service.served import until
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
-
-
-def listening(kind: str, directory: Path) -> tuple[socket.socket, Config, int]:
-    """A listening socket, with the settings and the port of a server that had it."""
-    if kind == "unix":
-        path = str(directory / "socket")
-        listen = socket.socket(socket.AF_UNIX)
-        listen.bind(path)
-        listen.listen()
-        return listen, Config(listen=f"unix:{path}", max_connections=3), 1
-    host = {"tcp": "127.0.0.1", "ipv6": "::1"}[kind]
-    listen = socket.create_server((host, 0), family=socket.AF_INET6 if kind == "ipv6" else socket.AF_INET)
-    return listen, Config(listen=f"[{host}]:0", max_connections=3), listen.getsockname()[1]
-
-
-def connected(listen: socket.socket, count: int, stack: ExitStack) -> list[socket.socket]:
-    """Clients' ends of new connections; both ends are in this process."""
-    clients = []
-    for _ in range(count):
-        clients.append(stack.enter_context(socket.socket(listen.family)))
-        clients[-1].connect(listen.getsockname())
-        stack.enter_context(listen.accept()[0])
-    return clients
-
-
-@needs_proc
-@pytest.mark.parametrize("kind", ["tcp", "ipv6", "unix"])
-def test_those_accepted_here_are_counted(kind: str, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        listen, config, port = listening(kind, tmp_path)
-        other, _, _ = listening("tcp", tmp_path)
-        stack.enter_context(listen)
-        connected(stack.enter_context(other), 5, stack)
-        count = ConnectionCount(config)
-        count.refresh(port)
-        assert count.count == 0
-        with ExitStack() as some:
-            connected(listen, 2, some)
-            count.refresh(port)
-            assert count.count == 2
-            connected(listen, 4, stack)
-            count.refresh(port)
-            assert count.count == 6
-        count.refresh(port)
-        assert count.count == 4
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Nothing can be opened."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, (path.name for path in Path("/proc/self/fd").iterdir())))
-    with ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
-        try:
-            with suppress(OSError):
-                while True:
-                    stack.enter_context(socket.socket())
-            with pytest.raises(OSError, match="Too many open files"):
-                socket.socket()
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@needs_proc
-async def test_the_count_goes_on_and_says_once_that_there_are_too_many(tmp_path: Path) -> None:
-    with ExitStack() as stack, structlog.testing.capture_logs() as logs:
-        listen, config, port = listening("tcp", tmp_path)
-        stack.enter_context(listen)
-        count = ConnectionCount(config)
-        running = asyncio.create_task(count.run(port))
-
-        connected(listen, 2, stack)
-        await until(lambda: count.count == 2)
-        with no_descriptors():
-            with pytest.raises(OSError, match="Too many open files"):
-                count.refresh(port)
-            assert count.count == 2, "as it was"
-        connected(listen, 1, stack)
-        await until(lambda: count.count == 3)
-        connected(listen, 1, stack)
-        await until(lambda: count.count == 4)
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-    assert [log["event"] for log in logs] == ["too many connections: further ones are closed"]
 
 
 class QuietRunner(runner_pb2_grpc.ModelRunnerServiceServicer):

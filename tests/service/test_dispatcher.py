@@ -56,6 +56,10 @@ async def test_a_call_is_a_caller_of_its_own(bench: Bench) -> None:
     assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
 
 
+async def test_no_requests_are_no_call(bench: Bench) -> None:
+    assert await bench.dispatcher.run([]) == []
+
+
 async def test_it_is_found_out_that_the_journal_works_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,18 @@ def is_closed(client: socket.socket) -> bool:
         return False
 
 
+def test_all_connections_to_the_port_are_counted(port: Port) -> None:
+    """Those of known clients, and of others; not those that were closed."""
+    watch = port.watch(most=3)
+    clients = [port.connect() for _ in range(2)]
+    port.known.add(clients[0].getsockname()[:2])
+    for expected in (2, 2):
+        assert watch.check() == 0 and watch.count == expected
+    clients += [port.connect() for _ in range(3)]
+    assert watch.check() == 1 and watch.count == 4
+    assert watch.check() == 0 and watch.count == 4
+
+
 def test_the_oldest_of_too_many_are_closed(port: Port) -> None:
     watch = port.watch(most=3)
     clients = []

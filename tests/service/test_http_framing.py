@@ -159,26 +159,6 @@ async def test_headers_are_limited_however_they_arrive(
         writer.close()
 
 
-TARGETS = {
-    "http://localhost/v1/models": 200,
-    "HTTP://127.0.0.1:80/v1/models?x=1": 200,
-    "https://localhost/v1/models": 200,
-    "http://localhost": 404,
-    "http://localhost?x": 404,
-    # The host of the URL counts, not that of the header: a page of another host sent this.
-    "http://evil.example/v1/models": 421,
-}
-
-
-async def test_a_target_may_be_a_whole_url() -> None:
-    async with serving(FakeRuntime(generate_yes)) as served, asyncio.timeout(PATIENCE_S):
-        for target, status in TARGETS.items():
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-            assert (await reader.read()).split()[1] == str(status).encode(), target
-            writer.close()
-
-
 async def test_a_whole_url_for_probes_and_metrics(tmp_path: Path) -> None:
     async with metrics_server.serving(tmp_path) as server:
         assert (await server.get("http://127.0.0.1/healthz")).status == 200

@@ -36,11 +36,11 @@ SHARDS = {
     "model-00001-of-00002.safetensors": b"1" * 1000,
     "model-00002-of-00002.safetensors": b"2" * 1000,
 }
-# What names a licence is fetched where there is any, and a cache without it is whole.
-CARDS = {"README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"MIT"}
 # What lies beside a model on the hub, and is not fetched.
 OTHERS = {
     "docs/README.md": b"#",
+    "README.md": b"---\nlicense: mit\n---\n",
+    "LICENSE": b"MIT",
     "pytorch_model.bin": b"pickle",
     "modeling_custom.py": b"import os",
     "consolidated.safetensors": b"twice",
@@ -59,14 +59,14 @@ def find(tmp_path: Path) -> Find:
     """
     home = str(tmp_path / "home")
 
-    def run(*files: str, revision: str | None = None, **environment: str) -> tuple[str, str]:
+    def run(*, revision: str | None = None, **environment: str) -> tuple[str, str]:
         # Not those of whoever runs the tests.
         others = ("HF_", "TRANSFORMERS_", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
         base = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         done = subprocess.run(
             quire_command.module(
                 "tests.service.find_model",
-                json.dumps([revision, files]),
+                json.dumps(revision),
                 imported=["service.cli.hub"],
             ),
             env=base | {"HF_HOME": home, "HF_ENDPOINT": NOBODY} | environment,
@@ -147,30 +147,17 @@ def test_settings_that_are_known_to_be_missing_are_fetched_or_told(tmp_path: Pat
 
 @pytest.mark.parametrize("weights", [pytest.param(WEIGHTS, marks=pytest.mark.thorough), SHARDS])
 def test_a_model_is_downloaded_and_nothing_else(find: Find, weights: dict[str, bytes]) -> None:
-    site = Hub(MODEL, SMALL | CARDS | weights | OTHERS)
+    site = Hub(MODEL, SMALL | weights | OTHERS)
     with serving(site) as endpoint:
         found, said = find(HF_ENDPOINT=endpoint)
-        assert {
-            name: (Path(found) / name).read_bytes() for name in names_in(found)
-        } == SMALL | CARDS | weights
-        assert sorted(site.fetched) == sorted(SMALL | CARDS | weights), "each once"
+        assert {name: (Path(found) / name).read_bytes() for name in names_in(found)} == SMALL | weights
+        assert sorted(site.fetched) == sorted(SMALL | weights), "each once"
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said
         assert [line for line in said.splitlines() if "%" in line][-1] == "quire: 100% downloaded"
         assert Path(found).name == COMMIT
     # It is in the cache now, under the names by which it was asked for.
     assert find() == (found, "")
     assert find(revision=COMMIT, HF_HUB_OFFLINE="1") == (found, "")
-
-
-def test_a_transfer_that_always_breaks_leaves_nothing_half(find: Find) -> None:
-    site = Hub(MODEL, SMALL | WEIGHTS, breaks=1000, break_after=0)
-    with serving(site) as endpoint:
-        found, said = find(HF_ENDPOINT=endpoint)
-        assert found == "" and "cannot be downloaded from 127.0.0.1" in said.splitlines()[-1]
-        assert find(HF_HUB_OFFLINE="1")[0] == "", "what is there is not taken for whole"
-        site.breaks = 0
-        found, _ = find(HF_ENDPOINT=endpoint)
-    assert (Path(found) / "model.safetensors").read_bytes() == WEIGHTS["model.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -205,16 +192,6 @@ def test_a_refusal_is_told_in_a_line(find: Find, refusal: tuple[int, str], said:
 def test_what_cannot_be_served_is_told(files: dict[str, bytes], said: str) -> None:
     with pytest.raises(hub.HubError, match=re.escape(said)):
         hub._check_can_be_served(MODEL, {name: len(content) for name, content in files.items()})
-
-
-def test_quantised_weights_are_not_fetched(find: Find) -> None:
-    config = b'{"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}'
-    quantised = Hub(MODEL, SMALL | WEIGHTS | {"config.json": config})
-    with serving(quantised) as endpoint:
-        found, lines = find(HF_ENDPOINT=endpoint)
-    assert found == "" and lines.count("\n") == 1
-    assert f"{MODEL} cannot be served: its weights are quantised (awq, " in lines
-    assert "model.safetensors" not in quantised.fetched
 
 
 def test_a_token_is_shown_to_the_hub_and_to_nobody_else(find: Find) -> None:

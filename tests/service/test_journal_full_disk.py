@@ -1,7 +1,4 @@
-"""The disk of a journal or its database is full: appends are refused, nothing is lost, and all goes on later.
-
-Or that of a backup, which says so.
-"""
+"""The disk of a journal or its database is full: appends are refused, nothing is lost, all goes on later."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from quire.cli.main import main
 
 from service.caches.ledger import Ledger
 from service.journal.conformance import Traffic, appended, commit, created, facts
@@ -127,17 +123,3 @@ def recovered_copy(directory: Path) -> Ledger:
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(directory, name, dirs_exist_ok=True)
         return recovered(Path(name))
-
-
-@pytest.mark.parametrize("running", [False, True])
-def test_a_backup_names_the_disk_that_is_full(
-    disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, running: bool
-) -> None:
-    with contextlib.closing(open_journal(tmp_path / "data")) as journal:
-        if not running:
-            journal.close()
-        fill(disk)
-        assert main(["journal", "backup", str(tmp_path / "data"), str(disk / "copy")]) == 1
-        said = capsys.readouterr().err
-        assert f"{disk / 'copy'}" in said and "No space left on device" in said and "has room" in said
-        assert not (disk / "copy").exists()

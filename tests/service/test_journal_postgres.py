@@ -79,15 +79,6 @@ async def test_rows_of_another_shard_are_refused(postgres: PostgresServer) -> No
         await recovered(postgres.url)
 
 
-async def test_tables_of_a_version_before_the_first_release_are_refused(postgres: PostgresServer) -> None:
-    async with Owner(postgres.url, "a"):
-        pass
-    async with operator(postgres.url) as connection:
-        await connection.execute("UPDATE quire.version SET version = 2")
-    with pytest.raises(DatabaseFailed, match="to begin without caches, drop the schema quire"):
-        await recovered(postgres.url)
-
-
 async def test_a_crash_of_the_database_loses_nothing(postgres: PostgresServer) -> None:
     """What was under way is durable, or not, as is told."""
     rng = random.Random(5)

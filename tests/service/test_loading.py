@@ -16,7 +16,7 @@ import pytest
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.config import Config
-from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, NoWorker, StorageUnavailable
+from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, StorageUnavailable
 from service.journal.values import StoredValues
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import loading as loading_module
@@ -135,20 +135,6 @@ async def test_weights_that_a_worker_refuses_are_not_served(
         bench.reader.refusal = ""
         await bench.load()
         assert bench.gateway.machine.weights.serving == 1
-
-
-async def test_a_worker_that_dies_while_it_reads_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Loads(tmp_path, monkeypatch, works)
-    async with serving(bench):
-        bench.reader.may_read.clear()
-        loading = asyncio.create_task(bench.load())
-        await bench.reader.reading.wait()
-        bench.launcher.started[0].exit()
-        with pytest.raises(NoWorker):
-            await loading
-        assert bench.gateway.machine.weights.serving == 0 and bench.stored()["model"] == MODEL
 
 
 async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it(

@@ -1,34 +1,16 @@
-"""Free memory is trimmed when much is resident, and less often while trims return little."""
+"""Free memory is trimmed while much more is resident than at the least."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from service import memory
-from service.memory import ProcessMemory, TrimPolicy, keep_trimmed
+from service.memory import ProcessMemory, keep_trimmed
 
 MIB = 1 << 20
-
-
-def test_after_a_peak_memory_is_trimmed_once() -> None:
-    policy = TrimPolicy(100 * MIB)
-    assert not policy.due(110 * MIB)
-    assert policy.due(400 * MIB)
-    policy.on_trimmed(400 * MIB, 104 * MIB)
-    assert not any(policy.due(104 * MIB) for _ in range(100))
-
-
-def test_memory_that_stays_in_use_is_the_new_minimum() -> None:
-    policy = TrimPolicy(100 * MIB)
-    looked = 0
-    for _ in range(10_000):
-        if policy.due(400 * MIB):
-            looked += 1
-            policy.on_trimmed(400 * MIB, 400 * MIB)
-    assert looked == 6
-    assert policy.due(440 * MIB), "a rise above the new minimum is trimmed"
 
 
 class Figures(ProcessMemory):
@@ -44,3 +26,17 @@ class Figures(ProcessMemory):
 async def test_without_glibc_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_glibc", lambda: None)
     await asyncio.wait_for(keep_trimmed(Figures(100 * MIB)), 5)
+
+
+async def test_it_is_trimmed_while_much_more_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    libc = SimpleNamespace(mallopt=lambda *_: 1, malloc_trim=trims.append)
+    monkeypatch.setattr(memory, "_glibc", lambda: libc)
+    monkeypatch.setattr(memory, "_INTERVAL_S", 0.0)
+    figures = Figures(100 * MIB, 110 * MIB, 90 * MIB, 121 * MIB, 122 * MIB, 400 * MIB, 95 * MIB, 95 * MIB)
+    running = asyncio.create_task(keep_trimmed(figures))
+    while len(figures._figures) > 1:
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert len(trims) == 2, "at 122 and at 400 MiB, over the least of 90"

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
-from quire.v1 import runner_pb2, types_pb2
+from quire.v1 import types_pb2
 
 from service.adapters.registry import AdapterVersion
-from service.caches.entries import WorkerView
 from service.caches.requests import Append, Appended, AppendKind, Release, Released, Request
 from service.config import Config
 from service.dispatcher import Dispatcher
@@ -160,28 +159,6 @@ async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str,
     return {(one.name, frozenset(one.labels.items())): one.value for of in families for one in of.samples}
 
 
-async def test_what_fits_into_a_step_runs_and_the_rest_waits(tmp_path: Path) -> None:
-    async with serving(tmp_path, max_batch_tokens=512) as server:
-        caches = server.gateway.core.caches
-        worker = WorkerView(
-            "worker-0", 1, page_tokens=16, pages_total=1000, capacity_tokens=16_000, pages_available=1000
-        )
-        caches.worker_ready(worker, 0.0)
-        # Four tokens, and then two of the prompts, the second one in part.
-        sizes = [300, 300, 300, 1, 1, 1, 1]
-        caches.submit([Append(AppendKind.PREFILL, "", [1] * size) for size in sizes], 0.0)
-        samples = await scraped(server)
-        assert samples["quire_num_requests_running", frozenset()] == 6
-        assert samples["quire_num_requests_waiting", frozenset()] == 1
-        # Without the worker all of them wait.
-        caches.worker_lost("worker-0", 1, 0.0)
-        caches.take_effects()
-        samples = await scraped(server)
-        assert samples["quire_num_requests_running", frozenset()] == 0
-        assert samples["quire_num_requests_waiting", frozenset()] == len(sizes)
-        assert samples["quire_operations_parked", frozenset()] == len(sizes)
-
-
 async def test_only_adapters_of_all_tenants_are_named(tmp_path: Path) -> None:
     async with serving(tmp_path, max_lora_adapters=3) as server:
         versions = server.gateway.core.pool.versions
@@ -220,27 +197,6 @@ async def test_a_first_internal_error_is_a_difference(tmp_path: Path) -> None:
         for code in ("OK", "Internal", "Unknown")
     }
     assert counts == {"OK": 1, "Internal": 0, "Unknown": 0}
-
-
-class Provider:
-    """A runtime whose circuit breaker is open."""
-
-    name = "remote"
-
-    def describe(self) -> runner_pb2.Runtime:
-        return runner_pb2.Runtime(name=self.name, breaker=runner_pb2.BREAKER_STATE_OPEN)
-
-
-async def test_breakers(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server:
-        server.gateway.router.runtimes.append(Provider())  # type: ignore[arg-type]
-        samples = await scraped(server)
-    found = {
-        dict(labels)["state"]: number
-        for (name, labels), number in samples.items()
-        if name == "quire_runtime_breaker"
-    }
-    assert found == {"closed": 0, "open": 1, "half_open": 0}
 
 
 async def test_all_shards_are_counted_also_one_that_was_given_back(tmp_path: Path) -> None:

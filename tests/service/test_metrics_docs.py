@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,6 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 OPERATIONS = DOCS / "operations.md"
 ALERTS = DOCS / "monitoring" / "alerts.yaml"
 DASHBOARD = DOCS / "monitoring" / "dashboard.json"
-# Of a line of the log about a call: those of the table, and those of all lines.
-_TABLE = OPERATIONS.read_text().partition("## Logs of calls")[2].partition("\n## ")[0]
-_FIRST_COLUMN = " ".join(re.findall(r"^\| (`.*?) \|", _TABLE, flags=re.MULTILINE))
-FIELDS_OF_CALLS = {*re.findall(r"\w+", _FIRST_COLUMN), "timestamp", "level", "logger"}
 Known = dict[str, tuple[str, set[str]]]
 # What Prometheus and the library for a process's own figures add.
 OTHERS: Known = {
@@ -53,29 +49,6 @@ def documented() -> Known:
 
 async def test_every_metric_is_documented(known: Known) -> None:
     assert documented() == {name: one for name, one in known.items() if not name.startswith("process_")}
-
-
-async def test_a_job_for_dashboards_of_vllm_takes_nothing_from_quires_own(known: Known) -> None:
-    text = OPERATIONS.read_text()
-    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)]
-    ours, renamed = (job for block in blocks for job in block.get("scrape_configs", ()))
-    assert ours["job_name"] == "quire" != renamed["job_name"] and "metric_relabel_configs" not in ours
-    kept = {*map(vllm_name(renamed["metric_relabel_configs"]), known)} - {""}
-    table = text.partition("Those with vLLM's names")[2].partition("Those of gRPC")[0]
-    assert kept == {f"vllm:{name}" for name in re.findall(r"^\| `quire_(\w+)`", table, flags=re.MULTILINE)}
-
-
-def vllm_name(rules: list[dict[str, Any]]) -> Callable[[str], str]:
-    """What Prometheus stores a metric as; empty: not."""
-    rename, keep, label = rules
-    assert keep["action"] == "keep" and label["target_label"] == "model_name"
-
-    def name_of(name: str) -> str:
-        found = re.fullmatch(rename["regex"], name)
-        name = rename["replacement"].replace("$1", found[1]) if found else name
-        return name if re.fullmatch(keep["regex"], name) else ""
-
-    return name_of
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -152,11 +125,6 @@ async def test_reasons_of_alerts_are_shown_before_they_occur(tmp_path: Path) -> 
     assert named and {reason for listed in named for reason in listed.split("|")} <= shown.keys() & {
         error.reason for error in ERRORS
     }
-
-
-def test_numbers_in_summaries_are_rounded() -> None:
-    for rule in alerts():
-        assert "{{ $value }}" not in rule["annotations"]["summary"], rule["alert"]
 
 
 def test_the_dashboard_can_be_imported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ async def test_pages_of_a_browser_cannot_read_it(tmp_path: Path, host: str, stat
     async with serving(tmp_path) as server:
         answer = await server.send(f"GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         assert int(answer.split()[1]) == status
+
+
+async def test_a_slow_request_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dataclasses.replace(exporter.LIMITS, idle_s=0.1, unread_s=0.1)
+    monkeypatch.setattr(exporter, "LIMITS", limits)
+    async with serving(tmp_path) as server, asyncio.timeout(PATIENCE_S):
+        for part in (b"", b"GET /metrics HTT", b"GET /metrics HTTP/1.1\r\nHost: local"):
+            assert await server.send(part) == b""
+        assert not server.exporter.server.connections
 
 
 async def test_idle_connections_keep_nobody_out(tmp_path: Path) -> None:

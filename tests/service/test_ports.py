@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from quire.cli.main import complete_parser
 
+from service.config import Config
+from service.extensions.gateways import parent
+from service.extensions.gateways.one_host import Place
+from service.extensions.metrics.settings import MetricsSettings
 from service.setting_rules import are_addresses
 from service.settings import ConfigError
+from service.shard import Shard
 from tests.load_config import load_config
 
 TWO = {"gateways": "2", "workers": "2"}
@@ -47,6 +54,29 @@ def test_ports_of_several_gateways(flags: dict[str, str], setting: str, said: st
     with pytest.raises(ConfigError, match=said) as refused:
         load_config(TWO | flags, {})
     assert refused.value.setting == setting
+
+
+def test_the_last_ports_and_free_ones_are_possible() -> None:
+    config = load_config(TWO | {"metrics_listen": "127.0.0.1:65534", "openai_listen": "127.0.0.1:0"}, {})
+    of_each = [config.of_gateway(index).of(MetricsSettings).metrics_listen for index in range(2)]
+    assert of_each == ["127.0.0.1:65534", "127.0.0.1:65535"]
+    config = load_config(TWO | {"metrics_listen": "127.0.0.1:0", "openai_listen": "127.0.0.1:0"}, {})
+    assert config.of_gateway(1).of(MetricsSettings).metrics_listen == "127.0.0.1:0"
+    load_config({"metrics_listen": "127.0.0.1:65535"}, {})
+    # Of one gateway the next port is free.
+    load_config({"metrics_listen": "127.0.0.1:50050"}, {})
+
+
+def test_each_gateway_is_told_its_port() -> None:
+    config = (
+        Config()
+        .with_values({"gateways": 2, "metrics_listen": "[::1]:9000"})
+        .with_values({"pool_listen": "0.0.0.0:50060"})
+    )
+    for index in range(2):
+        line = json.loads(parent._first_line(config, Place(Shard(index, 2), None, [], "")))
+        assert line["config"]["metrics_listen"] == f"[::1]:{9000 + index}"
+        assert line["config"]["pool_listen"] == f"0.0.0.0:{50060 + index}"
 
 
 @pytest.mark.parametrize(

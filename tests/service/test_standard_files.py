@@ -50,7 +50,7 @@ def test_closed_files_become_the_null_device(module: str, redirections: str) -> 
 
 # Each of them alone is in the test above.
 @pytest.mark.parametrize(
-    "command", [("state", "list"), ("--version",), ("status", "--target", "127.0.0.1:1")]
+    "command", [("token", "alice"), ("--version",), ("status", "--target", "127.0.0.1:1")]
 )
 def test_a_command_runs_without_them(command: tuple[str, ...], tmp_path: Path) -> None:
     ended = subprocess.run(

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import structlog
-from quire.v1 import types_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.caches.answers import Event
 from service.caches.effects import Claim
@@ -293,13 +293,6 @@ async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int
     assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
 
 
-async def test_pool_failed_of_the_launcher_ends_the_pool(bench_of: MakeBench) -> None:
-    bench = bench_of(PoolFailed("no such place"))
-    with pytest.raises(PoolFailed, match="no such place"):
-        await bench.run()
-    assert bench.launcher.attempts == 1
-
-
 async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:
     bench = bench_of(closes_its_stream, status=1)
     with pytest.raises(PoolFailed, match="failed to start 5 times"):
@@ -314,6 +307,26 @@ async def test_wrong_model_on_one_host_does_not_end_the_pool(bench_of: MakeBench
     bench.versions.expected_fingerprint = "one"
     async with running(bench):
         assert await bench.events(1) == [("ready", 2)]
+
+
+async def test_silent_worker_is_suspect_until_its_next_message(bench_of: MakeBench) -> None:
+    silent = asyncio.Event()
+
+    async def pauses(requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        yield ready()
+        await silent.wait()
+        async for response in works(requests):
+            if not response.events[0].HasField("ready"):
+                yield response
+
+    bench = bench_of(pauses, suspect_after_s=0.05)
+    (slot,) = bench.versions.slots
+    async with running(bench):
+        assert await bench.events(2) == [("ready", 1), ("suspect", 1)]
+        assert slot.suspect and slot.state == executor_pb2.WORKER_STATE_READY
+        silent.set()
+        assert await bench.events(1) == [("heard", 1)]
+    assert not slot.suspect, "there is no worker any more"
 
 
 async def test_a_worker_that_dies_while_it_is_asked_fails_nobody(bench_of: MakeBench) -> None:

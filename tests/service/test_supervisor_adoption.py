@@ -16,12 +16,16 @@ from tests.service.test_supervisor import (
     MakeBench,
     Processes,
     Requests,
+    bench_of,
     closes_its_stream,
     ready,
     running,
     works,
 )
 from workers.common import worker_pb2
+
+# A fixture.
+__all__ = ["bench_of"]
 
 Responses = AsyncIterator[worker_pb2.ConnectResponse]
 CLAIMS = [Claim(1, 10, b"d" * 16), Claim(2, 20, b"e" * 16)]
@@ -142,3 +146,20 @@ async def test_a_version_that_cannot_start_replaces_one_worker_only(bench_of: Ma
         assert events[2:] == [("draining", 1), ("lost", 1)]
         assert bench.dispatcher.events.empty()
     assert "others are not replaced" in str([line for line in logs if line["log_level"] == "error"])
+
+
+async def test_detached_workers_keep_running_and_others_stop(bench_of: MakeBench) -> None:
+    bench = bench_of(works, workers=2)
+    async with running(bench):
+        await bench.events(2)
+        bench.supervisor.kill()
+        assert all(processes.was_killed for processes in bench.launcher.started)
+        bench.supervisor.detach_workers()
+    for processes in bench.launcher.started:
+        processes.was_killed = False
+    bench.supervisor.kill()
+    for processes in bench.launcher.started:
+        assert not processes.was_killed, "they are detached"
+        assert processes.was_detached and processes.grace_s is None
+        await processes.stop(grace_s=0)
+    assert bench.launcher.closed

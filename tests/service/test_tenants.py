@@ -24,6 +24,7 @@ from service.caches.tenants import Quota, Tenant
 from service.dispatcher import Outcome
 from service.errors import (
     CacheNotFound,
+    GatewayUnavailable,
     InvalidArgument,
     PositionMismatch,
     QueueFull,
@@ -211,7 +212,9 @@ def test_a_tenant_holds_nothing_of_a_shard_that_another_gateway_has(gateway: Sha
     assert (alice.caches, alice.in_flight, found) == (4, 6, [])
     gateway.dispatcher.close()
     assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
-    assert len(found) == 6 and all(isinstance(outcome, ShardMoved) for _, outcome in found)
+    # The release is with the journal: nobody here knows what became of it.
+    reasons = [type(outcome) for _, outcome in found]
+    assert reasons.count(GatewayUnavailable) == 1 and reasons.count(ShardMoved) == 5
 
 
 @pytest.mark.parametrize("name", ["alice", ""])

@@ -22,7 +22,6 @@ from service.api.status import to_status
 VOCAB = 40
 LIMITS = RequestLimits(VOCAB, 1 << 20)
 BIG = 2**32 - 1
-uint32s = st.integers(0, BIG)
 float32s = st.floats(width=32)
 
 

@@ -193,3 +193,15 @@ async def test_all_of_an_upload_is_on_the_disk_before_it_can_be_served(
     uploads = tmp_path / "home" / "weight-uploads"
     above = [path for path in directory.parents if path.is_relative_to(uploads)]
     assert synced >= {str(path) for path in (*directory.iterdir(), directory, *above)}
+
+
+async def test_empty_parts_do_not_keep_the_slot(tmp_path: Path, model: Path) -> None:
+    async def stalled() -> AsyncIterator[admin_pb2.UploadWeightsRequest]:
+        yield admin_pb2.UploadWeightsRequest(name=MODEL, size_bytes=len(DATA))
+        while True:
+            yield admin_pb2.UploadWeightsRequest()
+
+    server = Server(tmp_path / "home", model)
+    with pytest.raises(InvalidArgument, match="is empty"):
+        await server.uploads.receive(stalled())
+    assert server.kept() == []

@@ -42,14 +42,6 @@ def data_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def temporary(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = data_dir / "tmp"
-    path.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(path))
-    return path
-
-
-@pytest.fixture
 def directory(data_dir: Path) -> Iterator[WorkerDirectory]:
     opened = WorkerDirectory(data_dir)
     opened.open()
@@ -93,6 +85,8 @@ def test_epochs_and_the_id_are_durable(directory: WorkerDirectory, data_dir: Pat
     directory.write_epoch(41)
     assert directory.last_epoch() == 41
     assert len(directory.gateway_id()) == 32 and directory.gateway_id() == directory.gateway_id("another")
+    (data_dir / "workers" / "gateway-id").write_text("")
+    assert len(directory.gateway_id()) == 32, "no gateway has an empty id"
     for content in ("", "-1", "4e3", "9" * 30, "9" * 5000, "\N{SNOWMAN}"):
         (data_dir / "workers" / "epoch").write_text(content)
         assert directory.last_epoch() == 0
@@ -257,34 +251,37 @@ async def test_workers_of_other_code_are_adopted_as_outdated(directory: WorkerDi
         worker.end()
 
 
-def test_digest_of_the_code_changes_with_any_source(tmp_path: Path) -> None:
-    kernel = tmp_path / "kernels" / "cpu" / "products.cpp"
-    kernel.parent.mkdir(parents=True)
-    digests = {worker_code(tmp_path)}
-    for content in ("one", "two"):
-        kernel.write_text(content)
-        digests.add(worker_code(tmp_path))
-    kernel.rename(kernel.with_name("sums.cpp"))
-    digests.add(worker_code(tmp_path))
-    (kernel.parent / "library.so").touch()
-    digests.add(worker_code(tmp_path))
-    assert len(digests) == 4
+@pytest.fixture
+def temporary(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = data_dir / "tmp"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
 
 
-async def test_only_directories_of_dead_gateways_are_removed(temporary: Path) -> None:
-    living, dead, third = (LocalLauncher(None, 0) for _ in range(3))
-    (temporary / "quire-workers-notes").symlink_to(temporary / "else")
-    (temporary / "else").mkdir()
-    for launcher in (living, dead):
-        await launcher.adopt([CONFIG])
-    # It is killed.
-    dead._port.leave(dead._gateway_id)
-    dead._directory.close()
-    await third.adopt([CONFIG])
-    left = sorted(os.listdir(temporary))  # noqa: PTH208 - pathlib's is not for async functions
-    homes = [launcher._directory.path.parent.name for launcher in (living, third)]
-    assert left == sorted(["else", "quire-workers-notes", *homes])
-    living.close()
+async def test_without_a_directory_workers_end_with_their_gateway(
+    data_dir: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their socket is in a temporary one then."""
+    (data_dir / "a-file").touch()
+    monkeypatch.setattr("service.pool.worker_directory._LOCK_TIMEOUT_S", 0.1)
+    locked: list[int] = []
+    first = LocalLauncher(data_dir, 60, lambda: locked.append(1))
+    assert await first.adopt([CONFIG]) == {} and first._grace_s == 60
+    for place in (data_dir, data_dir / "a-file"):
+        other = LocalLauncher(place, 60, lambda: locked.append(2))
+        assert await other.adopt([CONFIG]) == {} and other._grace_s == 0
+        socket = other._directory.socket
+        assert socket.is_socket() and temporary in socket.parents
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        other.close()
+        assert list(temporary.iterdir()) == []  # noqa: ASYNC240 - of a test
+    assert first._directory.socket.is_socket()
+    first.close()
+    assert locked == [1]
+    monkeypatch.setattr("service.pool.local.can_watch", lambda: False)
+    third = LocalLauncher(data_dir, 60)
+    assert await third.adopt([CONFIG]) == {} and third._grace_s == 0
     third.close()
 
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from service.config import Config
 from service.handshakes import HandshakeLimits
 from service.pool import pool_files, worker_port
+from service.pool.remote import RemoteLauncher
 from service.pool.worker_port import DialledWorker, NamedWorker, WorkerPort
 from workers.common import worker_pb2
 from workers.common.message_stream import MessageStream
@@ -286,3 +288,18 @@ async def test_a_named_worker_is_leased_when_it_dials(site: Site) -> None:
     assert stream.max_bytes == 1 << 20
     await named.close()
     assert await worker.next() is None
+
+
+async def test_what_is_true_of_this_machine_is_not_said_to_others(site: Site) -> None:
+    """How many share its cores, and what was proved on its processor."""
+    launcher = RemoteLauncher(None, Config(), lambda: None, site.port)
+    config = worker_pb2.WorkerConfig(model="m", workers=4, model_was_proved=True, threads=3)
+    worker = await site.waits()
+    await launcher.adopt([config])
+    vars(launcher)["_finds_own_until_s"] = 0.0
+    starting = asyncio.create_task(launcher.start(config))
+    lease = await worker.lease()
+    assert (lease.config.model, lease.config.threads) == ("m", 3)
+    assert (lease.config.workers, lease.config.model_was_proved) == (1, False)
+    await starting
+    launcher.close()

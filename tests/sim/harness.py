@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from quire.v1 import types_pb2
 
-from service.api.append_codec import done_of
 from service.caches.effects import Send
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
@@ -233,11 +232,6 @@ class Gateway:
             message = message_of(command)
             self.sent.append(message)
             self.workers[worker_id].inbox.append(message)
-
-
-def answer_of(result: Appended) -> worker_pb2.ForwardDone:
-    """What the worker said."""
-    return done_of(result)
 
 
 def prefill(

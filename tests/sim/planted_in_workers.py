@@ -19,6 +19,7 @@ from service.errors import QuireError, SequenceQuarantined, WorkerFault
 from tests.forwards import SentForward, Told
 from tests.sim.machine import PlantedMachine
 from tests.sim.model_worker import ModelWorker
+from tests.sim.planted import begins_at
 from tests.sim.truth import Asked
 from workers.common import worker_pb2
 
@@ -111,8 +112,9 @@ class LossesNotNoticed(_Forgotten):
         super().worker_lost(worker_id, epoch, *args, **how)
 
 
+@begins_at(2450)  # See `AllAreQuarantined`.
 def adopted_unseen(patch: pytest.MonkeyPatch) -> None:
-    """A worker keeps what is claimed of it, and takes what is copied, without a look at the tokens."""
+    """A worker keeps what is claimed of it without a look at the tokens."""
     patch.setattr(ModelWorker, "is_claimed", lambda *_: True)
 
 

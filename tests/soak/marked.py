@@ -72,10 +72,10 @@ def _serve() -> int:
 def _work() -> int:
     from workers import pool_member as program
     from workers.executors.engine import Engine
+    from workers.other_commands import OtherCommands
     from workers.server import WorkerServer
-    from workers.step_loop import StepLoop
 
-    _mark(StepLoop, "_carry_out", after="worker: taken")
+    _mark(OtherCommands, "_try", after="worker: taken")
     _mark(Engine, "execute", before="worker: begun", after="worker: computed, not told")
     _mark(WorkerServer, "_send_results", before="worker: told", after="worker: queued to be sent")
     return program.main()

@@ -25,10 +25,11 @@ class LateStep:
         rows: Sequence[SamplingRow],
         before: LateStep | None,
         *,
+        chunks: ForwardInputs | None,
         keeps_logits: bool,
         places: Sequence[int] = (),
     ) -> None:
-        self._keeps_logits, self._places = keeps_logits, places
+        self._chunks, self._keeps_logits, self._places = chunks, keeps_logits, places
         self._runner, self._rows, self._before = runner, list(rows), before
         # The host may change its memory after a launch.
         self._inputs = dataclasses.replace(inputs, token_ids=inputs.token_ids.clone())
@@ -44,7 +45,8 @@ class LateStep:
             if self._before is not None:
                 self._continue(self._before)
             self._runner.computed += 1
-            self._result = self._runner.inner.step(self._inputs, self._rows)
+            batch = self._inputs if self._chunks is None else self._inputs.with_chunks(self._chunks)
+            self._result = self._runner.inner.step(batch, self._rows)
             if len(self._rows) > 1 and self._runner.fails():
                 row = len(self._rows) - 1
                 self._result.failed = {row: BadLogitsError([row])}
@@ -92,6 +94,8 @@ class LateRunner:
         self.shrunk = self.joined = 0
         # And how many had adapters, which no graph behind another one applies.
         self.adapted_ahead = 0
+        # Of those that were launched, how many had chunks.
+        self.with_chunks = 0
         # How many launched steps were computed, and how many others.
         self.computed = self.stepped = 0
 
@@ -109,18 +113,26 @@ class LateRunner:
         inputs: ForwardInputs,
         rows: Sequence[SamplingRow],
         *,
+        chunks: ForwardInputs | None = None,
         keeps_logits: bool = False,
         after: After | None = None,
     ) -> LateStep:
+        self.with_chunks += chunks is not None
         if after is not None:
-            return self._launch_after(inputs, rows, after, keeps_logits=keeps_logits)
+            return self._launch_after(inputs, rows, after, chunks=chunks, keeps_logits=keeps_logits)
         if self.last is not None:
             self.last.computed()
-        self.last = LateStep(self, inputs, rows, None, keeps_logits=keeps_logits)
+        self.last = LateStep(self, inputs, rows, None, chunks=chunks, keeps_logits=keeps_logits)
         return self.last
 
     def _launch_after(
-        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], after: After, *, keeps_logits: bool
+        self,
+        inputs: ForwardInputs,
+        rows: Sequence[SamplingRow],
+        after: After,
+        *,
+        chunks: ForwardInputs | None,
+        keeps_logits: bool,
     ) -> LateStep:
         before = after.step
         assert isinstance(before, LateStep), "one of this runner"
@@ -139,6 +151,7 @@ class LateRunner:
             dataclasses.replace(inputs, token_ids=known),
             rows,
             before,
+            chunks=chunks,
             keeps_logits=keeps_logits,
             places=places,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,25 @@ def test_what_takes_too_long_is_refused() -> None:
     patience = Patience(0.01)
     with pytest.raises(AdapterError, match="take too long to match: name the modules instead"):
         [Pattern("a*" * 2000 + str(number), patience) for number in range(1000)]
+
+
+def test_other_threads_run_meanwhile() -> None:
+    """Such as the one that computes steps."""
+    turns, stopped = [0], threading.Event()
+
+    def count() -> None:
+        while not stopped.wait(0.001):
+            turns[0] += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        with pytest.raises(AdapterError, match="take too long"):
+            Pattern("(a|aa)+$b", Patience(0.5)).matches("a" * 200)
+    finally:
+        stopped.set()
+        thread.join()
+    assert turns[0] > 5
 
 
 @pytest.mark.parametrize(

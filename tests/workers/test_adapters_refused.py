@@ -158,8 +158,8 @@ def link_to_a_fifo(directory: Path) -> None:
 
 _NESTED = "[" * 100_000 + "]" * 100_000
 _LAYER = "model.layers.0."
-_NOT_RANKS: list[object] = [None, 0, True, 1 << 60]
-_NOT_ALPHAS: list[object] = ["4", -1e13, 10**400]
+_NOT_RANKS: list[object] = [None, 0, -1, 1.5, "4", True, 1 << 60, []]
+_NOT_ALPHAS: list[object] = [None, "4", True, 1e13, -1e13, 10**400, []]
 _MERGE = "merge the adapter into the model"
 
 SETTINGS = [
@@ -184,7 +184,13 @@ SETTINGS = [
     BadDirectory("parameters", setting(target_parameters=["mlp.experts.down_proj"]), "target_parameters: "),
     BadDirectory("repeated layers", setting(layer_replication=[[0, 2], [1, 2]]), "layer_replication: "),
     BadDirectory("aLoRA", setting(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens: .*aLoRA"),
+    BadDirectory("Megatron", setting(megatron_config={"a": 1}), "megatron_config: "),
+    BadDirectory("QA-LoRA", setting(use_qalora=True), "use_qalora: "),
+    BadDirectory("Arrow", setting(arrow_config={"top_k": 3}), "arrow_config: "),
     BadDirectory("BD-LoRA", setting(use_bdlora={"nblocks": 2}), "use_bdlora: "),
+    BadDirectory("KaSA", setting(kasa_config={"beta": 1}), "kasa_config: .*changes the weights"),
+    BadDirectory("MonteCLoRA", setting(monteclora_config={"num_samples": 8}), "monteclora_config: "),
+    BadDirectory("VeLoRA", setting(velora_config={"num_groups": 8}), "velora_config: "),
     BadDirectory("an unknown setting", setting(use_mora=1), "use_mora: is not known, got 1"),
     BadDirectory(
         "an unknown setting of controls", setting(**{"\x1b[2J\n" * 99: "\u202e"}), r"json: \\x1b\[2J\\n"
@@ -193,7 +199,7 @@ SETTINGS = [
         BadDirectory(
             f"init {init}", setting(init_lora_weights=init), rf"init_lora_weights: {init} changes the"
         )
-        for init in ("pissa_niter_16", "OLoRA")
+        for init in ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga")
     ),
     BadDirectory("an unknown init", setting(init_lora_weights="new"), "init_lora_weights: is not supp.* new"),
     *(BadDirectory(f"rank {rank}", setting(r=rank), "json: r: must be") for rank in _NOT_RANKS),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from workers.device_sampling import _settings, choose_tokens, is_simple
+from workers.device_sampling import Columns, _send, _settings, choose_tokens, is_simple
 from workers.operations import Sampling, TokenMask
 from workers.sampling import SamplingRow
 
@@ -65,6 +66,40 @@ def test_rows_share_the_history_of_their_forward_and_send_what_they_have_of_it()
     assert columns["ends"].tolist() == [6, 3, 10, 10]
     assert columns["repetitions"].tolist() == [1.5] * 4
     assert columns["frequencies"].tolist() == [0.25] * 4 and columns["presences"].tolist() == [1.0] * 4
+
+
+def test_masks_become_words_and_what_they_lack_is_forbidden() -> None:
+    masks = [
+        TokenMask(packed=b"\x01\x02\x03\x84\xff\xff"),
+        TokenMask(packed=b"\x80"),
+        TokenMask(allowed=[0, 33, 34]),
+    ]
+    rows = [SamplingRow(), *(SamplingRow(mask=mask) for mask in masks)]
+    columns = _settings(rows, [0, 1, 2, 3], vocab=34)
+    assert columns["mask_rows"].tolist() == [1, 2, 3]
+    words = columns["words"].view(np.uint32)
+    assert words.tolist() == [[0x84030201, 0xFFFF], [0x80, 0], [1, 2]]
+
+
+def test_limits_of_greedy_rows_are_left_out() -> None:
+    greedy, drawn = Sampling(0.0, 5, 0.5, 0.5, 0.5), Sampling(1.0, 2**32 - 1, 0.5, 0.25, 0.75)
+    columns = _settings([SamplingRow(greedy), SamplingRow(drawn)], [0, 1], vocab=10)
+    limits = [columns[name].tolist() for name in ("top_k", "top_p", "min_p", "typical_p")]
+    assert limits == [[0, 2**31 - 1], [1.0, 0.5], [0.0, 0.25], [1.0, 0.75]]
+
+
+def test_what_is_sent_arrives_aligned() -> None:
+    tables: list[Columns] = [
+        {"a": np.arange(3, dtype=np.int32), "b": np.array([0.5])},
+        {},
+        {"c": np.arange(6, dtype=np.int64).reshape(2, 3).T, "d": np.zeros((0, 4), dtype=np.int32)},
+    ]
+    sent = _send(tables, torch.device("cpu"))
+    assert [list(table) for table in sent] == [list(table) for table in tables]
+    for arrays, tensors in zip(tables, sent, strict=True):
+        for array, tensor in zip(arrays.values(), tensors.values(), strict=True):
+            assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
+            assert tensor.data_ptr() % 16 == 0
 
 
 def test_shapes_and_types_are_checked() -> None:

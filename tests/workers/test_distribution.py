@@ -81,6 +81,12 @@ def test_it_is_what_the_settings_mean(seed: int) -> None:
     assert found.of(9) == 0 and found.of(VOCAB) == 0
 
 
+def test_the_greedy_choice_is_certain() -> None:
+    logits = np.array([1, 3, 2], dtype=np.float32)
+    found = row_of(logits, SamplingRow(None))
+    assert (found.ids.tolist(), found.probabilities.tolist()) == ([1], [1.0])
+
+
 def chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     """How many standard deviations the statistic is above its mean; cells that expect little are one."""
     expected = probabilities * counts.sum()

@@ -33,6 +33,15 @@ def executor() -> InProcess:
     return made
 
 
+def test_past_the_context_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path, TinyModel(max_positions=20))
+    executor = LlmExecutor.load(model, kv_pages=PAGES)
+    assert executor.capabilities().kv_capacity_tokens == executor.kv_capacity() == 20
+    executor.prefill(1, [3] * 20)
+    with pytest.raises(ExecutorError, match="21 tokens in sequence 1, which can have 20"):
+        executor.decode(1, 3)
+
+
 def test_status_says_whether_a_step_runs(executor: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, ages = executor.engine.runner, []
     step = runner.step

@@ -10,6 +10,7 @@ import torch
 from benchmarks.in_process import LlmExecutor
 from tests.model_factory import TinyModel, hf_states, make_model
 from tests.workers.stepping import Worker
+from workers.models.capture import RowCapture
 from workers.operations import (
     Forward,
     HiddenSpec,
@@ -18,6 +19,7 @@ from workers.operations import (
     OutputSpec,
     RowOutput,
 )
+from workers.runners.base import StepResult
 
 PROMPT = [5, 9, 2, 40]
 RELATIVE_ERROR = 2e-5
@@ -62,6 +64,22 @@ def test_items_of_a_step_ask_for_different_layers(executor: LlmExecutor, directo
             else:
                 assert_is(output, directory, text[:end], layers)
     executor.check_integrity()
+
+
+def test_who_does_not_ask_pays_nothing(executor: LlmExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RowCapture | None] = []
+    step = executor.engine.runner.step
+
+    def note(inputs: object, rows: object, capture: RowCapture | None = None) -> StepResult:
+        seen.append(capture)
+        return step(inputs, rows, capture)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor.engine.runner, "step", note)
+    executor.prefill(1, PROMPT)
+    executor.prefill(2, PROMPT)
+    assert seen == [None, None]
+    executor.batch_decode([(1, 3, OutputSpec()), (2, 4, LAST)])
+    assert seen[-1] is not None and seen[-1].rows == {2: [1]}, "of the one row that is asked for"
 
 
 @pytest.mark.parametrize("plain_first", [False, True])

@@ -145,6 +145,15 @@ def test_others_do_not_notice_new_masks() -> None:
     assert_as_alone([*plain, *masked], 5)
 
 
+def test_penalties_are_launched_ahead() -> None:
+    texts = [Text(10, PENALTIES), Text(20, dataclasses.replace(PENALTIES, logprob=True))]
+    callers = Callers(make_worker(ahead=True), texts)
+    late = callers.worker.compute_late()
+    callers.rounds(12)
+    assert late.stepped == 0 and late.launched_ahead >= late.computed - 1
+    assert_as_alone(texts, 8)
+
+
 def test_those_who_join_a_step_that_cannot_be_launched_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [Text(10), Text(40, is_masked=True)]
     callers = Callers(make_worker(ahead=True), texts)

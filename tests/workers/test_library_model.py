@@ -38,6 +38,7 @@ from workers.models.library.loading import (
 from workers.models.library.parity_check import check_loaded, check_scaled_down
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.model import ModelDescription
+from workers.models.values import warn_outside
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -243,6 +244,17 @@ def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: P
     scaled_down = check_scaled_down(directory, plan.settings)
     assert scaled_down is not None
     assert max(scaled_down, check_loaded(directory, model, description)) < RELATIVE_ERROR
+
+
+def test_an_end_token_outside_the_vocabulary_is_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = directory_of("gpt2", tmp_path)
+    for file in (directory / "config.json", directory / "generation_config.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": VOCAB}))
+    warn_outside.cache_clear()
+    assert load_checked(directory).eos_token_ids == ()
+    assert f"eos_token_id {VOCAB} is outside the vocabulary of {VOCAB} tokens" in caplog.text
 
 
 def test_bfloat16_is_within_its_rounding(tmp_path: Path) -> None:

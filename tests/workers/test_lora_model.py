@@ -166,6 +166,17 @@ def test_a_slot_is_replaced_and_emptied(small: Path) -> None:
     assert not torch.equal(one, other) and not torch.equal(one, empty) and not torch.equal(other, empty)
 
 
+def test_only_keys_and_values_of_rows_with_an_adapter(small: Path) -> None:
+    """No row is wanted at first."""
+    decoder, (text, *_) = load(small), random_texts(10, LENGTHS)
+    decoder.set_lora(1, decoder.pack_lora(adapter(decoder, 1)))
+    kv, packer, sequence = poisoned_pages(decoder), new_packer(2), HandSequence(lora_slot=1)
+    assert not len(decoder.forward(packer.pack([Item(sequence, text[:12], ())]), kv))
+    logits = decoder.logits(decoder.forward(packer.pack([Item(sequence, text[12:], range(8))]), kv))
+    expected = logits_of(decoder, [text], (1,))[0][12:]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
 def test_what_does_not_fit_is_refused_by_its_name(small: Path) -> None:
     decoder = load(small)
     good = LoraPair(torch.ones(3, 64), torch.ones(128, 3))

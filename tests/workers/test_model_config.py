@@ -223,6 +223,14 @@ def test_a_key_that_the_library_reads_for_every_model_refuses_it(
         read(**changes)
 
 
+def test_layers_that_are_all_full_are_those_of_llama() -> None:
+    llama = {"model_type": "llama", "num_hidden_layers": 2}
+    full = ModelConfig.from_settings(llama | {"layer_types": ["full_attention"] * 2})
+    assert full == ModelConfig.from_settings(llama)
+    with pytest.raises(UnsupportedError, match="layer_types"):
+        ModelConfig.from_settings(llama | {"layer_types": ["full_attention", "sliding_attention"]})
+
+
 def test_refusals_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         ModelConfig.from_directory(tmp_path)

@@ -1,19 +1,23 @@
-"""Prompts that are computed in chunks beside decodes that are launched ahead: only the timing may differ."""
+"""Prompts whose chunks are in steps of decodes that are launched ahead: only the timing may differ."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.workers import stepping
-from tests.workers.late_runner import LateRunner
+from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_plain_decodes import answers
 from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill
+from workers.decodes import NO_DECODES, Decodes, DecodesDone
 from workers.operations import (
     Abort,
     Chunk,
+    Command,
     Failed,
     FailureReason,
     Forward,
@@ -57,54 +61,62 @@ def finish(worker: Worker, *found: Result) -> dict[int, Result]:
     return {one.op_id: one for one in results}  # type: ignore[union-attr]
 
 
+def until(worker: Worker, op_ids: set[int], *commands: Command) -> dict[int, Result]:
+    """The results up to those of these operations."""
+    found = {one.op_id: one for one in worker.round(*commands)}  # type: ignore[union-attr]
+    while not op_ids <= found.keys():
+        found |= {one.op_id: one for one in worker.round()}  # type: ignore[union-attr]
+    return found
+
+
 def test_a_prompt_does_not_end_launching_ahead() -> None:
-    """In each round with a request the next step is launched; in the others a chunk of the prompt runs."""
+    """Its chunks are in the steps that are launched; only the last one, whose row is read, is in another."""
     worker, undisturbed = Worker(ahead=True), Worker(ahead=False)
     late, token = running_ahead(worker)
     expected = chosen(undisturbed.answers(prefill(1, 7))[1])
     prompt = Forward(50, 9, 0, list(range(3, 3 + LONG)), prompt_len=LONG)
-    results = worker.round(prompt)
-    assert late.stepped == 1 and not results, "beside the step that runs"
+    found: dict[int, Result] = {}
     turns = 0
-    while 50 not in {one.op_id for one in results}:  # type: ignore[union-attr]
+    while 50 not in found:
         assert token == expected
+        # After the last but one chunk no step is launched, until the last one has run.
+        assert late.launched_ahead == late.with_chunks >= turns - 1 or late.stepped
         asked = decode(2 + turns, 7, 5 + turns, token)
-        (done,) = worker.round(asked)
-        token, expected = chosen(done), chosen(undisturbed.answers(asked)[asked.op_id])
+        found |= until(worker, {asked.op_id}, *([] if turns else [prompt]), asked)
+        token, expected = chosen(found[asked.op_id]), chosen(undisturbed.answers(asked)[asked.op_id])
         turns += 1
-        assert late.launched_ahead == turns and late.stepped == turns, (
-            "the next one, before this one was read"
-        )
-        results = worker.round()
-        assert late.stepped == turns + 1, "a chunk in each step"
-    assert turns > 2 and late.launched_ahead == late.computed - 1
-    assert chosen(results[0]) == chosen(undisturbed.answers(prompt)[50])
-    assert [len(chunks) for chunks in worker.recorded[-turns:]] == [1] * turns, "each with its step"
+    assert late.with_chunks > 1 and late.stepped == 1, "the last chunk"
+    assert chosen(found[50]) == chosen(undisturbed.answers(prompt)[50])
+    counts = [chunk.count for chunks in worker.recorded for chunk in chunks if chunk.forward.op_id == 50]
+    assert len(counts) == late.with_chunks + 1 and sum(counts) == LONG, "each with its step"
+    before = late.launched_ahead
+    for turn in range(turns, turns + 3):
+        asked = decode(2 + turn, 7, 5 + turn, token)
+        token = chosen(until(worker, {asked.op_id}, asked)[asked.op_id])
+    assert late.launched_ahead > before
 
 
 def test_decodes_beside_prompts_are_launched_again_after_others_have_joined() -> None:
-    """A decode that begins beside them is in the next step, and so is one with a mask."""
+    """A text that begins beside them is in the next step, and so is one with a mask."""
     worker, undisturbed = Worker(ahead=True), Worker(ahead=False)
     late, token = running_ahead(worker)
     undisturbed.answers(prefill(1, 7))
     both = prefill(40, 80, 3, told=False), Forward(50, 9, 0, list(range(3, 3 + LONG)), prompt_len=LONG)
     first = {40: chosen(undisturbed.answers(both[0])[40])}
     undisturbed.answers(both[1])
-    (done,) = worker.round(*both)
-    assert chosen(done) == first[40] and late.stepped == 1, "the short one beside, and a part of the long one"
+    found = until(worker, {40}, *both)
+    assert chosen(found[40]) == first[40] and late.stepped == 1, "the short one and a part of the long one"
     mask = OutputSpec(mask=TokenMask(allowed=range(0, 500, 3)))
     asked = [
         decode(2, 7, 5, token),
         dataclasses.replace(decode(41, 80, 3, first[40], told=False), output=mask),
     ]
-    results = {one.op_id: one for one in worker.round(*asked)}  # type: ignore[union-attr]
-    while not {2, 41} <= results.keys():
-        results |= {one.op_id: one for one in worker.round()}  # type: ignore[union-attr]
+    results = until(worker, {2, 41}, *asked)
     expected = undisturbed.answers(*asked)
     assert answers({op: results[op] for op in (2, 41)}) == answers(expected)
     before = late.launched_ahead
     token = chosen(results[2])
-    for turn in range(3, 6):
+    for turn in range(3, 13):
         token = chosen(worker.answers(decode(turn, 7, 3 + turn, token))[turn])
     assert late.launched_ahead > before
 
@@ -141,45 +153,63 @@ def test_a_prompt_expires_while_decodes_are_launched_ahead() -> None:
 
 def test_a_prompt_that_is_aborted_beside_decodes_leaves_nothing() -> None:
     worker = Worker(ahead=True)
-    _, token = running_ahead(worker)
-    worker.round(Forward(50, 9, 0, list(range(LONG))))
-    assert 0 < worker.lengths()[9] < LONG
-    worker.round(Abort(51, 50), decode(2, 7, 5, token))
-    worker.round()
+    late, token = running_ahead(worker)
+    found = until(worker, {2}, Forward(50, 9, 0, list(range(LONG))), decode(2, 7, 5, token))
+    assert 0 < worker.lengths()[9] < LONG and late.with_chunks == 1
+    assert worker.loop._in_flight.step is not None
+    until(worker, {3}, Abort(51, 50), decode(3, 7, 6, chosen(found[2])))
+    finish(worker)
     assert worker.lengths().keys() == {7}
 
 
 def test_a_chunk_that_fails_beside_decodes_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is it launched with them, nor do they fail with it."""
     worker = Worker(ahead=True)
     late, token = running_ahead(worker)
+    launch, execute = LateRunner.launch, worker.engine.execute
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("planted")
+    def launch_others(*arguments: Any, **named: Any) -> LateStep:
+        if named.get("chunks") is not None:
+            raise RuntimeError("planted")
+        return launch(*arguments, **named)
+
+    def execute_others(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
+        if 50 in {chunk.forward.op_id for chunk in chunks}:
+            raise RuntimeError("planted")
+        return execute(chunks, decodes)
 
     with monkeypatch.context() as planted:
-        planted.setattr(worker, "_execute", fail)
-        (failed,) = worker.round(Forward(50, 9, 0, list(range(LONG))))
+        planted.setattr(LateRunner, "launch", launch_others)
+        planted.setattr(worker.engine, "execute", execute_others)
+        found = until(worker, {2, 50}, Forward(50, 9, 0, list(range(LONG))), decode(2, 7, 5, token))
+    failed = found[50]
     assert isinstance(failed, Failed) and failed.reason is FailureReason.FAULT
     undisturbed = Worker(ahead=False)
     undisturbed.answers(prefill(1, 7))
-    asked = decode(2, 7, 5, token)
-    assert chosen(worker.answers(asked)[2]) == chosen(undisturbed.answers(asked)[2])
-    assert late.launched_ahead == 1 and worker.lengths() == {7: 6}
+    for asked in (decode(2, 7, 5, token), decode(3, 7, 6, chosen(found[2]))):
+        expected = undisturbed.answers(asked)[asked.op_id]
+        done = found[2] if asked.op_id == 2 else worker.answers(asked)[3]
+        assert chosen(done) == chosen(expected)
+    finish(worker)
+    assert late.with_chunks == 0 and worker.lengths().keys() == {7}
 
 
-def test_steps_beside_each_other_are_counted_each() -> None:
+def test_the_tokens_of_steps_with_chunks_are_counted() -> None:
     worker = Worker(ahead=True)
-    _, token = running_ahead(worker)
-    before = worker.engine.status().counts.step_tokens
-    results = worker.round(Forward(50, 9, 0, list(range(3, 3 + LONG))))
+    late, token = running_ahead(worker)
+    counts = worker.engine.status().counts
+    found: dict[int, Result] = {}
     for turn in range(20):
-        (done,) = worker.round(decode(60 + turn, 7, 5 + turn, token))
-        token = chosen(done)
-        results += worker.round()
-    assert [one.op_id for one in results if isinstance(one, Forward)] == [50]
+        prompts = [] if turn else [Forward(50, 9, 0, list(range(3, 3 + LONG)))]
+        asked = decode(60 + turn, 7, 5 + turn, token)
+        found |= until(worker, {asked.op_id}, *prompts, asked)
+        token = chosen(found[asked.op_id])
+    assert 50 in found and late.with_chunks > 1
     worker.round(Release(3, []))
-    counted = worker.engine.status().counts.step_tokens - before
-    assert counted == LONG + worker.lengths()[7] - 5
+    after = worker.engine.status().counts
+    decodes = worker.lengths()[7] - 5
+    assert after.step_tokens - counts.step_tokens == LONG + decodes
+    assert after.batch_items - counts.batch_items == late.with_chunks + 1 + decodes
 
 
 class CallersWithLongPrompts(SteadyCallers):
@@ -236,4 +266,4 @@ def test_answers_are_the_same_beside_prompts(seed: int) -> None:
     workers[0].loop.take()
     workers[0].loop._prelauncher.drop_all()
     assert workers[0].tokens() == workers[1].tokens()
-    assert late.stepped and late.launched_ahead
+    assert late.with_chunks and late.stepped and late.launched_ahead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ from workers.operations import (
     Truncate,
     WeightsRead,
 )
+from workers.runners import rank_processes
 from workers.runners.base import DeviceLostError
 from workers.runners.rank_processes import RankProcesses
 from workers.runners.tensor_parallel import RankGroup
@@ -317,3 +319,17 @@ def test_a_rank_that_ends_ends_the_group(tmp_path: Path) -> None:
     with pytest.raises(DeviceLostError):
         executor.decode(1, 4)
     group.close()
+
+
+def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is stopped, or whose device hangs."""
+    monkeypatch.setattr(rank_processes, "_END_TIMEOUT_S", 1.0)
+    processes = RankProcesses(2, [], threading.Event().set)
+    (other,) = processes.others
+    other.process.send_signal(signal.SIGSTOP)
+    closing = threading.Thread(target=processes.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    is_alive = closing.is_alive()
+    other.process.kill()  # also if it was not
+    assert not is_alive and other.process.wait() == -signal.SIGKILL

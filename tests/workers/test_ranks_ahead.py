@@ -95,22 +95,22 @@ def test_tokens_are_those_of_one_rank(ranks: Ranks, directory: Path) -> None:
     """Rows that are plain, drawn and penalised go on, those with new masks join, and texts end."""
     texts = [Text(1), Text(11, DRAWN), Text(21, PENALTIES), Text(31, is_masked=True, vocab=97), Text(41)]
     callers = Callers(ranks.worker, texts)
-    callers.rounds(8)
+    callers.rounds(6)
     callers.waiting = [text for text in callers.waiting if text is not texts[0]]
-    callers.rounds(8)
+    callers.rounds(6)
     assert_as_on_one_rank(directory, texts, 4)
     # The first decode is a step, in which all ranks capture. Each forward is one message.
-    assert ranks.count(Way.AFTER) > 8 and ranks.count(Way.LAUNCH) <= 3
+    assert ranks.count(Way.AFTER) > 6 and ranks.count(Way.LAUNCH) <= 3
     assert any(plan.places is not None and -1 in plan.places for plan in ranks.plans)
     steps = ranks.worker.engine.status().counts.steps
     assert steps <= len(ranks.plans) <= steps + 1, "at most one of them is not finished"
 
 
 def test_what_is_undone_is_undone_on_all_ranks(ranks: Ranks, directory: Path) -> None:
-    """Steps that were launched ahead are dropped by other commands; chunks run beside, and steps follow."""
+    """Steps that were launched ahead are dropped by other commands, or end for prompts, and others follow."""
     texts = [Text(1), Text(11, DRAWN)]
     callers, worker = Callers(ranks.worker, texts), ranks.worker
-    for turn in range(4):
+    for turn in range(2):
         callers.rounds(3)
         worker.answers(prefill(1000 + turn, 60 + turn, count=40, told=False))
         callers.rounds(1)
@@ -122,7 +122,7 @@ def test_what_is_undone_is_undone_on_all_ranks(ranks: Ranks, directory: Path) ->
         worker.answers(Release(3000 + turn, [60 + turn]))
     callers.rounds(4)
     assert_as_on_one_rank(directory, texts, 4)
-    assert ranks.count(Way.EAGER) and ranks.count(Way.AFTER) > 4
+    assert ranks.count(Way.AFTER) > 4
 
 
 def running_ahead(ranks: Ranks) -> int:

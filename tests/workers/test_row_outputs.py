@@ -140,6 +140,11 @@ def test_logits_are_encoded_little_endian_and_rounded_to_nearest(values: list[fl
     assert encode_row(row, LogitsFormat.BF16) == rounded.astype("<u2").tobytes()
 
 
+def test_encoding_takes_rows_that_are_not_contiguous() -> None:
+    columns = torch.arange(6.0).reshape(3, 2).T
+    assert encode_row(columns[1], LogitsFormat.F32) == struct.pack("<3f", 1, 3, 5)
+
+
 def test_scores_are_the_targets_logprobs() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(2)) * 5
     logits[7, 11] = -INF

@@ -63,8 +63,12 @@ class Stream:
 
     async def lease(self, path: str, model: Path) -> None:
         """Waits until the worker has dialled, and has taken its lease."""
-        async with await asyncio.get_running_loop().create_unix_server(lambda: self._stream, path):
+        server = await asyncio.get_running_loop().create_unix_server(lambda: self._stream, path)
+        try:
             assert (await anext(self._stream)).HasField("hello")
+        finally:
+            # Not `async with`: from Python 3.12 on, that waits for the end of its connections.
+            server.close()
         lease = worker_pb2.Lease(gateway_id="g", epoch=1, config=config(model))
         await self._stream.write(worker_pb2.ConnectRequest(lease=lease))
         await anext(self._stream)

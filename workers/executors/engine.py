@@ -62,11 +62,14 @@ UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A step of plain decodes that was launched, and whose results are not read yet.
 
+    Its chunks of prompts have none, and count as computed: what reads their KV comes behind on the device.
+
     Attributes:
         decodes: Those that continue the step before it come first, without their tokens until that one's
             results are read; then those that have joined.
         joined: These, as they were given.
         places: [N] where each is in the step before it, as in `After`.
+        chunks: In the same forward.
     """
 
     decodes: Decodes
@@ -74,6 +77,12 @@ class StepInFlight:
     launched_ns: int
     joined: Decodes = NO_DECODES
     places: NDArray[np.int64] | None = None
+    chunks: Sequence[Chunk] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Those of the decodes and of the chunks."""
+        return self.decodes.size + sum([chunk.count for chunk in self.chunks])
 
 
 class Engine:
@@ -202,20 +211,27 @@ class Engine:
             self._counts.step_tokens += self._step_tokens
         self._step_began_ns = 0
 
-    def launch(self, decodes: Decodes) -> StepInFlight | None:
+    def launch(self, decodes: Decodes, chunks: Sequence[Chunk] = ()) -> StepInFlight | None:
         """Launches a step of plain decodes that have begun, without waiting for it. It must be finished then.
+
+        `chunks`: as well, all with `may_be_launched`. They count as computed.
 
         None, without an effect: the runner cannot.
         """
         launched_ns = time.monotonic_ns()
-        launched = self._launched(decodes, sampling_rows((), decodes, self._history_of), None)
+        launched = self._launched(decodes, chunks, sampling_rows((), decodes, self._history_of), None)
         if launched is None:
             return None
-        self._step_begins(decodes.size, launched_ns)
-        return StepInFlight(decodes, launched, launched_ns)
+        step = StepInFlight(decodes, launched, launched_ns, chunks=chunks)
+        self._step_begins(step.tokens, launched_ns)
+        return step
 
     def launch_after(
-        self, step: StepInFlight, decodes: Decodes, joining: Decodes = NO_DECODES
+        self,
+        step: StepInFlight,
+        decodes: Decodes,
+        joining: Decodes = NO_DECODES,
+        chunks: Sequence[Chunk] = (),
     ) -> StepInFlight | None:
         """As `launch`, behind the step in flight, whose tokens are not known yet.
 
@@ -223,6 +239,7 @@ class Engine:
             step: The step in flight.
             decodes: Of some of its sequences, in their order, one token further.
             joining: Of other sequences. They have begun.
+            chunks: As for `launch`.
 
         None, without an effect: not all of `decodes` have pages, or the runner cannot.
         """
@@ -241,19 +258,29 @@ class Engine:
                 decodes = both
             rows = sampling_rows((), decodes, self._history_after(step, places))
         launched_ns = time.monotonic_ns()
-        launched = self._launched(decodes, rows, After(step.launched, places))
-        return None if launched is None else StepInFlight(decodes, launched, launched_ns, joining, places)
+        launched = self._launched(decodes, chunks, rows, After(step.launched, places))
+        if launched is None:
+            return None
+        return StepInFlight(decodes, launched, launched_ns, joining, places, chunks)
 
     def _launched(
-        self, decodes: Decodes, rows: Sequence[SamplingRow], after: After | None
+        self,
+        decodes: Decodes,
+        chunks: Sequence[Chunk],
+        rows: Sequence[SamplingRow],
+        after: After | None,
     ) -> LaunchedStep | None:
-        inputs = pack((), self.kv.page_size, decodes, self.kv_table.page_tables(decodes.rows))
-        keeps_logits = not all(spec.is_token_only for spec in decodes.kinds)
+        page_size, keeps_logits = self.kv.page_size, not all(spec.is_token_only for spec in decodes.kinds)
+        inputs = pack((), page_size, decodes, self.kv_table.page_tables(decodes.rows))
+        beside = pack(chunks, page_size) if chunks else None
         try:
-            return self.runner.launch(inputs, rows, keeps_logits=keeps_logits, after=after)
+            launched = self.runner.launch(inputs, rows, chunks=beside, keeps_logits=keeps_logits, after=after)
         except Exception as error:
             raise_if_lost(error)
             raise
+        for chunk in chunks if launched is not None else ():
+            self._append(chunk, (), decodes.size + len(chunks), {})
+        return launched
 
     def _history_of(self, decodes: Decodes, index: int) -> NDArray[np.int64]:
         """The tokens of a sequence, and that of its decode. See `HistoryOf`."""
@@ -278,9 +305,7 @@ class Engine:
         Raises a SamplingError if rows have no token. After any error nothing has been appended, and
         `following` is over: its tokens are not kept.
         """
-        items, outputs = step.decodes.size, None
-        # Others may have run beside it.
-        self._step_tokens, self._step_began_ns = items, step.launched_ns
+        items, outputs = step.decodes.size + len(step.chunks), None
         try:
             chosen = step.launched.chosen()
             if not all(spec.is_token_only for spec in step.decodes.kinds):
@@ -305,7 +330,7 @@ class Engine:
                 tokens[continues] = chosen_now[following.places[continues]]
             following.decodes.started_ns = time.monotonic_ns()
             # From its launch on, while the one before it ran: rather too long than too short.
-            self._step_begins(following.decodes.size, following.launched_ns)
+            self._step_begins(following.tokens, following.launched_ns)
         return done
 
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:

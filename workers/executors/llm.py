@@ -27,7 +27,6 @@ from workers.models.active_kernels import check_cuda_device
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.files import check_not_pickled
-from workers.models.licence import read_licence
 from workers.models.model import Model, ModelDescription, page_bytes
 from workers.models.text import ModelText, read_text
 from workers.models.tokenizer import MAX_BYTES
@@ -230,7 +229,7 @@ def _check_same_config(
     if getattr(model, "config", None) != getattr(other_model, "config", None):
         raise ModelError("config.json differs from that of the weights that are served")
     for field in dataclasses.fields(ModelDescription):
-        if field.name not in ("model_id", "fingerprint", "license"):
+        if field.name not in ("model_id", "fingerprint"):
             ours, theirs = getattr(served, field.name), getattr(other, field.name)
             if ours != theirs:
                 raise ModelError(f"{field.name} is {theirs}, and that of the served weights is {ours}")
@@ -241,7 +240,6 @@ def _described(description: ModelDescription, directory: Path, text: ModelText) 
     return dataclasses.replace(
         description,
         model_id=model_id_of(directory),
-        license=read_licence(directory),
         eos_token_ids=text.with_own_end(description.eos_token_ids),
     )
 

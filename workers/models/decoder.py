@@ -85,6 +85,8 @@ class Decoder:
         # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.
         self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
         self._last_mlp: Stage = self.layers[-1].mlp
+        # How products of few rows are computed on a GPU.
+        self.tiles: TilesOfPlaces | None = None
         if self.device.type == "cuda":
             self.fuse_few_rows(TilesOfPlaces(device_ms))
         self.max_lora_slots = 0
@@ -130,6 +132,7 @@ class Decoder:
     def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
         """Run steps of few rows in fewer launches, where that is faster; see `workers.models.few_rows`."""
         *before, last = self._sublayers()
+        self.tiles = tiles
         self._before_last_mlp, self._last_mlp = [FewRows(before, tiles)], FewRows([last], tiles)
 
     def _compile(self) -> None:

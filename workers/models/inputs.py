@@ -37,22 +37,66 @@ class ForwardInputs:
     # -1: the router chooses. None: it does for all rows.
     experts: torch.Tensor | None = None
 
-    def to(self, device: torch.device) -> ForwardInputs:
-        """A copy on a device; this object if it is there already."""
+    def to(self, device: torch.device, *, pinned: bool = False) -> ForwardInputs:
+        """A copy on a device; this object if it is there already.
+
+        `pinned`: it is sent from pinned memory, so that the host does not wait for what the device does now.
+        """
         if self.token_ids.device == device:
             return self
+        if pinned:
+            attention = dataclasses.replace(self.attention, **_pinned(self.attention))
+            return dataclasses.replace(self, **_pinned(self), attention=attention).to(device)
         attention = dataclasses.replace(self.attention, **_moved(self.attention, device))
         if attention.trees is not None:
             trees = dataclasses.replace(attention.trees, **_moved(attention.trees, device))
             attention = dataclasses.replace(attention, trees=trees)
         return dataclasses.replace(self, **_moved(self, device), attention=attention)
 
+    def with_chunks(self, chunks: ForwardInputs) -> ForwardInputs:
+        """These single tokens and chunks of prompts behind them, in one batch on the device of both.
 
-def _moved(record: AttentionBatch | ForwardInputs | TokenTrees, device: torch.device) -> dict[str, Any]:
-    """The tensors among a record's fields, by name, on a device."""
+        No row of the chunks is wanted. They have no trees and no given experts, and these tokens no adapters.
+        """
+        count, first, second = len(self.positions), self.attention, chunks.attention
+        width = max(first.page_tables.shape[1], second.page_tables.shape[1])
+        lora_slots = chunks.lora_slots
+        if lora_slots is not None:
+            lora_slots = torch.cat([lora_slots.new_full((count,), -1), lora_slots])
+        attention = AttentionBatch(
+            page_tables=torch.cat([_widened(first.page_tables, width), _widened(second.page_tables, width)]),
+            query_starts=torch.cat([first.query_starts[:count], second.query_starts + count]),
+            context_lens=torch.cat([first.context_lens, second.context_lens]),
+            query_lens=[*first.query_lens, *second.query_lens],
+            context_lens_host=[*first.context_lens_host, *second.context_lens_host],
+        )
+        return ForwardInputs(
+            token_ids=torch.cat([self.token_ids, chunks.token_ids]),
+            positions=torch.cat([self.positions, chunks.positions]),
+            slots=torch.cat([self.slots, chunks.slots]),
+            wanted_rows=self.wanted_rows,
+            attention=attention,
+            lora_slots=lora_slots,
+        )
+
+
+def _widened(tables: torch.Tensor, pages: int) -> torch.Tensor:
+    """Page tables [N, P] with zeros up to so many pages."""
+    return torch.nn.functional.pad(tables, (0, pages - tables.shape[1]))
+
+
+_Record = AttentionBatch | ForwardInputs | TokenTrees
+
+
+def _tensors(record: _Record) -> dict[str, torch.Tensor]:
+    """The tensors among a record's fields, by name."""
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {
-        name: value.to(device, non_blocking=True)
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _moved(record: _Record, device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device, non_blocking=True) for name, value in _tensors(record).items()}
+
+
+def _pinned(record: _Record) -> dict[str, Any]:
+    return {name: value.pin_memory() for name, value in _tensors(record).items()}

@@ -50,7 +50,6 @@ class ModelDescription:
     bos_token_id: int | None = None
     fingerprint: str = ""
     backend: str = "native"
-    license: str = ""
     moe_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0

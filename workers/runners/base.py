@@ -105,6 +105,7 @@ class Runner(Protocol):
         inputs: ForwardInputs,
         rows: Sequence[SamplingRow],
         *,
+        chunks: ForwardInputs | None = None,
         keeps_logits: bool = False,
         after: After | None = None,
     ) -> LaunchedStep | None:
@@ -116,6 +117,7 @@ class Runner(Protocol):
             inputs: As for `step`. Tokens that only the device has are not read.
             rows: As for `step`; the last token of a history is not read where only the device has it. None
                 are needed if all rows are chosen as in the step before.
+            chunks: Of prompts, computed in the same forward: see `ForwardInputs.with_chunks`. On the host.
             keeps_logits: Whether its logits can be read after the next step was launched.
             after: The step behind which it is launched. None: the tokens of all earlier ones were read.
 

@@ -13,6 +13,7 @@ graphs switched off, the kernels of a decode are launched one by one, over the s
 
 Of decodes whose callers continue with the chosen tokens, the next step can be launched while one runs
 (`launch`), with other rows whose tokens the host has: so the device does not wait for the host between them.
+Chunks of prompts may be in the same forward: it is launched kernel by kernel over the memory of the graph.
 Until the tokens of the last launched step are read, its buffers are taken: other steps run eagerly then,
 behind it.
 """
@@ -121,6 +122,7 @@ class CudaGraphRunner:
         inputs: ForwardInputs,
         rows: Sequence[SamplingRow],
         *,
+        chunks: ForwardInputs | None = None,
         keeps_logits: bool = False,
         after: After | None = None,
         announce: Callable[[], None] = _announce_to_nobody,
@@ -131,7 +133,7 @@ class CudaGraphRunner:
         """
         with device_errors(), torch.inference_mode():
             if after is not None and after.places is None:
-                return self._repeat(after, inputs, announce, keeps_logits=keeps_logits)
+                return self._repeat(after, inputs, chunks, announce, keeps_logits=keeps_logits)
             captured = (
                 self._captured_for(inputs, rows) if after is None else self._captured_after(inputs, rows)
             )
@@ -148,12 +150,17 @@ class CudaGraphRunner:
                 _step_of(after).note_next()
                 captured.buffers.load_after(inputs, rows, after.places)
             adjust = captured.load_adjusted(needed)
-            return GraphStep(
-                captured, self._graph(captured, inputs), inputs, adjust, keeps_logits=keeps_logits
-            )
+            graph = self._graph(captured, inputs, chunks)
+            return GraphStep(captured, graph, inputs, adjust, keeps_logits=keeps_logits)
 
     def _repeat(
-        self, after: After, inputs: ForwardInputs, announce: Callable[[], None], *, keeps_logits: bool
+        self,
+        after: After,
+        inputs: ForwardInputs,
+        chunks: ForwardInputs | None,
+        announce: Callable[[], None],
+        *,
+        keeps_logits: bool,
     ) -> GraphStep:
         """Launch a step of the rows of the one before it, which are chosen as before."""
         captured, before = self._captured, _step_of(after)
@@ -161,9 +168,8 @@ class CudaGraphRunner:
         announce()
         before.note_next()
         captured.buffers.load_after(inputs, (), None)
-        return GraphStep(
-            captured, self._graph(captured, inputs), inputs, before.adjust, keeps_logits=keeps_logits
-        )
+        graph = self._graph(captured, inputs, chunks)
+        return GraphStep(captured, graph, inputs, before.adjust, keeps_logits=keeps_logits)
 
     @property
     def is_in_flight(self) -> bool:
@@ -191,10 +197,21 @@ class CudaGraphRunner:
             return None
         return None if inputs.lora_slots is not None and not captured.has_lora else captured
 
-    def _graph(self, captured: CapturedGraphs, inputs: ForwardInputs) -> Graph:
-        """The graph of a step that is loaded."""
-        self._last = captured.graph(len(inputs.positions), lora=inputs.lora_slots is not None)
-        return self._last
+    def _graph(
+        self, captured: CapturedGraphs, inputs: ForwardInputs, chunks: ForwardInputs | None = None
+    ) -> Graph:
+        """The graph of a step that is loaded. With chunks: what launches it kernel by kernel."""
+        rows, buffers = len(inputs.positions), captured.buffers
+        graph = captured.graph(rows, lora=inputs.lora_slots is not None)
+        if chunks is None:
+            self._last = graph
+            return graph
+        sent = chunks.to(self._kv.device, pinned=True)
+
+        def launch() -> None:
+            self._decode(buffers, rows, None, lora=False, chunks=sent)
+
+        return Graph(launch, graph.logits, [])
 
     def _is_decode(self, inputs: ForwardInputs, rows: Sequence[SamplingRow]) -> bool:
         """Whether every item appends one token and wants its row, and there is a bucket for that."""
@@ -318,14 +335,24 @@ class CudaGraphRunner:
         captured.adjusted = adjusted
 
     def _decode(
-        self, buffers: DecodeBuffers, bucket: int, capture: RowCapture, *, lora: bool
+        self,
+        buffers: DecodeBuffers,
+        bucket: int,
+        capture: RowCapture | None,
+        *,
+        lora: bool,
+        chunks: ForwardInputs | None = None,
     ) -> torch.Tensor:
-        """One step over the first `bucket` rows of the buffers. Returns the logits [bucket, vocab]."""
+        """One step over the first `bucket` rows of the buffers, and chunks that are on the device.
+
+        Returns the logits [bucket, vocab].
+        """
         # Without a GPU triton is not needed.
         from kernels.cuda import advance, sampling  # noqa: PLC0415
 
         inputs = buffers.inputs(bucket, lora=lora)
-        hidden = self._model.forward(inputs, self._kv, capture)  # [bucket, hidden]
+        batch = inputs if chunks is None else inputs.with_chunks(chunks)
+        hidden = self._model.forward(batch, self._kv, capture)  # [bucket, hidden]
         logits = self._model.logits(hidden)  # [bucket, vocab]
         chosen = buffers.chosen[:bucket]
         sampling.choose(logits, *buffers.draws(bucket), chosen, buffers.best[:bucket])

@@ -49,6 +49,7 @@ class EagerRunner:
         inputs: ForwardInputs,
         rows: Sequence[SamplingRow],
         *,
+        chunks: ForwardInputs | None = None,
         keeps_logits: bool = False,
         after: After | None = None,
     ) -> None:

@@ -38,7 +38,7 @@ class Way(enum.IntEnum):
     """How a forward is run: see `Runner.step` and `Runner.launch`."""
 
     STEP = 0  # the tokens of all earlier ones were read on rank 0
-    EAGER = 1  # a step without a CUDA graph, beside what is in flight
+    EAGER = 1  # a step without a CUDA graph
     LAUNCH = 2  # the tokens of all earlier ones were read on rank 0
     AFTER = 3  # launched behind the one that was launched last
 

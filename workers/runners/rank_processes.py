@@ -17,6 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# How long a process may take to end.
+_END_TIMEOUT_S = 10.0
+
 _log = logging.getLogger(__name__)
 
 
@@ -96,11 +99,15 @@ class RankProcesses:
             self._on_end()
 
     def close(self) -> None:
-        """End the processes, and wait until they have ended."""
+        """End the processes and wait for that. Those that do not end by themselves are killed."""
         self._is_closing = True
         for other in self.others:
             other.plans.close()
             with contextlib.suppress(OSError):
                 other.questions.close()
-        for watcher in self._watchers:
-            watcher.join()
+        for other, watcher in zip(self.others, self._watchers, strict=True):
+            watcher.join(_END_TIMEOUT_S)
+            if watcher.is_alive():
+                other.process.kill()
+                # Not for ever: a process can be stuck in a device's driver, where no signal reaches it.
+                watcher.join(_END_TIMEOUT_S)

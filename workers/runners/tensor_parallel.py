@@ -185,12 +185,16 @@ class LeadingRunner:
         inputs: ForwardInputs,
         rows: Sequence[SamplingRow],
         *,
+        chunks: ForwardInputs | None = None,
         keeps_logits: bool = False,
         after: After | None = None,
     ) -> LaunchedStep | None:
-        """See `Runner.launch`. The first decode is a step: all ranks capture their graphs then."""
+        """See `Runner.launch`. The first decode is a step: all ranks capture their graphs then.
+
+        Steps with chunks are not launched: the plans have no such step.
+        """
         inner, is_announced = self.inner, False
-        if not isinstance(inner, CudaGraphRunner) or inner.has_to_capture:
+        if not isinstance(inner, CudaGraphRunner) or inner.has_to_capture or chunks is not None:
             return None
         places = None if after is None else after.places
 

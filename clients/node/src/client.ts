@@ -176,7 +176,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
   }
 
   /**
-   * Loads a LoRA adapter in PEFT's layout: give either `source`, a directory of the server's machine or ORG/NAME on the hub, or
+   * Loads a LoRA adapter in PEFT's layout: give either `source`, a directory of the server's machine, or
    * `files`, a directory of this machine or the contents of its files by their names. If the id is in use, this makes a new
    * version; so it is never retried. `pinned`: keep it in the memory of workers. `shared`: all tenants can use it.
    */

@@ -477,16 +477,16 @@ class Client(Caller):
         method: Method[_Request, _Response],
         request: _Request,
         call_options: CallOptions,
-        first: str = "",
+        only: str = "",
     ) -> _Response:
-        """`first`: where the first attempt goes."""
+        """`only`: where all attempts go."""
         _calls.set_priority(request, call_options.get("priority"), self._priority)
         timeout_s = call_options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         several = len(self._stubs) > 1
         attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
         while True:
-            target, first = first or self._gateways.target(request), ""
+            target = only or self._gateways.target(request)
             call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
             try:
                 response: _Response

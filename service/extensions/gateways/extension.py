@@ -1,4 +1,4 @@
-"""Several gateways, with `gateways` or `peer_listen`; and the journal in PostgreSQL, also of a single one."""
+"""Several gateways, with `gateways` or `peer_listen`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import functools
 
 from service.config import Config
 from service.extension import Extension, Serve
-from service.setting_rules import POSTGRES
 from service.settings import needing_extra
 
 
 def open_extension(config: Config) -> Extension | None:
-    """Of a gateway of several hosts, or with its journal in PostgreSQL.
+    """Of a gateway of several hosts. Those of one host are given theirs by their process.
 
-    Those of one host are given theirs by their process. Raises ConfigError if the driver is not installed.
+    Raises ConfigError if the driver of the database is not installed.
     """
-    if not config.journal.startswith(POSTGRES):
+    if not config.has_other_hosts:
         return None
     with needing_extra("postgres", "journal", config.journal):
-        from service.extensions.gateways import database_journal  # noqa: PLC0415 - its driver is an extra
-    if not config.has_other_hosts:
-        return database_journal.DatabaseJournal()
-    from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415 - takes time
+        from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415 - takes time
 
     return SeveralHosts(config)
 

@@ -135,14 +135,6 @@ class Forwarding:
         finally:
             self.in_flight -= 1
 
-    def one_of_each_other(self) -> list[int]:
-        """A shard of each of the other gateways, in order."""
-        own = {self.home.index, *self.cores}
-        peers = sorted(
-            (shard, address) for shard, address in self._peers.addresses.peers.items() if shard not in own
-        )
-        return [*{address: shard for shard, address in reversed(peers)}.values()][::-1]
-
     async def _answer_batch(
         self, method: str, batch: Any, context: CallContext, here: RunHere, shards: list[int | None]
     ) -> Any:

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from typing import cast
 
 import grpc
-from quire.v1 import admin_pb2_grpc, executor_pb2_grpc
+from quire.v1 import executor_pb2_grpc
 
-from service.api.admin import OperatorCalls, Stop
+from service.api.admin import Stop
 from service.api.grpc_services import new_server
 from service.api.server_state import ServerState
 from service.config import Config
 from service.extension import Extension, GatewayParts, ServedShard
 from service.extensions.gateways.forwarding import Forwarding
-from service.extensions.gateways.operators import OperatorCallsOfAll
 from service.extensions.gateways.peers import PeerInterceptor, Peers
 from service.listening import binding
 from service.shard import OpenJournal, OpenShard
@@ -31,7 +30,6 @@ class Member(Extension):
     stop_all: Stop | None = None
     # Set by `connect`.
     shards: Forwarding
-    operator_calls: OperatorCalls
 
     def __init__(self, config: Config, listen: str, peers: Peers) -> None:
         """`listen`: the address for the others."""
@@ -63,7 +61,6 @@ class Member(Extension):
     def connect(self, home: ServedShard, state: ServerState) -> Member:
         """Gateways know each other from here on."""
         self.shards = Forwarding(self._config, home.shard, self._peers, state.budgets)
-        self.operator_calls = OperatorCallsOfAll(self.shards, home.operator_calls)
         return self
 
     def further_shards(self) -> Sequence[ServedShard]:
@@ -71,15 +68,12 @@ class Member(Extension):
         return [*self.shards.cores.values()]
 
     def attach(self, parts: GatewayParts) -> None:
-        """Offers the same calls to the other gateways as to clients, but for Execute."""
+        """Offers ModelExecutorService to the other gateways, as to clients."""
         self._parts = parts
         self._server = new_server(self._config, PeerInterceptor(self.secret, parts.interceptor))
         # Their methods come from tables, which the type checker cannot see.
         executor = cast(executor_pb2_grpc.ModelExecutorServiceServicer, parts.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, self._server)
-        if parts.admin is not None:
-            admin = cast(admin_pb2_grpc.AdminServiceServicer, parts.admin)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
 
     def bind(self) -> int:
         """Binds the port for the other gateways. Raises CannotListen."""

@@ -93,7 +93,7 @@ class Peers:
         timeout_s: float | None,
         metadata: Metadata,
     ) -> Any:
-        """The answer of a gateway to a call of ModelExecutorService, or of another as SERVICE/METHOD.
+        """The answer of a gateway to a call of ModelExecutorService.
 
         `metadata`: the caller's.
 
@@ -104,7 +104,7 @@ class Peers:
         peer = self._connections.get(address) or self._connect(address)
         if method not in peer.methods:
             peer.methods[method] = peer.channel.unary_unary(
-                f"/quire.v1.{method if '/' in method else f'ModelExecutorService/{method}'}",
+                f"/quire.v1.ModelExecutorService/{method}",
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=response.FromString,
             )

@@ -119,7 +119,9 @@ class QuireCollector(Collector):
     def _gateway(self) -> Iterator[Metric]:
         state, figures, home = self._of.state, self._figures, self._of.shards()[0]
         caches = [shard.caches for shard in self._of.shards()]
-        connections = {("grpc",): state.connections.count, ("openai",): self._of.num_http_connections()}
+        connections = {("openai",): self._of.num_http_connections()}
+        if state.connections is not None and state.connections.count is not None:
+            connections[("grpc",)] = state.connections.count
         states = _one_hot(executor_pb2.ServerState, "SERVER_STATE_", state.state)
         stall_s, unfinished = state.watch.longest_stretch_s, self._of.executions.num_unfinished
         yield _gauge("quire_state", "1 for the current state.", states, "state")

@@ -336,15 +336,13 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
         ("generate --tokens -1", "quire generate: error: "),
         ("caches", "required: list|release"),
         ("adapters", "required: list|load|unload"),
-        ("adapters load sql", "required: DIRECTORY|HUB-ID"),
+        ("adapters load sql", "required: DIRECTORY"),
         ("caches release", "one of the arguments CACHE_ID --all is required"),
         ("caches release kv_1 --all", "not allowed with argument"),
-        ("state", "required: list|remove"),
-        ("state remove", "one of the arguments NAME --older-than is required"),
         ("generat 12+34=", "quire: error: generat is no command; did you mean generate?"),
         ("--verson", "quire: error: --verson is not known; did you mean --version?"),
         ("dance", "dance is no command; the commands are serve, status, top, generate, load, caches,"),
-        ("", "status|top|generate|load|caches|adapters|completion|state|journal|token"),
+        ("", "status|top|generate|load|caches|adapters|completion|token"),
     ],
 )
 def test_wrong_usage_is_told_in_a_sentence(

@@ -63,10 +63,10 @@ def test_products(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(linear(x[rows], weight, None), together[rows])
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 def test_products_with_parts(dtype: torch.dtype, device: str) -> None:
     """So many rows that a program sums all parts of the inputs, and so few that each sums one."""
-    half = 150 if dtype is torch.float32 else 330
+    half = 330
     x = cancelling(randn(330, half, dtype=dtype, device=device))
     weight = randn(1408, half, dtype=dtype, device=device).repeat(1, 2)
     together = linear(x, weight, None)

@@ -172,7 +172,7 @@ def test_no_rows(device: str) -> None:
     assert choose_tokens(torch.zeros(0, 5, device=device), []).tolist() == []
 
 
-@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("spread", [0.01, 1.0])
 def test_log_probabilities_of_drawn_tokens(
     spread: float, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,8 +217,7 @@ def random_draft(dice: np.random.Generator, logits: NDArray[np.float32], count: 
     return Draft(drawn.tolist(), proposed)
 
 
-@pytest.mark.parametrize("siblings", [1, 2, 4])
-@pytest.mark.parametrize("spread", [1.0, 8.0])
+@pytest.mark.parametrize(("spread", "siblings"), [(8.0, 1), (1.0, 4)])
 def test_drafts_are_kept_as_on_the_cpu(
     spread: float, siblings: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -182,6 +183,20 @@ def test_the_fastest_way_is_taken_and_measured_once(
         f"down of {rows} rows: {expected or 'separate operations'}".partition(",")[0]
         for rows in (1, 2, 4, 8, 16)
     ]
+
+
+def test_two_starts_choose_alike(device: str) -> None:
+    """Though times differ a little from one measurement to the next."""
+    found = []
+    for seed in range(8):
+        dice, order = random.Random(seed), itertools.count()
+        # The last way is 1 % faster than the others.
+        times = (1.0, 1.0, 0.99)
+        tiles = few_rows.TilesOfPlaces(lambda _: times[next(order) % 3] * dice.uniform(0.995, 1.005))  # noqa: B023
+        few_rows.FewRows(random_decoder(SETTINGS, device)._sublayers()[:-1], tiles)
+        (place,) = [place for place in tiles._products if place.name == "down"]
+        found.append([tiles.of(place, rows) for rows in (1, 2, 4, 8, 16)])
+    assert all(each == found[0] for each in found) and found[0] == [None] * 5
 
 
 def test_nothing_is_measured_within_a_capture(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

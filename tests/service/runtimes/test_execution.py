@@ -135,19 +135,6 @@ async def test_what_is_being_sent_counts_until_the_reader_asks_for_more_or_leave
     assert played.budget.used < 3 * len(LARGE), "all are unread again, and none is being sent"
 
 
-async def test_messages_are_small_while_too_much_is_unread() -> None:
-    """Each of thousands of readers that do not read keeps one."""
-    played = Played(keep_s=60)
-    execution = played.execution
-    reader = execution.attach({})
-    execution.put([chunk(position, "x" * 10_000) for position in range(60)])
-    played.budget.adjust(1 << 40)
-    small = await execution.read(reader)
-    played.budget.adjust(-(1 << 40))
-    large = await execution.read(reader)
-    assert len(small) == 2 and len(large) > 20
-
-
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 
 
@@ -260,17 +247,6 @@ async def test_chunks_kept_after_reading_are_limited() -> None:
     assert not played.kept.used_bytes and not played.budget.used
 
 
-async def test_unread_chunks_are_limited_and_the_last_read_ones_kept_meanwhile() -> None:
-    execution = Played(keep_s=60).execution
-    await read_all(execution, 20)
-    sent = 20
-    while not execution.is_full:
-        execution.put([chunk(sent, LARGE)])
-        sent += 1
-    assert 100 < sent < 400
-    assert positions(await execution.read(execution.attach({("a", 0): 15})))[0] == 15
-
-
 async def test_executions_share_the_replay_budget_equally() -> None:
     large, small = Played(keep_s=60, kept_bytes=3_000_000), Played(keep_s=60)
     kept = large.kept
@@ -282,3 +258,18 @@ async def test_executions_share_the_replay_budget_equally() -> None:
     assert positions(await small.execution.read(small.execution.attach({})))[0] == 0, "others keep more"
     with pytest.raises(ExecutionLost):
         large.execution.attach({})
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_an_execution_whose_samples_all_failed_is_not_kept_unread(is_read: bool) -> None:
+    played = Played(keep_s=60)
+    reader = played.execution.attach({})
+    failed = chunk(0)
+    failed.finish_reason = runner_pb2.FINISH_REASON_ERROR
+    if is_read:
+        played.execution.put([failed])
+        await played.execution.read(reader)
+        assert not played.gone
+    played.execution.detach(reader)
+    played.execution.put([failed])
+    assert played.gone

@@ -136,17 +136,6 @@ async def test_a_tenant_with_many_unread_executions_does_not_displace_others() -
     assert [served.cancel(f"a{number}", ALICE) for number in range(5)] == [False] * 3 + [True] * 2
 
 
-async def test_of_tenants_that_keep_equally_many_the_one_whose_execution_ends_loses_one() -> None:
-    served = executions(FakeRuntime("local"), max_queued_operations=2)
-    for tenant, name in ((ALICE, "a"), (BOB, "b"), (BOB, "c")):
-        await ended(served.open(request(name), tenant, None))
-    assert served.cancel("a", ALICE) and not served.cancel("b", BOB) and served.cancel("c", BOB)
-    alone = executions(FakeRuntime("local"), max_queued_operations=1)
-    await ended(alone.open(request("a"), ALICE, None))
-    await ended(alone.open(request("b"), BOB, None))
-    assert alone.cancel("a", ALICE) and not alone.cancel("b", BOB)
-
-
 async def test_a_client_that_resumes_gets_the_finished_execution() -> None:
     served = executions(FakeRuntime("local"), max_queued_operations=1)
     await ended(served.open(request("a"), None, None))

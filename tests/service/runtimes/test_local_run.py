@@ -21,6 +21,7 @@ from service.caches.requests import Append, Appended, Fork, Handle, Handles, Rel
 from service.dispatcher import Dispatcher, OnOutcomes, Outcome
 from service.errors import QuotaExceeded
 from service.journal.base import Journal, OnCommitted
+from service.runtimes import local_run
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -402,3 +403,19 @@ async def test_an_execution_that_has_ended_computes_no_more_masks() -> None:
     matcher.may_continue.set()
     await asyncio.wait(matcher.works)
     assert matcher.num_calls == 1
+
+
+@pytest.mark.parametrize(("turn_s", "turns"), [(0.0, 16), (60.0, 2)])
+async def test_masks_that_take_long_are_computed_in_several_turns(
+    turn_s: float, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So others' masks are computed between those of one batch with many samples."""
+    monkeypatch.setattr(local_run, "_MASKS_TURN_S", turn_s)
+    matcher = SlowMatcher()
+    matcher.may_continue.set()
+    item = replace(prepared("x", [1], 2, 8), new_matcher=lambda: cast(Matcher, matcher))
+    reader = Reader(random.Random(1))
+    run = LocalRun(cast(Dispatcher, FakeDispatcher([0] * 9)), Batch("key", None, []), reader)
+    await run.run([item])
+    assert matcher.num_calls == 8 and matcher.num_turns == turns // 2
+    assert all(len(reader.tokens("x", sample)) == 2 for sample in range(8))

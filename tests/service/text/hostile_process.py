@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 
-def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehaviour
+def handle(task: bytes) -> bytes:  # noqa: C901 - one case per misbehaviour
     name, _, rest = task.partition(b" ")
     match name:
         case b"echo":
             return rest
-        case b"print":
-            # To the standard output, where the pipe for results was.
-            print("noise", flush=True)
-            os.write(1, b"\xff" * 100)
-            subprocess.run(["/bin/echo", "noise"], check=False)
         case b"loop":
             # In native code, which does not run Python's signal handlers.
             sum(range(10**12))
@@ -38,8 +31,6 @@ def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehav
             return str(len(bytes(int(rest)))).encode()
         case b"crash":
             ctypes.string_at(0)
-        case b"abort":
-            signal.raise_signal(signal.SIGABRT)
         case b"write":
             return b"x" * int(rest)
         case b"descriptors":
@@ -49,8 +40,6 @@ def handle(task: bytes) -> bytes:  # noqa: C901, PLR0912 - one case per misbehav
             return "\n".join(link for link in links if "/proc/" not in link).encode()
         case b"environment":
             return "\n".join(f"{name}={value}" for name, value in os.environ.items()).encode()
-        case b"file":
-            Path(rest.decode()).write_text("something")
     return b"done"
 
 

@@ -18,7 +18,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.errors import InvalidArgument
+from service.errors import Draining, InvalidArgument
 from service.text import tasks
 from service.text.constraints import Constraints, Grammar, Matcher
 from service.text.task_process import TaskProcess
@@ -136,7 +136,7 @@ def can_continue(expression: str, text: bytes) -> bool:
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data(), expression=EXPRESSIONS)
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 6)
 async def test_masks_match_the_expression(
     of_kind: Callable[[str], Constraints], name: str, data: st.DataObject, expression: str
 ) -> None:
@@ -258,24 +258,15 @@ async def test_grammars_may_name_special_tokens(shared: Constraints) -> None:
         ("json_schema", "false", "is an object"),
         ("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}', "Unsatisfiable"),
         ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
-        ("json_schema", '{"$ref": "http://127.0.0.1:9/x"}', "does not fetch"),
         ("lark", "", "no start rule"),
         ("lark", 'start: "\x1b[31m" frob\x1b', "1"),
         ("lark", '{"grammars": []}', "expecting"),
         ("lark", 'start: a\na: "a" b', "unknown"),
         ("lark", DEEP, "crashed its process: it may be nested too deeply"),
         ("regex", "a\\", "ends in a lone backslash"),
-        ("regex", "\\", "ends in a lone backslash"),
-        ("regex", "a" + "\\" * 3, "ends in a lone backslash"),
         ("json_schema", "", "is not JSON"),
-        ("json_schema", '{"items": {"pattern": "a\\\\"}}', "ends in a lone backslash"),
-        ("json_schema", '{"patternProperties": {"a\\\\": {}}}', "ends in a lone backslash"),
-        ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "back to itself"),
-        ("json_schema", '{"properties": {"a": {"type": "text"}}}', "no JSON Schema, at 'properties/a/type'"),
-        ("json_schema", '{"type": "object", "minProperties": 2}', "minProperties can be at most one more"),
-        ("json_schema", '{"not": {"type": "integer"}}', "Unimplemented keys"),
     ],
-    ids=range(29),
+    ids=range(20),
 )  # fmt: skip
 async def test_an_error_of_a_grammar_is_one_printable_line(
     shared: Constraints, kind: str, text: str, message: str
@@ -328,6 +319,26 @@ class Checks:
             await asyncio.sleep(0.001)
 
 
+async def test_a_checked_grammar_does_not_wait_for_a_check(
+    constraints: Constraints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask_again() -> None:
+        new = await factory(constraints, "regex", "[ab]*")
+        assert await allowed(new()) == {ord("a"), ord("b"), 256}
+        with pytest.raises(InvalidArgument):
+            await factory(constraints, "regex", "(a")
+
+    await ask_again()
+    checks = Checks(monkeypatch)
+    slow = asyncio.create_task(factory(constraints, "regex", "slow"))
+    await checks.until_begun(1)
+    async with asyncio.timeout(60):
+        await ask_again()
+    assert not slow.done()
+    checks.may_run.set()
+    await slow
+
+
 async def test_a_check_that_has_begun_runs_to_its_end(
     constraints: Constraints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +356,21 @@ async def test_a_check_that_has_begun_runs_to_its_end(
     assert await allowed((await stays)()) == {ord("0")}
     await factory(constraints, "regex", "last")
     assert checks.begun == ["0", "last"], "checks that had not begun are cancelled"
+
+
+HUGE = "regex", "a?" * 20_000 + "a" * 20_000
+
+
+async def test_closing_fails_checks_and_masks_with_draining() -> None:
+    with opened() as constraints:
+        constrained = (await factory(constraints, "regex", "a"))()
+        checks = [asyncio.create_task(factory(constraints, "regex", text)) for text in (HUGE[1], "waiting")]
+        await asyncio.sleep(0)
+    for check in (*checks, asyncio.create_task(factory(constraints, "regex", "new"))):
+        with pytest.raises(Draining):
+            await check
+    with pytest.raises(Draining):
+        await compute(constrained)
 
 
 async def test_a_grammar_that_grows_later_fails_only_its_sample(constraints: Constraints) -> None:

@@ -9,7 +9,7 @@ import shtab
 from quire.cli.main import complete_parser
 
 # What completes a value, by its name in the help.
-_FILES = {"FILE": shtab.FILE, "DIRECTORY": shtab.DIRECTORY, "DIRECTORY|HUB-ID": shtab.DIRECTORY}
+_FILES = {"FILE": shtab.FILE, "DIRECTORY": shtab.DIRECTORY}
 
 
 def print_script(options: argparse.Namespace) -> int:

@@ -227,8 +227,8 @@ def add_adapters(commands: Commands) -> None:
     )
     load.set_defaults(run="quire.cli.adapters:load_adapter")
     load.add_argument("adapter_id", metavar="ID", help="its name in calls")
-    source = "a directory of the server's machine (with --upload: of this one), or ORG/NAME on the hub"
-    load.add_argument("source", metavar="DIRECTORY|HUB-ID", help=source)
+    source = "a directory of the server's machine (with --upload: of this one)"
+    load.add_argument("source", metavar="DIRECTORY", help=source)
     load.add_argument("--upload", action="store_true", help="send the files of DIRECTORY to the server")
     pin = "keep it in the memory of workers that have loaded it"
     load.add_argument("--pin", action="store_true", help=pin)

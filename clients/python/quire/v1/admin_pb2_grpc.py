@@ -89,17 +89,18 @@ class AdminServiceServicer:
     """
 
     def Warmup(self, request, context):
-        """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
-        the server opens its port: retry until one connects.
+        """Returns when the workers of the gateway that is called are ready, for scripts that start a server and then use it.
+        Calls fail to connect until the server opens its port: retry until one connects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
-        recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
-        calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
+        """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it
+        is computing. Its caches are recomputed on another worker when they are next used. Returns when the new workers are
+        ready. With one worker, calls wait until the new worker has loaded the model, or fail with NO_WORKER at their
+        deadlines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,9 +108,8 @@ class AdminServiceServicer:
 
     def LoadAdapter(self, request_iterator, context):
         """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-        server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
-        this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
-        changes nothing.
+        server's machine, or from the stream. The adapter is copied, and tried on a worker before this returns. If the id is
+        in use, this makes a new version: caches keep theirs until they are released. A failure changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

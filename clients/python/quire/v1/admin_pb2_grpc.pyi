@@ -36,19 +36,19 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Warmup: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.WarmupResponse]
-    """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
-    the server opens its port: retry until one connects.
+    """Returns when the workers of the gateway that is called are ready, for scripts that start a server and then use it.
+    Calls fail to connect until the server opens its port: retry until one connects.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
-    """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
-    recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
-    calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
+    """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it
+    is computing. Its caches are recomputed on another worker when they are next used. Returns when the new workers are
+    ready. With one worker, calls wait until the new worker has loaded the model, or fail with NO_WORKER at their
+    deadlines.
     """
     LoadAdapter: _grpc.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
     """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-    server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
-    this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
-    changes nothing.
+    server's machine, or from the stream. The adapter is copied, and tried on a worker before this returns. If the id is
+    in use, this makes a new version: caches keep theirs until they are released. A failure changes nothing.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
     """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed."""
@@ -78,19 +78,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Warmup: _aio.UnaryUnaryMultiCallable[_admin_pb2.WarmupRequest, _admin_pb2.WarmupResponse]  # type: ignore[assignment]
-    """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
-    the server opens its port: retry until one connects.
+    """Returns when the workers of the gateway that is called are ready, for scripts that start a server and then use it.
+    Calls fail to connect until the server opens its port: retry until one connects.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
-    """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
-    recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
-    calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
+    """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it
+    is computing. Its caches are recomputed on another worker when they are next used. Returns when the new workers are
+    ready. With one worker, calls wait until the new worker has loaded the model, or fail with NO_WORKER at their
+    deadlines.
     """
     LoadAdapter: _aio.StreamUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-    server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
-    this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
-    changes nothing.
+    server's machine, or from the stream. The adapter is copied, and tried on a worker before this returns. If the id is
+    in use, this makes a new version: caches keep theirs until they are released. A failure changes nothing.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Removes an id. Caches of its adapter can be used until they are released; then its memory is freed."""
@@ -123,8 +123,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WarmupRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WarmupResponse, _abc.Awaitable[_admin_pb2.WarmupResponse]]:
-        """Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
-        the server opens its port: retry until one connects.
+        """Returns when the workers of the gateway that is called are ready, for scripts that start a server and then use it.
+        Calls fail to connect until the server opens its port: retry until one connects.
         """
 
     @_abc_1.abstractmethod
@@ -133,9 +133,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
-        """Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
-        recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
-        calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
+        """Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it
+        is computing. Its caches are recomputed on another worker when they are next used. Returns when the new workers are
+        ready. With one worker, calls wait until the new worker has loaded the model, or fail with NO_WORKER at their
+        deadlines.
         """
 
     @_abc_1.abstractmethod
@@ -145,9 +146,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
         """Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-        server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
-        this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
-        changes nothing.
+        server's machine, or from the stream. The adapter is copied, and tried on a worker before this returns. If the id is
+        in use, this makes a new version: caches keep theirs until they are released. A failure changes nothing.
         """
 
     @_abc_1.abstractmethod

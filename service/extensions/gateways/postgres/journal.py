@@ -19,7 +19,7 @@ import asyncio
 import io
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from service.caches.records import Record
@@ -86,7 +86,6 @@ class PostgresJournal(StoredJournal):
     ) -> None:
         super().__init__(compaction_bytes)
         # Called once it is closed.
-        self.on_close: Callable[[], None] = lambda: None
         self._table = table
         self._leases = leases
         self._lease = lease
@@ -320,5 +319,3 @@ class PostgresJournal(StoredJournal):
         if self._writing is not None:
             self._writing.cancel()
         self._table.terminate()
-        on_close, self.on_close = self.on_close, lambda: None
-        on_close()

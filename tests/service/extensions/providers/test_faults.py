@@ -35,7 +35,6 @@ from tests.service.extensions.providers.fake_provider import (
     status,
     stream,
 )
-from tests.sim.harness import FailingJournal
 
 HEAD = EVENT_STREAM.encode()
 GOOD = said("good")
@@ -175,18 +174,6 @@ async def test_nothing_is_put_out_twice(provider: FakeProvider, reply: Reply, ex
     assert out.text() == "half"
     assert reason(out.last()) == expected
     assert len(provider.asked) == 1
-
-
-async def test_held_back_text_permits_a_retry(provider: FakeProvider) -> None:
-    provider.script += [raw(HEAD + event(delta("EN"))), said("good")]
-    out = await answered(provider, item(stop=["END"]), time=VirtualTime())
-    assert (out.text(), out.last().finish_reason) == ("good", runner_pb2.FINISH_REASON_STOP)
-
-
-async def test_a_stream_that_ends_after_the_finish_reason_is_complete(provider: FakeProvider) -> None:
-    provider.script.append(stream(delta("x", finish="stop"), done=False))
-    out = await answered(provider, item())
-    assert out.last().finish_reason == runner_pb2.FINISH_REASON_STOP
 
 
 @pytest.mark.parametrize(
@@ -406,17 +393,3 @@ async def test_requests_in_flight_when_the_server_is_killed_count(
         assert [reason(out.last("a")), reason(out.last("b"))] == ["BUDGET_EXCEEDED", ""]
         running.cancel()
         await asyncio.wait({running})
-
-
-async def test_a_journal_that_cannot_be_written_is_logged_and_the_budget_applies(
-    provider: FakeProvider, capsys: pytest.CaptureFixture[str]
-) -> None:
-    provider.script.append(GOOD)
-    journal = FailingJournal()
-    spending = Spending(StoredValues(journal))
-    journal.fails = True
-    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
-    async with remote(made, spending=spending) as runtime:
-        reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in (13, 13)]
-    assert reasons == ["", "BUDGET_EXCEEDED"]
-    assert capsys.readouterr().out.count("a restart will forget what providers have cost") == 1

@@ -12,7 +12,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/admin.proto.
  */
 export const file_quire_v1_admin: GenFile = /*@__PURE__*/
-  fileDesc("ChRxdWlyZS92MS9hZG1pbi5wcm90bxIIcXVpcmUudjEiIAoNV2FybXVwUmVxdWVzdBIPCgd3b3JrZXJzGAEgASgNIicKDldhcm11cFJlc3BvbnNlEhUKDXdvcmtlcnNfcmVhZHkYASABKA0iSwoMRHJhaW5SZXF1ZXN0EhEKCXdvcmtlcl9pZBgBIAEoCRIoCgVncmFjZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI6Cg1EcmFpblJlc3BvbnNlEikKB3dvcmtlcnMYASADKAsyGC5xdWlyZS52MS5SZXBsYWNlZFdvcmtlciJFCg5SZXBsYWNlZFdvcmtlchIRCgl3b3JrZXJfaWQYASABKAkSDwoHb2xkX3BpZBgCIAEoDRIPCgduZXdfcGlkGAMgASgNIjcKEE1vdmVDYWNoZVJlcXVlc3QSEAoIY2FjaGVfaWQYASABKAkSEQoJd29ya2VyX2lkGAIgASgJIoIBChFNb3ZlQ2FjaGVSZXNwb25zZRIVCg1jb3BpZWRfdG9rZW5zGAEgASgNEhcKD3JlcGxheWVkX3Rva2VucxgCIAEoDRIUCgxjb3BpZWRfYnl0ZXMYAyABKAQSJwoEdGltZRgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJoChJMb2FkV2VpZ2h0c1JlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIOCgZzb3VyY2UYAiABKAkSMQoPcHJldmlvdXNfY2FjaGVzGAMgASgOMhgucXVpcmUudjEuUHJldmlvdXNDYWNoZXMieQoTTG9hZFdlaWdodHNSZXNwb25zZRIpCgVwaGFzZRgBIAEoDjIaLnF1aXJlLnYxLkxvYWRXZWlnaHRzUGhhc2USEAoIcHJvZ3Jlc3MYAiABKAESEAoIbW9kZWxfaWQYAyABKAkSEwoLZmluZ2VycHJpbnQYBCABKAkiVgoUVXBsb2FkV2VpZ2h0c1JlcXVlc3QSDAoEbmFtZRgBIAEoCRISCgpzaXplX2J5dGVzGAIgASgEEgwKBGRhdGEYAyABKAwSDgoGc2hhMjU2GAQgASgMIicKFVVwbG9hZFdlaWdodHNSZXNwb25zZRIOCgZzb3VyY2UYASABKAkiTwoVUmVidWlsZFNlc3Npb25SZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkSJQoFY2F1c2UYAiABKA4yFi5xdWlyZS52MS5SZWJ1aWxkQ2F1c2UiKQoWUmVidWlsZFNlc3Npb25SZXNwb25zZRIPCgdyZWJ1aWx0GAEgASgNIigKD1NodXRkb3duUmVxdWVzdBIVCg1sZWF2ZV93b3JrZXJzGAEgASgIIhIKEFNodXRkb3duUmVzcG9uc2UifQoSTG9hZEFkYXB0ZXJSZXF1ZXN0EhIKCmFkYXB0ZXJfaWQYASABKAkSDgoGc291cmNlGAIgASgJEg4KBnBpbm5lZBgDIAEoCBIOCgZzaGFyZWQYBCABKAgSIwoEZmlsZRgFIAEoCzIVLnF1aXJlLnYxLkFkYXB0ZXJGaWxlIikKC0FkYXB0ZXJGaWxlEgwKBG5hbWUYASABKAkSDAoEZGF0YRgCIAEoDCI5ChNMb2FkQWRhcHRlclJlc3BvbnNlEiIKB2FkYXB0ZXIYASABKAsyES5xdWlyZS52MS5BZGFwdGVyIjoKFFVubG9hZEFkYXB0ZXJSZXF1ZXN0EhIKCmFkYXB0ZXJfaWQYASABKAkSDgoGc2hhcmVkGAIgASgIIikKFVVubG9hZEFkYXB0ZXJSZXNwb25zZRIQCgh1bmxvYWRlZBgBIAEoCCIVChNMaXN0QWRhcHRlcnNSZXF1ZXN0IjsKFExpc3RBZGFwdGVyc1Jlc3BvbnNlEiMKCGFkYXB0ZXJzGAEgAygLMhEucXVpcmUudjEuQWRhcHRlciKAAQoHQWRhcHRlchISCgphZGFwdGVyX2lkGAEgASgJEg8KB3ZlcnNpb24YAiABKAQSDgoGcGlubmVkGAMgASgIEg4KBnNoYXJlZBgEIAEoCBIMCgRyYW5rGAUgASgNEhIKCnNpemVfYnl0ZXMYBiABKAQSDgoGY2FjaGVzGAcgASgNKmkKDlByZXZpb3VzQ2FjaGVzEh8KG1BSRVZJT1VTX0NBQ0hFU19VTlNQRUNJRklFRBAAEhcKE1BSRVZJT1VTX0NBQ0hFU19FTkQQARIdChlQUkVWSU9VU19DQUNIRVNfUkVDT01QVVRFEAIqmQEKEExvYWRXZWlnaHRzUGhhc2USIgoeTE9BRF9XRUlHSFRTX1BIQVNFX1VOU1BFQ0lGSUVEEAASHgoaTE9BRF9XRUlHSFRTX1BIQVNFX0xPQURJTkcQARIeChpMT0FEX1dFSUdIVFNfUEhBU0VfU0VSVklORxACEiEKHUxPQURfV0VJR0hUU19QSEFTRV9OT1RfTkVFREVEEAMqvwEKDFJlYnVpbGRDYXVzZRIdChlSRUJVSUxEX0NBVVNFX1VOU1BFQ0lGSUVEEAASJwojUkVCVUlMRF9DQVVTRV9DVURBX0NPTlRFWFRfUE9JU09ORUQQARIlCiFSRUJVSUxEX0NBVVNFX1JFTU9URV9BVVRIX0ZBSUxVUkUQAhImCiJSRUJVSUxEX0NBVVNFX1JFTU9URV9DT05GSUdfQ0hBTkdFEAMSGAoUUkVCVUlMRF9DQVVTRV9NQU5VQUwQBDL0BQoMQWRtaW5TZXJ2aWNlEjsKBldhcm11cBIXLnF1aXJlLnYxLldhcm11cFJlcXVlc3QaGC5xdWlyZS52MS5XYXJtdXBSZXNwb25zZRI4CgVEcmFpbhIWLnF1aXJlLnYxLkRyYWluUmVxdWVzdBoXLnF1aXJlLnYxLkRyYWluUmVzcG9uc2USRAoJTW92ZUNhY2hlEhoucXVpcmUudjEuTW92ZUNhY2hlUmVxdWVzdBobLnF1aXJlLnYxLk1vdmVDYWNoZVJlc3BvbnNlEkwKC0xvYWRBZGFwdGVyEhwucXVpcmUudjEuTG9hZEFkYXB0ZXJSZXF1ZXN0Gh0ucXVpcmUudjEuTG9hZEFkYXB0ZXJSZXNwb25zZSgBElAKDVVubG9hZEFkYXB0ZXISHi5xdWlyZS52MS5VbmxvYWRBZGFwdGVyUmVxdWVzdBofLnF1aXJlLnYxLlVubG9hZEFkYXB0ZXJSZXNwb25zZRJNCgxMaXN0QWRhcHRlcnMSHS5xdWlyZS52MS5MaXN0QWRhcHRlcnNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdEFkYXB0ZXJzUmVzcG9uc2USTAoLTG9hZFdlaWdodHMSHC5xdWlyZS52MS5Mb2FkV2VpZ2h0c1JlcXVlc3QaHS5xdWlyZS52MS5Mb2FkV2VpZ2h0c1Jlc3BvbnNlMAESUgoNVXBsb2FkV2VpZ2h0cxIeLnF1aXJlLnYxLlVwbG9hZFdlaWdodHNSZXF1ZXN0Gh8ucXVpcmUudjEuVXBsb2FkV2VpZ2h0c1Jlc3BvbnNlKAESUwoOUmVidWlsZFNlc3Npb24SHy5xdWlyZS52MS5SZWJ1aWxkU2Vzc2lvblJlcXVlc3QaIC5xdWlyZS52MS5SZWJ1aWxkU2Vzc2lvblJlc3BvbnNlEkEKCFNodXRkb3duEhkucXVpcmUudjEuU2h1dGRvd25SZXF1ZXN0GhoucXVpcmUudjEuU2h1dGRvd25SZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration]);
+  fileDesc("ChRxdWlyZS92MS9hZG1pbi5wcm90bxIIcXVpcmUudjEiIAoNV2FybXVwUmVxdWVzdBIPCgd3b3JrZXJzGAEgASgNIicKDldhcm11cFJlc3BvbnNlEhUKDXdvcmtlcnNfcmVhZHkYASABKA0iSwoMRHJhaW5SZXF1ZXN0EhEKCXdvcmtlcl9pZBgBIAEoCRIoCgVncmFjZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiI6Cg1EcmFpblJlc3BvbnNlEikKB3dvcmtlcnMYASADKAsyGC5xdWlyZS52MS5SZXBsYWNlZFdvcmtlciJFCg5SZXBsYWNlZFdvcmtlchIRCgl3b3JrZXJfaWQYASABKAkSDwoHb2xkX3BpZBgCIAEoDRIPCgduZXdfcGlkGAMgASgNImgKEkxvYWRXZWlnaHRzUmVxdWVzdBIPCgdydW50aW1lGAEgASgJEg4KBnNvdXJjZRgCIAEoCRIxCg9wcmV2aW91c19jYWNoZXMYAyABKA4yGC5xdWlyZS52MS5QcmV2aW91c0NhY2hlcyJ5ChNMb2FkV2VpZ2h0c1Jlc3BvbnNlEikKBXBoYXNlGAEgASgOMhoucXVpcmUudjEuTG9hZFdlaWdodHNQaGFzZRIQCghwcm9ncmVzcxgCIAEoARIQCghtb2RlbF9pZBgDIAEoCRITCgtmaW5nZXJwcmludBgEIAEoCSJWChRVcGxvYWRXZWlnaHRzUmVxdWVzdBIMCgRuYW1lGAEgASgJEhIKCnNpemVfYnl0ZXMYAiABKAQSDAoEZGF0YRgDIAEoDBIOCgZzaGEyNTYYBCABKAwiJwoVVXBsb2FkV2VpZ2h0c1Jlc3BvbnNlEg4KBnNvdXJjZRgBIAEoCSJPChVSZWJ1aWxkU2Vzc2lvblJlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIlCgVjYXVzZRgCIAEoDjIWLnF1aXJlLnYxLlJlYnVpbGRDYXVzZSIpChZSZWJ1aWxkU2Vzc2lvblJlc3BvbnNlEg8KB3JlYnVpbHQYASABKA0iKAoPU2h1dGRvd25SZXF1ZXN0EhUKDWxlYXZlX3dvcmtlcnMYASABKAgiEgoQU2h1dGRvd25SZXNwb25zZSJ9ChJMb2FkQWRhcHRlclJlcXVlc3QSEgoKYWRhcHRlcl9pZBgBIAEoCRIOCgZzb3VyY2UYAiABKAkSDgoGcGlubmVkGAMgASgIEg4KBnNoYXJlZBgEIAEoCBIjCgRmaWxlGAUgASgLMhUucXVpcmUudjEuQWRhcHRlckZpbGUiKQoLQWRhcHRlckZpbGUSDAoEbmFtZRgBIAEoCRIMCgRkYXRhGAIgASgMIjkKE0xvYWRBZGFwdGVyUmVzcG9uc2USIgoHYWRhcHRlchgBIAEoCzIRLnF1aXJlLnYxLkFkYXB0ZXIiOgoUVW5sb2FkQWRhcHRlclJlcXVlc3QSEgoKYWRhcHRlcl9pZBgBIAEoCRIOCgZzaGFyZWQYAiABKAgiKQoVVW5sb2FkQWRhcHRlclJlc3BvbnNlEhAKCHVubG9hZGVkGAEgASgIIhUKE0xpc3RBZGFwdGVyc1JlcXVlc3QiOwoUTGlzdEFkYXB0ZXJzUmVzcG9uc2USIwoIYWRhcHRlcnMYASADKAsyES5xdWlyZS52MS5BZGFwdGVyIoABCgdBZGFwdGVyEhIKCmFkYXB0ZXJfaWQYASABKAkSDwoHdmVyc2lvbhgCIAEoBBIOCgZwaW5uZWQYAyABKAgSDgoGc2hhcmVkGAQgASgIEgwKBHJhbmsYBSABKA0SEgoKc2l6ZV9ieXRlcxgGIAEoBBIOCgZjYWNoZXMYByABKA0qaQoOUHJldmlvdXNDYWNoZXMSHwobUFJFVklPVVNfQ0FDSEVTX1VOU1BFQ0lGSUVEEAASFwoTUFJFVklPVVNfQ0FDSEVTX0VORBABEh0KGVBSRVZJT1VTX0NBQ0hFU19SRUNPTVBVVEUQAiqZAQoQTG9hZFdlaWdodHNQaGFzZRIiCh5MT0FEX1dFSUdIVFNfUEhBU0VfVU5TUEVDSUZJRUQQABIeChpMT0FEX1dFSUdIVFNfUEhBU0VfTE9BRElORxABEh4KGkxPQURfV0VJR0hUU19QSEFTRV9TRVJWSU5HEAISIQodTE9BRF9XRUlHSFRTX1BIQVNFX05PVF9ORUVERUQQAyq/AQoMUmVidWlsZENhdXNlEh0KGVJFQlVJTERfQ0FVU0VfVU5TUEVDSUZJRUQQABInCiNSRUJVSUxEX0NBVVNFX0NVREFfQ09OVEVYVF9QT0lTT05FRBABEiUKIVJFQlVJTERfQ0FVU0VfUkVNT1RFX0FVVEhfRkFJTFVSRRACEiYKIlJFQlVJTERfQ0FVU0VfUkVNT1RFX0NPTkZJR19DSEFOR0UQAxIYChRSRUJVSUxEX0NBVVNFX01BTlVBTBAEMq4FCgxBZG1pblNlcnZpY2USOwoGV2FybXVwEhcucXVpcmUudjEuV2FybXVwUmVxdWVzdBoYLnF1aXJlLnYxLldhcm11cFJlc3BvbnNlEjgKBURyYWluEhYucXVpcmUudjEuRHJhaW5SZXF1ZXN0GhcucXVpcmUudjEuRHJhaW5SZXNwb25zZRJMCgtMb2FkQWRhcHRlchIcLnF1aXJlLnYxLkxvYWRBZGFwdGVyUmVxdWVzdBodLnF1aXJlLnYxLkxvYWRBZGFwdGVyUmVzcG9uc2UoARJQCg1VbmxvYWRBZGFwdGVyEh4ucXVpcmUudjEuVW5sb2FkQWRhcHRlclJlcXVlc3QaHy5xdWlyZS52MS5VbmxvYWRBZGFwdGVyUmVzcG9uc2USTQoMTGlzdEFkYXB0ZXJzEh0ucXVpcmUudjEuTGlzdEFkYXB0ZXJzUmVxdWVzdBoeLnF1aXJlLnYxLkxpc3RBZGFwdGVyc1Jlc3BvbnNlEkwKC0xvYWRXZWlnaHRzEhwucXVpcmUudjEuTG9hZFdlaWdodHNSZXF1ZXN0Gh0ucXVpcmUudjEuTG9hZFdlaWdodHNSZXNwb25zZTABElIKDVVwbG9hZFdlaWdodHMSHi5xdWlyZS52MS5VcGxvYWRXZWlnaHRzUmVxdWVzdBofLnF1aXJlLnYxLlVwbG9hZFdlaWdodHNSZXNwb25zZSgBElMKDlJlYnVpbGRTZXNzaW9uEh8ucXVpcmUudjEuUmVidWlsZFNlc3Npb25SZXF1ZXN0GiAucXVpcmUudjEuUmVidWlsZFNlc3Npb25SZXNwb25zZRJBCghTaHV0ZG93bhIZLnF1aXJlLnYxLlNodXRkb3duUmVxdWVzdBoaLnF1aXJlLnYxLlNodXRkb3duUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration]);
 
 /**
  * @generated from message quire.v1.WarmupRequest
@@ -126,68 +126,6 @@ export const ReplacedWorkerSchema: GenMessage<ReplacedWorker> = /*@__PURE__*/
   messageDesc(file_quire_v1_admin, 4);
 
 /**
- * @generated from message quire.v1.MoveCacheRequest
- */
-export type MoveCacheRequest = Message<"quire.v1.MoveCacheRequest"> & {
-  /**
-   * @generated from field: string cache_id = 1;
-   */
-  cacheId: string;
-
-  /**
-   * The worker, as GetStatus names it.
-   *
-   * @generated from field: string worker_id = 2;
-   */
-  workerId: string;
-};
-
-/**
- * Describes the message quire.v1.MoveCacheRequest.
- * Use `create(MoveCacheRequestSchema)` to create a new message.
- */
-export const MoveCacheRequestSchema: GenMessage<MoveCacheRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 5);
-
-/**
- * @generated from message quire.v1.MoveCacheResponse
- */
-export type MoveCacheResponse = Message<"quire.v1.MoveCacheResponse"> & {
-  /**
-   * The tokens whose KV was copied, and those that were computed again or found in shared pages. All others were there.
-   *
-   * @generated from field: uint32 copied_tokens = 1;
-   */
-  copiedTokens: number;
-
-  /**
-   * @generated from field: uint32 replayed_tokens = 2;
-   */
-  replayedTokens: number;
-
-  /**
-   * The size of what was copied.
-   *
-   * @generated from field: uint64 copied_bytes = 3;
-   */
-  copiedBytes: bigint;
-
-  /**
-   * From the cache's turn to the end of the move.
-   *
-   * @generated from field: google.protobuf.Duration time = 4;
-   */
-  time?: Duration | undefined;
-};
-
-/**
- * Describes the message quire.v1.MoveCacheResponse.
- * Use `create(MoveCacheResponseSchema)` to create a new message.
- */
-export const MoveCacheResponseSchema: GenMessage<MoveCacheResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 6);
-
-/**
  * @generated from message quire.v1.LoadWeightsRequest
  */
 export type LoadWeightsRequest = Message<"quire.v1.LoadWeightsRequest"> & {
@@ -219,7 +157,7 @@ export type LoadWeightsRequest = Message<"quire.v1.LoadWeightsRequest"> & {
  * Use `create(LoadWeightsRequestSchema)` to create a new message.
  */
 export const LoadWeightsRequestSchema: GenMessage<LoadWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 7);
+  messageDesc(file_quire_v1_admin, 5);
 
 /**
  * @generated from message quire.v1.LoadWeightsResponse
@@ -255,7 +193,7 @@ export type LoadWeightsResponse = Message<"quire.v1.LoadWeightsResponse"> & {
  * Use `create(LoadWeightsResponseSchema)` to create a new message.
  */
 export const LoadWeightsResponseSchema: GenMessage<LoadWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 8);
+  messageDesc(file_quire_v1_admin, 6);
 
 /**
  * A part of a file, in order. The parts of one file follow each other. The files are "model.safetensors", or
@@ -295,7 +233,7 @@ export type UploadWeightsRequest = Message<"quire.v1.UploadWeightsRequest"> & {
  * Use `create(UploadWeightsRequestSchema)` to create a new message.
  */
 export const UploadWeightsRequestSchema: GenMessage<UploadWeightsRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 9);
+  messageDesc(file_quire_v1_admin, 7);
 
 /**
  * @generated from message quire.v1.UploadWeightsResponse
@@ -314,7 +252,7 @@ export type UploadWeightsResponse = Message<"quire.v1.UploadWeightsResponse"> & 
  * Use `create(UploadWeightsResponseSchema)` to create a new message.
  */
 export const UploadWeightsResponseSchema: GenMessage<UploadWeightsResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 10);
+  messageDesc(file_quire_v1_admin, 8);
 
 /**
  * @generated from message quire.v1.RebuildSessionRequest
@@ -340,7 +278,7 @@ export type RebuildSessionRequest = Message<"quire.v1.RebuildSessionRequest"> & 
  * Use `create(RebuildSessionRequestSchema)` to create a new message.
  */
 export const RebuildSessionRequestSchema: GenMessage<RebuildSessionRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 11);
+  messageDesc(file_quire_v1_admin, 9);
 
 /**
  * @generated from message quire.v1.RebuildSessionResponse
@@ -359,7 +297,7 @@ export type RebuildSessionResponse = Message<"quire.v1.RebuildSessionResponse"> 
  * Use `create(RebuildSessionResponseSchema)` to create a new message.
  */
 export const RebuildSessionResponseSchema: GenMessage<RebuildSessionResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 12);
+  messageDesc(file_quire_v1_admin, 10);
 
 /**
  * @generated from message quire.v1.ShutdownRequest
@@ -378,7 +316,7 @@ export type ShutdownRequest = Message<"quire.v1.ShutdownRequest"> & {
  * Use `create(ShutdownRequestSchema)` to create a new message.
  */
 export const ShutdownRequestSchema: GenMessage<ShutdownRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 13);
+  messageDesc(file_quire_v1_admin, 11);
 
 /**
  * @generated from message quire.v1.ShutdownResponse
@@ -391,7 +329,7 @@ export type ShutdownResponse = Message<"quire.v1.ShutdownResponse"> & {
  * Use `create(ShutdownResponseSchema)` to create a new message.
  */
 export const ShutdownResponseSchema: GenMessage<ShutdownResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 14);
+  messageDesc(file_quire_v1_admin, 12);
 
 /**
  * The first message has all fields but the file. Without a `source`, it or further ones have the files in parts.
@@ -407,7 +345,7 @@ export type LoadAdapterRequest = Message<"quire.v1.LoadAdapterRequest"> & {
   adapterId: string;
 
   /**
-   * An absolute path of a directory, or ORG/NAME on the hub. Empty: the files are on this stream.
+   * An absolute path of a directory. Empty: the files are on this stream.
    *
    * @generated from field: string source = 2;
    */
@@ -440,7 +378,7 @@ export type LoadAdapterRequest = Message<"quire.v1.LoadAdapterRequest"> & {
  * Use `create(LoadAdapterRequestSchema)` to create a new message.
  */
 export const LoadAdapterRequestSchema: GenMessage<LoadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 15);
+  messageDesc(file_quire_v1_admin, 13);
 
 /**
  * @generated from message quire.v1.AdapterFile
@@ -464,7 +402,7 @@ export type AdapterFile = Message<"quire.v1.AdapterFile"> & {
  * Use `create(AdapterFileSchema)` to create a new message.
  */
 export const AdapterFileSchema: GenMessage<AdapterFile> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 16);
+  messageDesc(file_quire_v1_admin, 14);
 
 /**
  * @generated from message quire.v1.LoadAdapterResponse
@@ -481,7 +419,7 @@ export type LoadAdapterResponse = Message<"quire.v1.LoadAdapterResponse"> & {
  * Use `create(LoadAdapterResponseSchema)` to create a new message.
  */
 export const LoadAdapterResponseSchema: GenMessage<LoadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 17);
+  messageDesc(file_quire_v1_admin, 15);
 
 /**
  * @generated from message quire.v1.UnloadAdapterRequest
@@ -505,7 +443,7 @@ export type UnloadAdapterRequest = Message<"quire.v1.UnloadAdapterRequest"> & {
  * Use `create(UnloadAdapterRequestSchema)` to create a new message.
  */
 export const UnloadAdapterRequestSchema: GenMessage<UnloadAdapterRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 18);
+  messageDesc(file_quire_v1_admin, 16);
 
 /**
  * @generated from message quire.v1.UnloadAdapterResponse
@@ -524,7 +462,7 @@ export type UnloadAdapterResponse = Message<"quire.v1.UnloadAdapterResponse"> & 
  * Use `create(UnloadAdapterResponseSchema)` to create a new message.
  */
 export const UnloadAdapterResponseSchema: GenMessage<UnloadAdapterResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 19);
+  messageDesc(file_quire_v1_admin, 17);
 
 /**
  * @generated from message quire.v1.ListAdaptersRequest
@@ -537,7 +475,7 @@ export type ListAdaptersRequest = Message<"quire.v1.ListAdaptersRequest"> & {
  * Use `create(ListAdaptersRequestSchema)` to create a new message.
  */
 export const ListAdaptersRequestSchema: GenMessage<ListAdaptersRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 20);
+  messageDesc(file_quire_v1_admin, 18);
 
 /**
  * @generated from message quire.v1.ListAdaptersResponse
@@ -554,7 +492,7 @@ export type ListAdaptersResponse = Message<"quire.v1.ListAdaptersResponse"> & {
  * Use `create(ListAdaptersResponseSchema)` to create a new message.
  */
 export const ListAdaptersResponseSchema: GenMessage<ListAdaptersResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 21);
+  messageDesc(file_quire_v1_admin, 19);
 
 /**
  * @generated from message quire.v1.Adapter
@@ -607,7 +545,7 @@ export type Adapter = Message<"quire.v1.Adapter"> & {
  * Use `create(AdapterSchema)` to create a new message.
  */
 export const AdapterSchema: GenMessage<Adapter> = /*@__PURE__*/
-  messageDesc(file_quire_v1_admin, 22);
+  messageDesc(file_quire_v1_admin, 20);
 
 /**
  * @generated from enum quire.v1.PreviousCaches
@@ -727,8 +665,8 @@ export const RebuildCauseSchema: GenEnum<RebuildCause> = /*@__PURE__*/
  */
 export const AdminService: GenService<{
   /**
-   * Returns when the workers are ready, for scripts that start a server and then use it. Calls fail to connect until
-   * the server opens its port: retry until one connects.
+   * Returns when the workers of the gateway that is called are ready, for scripts that start a server and then use it.
+   * Calls fail to connect until the server opens its port: retry until one connects.
    *
    * @generated from rpc quire.v1.AdminService.Warmup
    */
@@ -738,9 +676,10 @@ export const AdminService: GenService<{
     output: typeof WarmupResponseSchema;
   },
   /**
-   * Restarts workers, one after another. Calls continue: a worker first finishes what it is computing. Its caches are
-   * recomputed on another worker when they are next used. Returns when the new workers are ready. With one worker,
-   * calls wait until the new worker has loaded the model, or fail with NO_WORKER at their deadlines.
+   * Restarts workers of the gateway that is called, one after another. Calls continue: a worker first finishes what it
+   * is computing. Its caches are recomputed on another worker when they are next used. Returns when the new workers are
+   * ready. With one worker, calls wait until the new worker has loaded the model, or fail with NO_WORKER at their
+   * deadlines.
    *
    * @generated from rpc quire.v1.AdminService.Drain
    */
@@ -750,23 +689,9 @@ export const AdminService: GenService<{
     output: typeof DrainResponseSchema;
   },
   /**
-   * Moves a cache of the caller's tenant to another worker, after the requests for it that came earlier. Its KV is
-   * copied if that is expected to take less time than computing it again. If the copy fails, the rest is computed again
-   * on that worker. Whatever happens, the cache keeps its tokens; after an error it may have any worker, or none.
-   * Errors: CACHE_NOT_FOUND; NO_WORKER if that worker is not ready, drains, has loaded other weights, or was lost.
-   *
-   * @generated from rpc quire.v1.AdminService.MoveCache
-   */
-  moveCache: {
-    methodKind: "unary";
-    input: typeof MoveCacheRequestSchema;
-    output: typeof MoveCacheResponseSchema;
-  },
-  /**
    * Loads a LoRA adapter in PEFT's layout (adapter_config.json and adapter_model.safetensors) from a directory of the
-   * server's machine, from the Hugging Face hub, or from the stream. The adapter is copied, and tried on a worker before
-   * this returns. If the id is in use, this makes a new version: caches keep theirs until they are released. A failure
-   * changes nothing.
+   * server's machine, or from the stream. The adapter is copied, and tried on a worker before this returns. If the id is
+   * in use, this makes a new version: caches keep theirs until they are released. A failure changes nothing.
    *
    * @generated from rpc quire.v1.AdminService.LoadAdapter
    */

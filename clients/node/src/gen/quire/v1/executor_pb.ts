@@ -1822,7 +1822,7 @@ export type GetStatusResponse = Message<"quire.v1.GetStatusResponse"> & {
 
   /**
    * The parts of GatewayLimits.max_sessions and max_connections in use. Connections are counted once a second. Unset:
-   * the gateway cannot count them.
+   * the gateway cannot count them, or listens on a Unix socket.
    *
    * @generated from field: uint32 sessions = 13;
    */

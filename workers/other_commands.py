@@ -1,0 +1,162 @@
+"""The commands that are no forwards: changes of sequences, of adapters and of weights, checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers.adapters.errors import AdapterError
+from workers.adapters.table import AdapterTable
+from workers.adoption import keep_confirmed, report_sequences
+from workers.answers import Answers
+from workers.coalescing import CoalescingWindow
+from workers.drawing import Drawing
+from workers.executors.engine import Engine
+from workers.executors.replacement import WeightsReplacement
+from workers.failures import failure_of
+from workers.integrity_checks import IntegrityChecks
+from workers.models.errors import ModelError
+from workers.operations import (
+    Abort,
+    AdapterRead,
+    Adopt,
+    ChangeAdapters,
+    CheckIntegrity,
+    Command,
+    Done,
+    Fork,
+    IntegrityReport,
+    Release,
+    ReplacementRead,
+    ReplaceStep,
+    ReplaceWeights,
+    Reset,
+    Truncate,
+)
+from workers.prelaunch import Prelauncher
+from workers.scheduler import Scheduler
+
+# What the worker sends to itself, and the server to the loop.
+Internal = Reset | AdapterRead | ReplacementRead
+
+
+def required(adapters: AdapterTable[Any] | None) -> AdapterTable[Any]:
+    """The adapters of a model. Raises AdapterError if it has none."""
+    if adapters is None:
+        raise AdapterError("this model has no adapters")
+    return adapters
+
+
+class OtherCommands:
+    """Carries them out between steps, while none is in flight. Owns only the integrity checks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        prelauncher: Prelauncher,
+        window: CoalescingWindow,
+        answers: Answers,
+        drawing: Drawing,
+        adapters: AdapterTable[Any] | None,
+        replacement: WeightsReplacement[Any] | None,
+    ) -> None:
+        """Take the parts of a step loop. None: the model has no adapters, or keeps its weights."""
+        self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
+        self._window, self._answers, self._drawing = window, answers, drawing
+        self._adapters, self._replacement = adapters, replacement
+        self.integrity_checks = IntegrityChecks(engine)
+
+    def carry_out(self, command: Command | Internal) -> None:
+        """Carries out a command. An error ends the worker, if it may have left something half done."""
+        match command:
+            case Reset():
+                self._reset(command)
+            case AdapterRead():
+                required(self._adapters).read(command)
+            case ReplacementRead():
+                assert self._replacement is not None
+                self._answers.results += self._replacement.was_read(command)
+            case ReplaceWeights(step=ReplaceStep.APPLY):
+                self._apply_weights()
+            case _:
+                try:
+                    self._try(command)
+                except Exception as error:
+                    self._answers.results.append(failure_of(command.op_id, error, "a command failed"))
+
+    def _try(self, command: Command) -> None:
+        results = self._answers.results
+        match command:
+            case Fork() | Truncate() | Release():
+                self._change(command)
+                results.append(Done(command.op_id))
+            case Abort():
+                self._abort(command.target_op_id)
+            case CheckIntegrity(check_pages=True):
+                self.integrity_checks.request(command.op_id)
+            case CheckIntegrity():
+                results.append(IntegrityReport(command.op_id, intact=None))
+            case Adopt():
+                self._prelauncher.drop_all()
+                results.append(keep_confirmed(self._engine, command))
+            case ChangeAdapters():
+                required(self._adapters).change(command)
+            case ReplaceWeights():
+                self._read_weights(command)
+
+    def _change(self, command: Fork | Truncate | Release) -> None:
+        self._prelauncher.drop(command.sequences if isinstance(command, Release) else (command.sequence,))
+        match command:
+            case Fork():
+                self._engine.fork(command.sequence, command.children)
+            case Truncate():
+                self._engine.truncate(command.sequence, command.new_len)
+            case Release():
+                for sequence in command.sequences:
+                    self._engine.release(sequence)
+                    self._window.forget(sequence)
+
+    def _abort(self, op_id: int) -> None:
+        """Drops a forward that is queued, between two chunks, or drawing. It gets no answer."""
+        forward = self._scheduler.remove(op_id)
+        if forward is not None and forward.has_begun:
+            self._engine.roll_back(forward)
+        if self._adapters is not None and len(self._adapters):
+            self._adapters.remove(op_id)
+        self._drawing.drop(op_id)
+
+    def _drop_forwards(self) -> None:
+        """Drops all earlier forwards, which get no answer."""
+        self._prelauncher.drop_all()
+        for forward in self._scheduler.clear():
+            self._engine.roll_back(forward)
+        self._drawing.drop()
+        self._answers.answered.clear()
+        self._window.clear()
+        if self._adapters is not None:
+            self._adapters.drop_forwards()
+
+    def _reset(self, command: Reset) -> None:
+        self._drop_forwards()
+        self.integrity_checks.clear()
+        if self._adapters is not None:
+            self._adapters.clear()
+        if self._replacement is not None:
+            self._replacement.discard()
+        self._answers.results = [report_sequences(self._engine, command.stream)]
+
+    def _read_weights(self, command: ReplaceWeights) -> None:
+        """Starts to read other weights, or forgets them."""
+        if self._replacement is None:
+            raise ModelError("this model's weights cannot be replaced")
+        if command.step is ReplaceStep.READ:
+            self._replacement.read(command.op_id, command.directory)
+        else:
+            self._replacement.discard()
+
+    def _apply_weights(self) -> None:
+        """Puts other weights into place. After an error they may be mixed."""
+        assert self._replacement is not None
+        self._drop_forwards()
+        self._engine.forget_sequences()
+        self._replacement.apply()
