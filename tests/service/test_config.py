@@ -18,7 +18,10 @@ from service.settings import ConfigError
 from tests.load_config import load_config
 from workers.common import worker_pb2
 
-MODELS = "must be adder, storyteller, paged-attention, a directory that holds config.json, or ORG/NAME on the Hugging Face hub"
+MODELS = (
+    "must be adder, storyteller, paged-attention, a directory that holds config.json,"
+    " or ORG/NAME on the Hugging Face hub"
+)
 
 
 def parse(*arguments: str) -> dict[str, str | None]:
