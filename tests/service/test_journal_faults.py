@@ -90,6 +90,16 @@ class OnDisk:
         change_segment(directory / "data" / JOURNAL, change)
 
 
+class JournalWithLeases(PostgresJournal):
+    """Also closes the connection of its leases."""
+
+    leases_table: Database
+
+    def close(self) -> None:
+        super().close()
+        self.leases_table.terminate()
+
+
 class InDatabase:
     compaction_bytes = SELDOM
     proxy: TcpProxy | None = None
@@ -115,7 +125,8 @@ class InDatabase:
         try:
             if lease is None:
                 raise JournalUnusable("another gateway has the lease")
-            journal = PostgresJournal(table, leases, lease, self.compaction_bytes)
+            journal = JournalWithLeases(table, leases, lease, self.compaction_bytes)
+            journal.leases_table = leases_table
             try:
                 await journal.recover(apply, apply_run)
             except JournalUnusable:
@@ -125,7 +136,6 @@ class InDatabase:
             await table.close()
             await leases_table.close()
             raise
-        journal.on_close = leases_table.terminate
         return journal
 
     async def end_lease(self, directory: Path) -> None:
