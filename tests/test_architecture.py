@@ -46,7 +46,6 @@ WORKER_LAYERS = (
         "extra_samples",
         "batch",
         "adoption",
-        "kv_copies",
         "adapters",
         "executors",
     },
@@ -150,9 +149,9 @@ SERVICE_ROOMS = {
     "service.extension": (
         "service.adapters.registry", "service.api", "service.auth.authenticator", "service.caches.machine",
         "service.config", "service.dispatcher", "service.journal.values", "service.logging",
-        "service.pool.launcher", "service.pool.model_versions", "service.pool.supervisor",
-        "service.runtimes.base", "service.runtimes.executions", "service.runtimes.router", "service.shard",
-        "service.text.text_model",
+        "service.pool.launcher", "service.pool.model_versions", "service.pool.rolling_restart",
+        "service.pool.supervisor", "service.runtimes.base", "service.runtimes.executions",
+        "service.runtimes.router", "service.shard", "service.text.text_model",
     ),
     # It also has the process of a gateway among several, which is that of the only one but for its extension.
     "service.extensions.gateways": (
@@ -195,7 +194,8 @@ SERVICE_ROOMS = {
         "service.adapters.loader", "service.api", "service.auth", "service.config", "service.core",
         "service.data_directory", "service.listening", "service.logging", "service.memory",
         "service.extension", "service.handshakes", "service.model_names", "service.pool.gpus",
-        "service.pool.pool_files", "service.runtimes", "service.shard", "service.text",
+        "service.pool.pool_files", "service.pool.rolling_restart", "service.runtimes", "service.shard",
+        "service.text",
     ),
     "service.server": (
         "service.adapters.loader", "service.auth.unix_socket", "service.config", "service.extension",

@@ -15,14 +15,6 @@ with contextlib.suppress(OSError):
     _started_in = os.getcwd()  # noqa: PTH109 - as a text
 
 
-def current_directory() -> str:
-    """Where a child starts that is given relative paths: in the current directory, while that exists."""
-    try:
-        return os.getcwd()  # noqa: PTH109 - as a text
-    except OSError:
-        return DIRECTORY
-
-
 def import_path() -> str:
     """The PYTHONPATH with which a child imports as this process does."""
     return os.pathsep.join(os.path.join(_started_in, entry) for entry in sys.path)  # noqa: PTH118 - texts

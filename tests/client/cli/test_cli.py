@@ -359,7 +359,7 @@ def test_wrong_usage_is_told_in_a_sentence(
 NOT_INSTALLED = "comes with the server (quire-llm-server); in a checkout of Quire: `pip install ./clients"
 
 
-@pytest.mark.parametrize("command", ["serve", "state", "token", "journal"])
+@pytest.mark.parametrize("command", ["serve", "worker", "token", "pool"])
 def test_where_the_server_is_not_installed_its_commands_say_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -37,7 +37,7 @@ _CLIENT_COMMANDS: _Adders = {
     "adapters": options.add_adapters,
     "completion": options.add_completion,
 }
-_SERVER_COMMANDS = ("serve", "state", "journal", "token")
+_SERVER_COMMANDS = ("serve", "token", "pool", "worker")
 # The order in the help. Other commands come last.
 _ORDER = ("serve", *_CLIENT_COMMANDS, *_SERVER_COMMANDS[1:])
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
