@@ -16,13 +16,16 @@ interrupted, and .venv is made anew.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 VENV = Path(".venv")
@@ -84,6 +87,12 @@ def set_up(kind: str) -> None:
         return
     if kind in ON_TOP_OF:
         set_up(ON_TOP_OF[kind])
+    with compiling_kernels() if kind == "serve" else contextlib.nullcontext():
+        set_up_alone(kind)
+
+
+def set_up_alone(kind: str) -> None:
+    """Installs it, where what it is on top of is there. Raises SetUpError."""
     if not done():
         say("Creating .venv")
         run([sys.executable, "-m", "venv", "--clear", str(VENV)])
@@ -112,26 +121,30 @@ def install_server() -> None:
     # Python compiles what it imports at the first start, a fourth of what is installed. Without leave to keep
     # that, each start would.
     options = [] if os.environ.get("PYTHONDONTWRITEBYTECODE") else ["--no-compile"]
-    install_torch(PYTHON, options)
+    # What torch needs is found together with what the server needs.
+    install_torch(PYTHON, [*options, "--no-deps"])
     say("Installing Quire and what else it needs")
-    # What hinders the compiler is told when the kernels are asked for.
-    compile_kernels = [PYTHON, "-m", "kernels.cpu.library"]
-    nowhere = subprocess.DEVNULL
-    kernels = subprocess.Popen(compile_kernels, stdout=nowhere, stderr=nowhere)  # noqa: S603 - our own
-    try:
-        # Triton, 700 MB, is for GPUs and for tests.
-        server = ".[cuda]" if HAS_GPU else "."
-        install(*options, "--no-build-isolation", "--editable", "clients/python", "--editable", server)
-    finally:
-        kernels.wait()
+    # Triton, 700 MB, is for GPUs and for tests.
+    server = ".[cuda]" if HAS_GPU else "."
+    install(*options, "--no-build-isolation", "--editable", "clients/python", "--editable", server)
+
+
+@contextlib.contextmanager
+def compiling_kernels() -> Iterator[None]:
+    """Compiles the kernels meanwhile, which takes as long as all that is installed.
+
+    What hinders the compiler is told when the kernels are asked for.
+    """
+    command, nowhere = [sys.executable, "-m", "kernels.cpu.library"], subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=nowhere, stderr=nowhere):  # noqa: S603 - our own
+        yield
 
 
 def install_torch(python: Path, options: list[str] | tuple[str, ...] = ()) -> None:
     """The pinned torch, without the libraries of CUDA where there is no GPU. Raises SetUpError."""
     say(f"Installing torch, most of what is downloaded (details in {LOG})")
     (torch,) = (line for line in Path("constraints.txt").read_text().split() if line.startswith("torch=="))
-    would = run([*pip(python), "--dry-run", torch], check=False) if not HAS_GPU else ""
-    if any(line.startswith("Would install") and " nvidia-" in line for line in would.splitlines()):
+    if not HAS_GPU and needs_cuda(python, torch):
         say("  for the CPU, by uv: there is no nvidia-smi")
         uv = [str(PYTHON), "-m", "uv", "pip", "install", "--python", str(python)]
         try:
@@ -141,7 +154,18 @@ def install_torch(python: Path, options: list[str] | tuple[str, ...] = ()) -> No
             say("  with the libraries of CUDA after all: uv cannot get the other one")
     else:
         say("  for CUDA" if HAS_GPU else "  for the CPU")
-    run([*pip(python), *options, "setuptools", torch])
+    run([*pip(python), *options, "setuptools>=80", torch])
+
+
+def needs_cuda(python: Path, torch: str) -> bool:
+    """Whether the torch that pip would choose needs libraries of CUDA. Its metadata alone are downloaded."""
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory, "report.json")
+        run([*pip(python), "--dry-run", "--no-deps", "--report", str(report), torch], check=False)
+        # Without one the installation says why.
+        found = json.loads(report.read_text(encoding="utf-8"))["install"] if report.exists() else []
+    needs = [need for one in found for need in one["metadata"].get("requires_dist", ())]
+    return any(need.startswith(("nvidia-", "cuda-")) for need in needs)
 
 
 def install(*arguments: str, **environment: str) -> None:

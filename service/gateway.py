@@ -36,7 +36,7 @@ from service.handshakes import Handshakes, has_spoken
 from service.listening import actual_address, binding
 from service.logging import drain_log, get_logger
 from service.memory import keep_trimmed
-from service.model_names import SHIPPED_MODEL, SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
+from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes.executions import Executions
@@ -167,7 +167,7 @@ class Gateway:
 
     def _local_runtime(self) -> LocalRuntime:
         core = self.core
-        sources = ModelSources(SHIPPED_MODEL_DIR, self._find_model, core.weight_uploads.find)
+        sources = ModelSources(self._find_model, core.weight_uploads.find)
         loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
         parts = core.dispatcher, self.state, self.text, core.restarts
         return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
@@ -326,7 +326,7 @@ def _first_command(config: Config, listen: str) -> dict[str, str]:
     program = sys.argv[0] if Path(sys.argv[0]).name == "quire" else "quire"
     command = [program, "status"]
     if config.model != WEIGHTLESS_MODEL:
-        # The shipped model can only add numbers.
+        # The adder can only add numbers.
         command = [program, "generate", "12+34=" if config.model == SHIPPED_MODEL else "Hello"]
     if listen != Config().listen:
         command += ["--target", listen]

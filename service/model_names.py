@@ -10,8 +10,10 @@ from pathlib import Path
 from workers.common.gguf import GgufError
 from workers.common.gguf.files import model_files
 
-SHIPPED_MODEL = "adder"
-SHIPPED_MODEL_DIR = Path(__file__).parents[1] / "workers" / "models" / SHIPPED_MODEL
+# The first one is served by default.
+SHIPPED_MODELS = ("adder", "storyteller")
+SHIPPED_MODEL = SHIPPED_MODELS[0]
+_SHIPPED = Path(__file__).parents[1] / "workers" / "models"
 WEIGHTLESS_MODEL = "paged-attention"
 # The ids that the hub allows. None of them leads elsewhere when used in a path.
 _HUB_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9][\w.-]*/[A-Za-z0-9](?:[\w.-]*\w)?", re.ASCII)
@@ -19,9 +21,14 @@ MAX_HUB_ID = 96
 # What names one of the GGUF files of a repository, behind a colon.
 _FORMAT = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
 MODELS = (
-    f"{SHIPPED_MODEL}, {WEIGHTLESS_MODEL}, a directory that holds config.json, a GGUF file,"
+    f"{', '.join(SHIPPED_MODELS)}, {WEIGHTLESS_MODEL}, a directory that holds config.json, a GGUF file,"
     " or ORG/NAME on the Hugging Face hub, with GGUF files ORG/NAME:Q4_K_M"
 )
+
+
+def shipped_model_dir(model: str = SHIPPED_MODEL) -> Path:
+    """The directory of a model that is shipped."""
+    return _SHIPPED / model
 
 
 def is_hub_id(model: str) -> bool:
@@ -55,7 +62,7 @@ def absolute(model: str) -> Path:
 
 def is_model(value: str) -> bool:
     """Whether a model can be served by this name from this machine."""
-    shipped = value in (SHIPPED_MODEL, WEIGHTLESS_MODEL)
+    shipped = value in (*SHIPPED_MODELS, WEIGHTLESS_MODEL)
     return shipped or is_directory_or_file(value) or is_hub_model(value)
 
 

@@ -37,10 +37,12 @@ if os.path.exists("begun"):
     open("go").close()
 """,
     "pip.py": r"""
-import os, sys
+import json, os, sys
 open("calls", "a").write(" ".join(["pip", *sys.argv[1:]]) + "\n")
-if "--dry-run" in sys.argv and os.path.exists("pip takes cuda"):
-    print("Would install nvidia-cublas-13.1 torch-2.13.0")
+if "--report" in sys.argv:
+    needs = ["sympy"] + ["nvidia-cublas==13.1; platform_system == 'Linux'"] * os.path.exists("pip takes cuda")
+    report = {"install": [{"metadata": {"name": "torch", "requires_dist": needs}}]}
+    open(sys.argv[sys.argv.index("--report") + 1], "w").write(json.dumps(report))
 print("many lines")
 sys.exit(os.path.exists("pip fails"))
 """,

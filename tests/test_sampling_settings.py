@@ -14,6 +14,7 @@ from quire.cli.options import add_generate
 from quire.v1 import runner_pb2, types_pb2
 from quire.v1.sampling_settings import SETTINGS, SamplingSettings, Setting
 
+from kernels.cpu.sampling import _Limits
 from service.api.request_limits import RequestLimits
 from service.api.validation import check_output
 from service.errors import InvalidArgument, ProviderFailure
@@ -97,6 +98,12 @@ def test_the_client_and_its_command_have_it(setting: Setting) -> None:
     parsed = parser.parse_args(["generate", "x", flag, str(other_value(setting))])
     assert getattr(parsed, setting.name) == other_value(setting)
     assert getattr(parser.parse_args(["generate", "x"]), setting.name) is None
+
+
+def test_what_leaves_tokens_out_is_known_by_the_compiled_kernels_and_in_the_order_of_the_proto() -> None:
+    """One that they lack would be 0 there, without an error."""
+    assert [field[0] for field in _Limits._fields_] == [*operations.LIMITS]
+    assert [name for name in NAMES if name in operations.LIMITS] == [*operations.LIMITS]
 
 
 @each

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 
 from benchmarks.in_process import InProcess, LlmExecutor, PagedAttentionExecutor
-from service.model_names import SHIPPED_MODEL_DIR, WEIGHTLESS_MODEL
+from service.model_names import WEIGHTLESS_MODEL, shipped_model_dir
 from workers.operations import OutputSpec, RowOutput
 
 _PAGES = 256
@@ -20,7 +20,7 @@ _GREEDY = OutputSpec()
 def _executor(model: str) -> InProcess:
     if model == WEIGHTLESS_MODEL:
         return PagedAttentionExecutor.create(kv_pages=_PAGES)
-    return LlmExecutor.load(SHIPPED_MODEL_DIR, kv_pages=_PAGES)
+    return LlmExecutor.load(shipped_model_dir(), kv_pages=_PAGES)
 
 
 def outputs(

@@ -16,7 +16,7 @@ float64 and rounded once to float32; finite values stay finite. All later steps 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,20 +107,20 @@ class Candidates(NamedTuple):
         return Distribution(self.ids[likely], weights[likely] / weights[likely].sum())
 
 
-def candidates(row: Row, temperature: float, limits: Sequence[float]) -> Candidates:
-    """What is left of a row by a temperature and `kernels.cpu.sampling.LIMITS`.
+def candidates(row: Row, temperature: float, limits: Mapping[str, float]) -> Candidates:
+    """What is left of a row by a temperature and `operations.LIMITS`.
 
     Args:
         row: [V] float32 after mask, bias and penalties, of which one is finite. Not modified.
         temperature: Without one only the most likely token is left.
-        limits: The values of these.
+        limits: Their values, by name.
     """
     best = int(row.argmax())
     if temperature <= 0:
         return Candidates(np.array([best]), np.zeros(1))
-    top_k, top_p, min_p, typical_p = limits
+    top_p, min_p, typical_p = limits["top_p"], limits["min_p"], limits["typical_p"]
     order = np.argsort(-row, kind="stable")  # stable: ids stay ascending among equals
-    order = order[row[order] > _NEG_INF][: int(top_k) or None]
+    order = order[row[order] > _NEG_INF][: int(limits["top_k"]) or None]
     log_weights = (row[order].astype(np.float64) - float(row[best])) / temperature
     if top_p < 1.0:
         # The weight of the tokens before each: the set has those before which is less than top_p.

@@ -63,18 +63,17 @@ class LogitsFormat(enum.Enum):
     F16 = enum.auto()
 
 
-# The settings that leave tokens out of a draw, in the order in which they are applied. A GPU gets a column of
-# each.
+# The settings that leave tokens out of a draw, in the order in which they are applied: kernels have it from
+# here, or name this place. A GPU gets a column of each.
 LIMITS = ("top_k", "top_p", "min_p", "typical_p")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a token is chosen from a row of logits; the defaults have no effect (greedy).
 
-    Applied in this order: mask and logit_bias, penalties, temperature, top_k, top_p, min_p, typical_p,
-    draw.
-    The draw is a pure function of (seed, position).
+    Applied in this order: mask and logit_bias, penalties, temperature, LIMITS, draw. The draw is a pure
+    function of (seed, position).
     """
 
     temperature: float = 0.0

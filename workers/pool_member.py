@@ -42,7 +42,7 @@ from workers.process import (
 )
 from workers.server import WorkerServer
 
-SHIPPED_MODEL = "adder"
+SHIPPED_MODELS = ("adder", "storyteller")
 # To connect to another host, and its handshake.
 _CONNECT_TIMEOUT_S = 5.0
 # How long it waits for a lease before it dials again: neither side may be gone unnoticed, and another gateway
@@ -195,8 +195,8 @@ class PoolMember:
         # The lease stays as it came: later ones are compared with it.
         config = worker_pb2.WorkerConfig()
         config.CopyFrom(lease.config)
-        if config.model == SHIPPED_MODEL:
-            config.model = str(Path(models.__file__).parent / SHIPPED_MODEL)
+        if config.model in SHIPPED_MODELS:
+            config.model = str(Path(models.__file__).parent / config.model)
         elif self._model and not Path(config.model).is_dir():
             config.model = self._model
         configure_logging(config)

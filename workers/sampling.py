@@ -1,7 +1,7 @@
 """Chooses tokens from logits: the settings of `Sampling` and `TokenMask`, then a greedy or random choice.
 
 Each row is chosen independently. Its token is a pure function of its logits, settings, seed and position. It
-does not depend on the rest of the batch or on earlier draws. Settings apply in the order of types.proto.
+does not depend on the rest of the batch or on earlier draws. `Sampling` says in which order settings apply.
 Among equal logits the lowest id comes first, in the choice and in every "most likely".
 
 On the CPU one compiled call chooses for all rows, or `numpy_choice`, row by row, where nothing is compiled.
@@ -28,11 +28,11 @@ from kernels.cpu.sampling import RowChoice
 from workers import numpy_choice
 from workers.counter_rng import mix_key
 from workers.logit_settings import Ids, Masks, in_vocabulary
-from workers.operations import DraftProbabilities, Sampling, TokenMask
+from workers.operations import LIMITS, DraftProbabilities, Sampling, TokenMask
 
 _NEG_INF = float("-inf")
 _GREEDY = Sampling()
-_limits_of = operator.attrgetter(*compiled.LIMITS)
+_limits_of = operator.attrgetter(*LIMITS)
 
 Row = NDArray[np.float32]  # [V] logits
 Reals = NDArray[np.float64]
@@ -222,7 +222,7 @@ class RowChoices:
         spec = row.spec or _GREEDY
         choice = RowChoice(
             temperature=spec.temperature,
-            limits=_limits_of(spec),
+            limits=dict(zip(LIMITS, _limits_of(spec), strict=True)),
             repetition_penalty=spec.repetition_penalty,
             frequency_penalty=spec.frequency_penalty,
             presence_penalty=spec.presence_penalty,

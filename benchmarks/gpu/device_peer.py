@@ -280,8 +280,8 @@ class DevicePeer(Peer):
         """greedy, top_p, penalties, mask, or logprobs."""
         return {
             "greedy": GREEDY,
-            "top_p": OutputSpec(sampling=Sampling(0.8, top_p=0.9, seed=1)),
-            "penalties": OutputSpec(sampling=Sampling(0.8, repetition_penalty=1.1, seed=1)),
+            "top_p": OutputSpec(sampling=Sampling(temperature=0.8, top_p=0.9, seed=1)),
+            "penalties": OutputSpec(sampling=Sampling(temperature=0.8, repetition_penalty=1.1, seed=1)),
             "mask": OutputSpec(mask=TokenMask(packed=packed_mask(self._loaded().shape.vocab_size, 3))),
             "logprobs": OutputSpec(top_logprobs=5),
         }[kind]

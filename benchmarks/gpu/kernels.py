@@ -212,7 +212,7 @@ class KernelBench:
     def choose_penalties(self, rows: int) -> Call:
         """After 2,048 tokens each, with all that the host prepares and sends."""
         logits, dice = self._random(rows, self.shape.vocab_size), np.random.default_rng(0)
-        spec = Sampling(0.8, top_p=0.9, repetition_penalty=1.1)
+        spec = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
         histories = dice.integers(0, self.shape.vocab_size, (rows, 2048))
         settings = [SamplingRow(spec, position=2048, history=history) for history in histories]
         return Call(lambda: device_sampling.choose_tokens(logits, settings), logits.nbytes)
@@ -224,7 +224,7 @@ class KernelBench:
         for _ in range(rows):
             ids = np.sort(dice.choice(self.shape.vocab_size, 64, replace=False))
             draft = Draft([int(ids[0])], DraftProbabilities(ids, np.full(64, 1 / 64)))
-            settings.append(SamplingRow(Sampling(0.8, top_p=0.9), draft=draft))
+            settings.append(SamplingRow(Sampling(temperature=0.8, top_p=0.9), draft=draft))
         keys = [(index, index + 1) for index in range(rows)]
         return Call(lambda: device_sampling.choose_with_drafts(logits, settings, keys), logits.nbytes)
 

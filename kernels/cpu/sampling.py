@@ -6,7 +6,7 @@ Dimension letters: R rows; V vocabulary; N draws of a row.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,16 +23,12 @@ _NO_REALS: Reals = np.zeros(0)
 
 
 class _Limits(ctypes.Structure):
-    """Limits of token_cuts.h: the fields must agree."""
+    """Limits of token_cuts.h: the fields must agree. They are named as in `workers.operations.LIMITS`."""
 
     _fields_ = (
         ("top_k", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("top_p", "min_p", "typical_p")),
     )
-
-
-# The settings that leave out tokens, in their order.
-LIMITS = tuple(field[0] for field in _Limits._fields_)
 
 
 class _Row(ctypes.Structure):
@@ -75,7 +71,7 @@ class RowChoice:
     """How the tokens of one row are chosen, as in `workers.operations.Sampling`, and the results.
 
     Attributes:
-        limits: The values of LIMITS.
+        limits: By name, all of them.
         mask: [V / 8 rounded up to words of 4] uint8; None allows every token.
         history: The tokens before the row, of which `history_len` count, and then those of `path`.
         biased, bias: Token ids, in the vocabulary, and what is added to their logits.
@@ -88,7 +84,7 @@ class RowChoice:
     """
 
     temperature: float
-    limits: Sequence[float]
+    limits: Mapping[str, float]
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
@@ -150,7 +146,7 @@ def _fill(out: _Row, row: RowChoice, logits: int, vocab: int) -> None:
     if row.wants_logprobs:
         row.logprobs = np.empty(len(row.tokens))
         out.logprobs = row.logprobs.ctypes.data
-    out.temperature, out.limits = row.temperature, _Limits(*row.limits)
+    out.temperature, out.limits = row.temperature, _Limits(**row.limits)
     out.repetition, out.frequency, out.presence = (
         row.repetition_penalty, row.frequency_penalty, row.presence_penalty
     )  # fmt: skip

@@ -11,7 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.errors import InvalidArgument, LoadFailed
-from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL, absolute, is_directory_or_file, is_hub_model
+from service.model_names import (
+    SHIPPED_MODELS,
+    WEIGHTLESS_MODEL,
+    absolute,
+    is_directory_or_file,
+    is_hub_model,
+    shipped_model_dir,
+)
 
 # Finds a model of the hub, with a download if necessary. It calls the function with the downloaded fraction;
 # an exception of that function cancels the download. Runs in a thread; raises LoadFailed.
@@ -23,9 +30,8 @@ FindUpload = Callable[[str], Path | None]
 class ModelSources:
     """Resolves one source at a time."""
 
-    def __init__(self, shipped_model: Path, find_model: FindModel | None, find_upload: FindUpload) -> None:
+    def __init__(self, find_model: FindModel | None, find_upload: FindUpload) -> None:
         """Without `find_model`, models of the hub are refused."""
-        self._shipped_model = shipped_model
         self._find_model = find_model
         self._find_upload = find_upload
         # The downloaded fraction, from 0 to 1.
@@ -55,8 +61,8 @@ class ModelSources:
     def _find(self, source: str, cancelled: threading.Event) -> str:
         if source == WEIGHTLESS_MODEL:
             return source
-        if source == SHIPPED_MODEL:
-            return str(self._shipped_model)
+        if source in SHIPPED_MODELS:
+            return str(shipped_model_dir(source))
         if (upload := self._find_upload(source)) is not None:
             return str(upload)
         if self._find_model is not None and is_hub_model(source):

@@ -52,6 +52,7 @@ PYTHON_AND_TOML = {
     "[tenants.alice]": "test_files_of_tokens",
     "[certificates]": "test_files_of_tokens",
     "from quire import tinker": "tests/client/test_tinker.py does the same",
+    "Tell me a story": "tests/client/test_storyteller.py runs it, and the consoles of all pages",
     "import subprocess\nimport ray": "needs Ray; the command is that of tests/e2e/test_remote_workers.py",
 }
 # Beginnings of commands for a shell.
@@ -110,7 +111,7 @@ def block(page: str, language: str, part: str) -> Block:
 LOOP = block("README.md", "python", "tokenizer.encode")
 CACHES = block("docs/tutorial.md", "python", "cache.fork()")
 SESSION = block("docs/tutorial.md", "python", "client.session()")
-TEXTS = block("docs/tutorial.md", "python", "client.generate")
+TEXTS = block("docs/tutorial.md", "python", 'client.generate("12+34=")')
 DEATH = block("docs/tutorial.md", "python", "subprocess")
 OVERLOAD = block("docs/tutorial.md", "python", "ResourceExhausted")
 ITEMS = block("docs/runtimes.md", "python", "ITEMS = [")

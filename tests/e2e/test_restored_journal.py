@@ -11,12 +11,13 @@ import grpc
 import pytest
 from quire.v1 import executor_pb2 as pb
 
+from service.journal import conformance as faults
+from service.journal.conformance import Change
 from service.journal.segments import JOURNAL
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
-from tests.service import journal_stores as faults
-from tests.service.journal_stores import Change, change_segment
+from tests.service.changed_segments import change_segment
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FLAGS = ("--kv-pages", "64")

@@ -46,10 +46,10 @@ STEPS = sized(60, 12)
 # What the callers ask for.
 OUTPUTS = (
     GREEDY,
-    OutputSpec(sampling=Sampling(0.9, top_p=0.9, seed=5)),
+    OutputSpec(sampling=Sampling(temperature=0.9, top_p=0.9, seed=5)),
     OutputSpec(top_logprobs=3),
     OutputSpec(mask=TokenMask(packed=packed_mask(VOCAB, 3))),
-    OutputSpec(sampling=Sampling(0.8, repetition_penalty=1.2, logit_bias={5: 2.0}, seed=9)),
+    OutputSpec(sampling=Sampling(temperature=0.8, repetition_penalty=1.2, logit_bias={5: 2.0}, seed=9)),
 )
 
 

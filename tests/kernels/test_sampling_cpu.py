@@ -116,9 +116,9 @@ def test_they_agree_on_any_settings(seed: int, vocab: int) -> None:
 
 
 def test_what_does_not_fit_the_vocabulary_is_refused() -> None:
-    row = SamplingRow(Sampling(1.0), draft=Draft([9], DraftProbabilities(None, np.ones(5) / 5)))
+    row = SamplingRow(Sampling(temperature=1.0), draft=Draft([9], DraftProbabilities(None, np.ones(5) / 5)))
     with pytest.raises(ValueError, match="beyond a vocabulary of 5"):
         apply_drafts(torch.zeros(1, 5), torch.zeros(1, dtype=torch.int64), [row])
-    row = SamplingRow(Sampling(1.0), draft=Draft([2], DraftProbabilities(None, np.ones(4) / 4)))
+    row = SamplingRow(Sampling(temperature=1.0), draft=Draft([2], DraftProbabilities(None, np.ones(4) / 4)))
     with pytest.raises(ValueError, match="4 probabilities of drafts, not 5"):
         apply_drafts(torch.zeros(1, 5), torch.zeros(1, dtype=torch.int64), [row])

@@ -13,7 +13,7 @@ from service.caches.records import Record
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Leases
-from tests.service.journal_traffic import commit
+from service.journal.conformance import commit
 
 # Renewals do not come between what a test does.
 _LEASE_S = 600.0

@@ -19,8 +19,8 @@ from tests.load_config import load_config
 from workers.common import worker_pb2
 
 MODELS = (
-    "must be adder, paged-attention, a directory that holds config.json, a GGUF file, or ORG/NAME on the"
-    " Hugging Face hub, with GGUF files ORG/NAME:Q4_K_M"
+    "must be adder, storyteller, paged-attention, a directory that holds config.json, a GGUF file, or"
+    " ORG/NAME on the Hugging Face hub, with GGUF files ORG/NAME:Q4_K_M"
 )
 
 
@@ -84,7 +84,7 @@ def test_a_bad_flag_is_refused_with_what_is_allowed(flag: str, value: str, allow
      "ä/b", "a/٣", "a/b?c", "a/b#c", "a/%2e", "~/b", "0/" + "n" * 95],
 )  # fmt: skip
 def test_what_might_mean_another_place_is_no_id(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"must be adder, paged-attention, a directory"):
+    with pytest.raises(ConfigError, match=r"must be adder, storyteller, paged-attention, a directory"):
         load_config({"model": model}, {})
 
 

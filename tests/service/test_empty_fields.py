@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +92,7 @@ def _drafts(draft: types_pb2.DraftProbabilities) -> None:
 
 
 def _source() -> None:
-    asyncio.run(ModelSources(Path("/nowhere"), None, lambda _: None).find(""))
+    asyncio.run(ModelSources(None, lambda _: None).find(""))
 
 
 REFUSED: dict[str, tuple[str, Callable[[], object]]] = {

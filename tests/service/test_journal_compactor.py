@@ -13,7 +13,8 @@ from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, CacheRestated, Child, Record
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
-from tests.service.journal_traffic import Traffic, appended, caches_of, created, facts
+from service.journal.conformance import Traffic, appended, created, facts
+from tests.service.journal_traffic import caches_of
 
 SEGMENT_TOKENS = 4
 SCHEDULES = 80

@@ -19,13 +19,14 @@ import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
+from service.journal import conformance as faults
 from service.journal import file_journal, segments, stored
 from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
+from service.journal.conformance import Change, appended, commit, created, facts
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
-from tests.service import journal_stores as faults
-from tests.service.journal_stores import Change, change_segment
-from tests.service.journal_traffic import appended, commit, created, facts, open_journal, recovered
+from tests.service.changed_segments import change_segment
+from tests.service.journal_traffic import open_journal, recovered
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = "0000000001.log"
@@ -576,7 +577,8 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 from service.caches.ledger import Ledger
-from tests.service.journal_traffic import appended, commit, created, open_journal
+from service.journal.conformance import appended, commit, created
+from tests.service.journal_traffic import open_journal
 
 async def main(directory):
     ledger = Ledger()

@@ -15,16 +15,9 @@ import asyncpg
 import pytest
 
 from service.caches.ledger import Ledger
+from service.journal.conformance import Traffic, appended, commit, created, facts
 from tests.postgres_server import PostgresServer
-from tests.service.journal_traffic import (
-    Traffic,
-    appended,
-    commit,
-    created,
-    facts,
-    open_journal,
-    recovered,
-)
+from tests.service.journal_traffic import open_journal, recovered
 from tests.service.owners import Owner, operator
 
 # PostgreSQL's empty database and its write-ahead log of 16 MiB, and a little more.

@@ -15,8 +15,8 @@ from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.journal import stored
 from service.journal.base import JournalUnusable, OwnershipLost
+from service.journal.conformance import Traffic, appended, created, facts
 from tests.postgres_server import PostgresServer
-from tests.service.journal_traffic import Traffic, appended, created, facts
 from tests.service.owners import Owner, locked, operator, until_waiting
 from tests.tcp_proxy import TcpProxy
 

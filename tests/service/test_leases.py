@@ -11,8 +11,8 @@ import pytest
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.leases import Leases, Owned
 from service.journal.base import OwnershipLost
+from service.journal.conformance import appended, created, facts
 from tests.postgres_server import PostgresServer
-from tests.service.journal_traffic import appended, created, facts
 from tests.service.owners import Owner, locked, until_waiting
 
 

@@ -16,7 +16,7 @@ from service.caches.records import (
     Record,
 )
 from service.caches.segments import SEGMENT_TOKENS
-from tests.service.journal_traffic import appended, created
+from service.journal.conformance import appended, created
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ class Loads(Bench):
         super().__init__(FakeLauncher(self.reader, *plan), patch, config, self.values)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor)
-        sources = ModelSources(tmp_path, None, lambda _: None)
+        sources = ModelSources(None, lambda _: None)
         dispatcher = self.gateway.dispatcher
         self.loader = WeightsLoader(self.supervisor, dispatcher, self.restarts, sources, config)
         self.source = tmp_path / "model"
@@ -219,7 +219,7 @@ class Hub:
 
 async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, hub = Loads(tmp_path, monkeypatch), Hub()
-    bench.loader._sources = ModelSources(tmp_path, hub.find, lambda _: None)
+    bench.loader._sources = ModelSources(hub.find, lambda _: None)
     async with serving(bench):
 
         async def load() -> None:
@@ -244,7 +244,7 @@ def test_stopping_server_ends_a_download(tmp_path: Path) -> None:
     hub.may_continue.set()
 
     async def serve() -> asyncio.Task[str]:
-        finding = asyncio.create_task(ModelSources(tmp_path, hub.find, lambda _: None).find("org/name"))
+        finding = asyncio.create_task(ModelSources(hub.find, lambda _: None).find("org/name"))
         await asyncio.to_thread(hub.begun.wait)
         return finding
 

@@ -69,7 +69,7 @@ async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_w
     readers, dispatcher = Readers(), Dispatcher()
     bench = Bench(FakeLauncher(readers), monkeypatch, Config(workers=2))
     restarts = RollingRestart(bench.supervisor)
-    sources = ModelSources(tmp_path, None, lambda _: None)
+    sources = ModelSources(None, lambda _: None)
     loader = WeightsLoader(bench.supervisor, cast(Any, dispatcher), restarts, sources, Config())
     source = tmp_path / "model"
     source.mkdir()

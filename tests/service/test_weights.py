@@ -11,9 +11,10 @@ from quire.v1 import types_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.reservations import Limits
+from service.journal.conformance import commit, created
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
-from tests.service.journal_traffic import commit, created, open_journal
+from tests.service.journal_traffic import open_journal
 from tests.sim.harness import Gateway
 from workers.common import worker_pb2
 

@@ -13,7 +13,6 @@ import contextlib
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -391,7 +390,7 @@ class SimulatedLoader(WeightsLoader):
             simulation.supervisor,
             simulation.dispatcher,
             simulation.restarts,
-            SimulatedModelSources(Path(), None, lambda _: None),
+            SimulatedModelSources(None, lambda _: None),
             config,
         )
 

@@ -103,7 +103,7 @@ def test_no_global_state_is_read_or_moved() -> None:
 
 
 def test_draws_at_neighbouring_positions_are_independent() -> None:
-    rows = [SamplingRow(Sampling(1.0, seed=7), position=n) for n in range(4001)]
+    rows = [SamplingRow(Sampling(temperature=1.0, seed=7), position=n) for n in range(4001)]
     tokens = choose_tokens(torch.zeros(4001, 4), rows).tolist()
     pairs = Counter(itertools.pairwise(tokens))
     expected = 4000 / 16

@@ -17,14 +17,20 @@ INF = float("inf")
     ("row", "simple"),
     [
         (SamplingRow(), True),
-        (SamplingRow(Sampling(0.7, seed=2**64 - 1), position=2**40, history=[1, 2], prompt_len=1), True),
-        (SamplingRow(Sampling(0.0, top_k=5, top_p=0.5, min_p=0.5)), True),  # the most likely is never cut off
+        (
+            SamplingRow(
+                Sampling(temperature=0.7, seed=2**64 - 1), position=2**40, history=[1, 2], prompt_len=1
+            ),
+            True,
+        ),
+        # The most likely is never cut off.
+        (SamplingRow(Sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)), True),
         (SamplingRow(mask=TokenMask(allowed=[1])), False),
         (SamplingRow(mask=TokenMask()), False),
-        (SamplingRow(Sampling(1.0, top_k=1)), False),
-        (SamplingRow(Sampling(1.0, top_p=0.5)), False),
-        (SamplingRow(Sampling(1.0, min_p=0.5)), False),
-        (SamplingRow(Sampling(1.0, typical_p=0.5)), False),
+        (SamplingRow(Sampling(temperature=1.0, top_k=1)), False),
+        (SamplingRow(Sampling(temperature=1.0, top_p=0.5)), False),
+        (SamplingRow(Sampling(temperature=1.0, min_p=0.5)), False),
+        (SamplingRow(Sampling(temperature=1.0, typical_p=0.5)), False),
         (SamplingRow(Sampling(logit_bias={3: 0.5})), False),
         (SamplingRow(Sampling(repetition_penalty=1.1)), False),
         (SamplingRow(Sampling(frequency_penalty=0.1)), False),
@@ -76,7 +82,8 @@ def test_masks_become_words_and_what_they_lack_is_forbidden() -> None:
 
 
 def test_limits_of_greedy_rows_are_left_out() -> None:
-    greedy, drawn = Sampling(0.0, 5, 0.5, 0.5, 0.5), Sampling(1.0, 2**32 - 1, 0.5, 0.25, 0.75)
+    greedy = Sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5, typical_p=0.5)
+    drawn = Sampling(temperature=1.0, top_k=2**32 - 1, top_p=0.5, min_p=0.25, typical_p=0.75)
     columns = _settings([SamplingRow(greedy), SamplingRow(drawn)], [0, 1], vocab=10)
     limits = [columns[name].tolist() for name in ("top_k", "top_p", "min_p", "typical_p")]
     assert limits == [[0, 2**31 - 1], [1.0, 0.5], [0.0, 0.25], [1.0, 0.75]]

@@ -194,7 +194,7 @@ def test_typical_p_leaves_out_what_is_too_likely_and_keeps_all_that_are_equally_
     """The information of 60 tokens of 1% is nearer to the entropy than that of one of 40%."""
     logits = [math.log(0.4), *[math.log(0.01)] * 60]
     for p, expected in ((0.01, {*range(1, 61)}), (0.59, {*range(1, 61)}), (0.61, {*range(61)})):
-        rows = [SamplingRow(Sampling(1.0, typical_p=p, seed=seed)) for seed in range(1500)]
+        rows = [SamplingRow(Sampling(temperature=1.0, typical_p=p, seed=seed)) for seed in range(1500)]
         assert {*choose_tokens(torch.tensor([logits] * 1500), rows).tolist()} == expected
 
 
@@ -206,7 +206,7 @@ def test_typical_p_leaves_out_what_is_too_likely_and_keeps_all_that_are_equally_
         (Sampling(temperature=1.1, min_p=0.03), [TemperatureLogitsWarper(1.1), MinPLogitsWarper(0.03)]),
         (Sampling(temperature=1.0, repetition_penalty=1.8), [RepetitionPenaltyLogitsProcessor(1.8)]),
         (
-            Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=0.7),
+            Sampling(temperature=0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=0.7),
             [
                 RepetitionPenaltyLogitsProcessor(0.7),
                 TemperatureLogitsWarper(0.9),
@@ -217,7 +217,7 @@ def test_typical_p_leaves_out_what_is_too_likely_and_keeps_all_that_are_equally_
         ),
         (Sampling(temperature=1.2, typical_p=0.3), [TemperatureLogitsWarper(1.2), TypicalLogitsWarper(0.3)]),
         (
-            Sampling(1.4, top_k=90, top_p=0.95, min_p=0.02, typical_p=0.8),
+            Sampling(temperature=1.4, top_k=90, top_p=0.95, min_p=0.02, typical_p=0.8),
             [
                 TemperatureLogitsWarper(1.4),
                 TopKLogitsWarper(90),
@@ -243,7 +243,9 @@ def test_agrees_with_transformers(spec: Sampling, processors: list[object]) -> N
 
 
 @pytest.mark.parametrize("bad", [[float("nan"), 0.0], [0.0, float("nan")], [INF, 0.0], [-INF, -INF]])
-@pytest.mark.parametrize("row", [SamplingRow(), SamplingRow(Sampling(1.0), TokenMask(allowed=[5]))])
+@pytest.mark.parametrize(
+    "row", [SamplingRow(), SamplingRow(Sampling(temperature=1.0), TokenMask(allowed=[5]))]
+)
 def test_unusable_logits_are_named_never_chosen_from(bad: list[float], row: SamplingRow) -> None:
     logits = torch.zeros(4, 900)
     logits[[1, 3]] = bad[1]
@@ -259,7 +261,7 @@ def test_unusable_logits_are_named_never_chosen_from(bad: list[float], row: Samp
 def test_forbidding_all_raises(temperature: float, bias: dict[int, float], mask: TokenMask | None) -> None:
     logits = torch.zeros(3, 18)
     logits[:, 3] = -INF
-    row = SamplingRow(Sampling(temperature, logit_bias=bias), mask)
+    row = SamplingRow(Sampling(temperature=temperature, logit_bias=bias), mask)
     with pytest.raises(NothingAllowedError, match=r"mask and logit_bias forbid every token: row 1, 2"):
         choose_tokens(logits, [SamplingRow(), row, row])
 

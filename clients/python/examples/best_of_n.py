@@ -43,7 +43,7 @@ def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=", temperature: s
         info = client.model_info(include_tokenizer=True)
         tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
         ids, end = tokenizer.encode(prompt).ids, info.model.eos_token_ids
-        for score, text in samples(client, ids, 8, 32, end, float(temperature)):
+        for score, text in samples(client, ids, 8, 64, end, float(temperature)):
             print(f"{score:.3f}", prompt + tokenizer.decode(text))
 
 

@@ -32,7 +32,7 @@ def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
     with Client(target, timeout_s=120) as client:
         info = client.model_info(include_tokenizer=True)
         tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        text = greedy(client, tokenizer.encode(prompt).ids, 64, info.model.eos_token_ids)
+        text = greedy(client, tokenizer.encode(prompt).ids, 128, info.model.eos_token_ids)
     print(prompt + tokenizer.decode(text))
 
 

@@ -25,7 +25,7 @@ from service.extensions.gateways.settings import needs_a_worker
 from service.journal.base import JournalUnusable
 from service.listening import CannotListen, reserved
 from service.logging import get_logger
-from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
+from service.model_names import SHIPPED_MODELS, WEIGHTLESS_MODEL
 from service.pool import gpus
 from service.settings import ConfigError
 from workers.common import child_process
@@ -83,7 +83,7 @@ def _first_line(config: Config, place: Place) -> bytes:
 def _with_absolute_paths(config: Config) -> Config:
     """Gateways start in another directory."""
     names = [name for name, setting in all_settings().items() if setting.is_path]
-    if not (config.has_remote_workers or config.model in (SHIPPED_MODEL, WEIGHTLESS_MODEL)):
+    if not (config.has_remote_workers or config.model in (*SHIPPED_MODELS, WEIGHTLESS_MODEL)):
         names.append("model")
     values = config.values()
     return config.with_values({name: str(Path(values[name]).absolute()) for name in names if values[name]})

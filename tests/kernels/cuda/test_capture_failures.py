@@ -61,7 +61,7 @@ def test_decodes_run_eagerly_after_a_failed_capture(
         twins.step([Item(sequence, [5, 6])])
     tokens = [1, 2, 3]
     for _ in range(4):
-        rows = [SamplingRow(Sampling(1.0, seed=seed), position=5) for seed in range(3)]
+        rows = [SamplingRow(Sampling(temperature=1.0, seed=seed), position=5) for seed in range(3)]
         tokens = twins.step([Item(s, [token]) for s, token in zip(sequences, tokens, strict=True)], rows)
     assert capture.calls == succeed + 1, "a capture that failed was tried again"
     assert twins.graph.name == "eager"

@@ -115,7 +115,7 @@ def test_a_large_vocabulary(spread: float, device: str) -> None:
 def test_more_rows_than_are_copied_at_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(device_sampling, "ROWS_AT_ONCE", 2)
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(6))
-    rows = [SamplingRow(Sampling(1.0, top_k=3, seed=seed)) for seed in range(6)]
+    rows = [SamplingRow(Sampling(temperature=1.0, top_k=3, seed=seed)) for seed in range(6)]
     rows[2] = SamplingRow()
     rows[4] = SamplingRow(mask=TokenMask(allowed=[7, 30]))
     expected = assert_as_on_cpu(logits, rows, device)
@@ -127,7 +127,8 @@ def test_more_rows_than_are_copied_at_once(monkeypatch: pytest.MonkeyPatch, devi
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "spec", [Sampling(), Sampling(1.0, seed=4), Sampling(1.0, top_k=9, top_p=0.9, seed=5)]
+    "spec",
+    [Sampling(), Sampling(temperature=1.0, seed=4), Sampling(temperature=1.0, top_k=9, top_p=0.9, seed=5)],
 )
 def test_half_precision_chooses_as_its_values_in_float32(
     spec: Sampling, dtype: torch.dtype, device: str
@@ -140,7 +141,7 @@ def test_half_precision_chooses_as_its_values_in_float32(
 
 @pytest.mark.parametrize("bad", [[NAN, 0.0], [0.0, NAN], [INF, 0.0], [-INF, -INF]])
 @pytest.mark.parametrize(
-    "row", [SamplingRow(), SamplingRow(Sampling(1.0, top_p=0.5), TokenMask(allowed=[5]))]
+    "row", [SamplingRow(), SamplingRow(Sampling(temperature=1.0, top_p=0.5), TokenMask(allowed=[5]))]
 )
 def test_unusable_logits_are_named_never_chosen_from(bad: list[float], row: SamplingRow, device: str) -> None:
     logits = torch.zeros(4, 900)
@@ -162,7 +163,7 @@ def test_forbidding_all_raises(
 ) -> None:
     logits = torch.zeros(3, 18)
     logits[:, 3] = -INF
-    row = SamplingRow(Sampling(temperature, top_k=4, logit_bias=bias), mask)
+    row = SamplingRow(Sampling(temperature=temperature, top_k=4, logit_bias=bias), mask)
     with pytest.raises(NothingAllowedError, match=r"mask and logit_bias forbid every token: row 1, 2"):
         choose_tokens(logits.to(device), [SamplingRow(), row, row])
 
@@ -258,9 +259,12 @@ def test_a_draft_from_the_very_distribution_is_kept_and_one_that_cannot_be_is_no
     even, other = np.array([0.5, 0.5]), np.array([1.0])
     rows = [
         SamplingRow(
-            Sampling(1.0, seed=1), draft=Draft([1070], DraftProbabilities(np.array([5, 1070]), even))
+            Sampling(temperature=1.0, seed=1),
+            draft=Draft([1070], DraftProbabilities(np.array([5, 1070]), even)),
         ),
-        SamplingRow(Sampling(1.0, seed=2), draft=Draft([9], DraftProbabilities(np.array([9]), other))),
+        SamplingRow(
+            Sampling(temperature=1.0, seed=2), draft=Draft([9], DraftProbabilities(np.array([9]), other))
+        ),
         SamplingRow(draft=Draft([1070], DraftProbabilities(np.array([1070]), other))),  # greedy: token 5
     ]
     expected = distribution.apply_drafts(logits, torch.zeros(3, dtype=torch.int64), rows).tolist()
@@ -269,7 +273,7 @@ def test_a_draft_from_the_very_distribution_is_kept_and_one_that_cannot_be_is_no
     assert found == expected and found[0] == 1070 and found[1] in (5, 1070) and found[2] == 5
     # Where rounding has left nothing, the most likely token is taken.
     nothing = SamplingRow(
-        Sampling(1.0), draft=Draft([5, 5], DraftProbabilities(np.array([5, 1070]), even * 3))
+        Sampling(temperature=1.0), draft=Draft([5, 5], DraftProbabilities(np.array([5, 1070]), even * 3))
     )
     rows = [replace(nothing, position=position) for position in range(3)]
     expected = distribution.apply_drafts(logits, torch.zeros(3, dtype=torch.int64), rows).tolist()

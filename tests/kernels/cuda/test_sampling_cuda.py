@@ -324,7 +324,8 @@ def test_typical_p_keeps_what_its_definition_keeps(device: str) -> None:
     before = logits.clone()
     kept = typical_of(logits, limits, typical_ps)
     for row, (limit, share) in enumerate(zip(limits, typical_ps, strict=True)):
-        expected_ids = candidates(values[row].numpy(), limit[0], (*limit[1:], share)).ids
+        named = {**limit._asdict(), "typical_p": share}
+        expected_ids = candidates(values[row].numpy(), limit.temperature, named).ids
         assert kept[row] == expected_ids.tolist(), (limit, share)
     assert len(kept[3]) < 50 and len(kept[6]) == 1
     assert torch.equal(logits[7], before[7]), "only rows with typical_p are changed"

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -97,7 +98,8 @@ def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Installs the packages of the manual."""
     page = (ROOT / "docs" / "extensions.md").read_text()
     blocks = re.findall(r"```(python|toml)\n(.*?)```", page, re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["python", "toml"] * 2
+    assert [kind for kind, _ in blocks] == [*["python", "toml"] * 2, "python"]
+    (place / "test_lines_journal.py").write_text(blocks.pop()[1])
     for (_, code), (_, project) in zip(blocks[::2], blocks[1::2], strict=True):
         told = tomllib.loads(project)
         (module,) = told["tool"]["setuptools"]["py-modules"]
@@ -134,6 +136,15 @@ def test_the_journal_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for _ in range(2):
             text.append(decode(gateway, cache_id, len(PROMPT) + len(text) - 1, text[-1]))
     assert text == undisturbed.greedy(PROMPT, 4)
+
+
+def test_the_journal_of_the_manual_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tests for journals, as the manual says how to run them."""
+    installed(tmp_path, monkeypatch)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lines_journal.py"]
+    place = environment(ROOT)
+    done = subprocess.run(command, env=place, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert re.search(r"\n\d+ passed, 1 skipped", done.stdout), done.stdout
 
 
 OPENED = """

@@ -1,0 +1,496 @@
+"""Tests that every journal has to pass, for pytest: a subclass says how its journal is opened.
+
+    class TestMyJournal(JournalConformance):
+        async def open(self, directory, apply, apply_run):
+            return await open_journal(Config(journal="mine://..."), directory, apply, apply_run)
+
+Quire's own journals, in files and in PostgreSQL, run the same tests (tests/service/test_journal_faults.py). A
+process is killed in one of them, for which the module of the subclass has to be importable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import multiprocessing
+import random
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from service.caches.ledger import CacheState, Ledger
+from service.caches.records import (
+    CacheCreated,
+    CacheForked,
+    CacheReleased,
+    CacheTruncated,
+    Child,
+    LeaseRenewed,
+    Record,
+    TokensAppended,
+    ValueStored,
+)
+from service.journal.base import Journal, JournalUnusable, OwnershipLost
+from service.journal.recovery import Apply, ApplyRun
+from service.journal.values import StoredValues
+
+# What a journal may take for something that it does by itself.
+PATIENCE_S: Final = 60.0
+# What a fork of the cache does not copy, and the placement, are facts, too.
+_FIELDS: Final = [
+    field.name for field in dataclasses.fields(CacheState) if not field.name.startswith("last_")
+]
+# A journal's frames or rows by their numbers, from 1, and what another program makes of them.
+Rows = dict[int, bytes]
+Change = Callable[[Rows], Rows]
+
+
+class Gateway:
+    """A gateway, as far as its journal goes.
+
+    Attributes:
+        running: The journal's `run`.
+    """
+
+    def __init__(self, journal: Journal, ledger: Ledger) -> None:
+        """In an event loop."""
+        self.journal = journal
+        self.ledger = ledger
+        journal.bind_ledger(ledger)
+        self.running = asyncio.create_task(journal.run())
+
+    async def commit(self, *records: Record) -> bool:
+        """Applies them if they are durable, and returns whether they are."""
+        return await commit(self.journal, *records, to=self.ledger)
+
+
+async def commit(journal: Journal, *records: Record, to: Ledger | None = None) -> bool:
+    """Commits records, and applies them `to` a ledger if they are durable. Returns whether they are."""
+    done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def committed(ok: bool) -> None:
+        if ok and to is not None:
+            for record in records:
+                to.apply(record)
+        done.set_result(ok)
+
+    journal.commit(records, committed)
+    return await done
+
+
+class JournalConformance:
+    """Whatever a caller was told is found by the next gateway; and what it was told has failed is not there.
+
+    `directory` is a new one for each test, and another directory is another journal. Where a journal is kept
+    elsewhere, its name can be made of it.
+    """
+
+    async def open(self, directory: Path, apply: Apply, apply_run: ApplyRun) -> Journal:
+        """Opens a journal, and applies its records. Raises JournalUnusable while it is another gateway's."""
+        raise NotImplementedError
+
+    async def end_lease(self, directory: Path) -> None:
+        """As if the gateway that has the journal had been stopped for long: another one can take it over.
+
+        Without leases there is nothing to do: who holds a lock has it until it ends.
+        """
+
+    def break_connections(self, _directory: Path) -> None:
+        """Breaks all connections to where the journal is, maybe between a request and its reply."""
+        pytest.skip("the journal has no connections")
+
+    @contextlib.asynccontextmanager
+    async def gateway(self, directory: Path) -> AsyncIterator[Gateway]:
+        """A gateway that ends as it should. Raises JournalUnusable."""
+        ledger = Ledger()
+        journal = await self.open(
+            directory,
+            lambda record, _wall_s: ledger.apply(record),
+            lambda run, _wall_s: ledger.apply_run(run),
+        )
+        gateway = Gateway(journal, ledger)
+        # So that it ends what it has begun.
+        await asyncio.sleep(0)
+        try:
+            yield gateway
+        finally:
+            gateway.running.cancel()
+            await asyncio.wait({gateway.running})
+            journal.close()
+
+    async def recovered(self, directory: Path) -> Ledger:
+        """What the next gateway finds. Raises JournalUnusable."""
+        async with self.gateway(directory) as gateway:
+            return gateway.ledger
+
+    def test_it_is_durable(self, tmp_path: Path) -> None:
+        """So that the server promises it."""
+
+        async def test() -> None:
+            async with self.gateway(tmp_path) as gateway:
+                assert gateway.journal.is_durable
+
+        asyncio.run(test())
+
+    def test_commits_are_recovered(self, tmp_path: Path) -> None:
+        """By three gateways, one after the other."""
+
+        async def test() -> None:
+            expected: dict[int, object] = {}
+            for seed in range(3):
+                async with self.gateway(tmp_path) as gateway:
+                    assert facts(gateway.ledger) == expected
+                    traffic = Traffic(seed, gateway.ledger, prompt_tokens=20)
+                    for _ in range(100):
+                        assert await gateway.commit(*traffic.next())
+                        await asyncio.sleep(0.001)
+                    expected = facts(gateway.ledger)
+            assert facts(await self.recovered(tmp_path)) == expected
+
+        asyncio.run(test())
+
+    def test_commits_are_told_once_and_in_order(self, tmp_path: Path) -> None:
+        """Also those that are given before earlier ones are durable."""
+        count = 300
+        told: list[tuple[int, bool]] = []
+
+        async def test() -> None:
+            async with self.gateway(tmp_path) as gateway:
+                assert await gateway.commit(*(created(number) for number in range(count)))
+                last: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                for number in range(count):
+                    gateway.journal.commit(
+                        [CacheReleased(number)],
+                        lambda ok, number=number: told.append((number, ok)),  # type: ignore[misc]
+                    )
+                gateway.journal.commit([], last.set_result)
+                assert await asyncio.wait_for(last, PATIENCE_S)
+                assert told == [(number, True) for number in range(count)]
+                assert gateway.journal.oldest_waiting_s == 0
+            assert not len(await self.recovered(tmp_path))
+
+        asyncio.run(test())
+
+    def test_the_last_value_of_each_name_is_recovered(self, tmp_path: Path) -> None:
+        """Values are what extensions keep for the next gateway."""
+
+        async def test() -> None:
+            async with self.gateway(tmp_path) as gateway:
+                values = StoredValues(gateway.journal, gateway.ledger)
+                await values.set({"a": b"1", "b": b"2", "c": b"3"})
+                values.put("a", b"4")
+                await values.set({"b": b""})
+                assert await gateway.commit(created(1)) and await gateway.commit(CacheReleased(1))
+                await asyncio.sleep(0.1)
+            ledger = await self.recovered(tmp_path)
+            assert ledger.values == {"a": b"4", "c": b"3"} and not len(ledger)
+
+        asyncio.run(test())
+
+    def test_a_commit_that_cannot_be_encoded_fails_alone(self, tmp_path: Path) -> None:
+        """It is told, and not raised: the gateway goes on."""
+        told: list[bool] = []
+
+        async def test() -> None:
+            async with self.gateway(tmp_path) as gateway:
+                gateway.journal.commit([CacheReleased(-1)], told.append)
+                assert await gateway.commit(created(1))
+                assert told == [False]
+            assert len(await self.recovered(tmp_path)) == 1
+
+        asyncio.run(test())
+
+    def test_of_two_gateways_one_can_commit(self, tmp_path: Path) -> None:
+        """A second one is refused, or the first one has lost the journal for good when it is not."""
+
+        async def test() -> None:
+            async with self.gateway(tmp_path) as first:
+                assert await first.commit(created(1))
+                await self.end_lease(tmp_path)
+                try:
+                    async with self.gateway(tmp_path) as second:
+                        assert await second.commit(appended(1, 0, 7))
+                        late = asyncio.create_task(first.commit(appended(1, 0, 8)))
+                        await asyncio.wait({first.running}, timeout=PATIENCE_S)
+                        assert first.running.done(), "the first gateway goes on"
+                        assert isinstance(first.running.exception(), OwnershipLost)
+                        assert not (late.done() and late.result())
+                        late.cancel()
+                        assert await second.commit(appended(1, 1, 7))
+                        expected = facts(second.ledger)
+                except JournalUnusable:
+                    assert await first.commit(appended(1, 0, 7))
+                    expected = facts(first.ledger)
+            assert facts(await self.recovered(tmp_path)) == expected
+
+        asyncio.run(test())
+
+    def test_a_kill_loses_nothing_that_was_told(self, tmp_path: Path) -> None:
+        """Of a gateway that commits one token after the other."""
+        spawn = multiprocessing.get_context("spawn")
+        receiver, sender = spawn.Pipe(duplex=False)
+        process = spawn.Process(target=_append_for_ever, args=(self, tmp_path, sender))
+        process.start()
+        sender.close()
+        told = 0
+        with contextlib.suppress(EOFError):
+            while True:
+                assert receiver.poll(PATIENCE_S), f"no commit after {told} of them"
+                told = receiver.recv()
+                if told == 50:
+                    process.kill()
+        process.join()
+        assert told >= 50, "the process has failed"
+
+        async def test() -> None:
+            await self.end_lease(tmp_path)
+            (state,) = await self.recovered(tmp_path)
+            # One can have become durable, and nobody was told.
+            assert told <= state.length <= told + 1
+            assert list(state.tokens.copy()) == list(range(state.length))
+
+        asyncio.run(test())
+
+    def test_a_lost_reply_is_no_failure(self, tmp_path: Path) -> None:
+        """What was sent may be stored, whatever became of the reply: it is found out, and then told."""
+
+        async def test() -> None:
+            async with self.gateway(tmp_path) as gateway:
+                assert await gateway.commit(created(1))
+                for token in range(100):
+                    position = next(iter(gateway.ledger)).length
+                    under_way = asyncio.create_task(gateway.commit(appended(1, position, token)))
+                    await asyncio.sleep(0.0005 * (token % 10))
+                    self.break_connections(tmp_path)
+                    # Not told is not failed: the next one would be stored at the same position.
+                    await asyncio.wait({under_way, gateway.running}, return_when=asyncio.FIRST_COMPLETED)
+                    assert under_way.done(), "it is the only gateway"
+                expected = facts(gateway.ledger)
+            assert facts(await self.recovered(tmp_path)) == expected
+
+        asyncio.run(test())
+
+
+def _append_for_ever(tests: JournalConformance, directory: Path, told: Connection) -> None:
+    """Tells the length of a cache after each token."""
+
+    async def append() -> None:
+        async with tests.gateway(directory) as gateway:
+            assert await gateway.commit(created(1))
+            position = 0
+            while await gateway.commit(appended(1, position, position)):
+                position += 1
+                told.send(position)
+
+    asyncio.run(append())
+
+
+# What other programs do to rows. The third one is in the middle of six.
+
+
+def first_missing(rows: Rows) -> Rows:
+    """Without the first one."""
+    return {number: row for number, row in rows.items() if number != 1}
+
+
+def one_missing(rows: Rows) -> Rows:
+    """Without the third one."""
+    return {number: row for number, row in rows.items() if number != 3}
+
+
+def last_missing(rows: Rows) -> Rows:
+    """Without the last one."""
+    return {number: row for number, row in rows.items() if number != max(rows)}
+
+
+def all_missing(_rows: Rows) -> Rows:
+    """Nothing is left."""
+    return {}
+
+
+def older_copy(rows: Rows) -> Rows:
+    """As after two commits."""
+    return {number: row for number, row in rows.items() if number <= 2}
+
+
+def one_changed(rows: Rows) -> Rows:
+    """A bit of the third one is another."""
+    return rows | {3: _flipped(rows[3])}
+
+
+def last_changed(rows: Rows) -> Rows:
+    """A bit of the last one is another."""
+    return rows | {max(rows): _flipped(rows[max(rows)])}
+
+
+def last_cut(rows: Rows) -> Rows:
+    """The end of the last one is missing."""
+    return rows | {max(rows): rows[max(rows)][:-5]}
+
+
+def exchanged(rows: Rows) -> Rows:
+    """The third and the fourth one have changed their places."""
+    return rows | {3: rows[4], 4: rows[3]}
+
+
+def one_repeated(rows: Rows) -> Rows:
+    """The second one is in the place of the third."""
+    return rows | {3: rows[2]}
+
+
+def _flipped(row: bytes) -> bytes:
+    return row[:-1] + bytes([row[-1] ^ 1])
+
+
+class JournalDamage(JournalConformance):
+    """For journals that notice what other programs do to their rows: checksums, numbers, and a known end."""
+
+    # What the message of a refusal has, for a frame of that number.
+    refusal = r""
+
+    async def change(self, directory: Path, change: Change) -> None:
+        """Changes rows, as another program can, also under a running gateway. A row is a commit."""
+        raise NotImplementedError
+
+    async def filled(self, directory: Path) -> dict[int, object]:
+        """Six rows of one cache."""
+        async with self.gateway(directory) as gateway:
+            assert await gateway.commit(created(1))
+            for position in range(5):
+                assert await gateway.commit(appended(1, position, 7))
+            return facts(gateway.ledger)
+
+    @pytest.mark.parametrize(
+        ("change", "number"),
+        [
+            (first_missing, 1),
+            (one_missing, 3),
+            (one_changed, 3),
+            (exchanged, 3),
+            (one_repeated, 3),
+            (last_changed, 6),
+            (last_cut, 6),
+        ],
+    )
+    def test_a_changed_journal_is_refused(self, tmp_path: Path, change: Change, number: int) -> None:
+        """At each start. When it is restored, all is there."""
+        good: Rows = {}
+
+        def spoil(rows: Rows) -> Rows:
+            good.update(rows)
+            return change(rows)
+
+        async def test() -> None:
+            expected = await self.filled(tmp_path)
+            await self.change(tmp_path, spoil)
+            for _ in range(2):
+                with pytest.raises(JournalUnusable, match=self.refusal.format(number=number)):
+                    await self.recovered(tmp_path)
+            await self.change(tmp_path, lambda _: good)
+            assert facts(await self.recovered(tmp_path)) == expected
+
+        asyncio.run(test())
+
+    @pytest.mark.parametrize("change", [last_missing, all_missing, older_copy])
+    def test_nothing_is_durable_behind_rows_that_were_lost(self, tmp_path: Path, change: Change) -> None:
+        """It would be lost with them. The gateway ends, since what it knows is not what is stored."""
+
+        async def test() -> None:
+            async with self.gateway(tmp_path) as gateway:
+                assert await gateway.commit(created(1))
+                for position in range(5):
+                    assert await gateway.commit(appended(1, position, 7))
+                await self.change(tmp_path, change)
+                for position in (5, 6, 7):
+                    assert not await gateway.commit(appended(1, position, 7))
+                with pytest.raises(OwnershipLost):
+                    await asyncio.wait_for(gateway.running, PATIENCE_S)
+
+        asyncio.run(test())
+
+
+# What is committed, and what has to be recovered of it.
+
+
+def facts(ledger: Ledger) -> dict[int, object]:
+    """The state of each cache; and the values, by 0, if there are any."""
+    values: dict[int, object] = {0: dict(ledger.values)} if ledger.values else {}
+    return values | {
+        state.number: (
+            *(getattr(state, name) for name in _FIELDS if name != "tokens"),
+            state.last,
+            list(state.tokens.copy()),
+        )
+        for state in ledger
+    }
+
+
+def created(number: int, weights: int = 0) -> CacheCreated:
+    """A new cache."""
+    return CacheCreated(number, f"cache-{number}", "tenant", b"salt", number, 60.0, "", weights)
+
+
+def appended(number: int, position: int, *token_ids: int) -> TokensAppended:
+    """Tokens of a cache."""
+    return TokensAppended(number, position, token_ids, prompt_len=1, ownership=2)
+
+
+class Traffic:
+    """Commits that fit the ledger, which the caller keeps up to date."""
+
+    def __init__(self, seed: int, ledger: Ledger, prompt_tokens: int) -> None:
+        """The first append of a cache has so many tokens at most."""
+        self.rng = random.Random(seed)
+        self._ledger = ledger
+        self._prompt_tokens = prompt_tokens
+        self._number = max((state.number for state in ledger), default=0)
+
+    def next(self, busy: Collection[int] = ()) -> list[Record]:
+        """Records of one commit, of caches that are not busy."""
+        rng = self.rng
+        states = [state for state in self._ledger if state.number not in busy]
+        rng.shuffle(states)
+        kind = rng.random()
+        if not states or kind < 0.1:
+            number = self._new_number()
+            return [
+                ValueStored(rng.choice("abc"), rng.randbytes(rng.randrange(3))),
+                created(number, weights=number % 3),
+                appended(number, 0, *self._tokens(rng.randint(1, self._prompt_tokens))),
+            ]
+        state = states[0]
+        if kind < 0.6:
+            # A batch, some with more than one token.
+            return [appended(s.number, s.length, *self._tokens(rng.choice((1, 1, 1, 3)))) for s in states[:8]]
+        if kind < 0.75:
+            children = [
+                Child(self._new_number(), "child", rng.randrange(9)) for _ in range(rng.randint(1, 3))
+            ]
+            return [CacheForked(state.number, children, "again")]
+        if kind < 0.8:
+            return [LeaseRenewed(state.number, rng.random())]
+        if kind < 0.9 or len(states) < 3:
+            return [CacheTruncated(state.number, rng.randint(0, state.length))]
+        return [CacheReleased(state.number)]
+
+    def _new_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _tokens(self, count: int) -> list[int]:
+        return self.rng.choices(range(1000), k=count)
+
+
+def caches_of(records: Sequence[Record]) -> list[int]:
+    """The caches that records create, change or fork."""
+    numbers = []
+    for record in records:
+        if isinstance(record, CacheForked):
+            numbers += [record.parent, *(child.number for child in record.children)]
+        elif not isinstance(record, ValueStored):
+            numbers.append(record.number)
+    return numbers

@@ -1,0 +1,102 @@
+"""The shipped model that writes: what README and the manual show of it is what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire import Client
+from quire.v1 import runner_pb2
+
+from tests import quire_command
+from tests.client.pages import PAGES, Block, blocks, run, run_python
+from tests.gateway_process import ROOT, GatewayProcess
+
+TARGET = "127.0.0.1:50051"
+QUESTION = "Who is the story about?"
+CONSOLES = [block for page in PAGES for block in blocks(page, "console")]
+(STORY,) = (block for block in blocks("docs/tutorial.md", "python") if "Tell me a story" in block.text)
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[GatewayProcess]:
+    with GatewayProcess(model="storyteller") as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def client(served: GatewayProcess) -> Iterator[Client]:
+    with Client(served.address) as connected:
+        yield connected
+
+
+def shown(block: Block) -> list[tuple[list[str], str]]:
+    """The commands of a block, and what it says that each prints."""
+    parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
+    assert parts.pop(0) == ""
+    lines = [part.partition("\n") for part in parts]
+    return [(words(command), printed) for command, _, printed in lines]
+
+
+def words(command: str) -> list[str]:
+    """Of a command for a shell, whose $'...' have line breaks."""
+    return shlex.split(re.sub(r"\$'(.*?)'", lambda part: shlex.quote(part[1].replace(r"\n", "\n")), command))
+
+
+@pytest.mark.parametrize("block", CONSOLES, ids=[block.page for block in CONSOLES])
+def test_commands_print_what_is_shown(served: GatewayProcess, block: Block) -> None:
+    for (program, *arguments), printed in shown(block):
+        given = [served.address if word == TARGET else word for word in arguments]
+        if program == "make":
+            assert given == ["serve", "ARGS=--model storyteller"] and not printed
+        elif program.endswith("quire"):
+            assert run(*quire_command.command(), *given, "--target", served.address) == printed
+        else:
+            assert program.endswith("python")
+            assert run_python(ROOT / given[0], *given[1:]) == printed
+
+
+def test_the_loop_of_the_tutorial_prints_what_it_shows(served: GatewayProcess, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    (printed,) = re.findall(re.escape(STORY.text) + r"```\n+```text\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "copied.py"
+    script.write_text(STORY.text.replace(TARGET, served.address))
+    told, _, drawn = run_python(script).rpartition("\n\n")
+    expected, _, drawn_then = printed.rpartition("\n\n")
+    assert told == expected
+    # Samples can differ where other instructions compute.
+    begins = r"( there was an? [a-z]+ [a-z]+ named [A-Z][a-z]+\n){3}"
+    assert re.fullmatch(begins, drawn) and re.fullmatch(begins, drawn_then)
+
+
+@pytest.mark.parametrize("name", ["Mia", "Tom", "Oscar", "Zoe"])
+@pytest.mark.parametrize("animal", ["fox", "owl", "bear"])
+def test_a_story_is_about_who_was_asked_for(client: Client, name: str, animal: str) -> None:
+    asked = [{"role": "user", "content": f"Tell me a story about {name} the {animal}."}]
+    story = client.generate(asked, max_tokens=200)
+    assert name in story and animal in story and story.endswith("."), "it ends by itself"
+    chat = [*asked, {"role": "assistant", "content": story}, {"role": "user", "content": QUESTION}]
+    assert client.generate(chat) == f"It is about {name} the {animal}."
+
+
+@pytest.mark.parametrize("city", ["Oslo", "Cairo"])
+def test_it_calls_a_tool(client: Client, city: str) -> None:
+    asked = runner_pb2.ExecuteItem(item_id="0", max_tokens=60)
+    asked.chat.messages.add(role=runner_pb2.CHAT_ROLE_USER, content=f"How is the weather in {city}?")
+    asked.chat.tools_json = json.dumps([WEATHER])
+    (text,) = client.execute([asked]).texts()
+    call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+    assert call == {"name": "get_weather", "arguments": {"city": city}}
