@@ -357,7 +357,7 @@ def grown(directory: Path, rank: int) -> None:
 ALL = [*SETTINGS, *TENSORS, *FILES]
 
 
-# Seconds each; the first as in test_adapters_patterns.py.
+# Seconds each; the first as in test_patterns.py.
 SLOW = ("patterns that take for ever", "70,000 tensors")
 
 

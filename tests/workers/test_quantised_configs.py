@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from workers.common.patterns import Patience
 from workers.common.quantised.methods import is_quantised, read_quantisation
-from workers.common.quantised.scheme import Layout, Scheme
+from workers.common.quantised.scheme import Layout, Names, NotUnderstood, Scheme
 
 
 def group(targets: list[str], bits: int) -> dict[str, Any]:
@@ -38,6 +41,12 @@ def test_the_name_of_a_module_counts_more_than_a_pattern_and_that_more_than_its_
         ("model.embed_tokens", "Embedding", None),
     ):
         assert read.scheme(module, kind) == scheme, module
+
+
+def test_patterns_take_bounded_time() -> None:
+    names = Names.read(["re:" + "(?:a|aa)" * 50 + "$b"], "ignore", Patience(NotUnderstood, 0.2))
+    with pytest.raises(NotUnderstood, match="the patterns take too long to match"):
+        names.have("a" * 90, "Linear")
 
 
 def test_what_has_no_effect_is_told() -> None:

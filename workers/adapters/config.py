@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
-from workers.adapters.patterns import Patience, Pattern
 from workers.adapters.targets import Targets
+from workers.common.patterns import Patience, Pattern
 from workers.models.files import parse_object, read_file
 from workers.models.values import boolean, integer, names
 
@@ -102,7 +102,7 @@ def read_settings(directory: Path) -> LoraSettings:
         settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
         _check_kind(settings)
         _check_keys(settings)
-        patience = Patience()
+        patience = Patience(AdapterError)
         return LoraSettings(
             rank=integer(settings, "r"),
             alpha=_alpha("lora_alpha", settings.get("lora_alpha")),

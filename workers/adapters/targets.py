@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from workers.adapters.errors import AdapterError, quoted
-from workers.adapters.patterns import Patience, Pattern
+from workers.common.patterns import Patience, Pattern
 
 ALL_LINEAR = "all-linear"
 

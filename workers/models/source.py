@@ -84,7 +84,12 @@ class DirectorySource:
     def tensors(self) -> dict[str, StoredTensor]:
         """See `ModelSource`."""
         entries, said = read_entries(self.path), self._quantisation()
-        return {**entries} if said is None else quantised_tensors(entries, said)
+        if said is None:
+            return {**entries}
+        try:
+            return quantised_tensors(entries, said)
+        except NotUnderstood as error:
+            raise UnsupportedError(f"{self.config_file}: the weights are quantised: {error}") from None
 
     def notes(self) -> Sequence[str]:
         """See `ModelSource`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from workers.common.patterns import Patience
 from workers.common.quantised.fp8 import read_block
 from workers.common.quantised.scheme import (
     Layout,
@@ -50,6 +51,7 @@ def read(settings: Mapping[str, object]) -> Quantisation:
     if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MAX_GROUPS:
         raise NotUnderstood(f"config_groups: must be 1 to {_MAX_GROUPS} groups, got {shown(groups)}")
     rules: list[tuple[Names | None, Scheme]] = []
+    patience = Patience(NotUnderstood)
     notes = set[str]()
     for name, group in groups.items():
         where = f"config_groups.{shown(name)}"
@@ -57,14 +59,14 @@ def read(settings: Mapping[str, object]) -> Quantisation:
             raise NotUnderstood(f"{where}: must be an object, got {shown(group)}")
         try:
             scheme = _scheme(group, group.get("format") or settings.get("format"))
-            names = Names.read(group.get("targets"), "targets")
+            names = Names.read(group.get("targets"), "targets", patience)
         except NotUnderstood as error:
             raise NotUnderstood(f"{where}: {error}") from None
         # The last group with a target counts.
         rules.insert(0, (names, scheme))
         notes |= {"input_activations"} if group.get("input_activations") else set()
     notes |= {"kv_cache_scheme"} if settings.get("kv_cache_scheme") else set()
-    ignored = Names.read(settings.get("ignore"), "ignore")
+    ignored = Names.read(settings.get("ignore"), "ignore", patience)
     said = tuple(f"{note}: {_NOTES[note]}" for note in sorted(notes))
     return Quantisation("compressed-tensors", rules, ignored, said)
 

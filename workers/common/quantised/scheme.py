@@ -5,19 +5,16 @@ The tensors say which matrices are quantised, and the config how. What is not un
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeGuard
 
+from workers.common.patterns import Patience, Pattern
+
 # More than the longest list of names in use; a config has at most 1 MiB anyway.
 _MAX_NAMES = 100_000
-# Python's `re` has no limit of time. Without groups that repeat, and with few repetitions, a match takes no
-# longer than a power of the length of a name.
-_MAX_PATTERNS, _MAX_PATTERN_CHARACTERS, _MAX_REPETITIONS = 64, 400, 3
-_REPEATED_GROUP = re.compile(r"\)\s*[*+?{]|\\[1-9]|\(\?[P(<]")
-_REPETITION = re.compile(r"(?<!\\)(?:[*+]|\{\d*,)")
+_MAX_PATTERNS = 64
 _MAX_SHOWN = 60
 _REGEX = "re:"
 
@@ -64,29 +61,29 @@ class Names:
     """Modules as compressed-tensors lists them: by name, by pattern ("re:...") or by kind ("Linear")."""
 
     exact: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
+    patterns: tuple[Pattern, ...]
 
     @classmethod
-    def read(cls, value: object, setting: str) -> Names:
-        """Raises NotUnderstood."""
+    def read(cls, value: object, setting: str, patience: Patience) -> Names:
+        """Raises NotUnderstood. `patience` is shared by all names of a config, and raises it too."""
         names = [] if value is None else value
         if not isinstance(names, list) or len(names) > _MAX_NAMES or not _are_texts(names):
             raise NotUnderstood(f"{setting}: must be a list of names, got {shown(value)}")
         patterns = sorted({one.removeprefix(_REGEX) for one in names if one.startswith(_REGEX)})
         if len(patterns) > _MAX_PATTERNS:
             raise NotUnderstood(f"{setting}: has {len(patterns)} patterns, and {_MAX_PATTERNS} are supported")
-        compiled = tuple(_compiled(pattern, setting) for pattern in patterns)
+        compiled = tuple(_compiled(pattern, setting, patience) for pattern in patterns)
         return cls(frozenset(one for one in names if not one.startswith(_REGEX)), compiled)
 
     def have(self, module: str, kind: str) -> bool:
-        """Whether a module is among them."""
+        """Whether a module is among them. Raises NotUnderstood if its patterns take too long to match."""
         return self.rank(module, kind) is not None
 
     def rank(self, module: str, kind: str) -> int | None:
         """How a module is among them; the least counts: 0 by its name, 1 by a pattern, 2 by its kind."""
         if module in self.exact:
             return 0
-        if any(pattern.match(module) for pattern in self.patterns):
+        if any(pattern.matches_start(module) for pattern in self.patterns):
             return 1
         return 2 if kind in self.exact else None
 
@@ -113,6 +110,9 @@ class Quantisation:
         Args:
             module: Its name in the files, such as "model.layers.0.mlp.up_proj".
             kind: "Linear" or "Embedding".
+
+        Raises:
+            NotUnderstood: The patterns take too long to match.
         """
         if self.ignored.have(module, kind):
             return None
@@ -128,18 +128,13 @@ def _are_texts(values: list[object]) -> TypeGuard[list[str]]:
     return all(isinstance(one, str) for one in values)
 
 
-def _compiled(pattern: str, setting: str) -> re.Pattern[str]:
-    repetitions = len(_REPETITION.findall(pattern))
-    if (
-        len(pattern) > _MAX_PATTERN_CHARACTERS
-        or repetitions > _MAX_REPETITIONS
-        or _REPEATED_GROUP.search(pattern) is not None
-    ):
-        raise NotUnderstood(f"{setting}: the pattern {shown(pattern)} is too complex")
+def _compiled(pattern: str, setting: str, patience: Patience) -> Pattern:
     try:
-        return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):
-        raise NotUnderstood(f"{setting}: {shown(pattern)} is not a regular expression") from None
+        return Pattern(pattern, patience)
+    except NotUnderstood as error:
+        # It quotes the pattern, and is printed on a terminal.
+        printable = "".join(one if one.isprintable() else "?" for one in str(error))
+        raise NotUnderstood(f"{setting}: {printable}") from None
 
 
 def shown(value: object) -> str:

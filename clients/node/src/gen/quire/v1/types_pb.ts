@@ -736,7 +736,8 @@ export type ModelDescription = Message<"quire.v1.ModelDescription"> & {
   expertsPerToken: number;
 
   /**
-   * The format to which the weights were quantised while they were loaded, such as "q8_0". Empty: they have the dtype.
+   * The formats of the quantised weights, such as "q8_0" or "q4_k q6_k": those of the files, or the one to
+   * which they were quantised while they were loaded. Empty: they have the dtype.
    *
    * @generated from field: string quantization = 21;
    */

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.adapters.errors import AdapterError
-from workers.adapters.patterns import Patience, Pattern
+from workers.common.patterns import Patience, Pattern
 
 SUPPORTED = st.recursive(
     st.sampled_from(
@@ -34,10 +34,11 @@ SUPPORTED = st.recursive(
 
 
 def assert_agrees(pattern: str, name: str) -> None:
-    compiled = Pattern(pattern, Patience())
+    compiled = Pattern(pattern, Patience(AdapterError))
     assert compiled.matches(name) == (re.fullmatch(pattern, name) is not None), (pattern, name)
     expected = re.match(rf"(.*\.)?({pattern})$", name) is not None
     assert compiled.matches_end(name) == expected, (pattern, name)
+    assert compiled.matches_start(name) == (re.match(pattern, name) is not None), (pattern, name)
 
 
 @given(SUPPORTED, st.text("ab.0_", min_size=1, max_size=8))
@@ -48,7 +49,7 @@ def test_as_re(pattern: str, name: str) -> None:
 @given(st.text(r"ab0.\dwsbB*+?{},[]^-$|()=!<>P:'#x1 ", max_size=12), st.text("ab.0_", min_size=1, max_size=6))
 def test_any_text_is_refused_or_as_re(pattern: str, name: str) -> None:
     try:
-        Pattern(pattern, Patience())
+        Pattern(pattern, Patience(AdapterError))
     except AdapterError:
         return
     assert_agrees(pattern, name)
@@ -60,15 +61,17 @@ def test_any_text_is_refused_or_as_re(pattern: str, name: str) -> None:
 def test_patterns_on_which_re_takes_for_ever(pattern: str) -> None:
     for name in ("a" * 60, "a" * 60 + "b"):
         with contextlib.suppress(AdapterError):  # it takes too long
-            assert Pattern(pattern, Patience(0.5)).matches(name) == (name[-1] == "b" or "b?" in pattern)
+            assert Pattern(pattern, Patience(AdapterError, 0.5)).matches(name) == (
+                name[-1] == "b" or "b?" in pattern
+            )
 
 
 def test_what_takes_too_long_is_refused() -> None:
     """All patterns of an adapter share a time, to compile them too."""
-    compiled = Pattern("(a|aa)+$b", Patience(0.2))
+    compiled = Pattern("(a|aa)+$b", Patience(AdapterError, 0.2))
     with pytest.raises(AdapterError, match="take too long to match: name the modules instead"):
         compiled.matches("a" * 200)
-    patience = Patience(0.01)
+    patience = Patience(AdapterError, 0.01)
     with pytest.raises(AdapterError, match="take too long to match: name the modules instead"):
         [Pattern("a*" * 2000 + str(number), patience) for number in range(1000)]
 
@@ -85,7 +88,7 @@ def test_other_threads_run_meanwhile() -> None:
     thread.start()
     try:
         with pytest.raises(AdapterError, match="take too long"):
-            Pattern("(a|aa)+$b", Patience(0.5)).matches("a" * 200)
+            Pattern("(a|aa)+$b", Patience(AdapterError, 0.5)).matches("a" * 200)
     finally:
         stopped.set()
         thread.join()
@@ -120,4 +123,4 @@ def test_other_threads_run_meanwhile() -> None:
 )
 def test_what_is_not_supported_is_refused(pattern: str, fault: str) -> None:
     with pytest.raises(AdapterError, match=re.escape(fault)):
-        Pattern(pattern, Patience())
+        Pattern(pattern, Patience(AdapterError))
