@@ -30,6 +30,7 @@ from tests.workers.company import assert_same_bits
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages, random_texts
 from tests.workers.test_quantised_models import LENGTHS, add_adapters
 from tests.workers.test_weights import loaded_bytes
+from workers.common.gguf import GgufError
 from workers.common.gguf.header import TYPES
 from workers.common.gguf.settings import QUANTISED
 from workers.common.gguf.splits import SPLITS
@@ -45,6 +46,7 @@ from workers.models import checkpoint
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError
+from workers.models.gguf.tokenizer import read_text
 from workers.models.self_check import tolerance
 from workers.models.source import source_of
 from workers.models.weights import plan_load
@@ -261,6 +263,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "value_length: must be the key_length, got 16 and 32",
     ),
     "rope": ({"qwen3.rope.scaling.type": "su"}, "qwen3.rope.scaling.type: is not supported, got 'su'"),
+    "factor of attention": (
+        {"qwen3.rope.scaling.attn_factor": 1.5},
+        "qwen3.rope.scaling.attn_factor: is not supported without long factors, got 1.5",
+    ),
     "part of a head": (
         {"qwen3.rope.dimension_count": 16},
         "partial_rotary_factor: is not supported, got 0.5",
@@ -282,6 +288,25 @@ def test_what_is_not_understood_is_refused_by_name(
     with pytest.raises(ModelError, match=said) as refusal:
         load(file)
     assert str(refusal.value).startswith(str(file)) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "su"])
+def test_a_scaling_beside_factors_of_frequencies_is_refused(kind: str, tmp_path: Path) -> None:
+    make_family_model(tmp_path / "hf", *settings_of("llama3"))
+    scaling = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", "f16", metadata=scaling)
+    with pytest.raises(
+        ModelError, match=f"scaling.type: is not supported with rope_freqs.weight, got '{kind}'"
+    ):
+        plan_load(file)
+
+
+def test_the_window_of_gemma2_has_a_default(tmp_path: Path) -> None:
+    model_type, settings = settings_of("gemma2")
+    make_family_model(tmp_path / "hf", model_type, settings | FAMILIES["gemma2"])
+    key = {"gemma2.attention.sliding_window": None}
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", "f16", metadata=key)
+    assert [layer.window for layer in ModelConfig.from_directory(file).layers][:2] == [4096, None]
 
 
 def test_types_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
@@ -366,6 +391,15 @@ def texts() -> list[str]:
     )
     drawn = ["".join(dice.choices(parts, k=dice.randrange(20))) for _ in range(300)]
     return ["", "Hello world!", "foo_bar(baz)[1]/2\\n//\r\n", "x\x00y", *drawn]
+
+
+def test_a_vocabulary_of_too_many_merges_is_refused() -> None:
+    alphabet = "".join(map(chr, range(256, 446)))
+    pieces = [alphabet[first:end] for first in range(190) for end in range(first + 1, 191)]
+    tokenizer: dict[str, Any] = {"model": "llama", "tokens": pieces, "scores": [0.0] * len(pieces)}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
+    with pytest.raises(GgufError, match="tokens: pieces can be made of others in more than 1048576 ways"):
+        read_text(metadata, len(pieces), 1 << 20)
 
 
 def test_a_text_begins_and_ends_as_the_file_says(tmp_path: Path) -> None:

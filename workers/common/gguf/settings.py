@@ -260,7 +260,8 @@ def _llama(
 def _gemma(
     name: str, own: Mapping[str, Value], settings: Mapping[str, Any], window: Value | None
 ) -> dict[str, object]:
-    found: dict[str, object] = {"sliding_window": window}
+    # Without the key llama.cpp takes the default for gemma2, as the config does, and none for gemma3.
+    found: dict[str, object] = {} if window is None and name == "gemma2" else {"sliding_window": window}
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in own:
             found[key] = own[key]
@@ -292,33 +293,49 @@ def _rope(
     head_dim, rotated = settings["head_dim"], own.get("rope.dimension_count", settings["head_dim"])
     if rotated != head_dim and isinstance(rotated, int) and isinstance(head_dim, int):
         found["partial_rotary_factor"] = rotated / max(1, head_dim)
-    factors = {key: read_factors(tensors[key]) for key in FACTORS if key in tensors}
-    longest = settings["max_position_embeddings"]
-    original = own.get("rope.scaling.original_context_length", longest)
-    attention_factor = own.get("rope.scaling.attn_factor", 1.0)
-    if factors:
-        # All are divisors of the frequencies, which is what the library calls longrope.
-        short = factors.get(SHORT_FACTORS) or factors.get(ROPE_FACTORS)
-        long = factors.get(LONG_FACTORS) or factors.get(ROPE_FACTORS)
-        is_long = ROPE_FACTORS not in factors
-        found["rope_scaling"] = {
-            "rope_type": "longrope",
-            "short_factor": short,
-            "long_factor": long,
-            "original_max_position_embeddings": original if is_long else longest,
-            "attention_factor": attention_factor if is_long else 1.0,
-        }
-        if is_long and name == "phi3":
-            found["original_max_position_embeddings"] = original
-        return found
     kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
-    if kind == "linear" and factor != 1.0:
+    if kind == "linear" and factor == 1.0:
+        kind = "none"
+    factors = {key: read_factors(tensors[key]) for key in FACTORS if key in tensors}
+    attention_factor = own.get("rope.scaling.attn_factor", 1.0)
+    if attention_factor != 1.0 and (not factors or ROPE_FACTORS in factors):
+        # llama.cpp multiplies it with the factor that follows from the scaling.
+        got = f"without long factors, got {shown(attention_factor)}"
+        raise GgufError(f"{name}.rope.scaling.attn_factor: is not supported {got}")
+    original = own.get("rope.scaling.original_context_length", settings["max_position_embeddings"])
+    if factors and kind in ("none", "longrope"):
+        return found | _longrope(name, settings, factors, original, attention_factor)
+    if kind == "linear" and not factors:
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    elif kind == "yarn":
+    elif kind == "yarn" and not factors:
         found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original)
-    elif kind not in ("none", "linear"):
-        raise GgufError(f"{name}.rope.scaling.type: is not supported, got {shown(kind)}")
+    elif kind != "none":
+        also = f" with {min(factors)}" if factors else ""
+        raise GgufError(f"{name}.rope.scaling.type: is not supported{also}, got {shown(kind)}")
+    return found
+
+
+def _longrope(
+    name: str,
+    settings: Mapping[str, Any],
+    factors: Mapping[str, list[float]],
+    original: Value,
+    attention_factor: Value,
+) -> dict[str, object]:
+    """All factors are divisors of the frequencies, which is what the library calls longrope."""
+    is_long = ROPE_FACTORS not in factors
+    found: dict[str, object] = {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": factors.get(SHORT_FACTORS) if is_long else factors[ROPE_FACTORS],
+            "long_factor": factors.get(LONG_FACTORS) if is_long else factors[ROPE_FACTORS],
+            "original_max_position_embeddings": original if is_long else settings["max_position_embeddings"],
+            "attention_factor": attention_factor,
+        }
+    }
+    if is_long and name == "phi3":
+        found["original_max_position_embeddings"] = original
     return found
 
 
@@ -327,8 +344,4 @@ def _yarn(own: Mapping[str, Value], original: Value) -> dict[str, object]:
     for name in ("beta_fast", "beta_slow"):
         if f"rope.scaling.yarn_{name}" in own:
             found[name] = own[f"rope.scaling.yarn_{name}"]
-    factor = own.get("rope.scaling.attn_factor", 1.0)
-    if factor != 1.0:
-        # llama.cpp multiplies it with the factor that follows from the scaling.
-        raise GgufError(f"rope.scaling.attn_factor: is not supported with yarn, got {shown(factor)}")
     return found

@@ -32,6 +32,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "\u2581"
 # A piece has at most so many places where it can be divided; longer ones are not merged from others.
 _MAX_PIECE_CHARACTERS = 256
+# Twice those of the largest known vocabulary, that of gemma3.
+_MAX_MERGES = 1 << 20
 # Their pieces are merged in the order of the vocabulary: their scores do not say it.
 _IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
 
@@ -183,17 +185,25 @@ def _merges(
     """The merges of pieces, best first: all pairs of pieces that make a piece.
 
     In the order of the library's conversion (`generate_merges` of convert_slow_tokenizer.py).
+
+    Raises GgufError if there are too many.
     """
-    found: list[tuple[float, int, int, str, str]] = []
+    found: list[tuple[float, int, int, int, int]] = []
     for piece, score in dict(zip(tokens, scores, strict=True)).items():
         if len(piece) > _MAX_PIECE_CHARACTERS:
             continue
         pairs = ((piece[:index], piece[index:]) for index in range(1, len(piece)))
-        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(score, len(first), len(second), first, second) for first, second in known]
+        known = [
+            (vocabulary[first], vocabulary[second])
+            for first, second in pairs
+            if first in vocabulary and second in vocabulary
+        ]
+        if len(found) + len(known) > _MAX_MERGES:
+            raise GgufError(f"{_PREFIX}tokens: pieces can be made of others in more than {_MAX_MERGES} ways")
+        known.sort()
+        found += [(score, len(tokens[first]), len(tokens[second]), first, second) for first, second in known]
     found.sort(key=lambda entry: entry[:3], reverse=True)
-    return [(first, second) for *_, first, second in found]
+    return [(tokens[first], tokens[second]) for *_, first, second in found]
 
 
 def _around(
