@@ -73,8 +73,9 @@ def model_problem(value: str) -> str:
         if _may_exist(value):
             path = Path(value)
             names = [file.name for file in path.iterdir()] if path.is_dir() else [value]
-            problem = other_format(names) or "it has no config.json"
-            model_files(path)
+            files = model_files(path)
+            what = "it has no config.json" if files is None else f"{files[0].name} is no regular file"
+            problem = other_format(names) or what
     except GgufError as error:
         problem = f"it {error}"
     except OSError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from quire import Client
@@ -15,6 +17,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import quire_command
+from tests.e2e.test_adapters import Text
+from tests.e2e.test_replace_weights import described, replace
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.gguf_files import TypeOf, byte_level, write_gguf
@@ -110,6 +114,41 @@ def greedy(file: Path, prompt: list[int]) -> list[int]:
         inputs = new_packer(1).pack([Item(HandSequence(), text, [len(text) - 1])])
         text.append(int(decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))[0].argmax()))
     return text[len(prompt) :]
+
+
+def test_a_new_worker_and_other_weights_of_the_same_formats(tmp_path: Path) -> None:
+    """A text goes on with the same tokens after its worker was killed; other formats are refused."""
+    file = make(tmp_path, Q4_K_M)
+    vocabulary = byte_level("llama-bpe").metadata
+    other = write_gguf(tmp_path / "other.gguf", tmp_path / "hf", "q8_0", tokenizer=vocabulary)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-3000])
+    with GatewayProcess(model=str(file), flags=["--device", "cpu", "--kv-pages", "64"]) as gateway:
+        expected, text = Text(gateway).decode(COUNT), Text(gateway)
+        text.decode(COUNT // 2)
+        for worker in gateway.worker_processes():
+            worker.kill()
+        assert text.decode(COUNT - COUNT // 2) == expected and text.replayed_tokens > 0
+        assert replace(gateway, file) == described(gateway).fingerprint
+        for source, said in (
+            (other, "quantization is q8_0, and that of the served weights is q4_k q6_k"),
+            (cut, "ends beyond the end of the file, which is cut short"),
+        ):
+            with pytest.raises(grpc.RpcError) as refusal:
+                replace(gateway, source)
+            assert said in str(refusal.value) and str(tmp_path) not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    if kind == "fifo":
+        os.mkfifo(model)
+    else:
+        model.symlink_to("/dev/zero")
+    command = quire_command.command("serve", "--listen", "127.0.0.1:0", "--model", str(model))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "is refused: model.gguf is no regular file; must be" in done.stderr
 
 
 @pytest.mark.parametrize(

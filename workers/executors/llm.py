@@ -229,11 +229,12 @@ def _check_same_config(
     """Raises ModelError unless other weights fit into the place of those that are served."""
     if getattr(model, "config", None) != getattr(other_model, "config", None):
         raise ModelError("config.json differs from that of the weights that are served")
-    for field in dataclasses.fields(ModelDescription):
-        if field.name not in ("model_id", "fingerprint"):
-            ours, theirs = getattr(served, field.name), getattr(other, field.name)
-            if ours != theirs:
-                raise ModelError(f"{field.name} is {theirs}, and that of the served weights is {ours}")
+    names = {field.name for field in dataclasses.fields(ModelDescription)} - {"model_id", "fingerprint"}
+    # The bytes last: they differ because something else does.
+    for name in sorted(names, key=lambda name: (name == "weight_bytes", name)):
+        ours, theirs = getattr(served, name), getattr(other, name)
+        if ours != theirs:
+            raise ModelError(f"{name} is {theirs}, and that of the served weights is {ours}")
 
 
 def _described(description: ModelDescription, directory: Path, text: ModelText) -> ModelDescription:
