@@ -46,7 +46,6 @@ WORKER_LAYERS = (
         "extra_samples",
         "batch",
         "adoption",
-        "adapters",
         "executors",
     },
     {"runners"},
