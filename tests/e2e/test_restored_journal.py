@@ -64,7 +64,7 @@ class Text:
 
 
 def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(
-    pool: Pool,  # noqa: F811 - the fixture
+    pool: Pool,
 ) -> None:
     """Before, 20 more tokens were acknowledged, and the next gateway found a gap and ended."""
     pool.add_worker()
