@@ -49,12 +49,11 @@ _SETTLED_S = 1.0
 
 @dataclass
 class Caller:
-    """One loop of Decode. `waiting_since_s` is the start of the current call."""
+    """One loop of Decode."""
 
     stub: Any
     cache: Any
     token: int
-    waiting_since_s: float = 0.0
     # The times of responses with replayed tokens.
     healed_s: float | None = None
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,7 +67,6 @@ class Caller:
             decode = pb.DecodeRequest(
                 cache_id=self.cache.cache_id, token_id=self.token, position=self.cache.seq_len
             )
-            self.waiting_since_s = time.time()
             answer = await self.stub.Decode(decode, timeout=_TIMEOUT_S)
             self.cache, self.token = answer.kv_cache, answer.output.token_id
             if answer.replayed_tokens:

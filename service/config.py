@@ -321,7 +321,7 @@ class Config:
     journal: str = setting(
         AUTO,
         "storage of the journal of caches; auto is disk, in data_dir, if there is one, else memory;"
-        " postgresql://... is a database of PostgreSQL; other addresses are for other extensions",
+        " postgresql://... is a database of PostgreSQL, with peer_listen; other addresses are for extensions",
         Text(
             is_journal,
             f"must be {AUTO}, disk, memory, or postgresql://USER@HOST/DATABASE without a password, which"

@@ -37,7 +37,9 @@ def _problem(config: Config, headers: list[Header]) -> str:
     tensors = {name: info for header in headers for name, info in header.tensors.items()}
     metadata = headers[0].metadata
     settings = read_settings(metadata, tensors, _no_factors)
-    split_of(metadata)
+    if TOKEN_ARRAYS[0] in metadata:
+        # Without a tokenizer only tokens are served.
+        split_of(metadata)
     if config.model_backend == "transformers":
         return "model_backend = transformers needs a directory with safetensors"
     types = served_types(tensors) - DENSE

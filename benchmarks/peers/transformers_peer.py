@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
@@ -10,9 +9,6 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.peers.base import Peer, PeerConfig, Sample, prompts, timed, timed_steps
-
-# The library's implementations of a mixture of experts that need no GPU.
-_EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 class TransformersPeer(Peer):
@@ -57,20 +53,6 @@ class TransformersPeer(Peer):
         """Until `release`, the steps of a `decode` append these tokens, [steps][B], not the model's."""
         self._given = [torch.tensor(row)[:, None] for row in tokens]
         self._reset()
-
-    def use_fastest_experts(self) -> str:
-        """Chooses the fastest implementation of experts for the prepared sequences.
-
-        Returns:
-            The library's name for it.
-        """
-        took: dict[str, float] = {}
-        for name in _EXPERTS:
-            self._model.set_experts_implementation(name)
-            took[name] = statistics.median(self.decode(5).ns)
-        fastest = min(took, key=lambda name: took[name])
-        self._model.set_experts_implementation(fastest)
-        return fastest
 
     @torch.inference_mode()
     def decode(self, steps: int) -> Sample:

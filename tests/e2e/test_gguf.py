@@ -151,6 +151,17 @@ def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and "is refused: model.gguf is no regular file; must be" in done.stderr
 
 
+def test_without_a_tokenizer_tokens_are_served(tmp_path: Path) -> None:
+    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1])
+    file = write_gguf(tmp_path / "tokens.gguf", tmp_path / "hf", "q8_0", tokenizer={"model": "none"})
+    with (
+        GatewayProcess(model=str(file)) as gateway,
+        Client(gateway.address) as client,
+        client.prefill([1, 2, 3]) as cache,
+    ):
+        assert cache.decode(4).token_id >= 0
+
+
 @pytest.mark.parametrize(
     ("flags", "damage", "said"),
     [

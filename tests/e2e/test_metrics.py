@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import re
 import signal
 import time
@@ -146,51 +145,6 @@ def test_executions_are_timed(gateway: GatewayProcess) -> None:
     assert 1 <= value(after, tokens) - value(before, tokens) <= 3
 
 
-def test_the_page_says_what_the_status_says(gateway: GatewayProcess) -> None:
-    port = Scraped(gateway)
-    caches = [prefill(gateway, 20) for _ in range(2)]
-    for cache_id in caches:
-        decode(gateway, cache_id, 3)
-    with pytest.raises(grpc.RpcError):
-        gateway.stub.Decode(pb.DecodeRequest(cache_id="kv_unknown", token_id=1))
-
-    def shown() -> dict[str, Any]:
-        time.sleep(0.25)
-        status, text = port.get("/status.json")
-        assert status == 200
-        found: dict[str, Any] = json.loads(text)
-        return found
-
-    def agree() -> bool:
-        page, status = shown(), gateway.status()
-        for one, worker in zip(page["workers"], status.workers, strict=True):
-            names = {"worker_id", "epoch", "suspect", "load_progress"}
-            assert all(one[name] == getattr(worker, name) for name in names)
-            assert one["state"] == "ready" and worker.state == pb.WORKER_STATE_READY
-        assert page["now"]["caches"] == status.caches and page["refusals"] == status.refusals
-        assert (
-            page["version"] == status.version
-            and 0 <= status.uptime.ToMilliseconds() - page["uptime_ms"] < 60_000
-        )
-        # Workers tell the page theirs once a second.
-        return all(
-            one[name] == getattr(message, name)
-            for one, worker in zip(page["workers"], status.workers, strict=True)
-            for message in (worker.pool, worker.counts)
-            for name in one
-            if name in message.DESCRIPTOR.fields_by_name
-        )
-
-    gateway.wait_until(agree)
-    page, samples = shown(), port.samples()
-    assert page["totals"]["prompt_tokens"] == value(samples, "quire_prompt_tokens_total")
-    assert page["totals"]["generated_tokens"] == value(samples, "quire_generation_tokens_total")
-    assert page["totals"]["calls"] <= value(samples, "grpc_server_handled_total")
-    assert page["model"] == "adder" and "Decode" in {one["name"] for one in page["times"]}
-    for cache_id in caches:
-        gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id))
-
-
 def counters(samples: Samples) -> Samples:
     return {
         (name, labels): number
@@ -261,8 +215,5 @@ def test_nothing_of_callers_is_shown(tmp_path: Path) -> None:
         samples = port.samples()
         # With a journal on disk: which weights are served, a new cache, and a token.
         assert value(samples, "quire_journal_commit_seconds_count") == 3
-        for path in ("/", "/status.json"):
-            text = port.get(path)[1]
-            assert "SECRET" not in text and cache_id not in text and str(tmp_path) not in text
         _, text = port.get("/metrics")
         assert "SECRET" not in text and cache_id not in text and not re.search(r'="[^"]*/[^"]*"', text)

@@ -14,10 +14,13 @@ from quire.v1 import executor_pb2 as pb
 from service.journal import conformance as faults
 from service.journal.conformance import Change
 from service.journal.segments import JOURNAL
+from tests.e2e.test_remote_workers import Pool, free_address, pool
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
 from tests.service.changed_segments import change_segment
+
+__all__ = ["pool"]
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 FLAGS = ("--kv-pages", "64")
@@ -60,11 +63,14 @@ class Text:
         assert self.tokens == expected
 
 
-def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(tmp_path: Path) -> None:
+def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(
+    pool: Pool,
+) -> None:
     """Before, 20 more tokens were acknowledged, and the next gateway found a gap and ended."""
+    pool.add_worker()
     with PostgresServer() as database:
-        flags = (*FLAGS, "--data-dir", str(tmp_path), "--journal", database.url)
-        with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        flags = ("--journal", database.url, "--peer-listen", free_address())
+        with pool.gateway(*flags) as gateway:
             text = Text(gateway)
             for _ in range(10):
                 text.decode()
@@ -75,7 +81,7 @@ def test_an_older_copy_of_the_database_is_noticed_by_the_next_commit(tmp_path: P
             text.decode_refused()
             (said,) = [one for one in gateway.records() if "lost rows" in str(one.get("error"))][-1:]
             assert "stop all gateways" in str(said["error"]), said
-        with GatewayProcess(model="paged-attention", flags=flags) as gateway:
+        with pool.gateway(*flags) as gateway:
             gateway.wait_until_ready()
             text.decode_again(gateway, known=10)
 

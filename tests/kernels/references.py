@@ -76,42 +76,6 @@ def rms_norm64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return weight.double() * wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt()
 
 
-def attention64(
-    query: torch.Tensor,
-    keys: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    query_lens: Sequence[int],
-    scale: float,
-    window: int | None,
-    *,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of each row by itself, over dense keys and values [length, heads, width] of each item."""
-    width = values[0].shape[2] if values else query.shape[2]
-    out = torch.zeros(*query.shape[:2], width, dtype=torch.float64)
-    row = 0
-    for key, value, query_len in zip(keys, values, query_lens, strict=True):
-        group_size = query.shape[1] // key.shape[1]
-        for index in range(query_len):
-            last = len(key) - query_len + index
-            first = 0 if window is None else max(0, last - window + 1)
-            for head in range(query.shape[1] if len(key) else 0):
-                seen = slice(first, last + 1)
-                scores = key[seen, head // group_size].double() @ query[row, head].double() * scale
-                if softcap is not None:
-                    scores = softcap * (scores / softcap).tanh()
-                if alibi_slopes is not None:
-                    scores += alibi_slopes[head].double() * torch.arange(first - last, 1)
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks[head : head + 1].double()])
-                weights = scores.softmax(0)[: last + 1 - first]
-                out[row, head] = weights @ value[seen, head // group_size].double()
-            row += 1
-    return out
-
-
 def rotate64(x: torch.Tensor, positions: Sequence[int], frequencies: Sequence[float]) -> torch.Tensor:
     """Rotate-half RoPE in float64, pair by pair."""
     out = x.double().clone()

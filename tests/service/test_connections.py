@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import grpc
 import pytest
@@ -18,8 +17,6 @@ from quire.v1 import runner_pb2, runner_pb2_grpc
 
 from service.auth.connections import TooFewDescriptors, server_options, with_descriptors
 from service.config import Config
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
 
 
 class QuietRunner(runner_pb2_grpc.ModelRunnerServiceServicer):

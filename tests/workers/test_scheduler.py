@@ -291,7 +291,9 @@ def test_the_oracle_notices_a_mutant(
     monkeypatch: pytest.MonkeyPatch, name: str, mutant: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(Scheduler, name, mutant)
-    until_one_fails = settings(TestScheduler.settings, phases=[Phase.generate], report_multiple_bugs=False)
+    until_one_fails = settings(
+        TestScheduler.settings, max_examples=5000, phases=[Phase.generate], report_multiple_bugs=False
+    )
     with pytest.raises(AssertionError):
         run_state_machine_as_test(SchedulerMachine, settings=until_one_fails)
 

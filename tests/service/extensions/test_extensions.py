@@ -147,6 +147,39 @@ def test_the_journal_of_the_manual_is_right(tmp_path: Path, monkeypatch: pytest.
     assert re.search(r"\n\d+ passed, 1 skipped", done.stdout), done.stdout
 
 
+LAUNCHER = """
+from typing import ClassVar
+from service.config import ExtensionSettings
+from service.extension import Extension
+from service.pool.local import LocalLauncher
+
+class Settings(ExtensionSettings):
+    opened_by: ClassVar[str] = "theirs:open_extension"
+    starts_workers = True
+
+class Told(LocalLauncher):
+    async def start(self, config):
+        with open("FILE", "a") as file:
+            file.write(config.worker_id + "\\n")
+        return await super().start(config)
+
+def open_extension(config):
+    extension = Extension()
+    extension.launcher = lambda config, directory, on_locked: Told(directory, 0.0, on_locked)
+    return extension
+"""
+
+
+def test_an_extension_that_starts_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "started"
+    code = LAUNCHER.replace("FILE", str(started))
+    install(tmp_path, "theirs", code, "quire-theirs", {"launcher": "theirs:Settings"})
+    use(tmp_path, monkeypatch)
+    with GatewayProcess(model="paged-attention", workers=2) as gateway:
+        assert decode_some(gateway) == undisturbed.greedy(PROMPT, 4)
+    assert sorted(started.read_text().split()) == ["worker-0", "worker-1"]
+
+
 OPENED = """
 from typing import ClassVar
 from service.config import ExtensionSettings
