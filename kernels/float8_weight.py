@@ -133,21 +133,10 @@ class Float8Weight(Weight):
         """See `Weight`."""
         if not can_multiply(x.dtype):
             return functional.linear(x, self.dense(), bias)
-        rows, (outputs, inputs) = x.shape[0], self.shape
-        out = torch.empty(rows, outputs, dtype=x.dtype)  # [T, O]
+        rows, inputs = x.shape
+        out = torch.empty(rows, len(self), dtype=x.dtype)  # [T, O]
         scratch = copied_rows(x.dtype, min(rows, COPIED_ROWS), inputs)
-        arguments = Arguments(
-            out.data_ptr(),
-            x.data_ptr(),
-            self.data.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if scratch is None else scratch.data_ptr(),
-            rows,
-            inputs,
-            outputs,
-            x.stride(0),
-            outputs,
-        )
+        arguments = Arguments.of(out, x, self.data, bias, scratch)
         types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
         run = library.function(f"quire_float8_linear_{SUFFIXES[x.dtype]}", types, ctypes.c_int)
         if run(ctypes.addressof(arguments), self._scale_inputs, torch.get_num_threads()) != 0:

@@ -157,21 +157,10 @@ class GroupedWeight(Weight):
         """See `Weight`."""
         if not can_multiply(x.dtype):
             return grouped_reference(x, self, bias)
-        rows, (outputs, inputs) = x.shape[0], self.shape
-        out = torch.empty(rows, outputs, dtype=x.dtype)  # [T, O]
+        rows = len(x)
+        out = torch.empty(rows, len(self), dtype=x.dtype)  # [T, O]
         scratch = torch.empty(min(rows, _ROUNDED_ROWS) * self._groups * _ROW_GROUP_BYTES, dtype=torch.uint8)
-        arguments = Arguments(
-            out.data_ptr(),
-            x.data_ptr(),
-            self.data.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            scratch.data_ptr(),
-            rows,
-            inputs,
-            outputs,
-            x.stride(0),
-            outputs,
-        )
+        arguments = Arguments.of(out, x, self.data, bias, scratch)
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         run = library.function(f"quire_grouped_linear_{SUFFIXES[x.dtype]}", types)
         run(ctypes.addressof(arguments), self.form.address, torch.get_num_threads())

@@ -59,21 +59,10 @@ class PackedWeight(Weight):
         batch_invariant: bool = False,  # noqa: ARG002 - it always is
     ) -> torch.Tensor:
         """See `Weight`. Requires `kernels.cpu.linear.can_multiply`."""
-        rows, (outputs, inputs) = x.shape[0], self.shape
-        out = torch.empty(rows, outputs, dtype=x.dtype)  # [T, O]
+        rows, inputs = x.shape
+        out = torch.empty(rows, len(self), dtype=x.dtype)  # [T, O]
         scratch = copied_rows(x.dtype, min(rows, COPIED_ROWS), inputs)
-        arguments = Arguments(
-            out.data_ptr(),
-            x.data_ptr(),
-            self.data.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if scratch is None else scratch.data_ptr(),
-            rows,
-            inputs,
-            outputs,
-            x.stride(0),
-            outputs,
-        )
+        arguments = Arguments.of(out, x, self.data, bias, scratch)
         run = library.function(f"quire_linear_{SUFFIXES[x.dtype]}", (ctypes.c_void_p, ctypes.c_int64))
         run(ctypes.addressof(arguments), torch.get_num_threads())
         return out

@@ -21,6 +21,28 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride")),
     )
 
+    @classmethod
+    def of(
+        cls,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scratch: torch.Tensor | None,
+    ) -> Arguments:
+        """Of rows x [T, I] and results out [T, O], which is contiguous. The caller keeps all tensors."""
+        return cls(
+            out.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if scratch is None else scratch.data_ptr(),
+            *x.shape,
+            out.shape[1],
+            x.stride(0),
+            out.shape[1],
+        )
+
 
 def can_multiply(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for weights and rows of this dtype."""

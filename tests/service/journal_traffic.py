@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from service.caches.ledger import Ledger
-from service.caches.records import CacheForked, Record, ValueStored
 from service.journal.file_journal import FileJournal
 from service.journal.segments import Sync
 from service.journal.stored import COMPACTION_BYTES
@@ -34,14 +32,3 @@ def recovered(directory: Path) -> Ledger:
     ledger = Ledger()
     open_journal(directory, ledger=ledger).close()
     return ledger
-
-
-def caches_of(records: Sequence[Record]) -> list[int]:
-    """The caches that records create, change or fork."""
-    numbers = []
-    for record in records:
-        if isinstance(record, CacheForked):
-            numbers += [record.parent, *(child.number for child in record.children)]
-        elif not isinstance(record, ValueStored):
-            numbers.append(record.number)
-    return numbers

@@ -13,8 +13,7 @@ from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, CacheRestated, Child, Record
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
-from service.journal.conformance import Traffic, appended, created, facts
-from tests.service.journal_traffic import caches_of
+from service.journal.conformance import Traffic, appended, caches_of, created, facts
 
 SEGMENT_TOKENS = 4
 SCHEDULES = 80
