@@ -18,7 +18,10 @@ from workers.common import worker_pb2
 from workers.common.unknown_fields import unknown_field
 from workers.decodes import (
     ARRIVED_NS,
+    BATCH_ITEMS,
     CALLER,
+    CHOSEN,
+    COMPUTE_NS,
     DEADLINE,
     LORA_SLOT,
     NEVER,
@@ -26,11 +29,11 @@ from workers.decodes import (
     POSITION,
     PRELAUNCH,
     PROMPT_LEN,
+    QUEUE_NS,
     SEQUENCE,
     TOKEN,
     WIDTH,
     Decodes,
-    DecodesDone,
 )
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
@@ -86,6 +89,8 @@ _MAX_CACHED_BYTES = 256
 _SEED = DEADLINE + 1
 _DECODE_NUMBERS = _SEED + 1
 _LONGEST_NS = 1 << 62
+# Those of each row of a DecodesDone.
+_DONE = [OP_ID, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS]
 
 # How many layers have experts, the experts of each, and those of a token.
 ExpertSizes: TypeAlias = tuple[int, int, int]
@@ -443,13 +448,13 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
 
 
 def to_event(  # noqa: PLR0911 - one for each result
-    result: Forward | DecodesDone | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
+    result: Forward | Decodes | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
 ) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
-        case DecodesDone():
-            rows = np.ascontiguousarray(result.columns.T, "<i8").tobytes()
-            outputs = map(_row, result.outputs or ())
+        case Decodes():
+            rows = np.ascontiguousarray(result.columns[_DONE].T, "<i8").tobytes()
+            outputs = map(_row, result.row_outputs or ())
             return worker_pb2.WorkerEvent(decodes=worker_pb2.DecodesDone(rows=rows, outputs=outputs))
         case Forward():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
