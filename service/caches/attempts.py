@@ -67,7 +67,6 @@ class Attempts:
         self.changed = False
 
     def under_way(self, worker: WorkerView) -> Iterator[Operation]:
-        """The operations that a worker computes."""
         return (o for o in self.running.values() if o.entry.worker is worker)
 
     # Begin and stop.
@@ -227,7 +226,6 @@ class Attempts:
         self.changed = True
 
     def _park_until_s(self, operation: Operation) -> float:
-        """When a parked operation fails."""
         until_s = operation.submitted_s + self._max_wait_s
         if operation.deadline_s is None:
             return until_s
@@ -279,7 +277,6 @@ class Attempts:
         return worker
 
     def _may_replay(self) -> bool:
-        """Whether another replay may be sent in this moment."""
         if self._context.now_s - self._replays_since_s >= _MOMENT_S:
             self._replays_since_s, self._replayed_tokens = self._context.now_s, 0
         return self._replayed_tokens < _REPLAYED_AT_ONCE

@@ -96,7 +96,6 @@ class KvPlacement:
             self._context.send(worker, ReleaseSequences(self._context.number(), numbers))
 
     def lose(self, worker: WorkerView) -> None:
-        """Drops all KV of a lost worker."""
         for entry in list(worker.held):
             self._forget(entry, worker)
 
@@ -202,7 +201,6 @@ class Workers:
         return worker if worker is not None and worker.epoch == epoch else None
 
     def remove(self, worker: WorkerView) -> None:
-        """Removes a worker."""
         del self._workers[worker.worker_id]
         worker.is_ready = False
 
