@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from quire.v1 import executor_pb2
 
-from service.logging import bind_request_id, configure_logging, current_request_id, get_logger
+from service.logging import bind_request_id, configure_logging, current_request_id
 from workers.common.background_log import BackgroundLog
+from workers.common.log import get_logger
 
 
 @pytest.fixture(autouse=True)

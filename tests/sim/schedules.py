@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
-import structlog
-
 from tests.sim.shards import ShardSimulation
 from tests.sim.shell import ShellSimulation
 from tests.sim.simulation import Simulation
@@ -49,9 +47,10 @@ def without_addresses(entry: object) -> str:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Without a log: refusals and failures are what is tried, and there are thousands of them."""
-    before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logger = logging.getLogger("service")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        structlog.configure(**before)
+        logger.setLevel(before)
