@@ -111,7 +111,7 @@ def main() -> None:
     flags = ["--quantization", options.quantization] if options.quantization else []
     before = machine.times_s()
     found: dict[str, Any] = {"machine": machine.describe(), "arguments": sys.argv[1:]}
-    with GatewayProcess(model=str(make_model(shape, options.cache)), flags=flags) as server:
+    with GatewayProcess(model=str(make_model(shape, options.cache.resolve())), flags=flags) as server:
         stub = runner_pb2_grpc.ModelRunnerServiceStub(server.channel)
         for name, settings in _TEXTS.items():
             found[name] = _compare(stub, shape.vocab_size, options, **settings)
