@@ -112,6 +112,7 @@ def main() -> None:
     before = machine.times_s()
     found: dict[str, Any] = {"machine": machine.describe(), "arguments": sys.argv[1:]}
     with GatewayProcess(model=str(make_model(shape, options.cache.resolve())), flags=flags) as server:
+        assert server.channel is not None
         stub = runner_pb2_grpc.ModelRunnerServiceStub(server.channel)
         for name, settings in _TEXTS.items():
             found[name] = _compare(stub, shape.vocab_size, options, **settings)
