@@ -33,7 +33,7 @@ import sys
 
 class Refuse:
     absent = {"service", "workers", "kernels", "torch", "triton", "numpy", "tokenizers", "safetensors",
-              "uvloop", "rich", "psutil", "grpc_health", "grpc_reflection", "grpc_status"}
+              "uvloop", "structlog", "rich", "psutil", "grpc_health", "grpc_reflection", "grpc_status"}
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in self.absent:
             raise ModuleNotFoundError("refused: " + name)

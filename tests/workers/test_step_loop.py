@@ -10,10 +10,10 @@ import pytest
 
 from tests.workers.stepping import Worker
 from workers import drawing, extra_samples, sampling
-from workers.common.log import fields_of
 from workers.decodes import OP_ID, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
+from workers.logging import fields_of
 from workers.operations import (
     Abort,
     CheckIntegrity,

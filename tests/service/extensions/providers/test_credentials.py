@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from quire.v1 import admin_pb2, runner_pb2
+from structlog.testing import capture_logs
 
 from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
@@ -18,7 +19,6 @@ from service.extensions.providers.dialects.openai import ChatCompletions
 from service.runtimes.base import Batch
 from tests.certificates import Authority
 from tests.http_proxy import http_proxy
-from tests.log_records import capture_logs
 from tests.service.extensions.providers.fake_provider import (
     EVENT_STREAM,
     Collected,
@@ -264,8 +264,7 @@ async def test_an_unexpected_exception_reveals_no_credentials(
 
     monkeypatch.setattr(ChatCompletions, "headers", broken)
     provider.script.append(GOOD)
-    with capture_logs() as logs:
-        out = await answered(provider, item(), api_key_file=str(key))
+    out = await answered(provider, item(), api_key_file=str(key))
     assert reason(out.last()) == "INTERNAL"
-    logged = caplog.text + repr(logs) + "".join(capfd.readouterr())
+    logged = caplog.text + "".join(capfd.readouterr())
     assert "ZeroDivisionError" in logged and "planted" not in logged
