@@ -9,6 +9,7 @@ import pytest
 from benchmarks import machine, schedule, tables
 from benchmarks.peers.base import Sample
 from benchmarks.plan import Comparison, Entry, Workload
+from benchmarks.results import name_of
 from benchmarks.schedule import WorkloadRun
 
 
@@ -20,7 +21,7 @@ def test_pages_show_the_results() -> None:
 def test_one_result_for_each_kind_of_cpu() -> None:
     """A full run writes to a name without a date, which git keeps the history of."""
     for path, result in tables.results().items():
-        assert path.stem == machine.slug(result["machine"])
+        assert path.stem == name_of(result)
 
 
 @pytest.mark.parametrize(
