@@ -23,6 +23,7 @@ GGUF_FILE = "model-bf16.gguf"
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
