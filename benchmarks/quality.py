@@ -2,12 +2,11 @@
 
 For each format one GGUF file, made by llama.cpp's quantiser, is read by a gateway and by llama.cpp. Both give
 rows of logits for the same texts, and both are compared with the weights in bfloat16, which transformers
-computes in float32. The KL divergence is that of the reference from the quantised distribution, in nats, its
-mean over all tokens; the perplexity is that of the texts.
+computes in float32. The KL divergence is that of the reference from the quantised distribution, in nats.
 
-The model is the shipped storyteller, and the texts are its kind of conversations, from a seed that it was not
-trained with. Its matrices have 128 columns, and blocks of q4_k have 256 weights; `_widen` therefore doubles
-them, which changes no value that the model computes.
+The model is the shipped storyteller. The texts are those that it was trained for, from another seed, and what
+it writes itself is scored: stories and the assistant's turns. Its matrices have 128 columns, and blocks of
+q4_k have 256 weights; `_widen` therefore doubles them, which does not change what the model computes.
 
 Needs the extra `bench`. No time is measured, so the machine need not be idle.
 """
@@ -16,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import math
-import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,8 @@ _WIDE = Shape(
 # That of the evaluation in .ci/train_storyteller.py.
 _SEED = 20_261
 _FORMATS = ("bf16", "q8_0", "q4_0", "q4_k_m")
+# Its arithmetic is that of the model's dtype, which is bfloat16; llama.cpp's is float32.
+_SERVICES = {"Quire": ["--dtype", "bfloat16"], "Quire, --dtype float32": ["--dtype", "float32"]}
 
 Logits = list[NDArray[np.float32]]
 """Of each text [tokens, vocabulary]."""
@@ -70,32 +71,38 @@ def main() -> None:
     options = parser.parse_args()
     directory = options.cache.resolve() / _WIDE.name
     _widen(directory)
-    texts = list(_texts(options.texts))
+    texts = _texts(options.texts)
     reference = _Reference(texts, _in_float32(directory, texts))
     llama, source = optional("llama_cpp"), make_gguf(optional("gguf"), directory, _WIDE)
     print(f"{machine.describe()}\nllama-cpp-python {llama.__version__}")
-    print(
-        f"{len(texts)} texts, {reference.tokens} tokens; perplexity in float32: {reference.perplexity:.4f}\n"
-    )
-    print("| format | | mean KL, 1e-6 nats | 99% | other likeliest token | perplexity |")
-    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    tokens = sum(len(text.scored) for text in texts)
+    print(f"{len(texts)} texts, {tokens} tokens; perplexity in float32: {reference.perplexity:.5f}\n")
+    columns = ("", "", "mean KL", "99%", "other likeliest", "perplexity", "mean over llama.cpp's; difference")
+    print("KL in 1e-6 nats; a difference with its standard error\n")
+    print(f"| {' | '.join(columns)} |\n| --- | --- | {' | '.join(['---:'] * len(columns[2:]))} |")
     for form in _FORMATS:
         path = source if form == "bf16" else make_quantised(llama, source, form)
-        ours = reference.divergences(_by_service(path, texts))
-        theirs = reference.divergences(_by_llama_cpp(llama, path, texts))
-        for name, found in (("Quire", ours), ("llama.cpp", theirs)):
-            print(f"| {form} | {name} | {found} |")
-        difference = ours.kl - theirs.kl
-        error = difference.std() / math.sqrt(len(difference))
-        print(f"| | of one over the other | {ours.kl.mean() / theirs.kl.mean():.3f} | | | |")
-        print(
-            f"| | difference, its standard error | {difference.mean() * 1e6:.2f}, {error * 1e6:.2f} | | | |"
-        )
+        theirs = reference.compare(_by_llama_cpp(llama, path, texts))
+        print(f"| {form} | llama.cpp | {theirs} | |")
+        for name, flags in _SERVICES.items():
+            ours = reference.compare(_by_service(path, flags, texts))
+            more = ours.kl - theirs.kl
+            error = more.std() / math.sqrt(len(more))
+            ratio = ours.kl.mean() / theirs.kl.mean()
+            print(f"| {form} | {name} | {ours} | {ratio:.3f}; {more.mean() * 1e6:.2f} +- {error * 1e6:.2f} |")
 
 
 @dataclass(frozen=True)
-class _Divergences:
-    """Of all tokens [N]: KL divergences in nats, whether another token is the likeliest; and the perplexity."""
+class _Text:
+    """A text's tokens, and the places of those that are scored, none of which is the first."""
+
+    token_ids: list[int]
+    scored: list[int]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Of all scored tokens [N]: the KL divergence, and whether another token is the likeliest."""
 
     kl: NDArray[np.float64]
     differs: NDArray[np.bool_]
@@ -103,42 +110,34 @@ class _Divergences:
 
     def __str__(self) -> str:
         kl, largest = self.kl.mean() * 1e6, np.percentile(self.kl, 99) * 1e6
-        return f"{kl:.2f} | {largest:.1f} | {self.differs.mean():.2%} | {self.perplexity:.4f}"
+        return f"{kl:.2f} | {largest:.1f} | {self.differs.mean():.2%} | {self.perplexity:.5f}"
 
 
 class _Reference:
     """The distributions that others are compared with."""
 
-    def __init__(self, texts: Sequence[Sequence[int]], logits: Logits) -> None:
-        self._texts, self._logprobs = texts, [_logprobs(rows) for rows in logits]
-        self.tokens = sum(map(len, texts))
+    def __init__(self, texts: Sequence[_Text], logits: Logits) -> None:
+        self._texts, self._logprobs = texts, self._logprobs_of(texts, logits)  # [N, V]
+        tokens = [text.token_ids[place] for text in texts for place in text.scored]
+        self._chosen = np.arange(len(tokens)), np.array(tokens)
         self.perplexity = self._perplexity_of(self._logprobs)
 
-    def divergences(self, logits: Logits) -> _Divergences:
-        """Of these from the reference. Raises ValueError if they are not of the same texts."""
-        found = [_logprobs(rows) for rows in logits]
-        kl = [
-            (np.exp(wanted) * (wanted - given)).sum(-1)
-            for wanted, given in zip(self._logprobs, found, strict=True)
-        ]
-        differs = [
-            wanted.argmax(-1) != given.argmax(-1) for wanted, given in zip(self._logprobs, found, strict=True)
-        ]
-        return _Divergences(np.concatenate(kl), np.concatenate(differs), self._perplexity_of(found))
+    def compare(self, logits: Logits) -> _Comparison:
+        """These with the reference."""
+        wanted, found = self._logprobs, self._logprobs_of(self._texts, logits)
+        kl = (np.exp(wanted) * (wanted - found)).sum(-1)
+        return _Comparison(kl, wanted.argmax(-1) != found.argmax(-1), self._perplexity_of(found))
 
-    def _perplexity_of(self, logprobs: Sequence[NDArray[np.float64]]) -> float:
-        losses = [
-            -rows[np.arange(len(text) - 1), text[1:]]
-            for text, rows in zip(self._texts, logprobs, strict=True)
-        ]
-        return math.exp(np.concatenate(losses).mean())
+    def _perplexity_of(self, logprobs: NDArray[np.float64]) -> float:
+        return math.exp(-logprobs[self._chosen].mean())
 
-
-def _logprobs(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    rows = logits.astype(np.float64)
-    rows -= rows.max(-1, keepdims=True)
-    found: NDArray[np.float64] = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
-    return found
+    @staticmethod
+    def _logprobs_of(texts: Sequence[_Text], logits: Logits) -> NDArray[np.float64]:
+        pairs = zip(texts, logits, strict=True)
+        rows = np.concatenate([found[np.array(text.scored) - 1] for text, found in pairs]).astype(np.float64)
+        rows -= rows.max(-1, keepdims=True)
+        rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+        return rows
 
 
 def _widen(directory: Path) -> None:
@@ -156,9 +155,7 @@ def _widen(directory: Path) -> None:
         kind = name.removesuffix(".weight").rpartition(".")[2]
         if kind in ("q_proj", "k_proj", "v_proj"):
             wide[name] = (tensor / 2).tile(1, 2)
-        elif kind in ("gate_proj", "up_proj"):
-            wide[name] = (tensor / 2).tile(2, 2)
-        elif kind == "down_proj":
+        elif kind in ("gate_proj", "up_proj", "down_proj"):
             wide[name] = (tensor / 2).tile(2, 2)
         elif kind == "o_proj":
             wide[name] = tensor.tile(2, 1)
@@ -170,37 +167,36 @@ def _widen(directory: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in wide.items()}, directory / MODEL_FILE)
 
 
-def _texts(count: int) -> Iterator[list[int]]:
-    """The tokens of conversations."""
+def _texts(count: int) -> list[_Text]:
+    """Texts as in training. What has a weight in the loss is scored."""
     sys.path.append(str(ROOT / ".ci"))
-    from storyteller_texts import conversation  # noqa: PLC0415 - not a package
-
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(_STORYTELLER)
-    draw = random.Random(_SEED)
+    rows = importlib.import_module("train_storyteller").Rows(
+        transformers.AutoTokenizer.from_pretrained(_STORYTELLER), _SEED
+    )
+    found = []
     for _ in range(count):
-        messages, tools = conversation(draw)
-        text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
-        yield tokenizer.encode(text, add_special_tokens=False)
+        token_ids, weights = rows.row()
+        found.append(_Text(token_ids, [place for place, weight in enumerate(weights) if place and weight]))
+    return found
 
 
-def _in_float32(directory: Path, texts: Sequence[Sequence[int]]) -> Logits:
+def _in_float32(directory: Path, texts: Sequence[_Text]) -> Logits:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.inference_mode():
-        return [model(torch.tensor([text])).logits[0].numpy() for text in texts]
+        return [model(torch.tensor([text.token_ids])).logits[0].numpy() for text in texts]
 
 
-def _by_service(path: Path, texts: Sequence[Sequence[int]]) -> Logits:
+def _by_service(path: Path, flags: Sequence[str], texts: Sequence[_Text]) -> Logits:
     output = types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
-    with GatewayProcess(model=str(path)) as gateway:
-        answers = [
-            gateway.stub.Forward(executor_pb2.ForwardRequest(token_ids=text, output=output)) for text in texts
-        ]
+    requests = [executor_pb2.ForwardRequest(token_ids=text.token_ids, output=output) for text in texts]
+    with GatewayProcess(model=str(path), flags=flags) as gateway:
+        answers = [gateway.stub.Forward(request) for request in requests]
     return [
         np.stack([np.frombuffer(row.logits.data, np.float32) for row in answer.outputs]) for answer in answers
     ]
 
 
-def _by_llama_cpp(llama: Any, path: Path, texts: Sequence[Sequence[int]]) -> Logits:
+def _by_llama_cpp(llama: Any, path: Path, texts: Sequence[_Text]) -> Logits:
     llama.llama_log_set(_IGNORE, ctypes.c_void_p())
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
@@ -211,13 +207,13 @@ def _by_llama_cpp(llama: Any, path: Path, texts: Sequence[Sequence[int]]) -> Log
     found = []
     for text in texts:
         llama.llama_memory_clear(llama.llama_get_memory(context), True)
-        batch.n_tokens = len(text)
-        for index, token in enumerate(text):
+        batch.n_tokens = len(text.token_ids)
+        for index, token in enumerate(text.token_ids):
             batch.token[index], batch.pos[index] = token, index
             batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, 0, True
         if llama.llama_decode(context, batch):
             raise RuntimeError(f"llama.cpp cannot compute {path}")
-        rows = np.ctypeslib.as_array(llama.llama_get_logits(context), (len(text), _WIDE.vocab_size))
+        rows = np.ctypeslib.as_array(llama.llama_get_logits(context), (batch.n_tokens, _WIDE.vocab_size))
         found.append(rows.copy())
     llama.llama_batch_free(batch)
     llama.llama_free(context)
