@@ -55,6 +55,7 @@ _WIDE = Shape(
 )
 # That of the evaluation in .ci/train_storyteller.py.
 _SEED = 20_261
+_TIMEOUT_S = 120.0
 _FORMATS = ("bf16", "q8_0", "q4_0", "q4_k_m")
 # Its arithmetic is that of the model's dtype, which is bfloat16; llama.cpp's is float32.
 _SERVICES = {"Quire": ["--dtype", "bfloat16"], "Quire, --dtype float32": ["--dtype", "float32"]}
@@ -72,7 +73,7 @@ def main() -> None:
     directory = options.cache.resolve() / _WIDE.name
     _widen(directory)
     texts = _texts(options.texts)
-    reference = _Reference(texts, _in_float32(directory, texts))
+    reference = _Reference(texts, _in_float32(texts))
     llama, source = optional("llama_cpp"), make_gguf(optional("gguf"), directory, _WIDE)
     print(f"{machine.describe()}\nllama-cpp-python {llama.__version__}")
     tokens = sum(len(text.scored) for text in texts)
@@ -180,8 +181,9 @@ def _texts(count: int) -> list[_Text]:
     return found
 
 
-def _in_float32(directory: Path, texts: Sequence[_Text]) -> Logits:
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def _in_float32(texts: Sequence[_Text]) -> Logits:
+    """Those of the model as it is shipped. What is read in bfloat16 agrees, so `_widen` does what it says."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(_STORYTELLER, dtype=torch.float32)
     with torch.inference_mode():
         return [model(torch.tensor([text.token_ids])).logits[0].numpy() for text in texts]
 
@@ -190,7 +192,7 @@ def _by_service(path: Path, flags: Sequence[str], texts: Sequence[_Text]) -> Log
     output = types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
     requests = [executor_pb2.ForwardRequest(token_ids=text.token_ids, output=output) for text in texts]
     with GatewayProcess(model=str(path), flags=flags) as gateway:
-        answers = [gateway.stub.Forward(request) for request in requests]
+        answers = [gateway.stub.Forward(request, timeout=_TIMEOUT_S) for request in requests]
     return [
         np.stack([np.frombuffer(row.logits.data, np.float32) for row in answer.outputs]) for answer in answers
     ]
