@@ -9,11 +9,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, types_pb2
+from quire.v1 import types_pb2
 
 from service.model_names import SHIPPED_MODEL
 from service.pool.worker_directory import lock_holder
@@ -180,22 +179,3 @@ def test_workers_that_cannot_be_adopted_are_replaced(home: Home) -> None:
         assert [answer.output.token_id] == undisturbed.greedy([1, 2, 3], 1)
     home.assert_all_workers_exit()
     assert {path.name for path in (home.path / "workers").iterdir()} == {"epoch", "gateway-id"}
-
-
-def test_callers_of_recovered_caches_wait_for_the_first_worker(home: Home) -> None:
-    """Without a grace there is no adoption: a new worker loads first, then replays the tokens."""
-    with home.start(grace_s="0") as first:
-        home.note_workers(first)
-        cache = first.stub.Prefill(pb.PrefillRequest(token_ids=TOKENS), timeout=TIMEOUT_S).kv_cache
-        first.kill()
-    second = home.start(grace_s="0")
-    try:
-        address = second._wait_for_address()
-        with grpc.insecure_channel(address) as channel:
-            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-            decode = pb.DecodeRequest(cache_id=cache.cache_id, token_id=7, position=len(TOKENS))
-            answer = stub.Decode(decode, timeout=TIMEOUT_S)
-        assert (answer.kv_cache.seq_len, answer.replayed_tokens) == (len(TOKENS) + 1, len(TOKENS))
-        assert [answer.output.token_id] == undisturbed.greedy([*TOKENS, 7], 1)
-    finally:
-        second.stop()

@@ -55,7 +55,6 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
         "by the tensors of model.safetensors",
     ),
 }
-SERVED = ("bitsandbytes", "tensors of GPTQ and AWQ")
 
 
 def make(directory: Path, damage: Damage) -> Path:
@@ -97,8 +96,11 @@ def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
     assert quantised(tmp_path / "nowhere") == ""
 
 
-@pytest.mark.parametrize("kind", SERVED)
-@pytest.mark.parametrize("more", [(), ("--gateways", "2", "--workers", "2")], ids=["one", "several"])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("bitsandbytes", ()), ("tensors of GPTQ and AWQ", ("--gateways", "2", "--workers", "2"))],
+    ids=["one", "several"],
+)
 def test_the_server_refuses_it_before_its_port_listens(
     kind: str, more: Sequence[str], tmp_path: Path
 ) -> None:
@@ -109,22 +111,12 @@ def test_the_server_refuses_it_before_its_port_listens(
     assert line.startswith(f"quire: {directory} cannot be served: ") and QUANTISED[kind][1] in line
 
 
-@pytest.mark.parametrize(
-    ("setting_of", "says"),
-    [
-        (("--quantization", "q8_0"), "already: leave out quantization"),
-        (("--tensor-parallel", "2"), "which needs tensor_parallel = 1"),
-        (("--device", "cuda"), "which needs device = cpu"),
-        (("--model-backend", "transformers"), "which needs model_backend = native"),
-    ],
-)
-def test_what_quantised_weights_cannot_do_is_refused_before_the_port_listens(
-    setting_of: Sequence[str], says: str, tmp_path: Path
-) -> None:
+# Of the other settings: tests/service/test_config.py.
+def test_what_quantised_weights_cannot_do_is_refused_before_the_port_listens(tmp_path: Path) -> None:
     directory = make(tmp_path / "model", setting(quantization_config=GPTQ))
-    done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(directory), *setting_of)
+    done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(directory), "--tensor-parallel", "2")
     assert done.returncode == EXIT_CONFIG
-    assert f"its weights are quantised, {says}" in done.stderr
+    assert "its weights are quantised, which needs tensor_parallel = 1" in done.stderr
 
 
 def test_a_check_refuses_it(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def decode(
     return answer
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_sampled_acceptance_makes_the_draws_of_a_plain_loop(
     tiny_gateway: GatewayProcess, new_cache: NewCache, seed: int
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc, types_pb2
 
+from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 
 MIB = 1 << 20
@@ -65,6 +66,8 @@ def test_unread_answers_take_no_more_than_the_limit(ask: Callable[[grpc.Channel]
             held = gateway.status().unread_bytes
         grown_mib = memory_mib(gateway, "VmHWM") - before_mib
         assert LIMIT_MIB / 2 < held / MIB <= LIMIT_MIB and grown_mib < LIMIT_MIB + SLACK_MIB
+        if ask is ask_alone:
+            assert "ANSWERS_FULL" in {reason_of(call) for call in calls if call.done()}
         for call, channel in zip(calls, channels, strict=True):
             call.cancel()
             channel.close()

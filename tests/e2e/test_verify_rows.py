@@ -29,7 +29,7 @@ def certain(token_id: int) -> types_pb2.VerifyRow:
     return types_pb2.VerifyRow(draft=drawn_from)
 
 
-@pytest.mark.parametrize("right", range(4))
+@pytest.mark.parametrize("right", [0, 2])
 def test_without_a_temperature_drafts_are_kept_as_greedily(
     tiny_gateway: GatewayProcess, tiny_model: Path, cache: str, right: int
 ) -> None:

@@ -322,22 +322,6 @@ async def test_a_tenants_concurrent_requests_are_limited(provider: FakeProvider)
     assert [reason(out.last(str(n))) for n in range(3)] == [""] * 3
 
 
-async def test_a_tenants_request_rate_is_limited(provider: FakeProvider) -> None:
-    """A retry does not count as another request."""
-    provider.script += [status(500), GOOD]
-    virtual, alice = VirtualTime(), Tenant("alice", Quota(max_per_s=2))
-
-    async with remote(config(provider), virtual) as runtime:
-        out = await run(runtime, item(), item(item_id="b"), item(item_id="c"), tenant=alice)
-        virtual.now_s += 1
-        later = await run(runtime, item(), tenant=alice)
-
-    assert [reason(out.last(name)) for name in ("a", "b", "c")] == ["", "", "QUOTA"]
-    # The caller learns when to come again: the second detail is RetryInfo.
-    assert len(out.last("c").error.details) == 2
-    assert reason(later.last()) == ""
-
-
 DEAR = {"m": Prices(input_usd=0.0, output_usd=1e6)}  # a dollar for each token
 
 
@@ -349,31 +333,6 @@ async def test_an_item_that_could_exceed_its_cost_limit_is_not_sent(
     out = await answered(provider, item(max_tokens=10, max_cost_usd=most_usd), prices=DEAR)
     assert reason(out.last()) == expected
     assert len(provider.asked) == (0 if expected else 1)
-
-
-async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider) -> None:
-    provider.script.append(GOOD)
-    values = StoredValues()
-    virtual = VirtualTime()
-    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
-
-    async def of_a_server(*max_tokens: int) -> list[str]:
-        spending = Spending(values, virtual.clock())
-        async with remote(made, virtual, spending) as runtime:
-            reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in max_tokens]
-        await spending.flush()
-        return reasons
-
-    # Each request that is sent costs 5 dollars.
-    assert await of_a_server(10) == [""]
-    virtual.now_s += 1800
-    assert await of_a_server(9, 8) == ["BUDGET_EXCEEDED", ""]
-    assert await of_a_server(4) == ["BUDGET_EXCEEDED"]
-    # The first server's spending expires after an hour, then the second server's.
-    virtual.now_s += 1900
-    assert await of_a_server(9) == ["BUDGET_EXCEEDED"]
-    virtual.now_s += 1800
-    assert await of_a_server(13) == [""]
 
 
 async def test_requests_in_flight_when_the_server_is_killed_count(
