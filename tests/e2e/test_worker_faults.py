@@ -254,17 +254,16 @@ def test_files_go_with_their_workers_and_the_directory_comes_back(gateway: Gatew
     cache_on_each_worker(gateway)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_worker_that_hangs_does_not_outlive_its_gateway(how: signal.Signals) -> None:
-    # The kernel ends what a killed gateway itself has started.
-    forks, flags = how is not signal.SIGKILL, ["--kv-pages", "64"]
-    with GatewayProcess(model="paged-attention", flags=flags, forks=forks) as gateway:
+# One whose gateway is told to end: tests/service/test_worker_directory.py.
+def test_a_worker_that_hangs_does_not_outlive_a_killed_gateway() -> None:
+    # The kernel ends what a gateway itself has started.
+    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64"], forks=False) as gateway:
         workers = [psutil.Process(pid) for pid in worker_pids(gateway).values()]
         # Not continued: nothing is left of them.
         for worker in workers:
             worker.suspend()
         try:
-            gateway.process.send_signal(how)
+            gateway.process.kill()
             gateway.process.wait(60)
             _, alive = psutil.wait_procs(workers, timeout=ANSWER_TIMEOUT_S)
             assert not alive
