@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from quire.cli.main import main
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import quire_command
 from tests.e2e.greedy import chosen_here
 from tests.e2e.test_adapters import Text
 from tests.e2e.test_replace_weights import described, replace
@@ -24,7 +21,6 @@ from tests.gateway_process import GatewayProcess
 from tests.gguf_files import TypeOf, byte_level, write_gguf
 from tests.hub_server import COMMIT
 from tests.model_factory import make_family_model
-from workers.common.protocol import EXIT_CONFIG
 
 QUESTION = "What is a page?"
 TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|eot|>{% endfor %}"
@@ -125,29 +121,6 @@ def test_a_new_worker_and_other_weights_of_the_same_formats(tmp_path: Path) -> N
             with pytest.raises(grpc.RpcError) as refusal:
                 replace(gateway, source)
             assert said in str(refusal.value) and str(tmp_path) not in str(refusal.value)
-
-
-def refusal_of(model: Path) -> subprocess.CompletedProcess[str]:
-    command = quire_command.command("serve", "--listen", "127.0.0.1:0", "--model", str(model))
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
-    model = tmp_path / "model.gguf"
-    os.mkfifo(model)
-    done = refusal_of(model)
-    assert done.returncode == 2 and "is refused: model.gguf is no regular file; must be" in done.stderr
-
-
-# All that is refused of files and settings: tests/workers/test_gguf_headers.py, tests/service/test_config.py.
-def test_what_cannot_be_served_is_refused_before_the_port_listens(tmp_path: Path) -> None:
-    file = make(tmp_path, Q4_K_M)
-    file.write_bytes(file.read_bytes()[:-1000])
-    done = refusal_of(file.parent)
-    assert done.returncode == EXIT_CONFIG
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"quire: {file.parent} cannot be served: ")
-    assert "ends beyond the end of the file, which is cut short" in line
 
 
 def test_without_a_tokenizer_tokens_are_served(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import executor_pb2_grpc as pb_grpc
@@ -24,7 +23,6 @@ from tests.e2e.test_metrics import Scraped
 from tests.e2e.test_session import Lane, end_of
 from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
-from workers.common.protocol import EXIT_CONFIG
 
 MAX_GATEWAY_BYTES = 150 << 20
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -64,21 +62,6 @@ def test_a_unix_socket_stays_the_first_servers(tmp_path: Path) -> None:
                 == 3
             )
     assert not list(tmp_path.glob("socket*"))
-
-
-def test_a_pool_that_does_not_fit_ends_the_server() -> None:
-    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--kv-pages", "1000000000")
-    assert done.returncode == EXIT_CONFIG
-    assert "kv_pages" in done.stderr
-    assert done.stderr.count("worker started") == 1, "trying again cannot help"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_device_that_is_not_there_ends_the_server() -> None:
-    done = serve_until_it_ends("--listen", "127.0.0.1:0", "--device", "cuda")
-    assert done.returncode == EXIT_CONFIG
-    assert "no CUDA device" in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.count("worker started") == 1, "trying again cannot help"
 
 
 def test_status_and_capabilities_say_what_runs(shipped_gateway: GatewayProcess) -> None:
