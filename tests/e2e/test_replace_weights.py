@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,25 +156,6 @@ def test_loads_are_answered_while_weights_are_replaced(
     loading.join()
     assert not errors
     unload(gateway, "a")
-
-
-def test_kills_after_a_replacement_bring_the_new_weights_back(models: list[Path], home: Path) -> None:
-    flags = ("--data-dir", str(home), "--orphan-grace-s", "0")
-    with serve(models[0], *flags, workers=2) as gateway:
-        texts = [Text(gateway) for _ in range(3)]
-        replace(gateway, models[1])
-        replace(gateway, models[2])
-        for worker in gateway.status().workers:
-            os.kill(worker.pid, signal.SIGKILL)
-        texts[0].decode(2)
-        gateway.kill()
-    with serve(models[0], *flags, workers=2) as gateway:
-        for text in texts:
-            text.gateway = gateway
-            text.decode(STEPS - len(text.tokens))
-            assert text.tokens[1:] == hf_greedy(models[2], [*text.prompt, text.tokens[0]], STEPS - 1)
-            assert text.weights == 2
-        assert described(gateway).model_id == "2"
 
 
 def test_callers_under_way_do_not_notice(models: list[Path]) -> None:

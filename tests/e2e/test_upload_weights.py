@@ -119,7 +119,8 @@ def test_the_client_loads_them(models: list[Path], served: tuple[GatewayProcess,
 
 def test_kills_bring_them_back(models: list[Path], home: Path) -> None:
     with serve(models[0], *at_home(home), workers=2) as gateway:
-        text = Text(gateway)
+        text, other = Text(gateway), Text(gateway)
+        replace(gateway, models[2])
         source = upload(gateway, shards(models[1]))
         replace(gateway, Path(source))
         for worker in gateway.status().workers:
@@ -130,9 +131,12 @@ def test_kills_bring_them_back(models: list[Path], home: Path) -> None:
         gateway.kill()
     with serve(models[0], *at_home(home), workers=2) as gateway:
         assert kept(home) == [source], "what nobody has loaded does not outlive the server"
-        text.gateway = gateway
+        text.gateway = other.gateway = gateway
         text.decode(STEPS - 2)
-        assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
+        other.decode(STEPS)
+        for each in (text, other):
+            assert each.tokens[1:] == hf_greedy(models[1], [*each.prompt, each.tokens[0]], STEPS)
+            assert each.weights == 2
         assert refused(lambda: replace(gateway, Path(waiting))) == "BAD_SOURCE"
 
 

@@ -18,7 +18,7 @@ from quire.cli.main import main
 from quire.cli.status import _COLUMNS, Reading, render
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.checkout import environment
 from tests.chat_templates import QWEN, byte_tokenizer
@@ -161,21 +161,6 @@ def test_generate_writes_a_message_as_the_chat_template_says(
     executor.chat_template = types_pb2.ChatTemplate(sources={"default": QWEN})
     assert quire("generate", "2 < 3?", "--max-tokens", "1", *flags) == 0
     assert executor.prompts == [ids(prompt)]
-
-
-def test_special_tokens_are_added_to_text_and_not_to_what_a_template_wrote(
-    quire: Callable[..., int], executor: FakeExecutor
-) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
-    executor.tokenizer_json = tokenizer.to_str().encode()
-    executor.chat_template = types_pb2.ChatTemplate(
-        sources={"default": "{{ bos_token }}{{ messages[0].content }}"}, special_tokens={"bos_token": "<s>"}
-    )
-    for flags in (["--chat"], ["--raw"]):
-        assert quire("generate", "x", "--max-tokens", "1", *flags) == 0
-    assert executor.prompts == [[256, *ids("x")]] * 2
 
 
 @pytest.mark.parametrize(
