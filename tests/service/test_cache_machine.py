@@ -102,3 +102,22 @@ def test_whoever_a_fork_waits_for_gets_the_pages_of_its_other_caches() -> None:
     made = gateway.replies[fork]
     assert isinstance(gateway.replies[step], Appended) and isinstance(made, Handles)
     assert [gateway.tokens(handle.cache_id) for handle in made.handles] == [[1, 2], [3, 4, 5]]
+
+
+def test_the_request_id_of_a_fork_belongs_to_its_caches_and_counts(gateway: Gateway) -> None:
+    left, right, other = gateway.create(1, 2), gateway.create(3), gateway.create(5)
+    gateway.handles(forks((left, 2), (right, 1), request_id="f"))
+    for sources in (
+        [(left, 1), (right, 2)],
+        [(right, 1), (left, 2)],
+        [(right, 2), (left, 1)],
+        [(left, 2), (other, 1)],
+        [(left, 2), ("kv_never", 1)],
+        [("kv_never", 2), (right, 1)],
+        [(left, 2)],
+        [(left, 3)],
+        [(left, 2), (right, 1), (other, 1)],
+    ):
+        assert gateway.refusal(forks(*sources, request_id="f")).reason == "REQUEST_ID_REUSED", sources
+    again = gateway.handles(forks((left, 2), (other, 0), (right, 1), request_id="f"))
+    assert len(again.handles) == 3 and len(gateway.machine) == 6

@@ -237,6 +237,28 @@ def test_an_end_that_is_emptied_while_it_is_in_use_ends_no_gateway(tmp_path: Pat
     length_of_all(tmp_path)
 
 
+async def test_an_end_is_replaced_by_one_call(
+    journal: FileJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between two of them, or between two stores into a mapped file, would leave a damaged one."""
+    pwrite, ends = os.pwrite, []
+
+    def crash_around(fd: int, data: bytes, offset: int) -> int:
+        ends.append((tmp_path / "data" / JOURNAL / END).read_bytes())
+        count = pwrite(fd, data, offset)
+        ends.append((tmp_path / "data" / JOURNAL / END).read_bytes())
+        return count
+
+    assert await commit(journal, created(1))
+    monkeypatch.setattr(os, "pwrite", crash_around)
+    assert await commit(journal, created(2))
+    written = []
+    for end in ends:
+        (tmp_path / END).write_bytes(end)
+        written.append(segments.read_end(tmp_path).written)
+    assert written == [1, 2]
+
+
 @pytest.mark.parametrize(
     "change", [faults.one_missing, faults.one_changed, faults.exchanged, faults.last_changed]
 )
@@ -377,6 +399,21 @@ async def test_after_a_crash_of_the_system_the_last_frames_may_be_missing(
     (directory / END).write_bytes(end.encoded())
     with pytest.raises(JournalUnusable, match="frame 6: it is missing"):
         recovered(tmp_path / "data")
+
+
+async def test_what_was_written_with_full_must_exist_after_a_crash_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the next gateway is set to."""
+    with contextlib.closing(open_journal(tmp_path / "data", "full")) as journal:
+        for number in (1, 2):
+            assert await commit(journal, created(number))
+        shutil.copytree(tmp_path / "data", tmp_path / "crashed")
+    change_segment(tmp_path / "crashed" / JOURNAL, faults.last_missing)
+    monkeypatch.setattr(segments, "boot_id", lambda: b"after the crash.")
+    for sync in ("normal", "full"):
+        with pytest.raises(JournalUnusable, match="frame 2: it is missing"):
+            open_journal(tmp_path / "crashed", sync)
 
 
 async def two_segments(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import structlog
 from quire.v1 import executor_pb2, types_pb2
 
 from service.caches.answers import Event
@@ -272,6 +273,24 @@ async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None
         await bench.run()
     assert bench.launcher.attempts == 1 and bench.launcher.closed
     assert bench.launcher.started[0].grace_s == 15.0, "it gets time to exit with a status"
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        (-9, "it was killed by signal 9 (SIGKILL)"),
+        (EXIT_CONFIG, "it refused its configuration"),
+        (None, "its process ended"),
+    ],
+)
+async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int | None, why: str) -> None:
+    bench = bench_of(works, works, status=status)
+    with structlog.testing.capture_logs() as logs:
+        async with running(bench):
+            await bench.events(1)
+            bench.launcher.started[0].exit()
+            await bench.events(2)
+    assert [line["why"] for line in logs if line["event"] == "worker is gone"] == [why]
 
 
 async def test_gives_up_if_no_worker_ever_starts(bench_of: MakeBench) -> None:

@@ -114,6 +114,17 @@ def test_each_tenant_and_each_cache_salt_has_a_salt_of_its_own(gateway: Shared) 
     assert [forward.salt for forward in forwards] == [alice.salt(""), b"", alice.salt("s")]
 
 
+def test_a_fork_of_nothing_keeps_the_salt(gateway: Shared) -> None:
+    alice = Tenant("alice")
+    (made,) = gateway.ask_as(alice, Append(AppendKind.PREFILL, "", [1], cache_salt="s"))
+    assert isinstance(made, Appended)
+    gateway.ask_as(alice, Truncate(made.cache_id, 0))
+    (forked,) = gateway.ask_as(alice, Fork.of(made.cache_id, 1))
+    assert isinstance(forked, Handles)
+    gateway.ask_as(alice, decode(forked.handles[0].cache_id, 1))
+    assert gateway.sent[-1].forward.salt == alice.salt("s")
+
+
 # Quotas.
 
 
@@ -153,6 +164,18 @@ def test_a_tenant_has_so_many_tokens(gateway: Shared) -> None:
         alice, *(Release(handle.cache_id) for _, handle in list(gateway.machine.index.handles(tenant=alice)))
     )
     assert (alice.caches, alice.tokens, alice.in_flight) == (0, 0, 0)
+
+
+def test_what_is_under_way_counts(gateway: Shared) -> None:
+    alice = Tenant("alice", Quota(max_tokens=10, max_in_flight=3))
+    outcomes = gateway.ask_as(alice, *(prefill(*range(4)) for _ in range(4)))
+    assert [type(outcome) for outcome in outcomes[:2]] == [Appended, Appended]
+    assert refused(outcomes[2]) == ("max_tokens", None), "four more would be twelve"
+    alice.quota = Quota(max_in_flight=3)
+    outcomes = gateway.ask_as(alice, *(prefill(n) for n in range(5)))
+    assert [isinstance(outcome, Appended) for outcome in outcomes] == [True] * 3 + [False] * 2
+    quota, retry_s = refused(outcomes[4])
+    assert quota == "max_in_flight" and retry_s
 
 
 def test_a_tenant_asks_so_often(gateway: Shared) -> None:

@@ -50,6 +50,18 @@ async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider
     assert math.isclose(usage.cost_usd, (4 * 2 + 3 * 1 + 5 * 10) / 1e6)
 
 
+async def test_without_a_price_no_cost_is_reported(provider: FakeProvider) -> None:
+    provider.script.append(said("x"))
+
+    async with remote(config(provider)) as runtime:
+        usage = (await run(runtime, item())).last().usage
+        estimate = await runtime.estimate([item("x" * 400, max_tokens=9, n=2)])
+
+    assert usage.output_tokens == 5 and not usage.HasField("cost_usd")
+    assert (estimate.input_tokens, estimate.max_output_tokens, estimate.is_counted) == (100, 18, False)
+    assert not estimate.HasField("max_cost_usd")
+
+
 async def test_samples_of_one_request_are_separated(provider: FakeProvider) -> None:
     events = [delta("a", 0), delta("b", 1), delta("A", 0, "stop"), delta("B", 1, "length"), USAGE]
     provider.script.append(stream(*events))

@@ -322,6 +322,22 @@ async def test_a_tenants_concurrent_requests_are_limited(provider: FakeProvider)
     assert [reason(out.last(str(n))) for n in range(3)] == [""] * 3
 
 
+async def test_a_tenants_request_rate_is_limited(provider: FakeProvider) -> None:
+    """A retry does not count as another request."""
+    provider.script += [status(500), GOOD]
+    virtual, alice = VirtualTime(), Tenant("alice", Quota(max_per_s=2))
+
+    async with remote(config(provider), virtual) as runtime:
+        out = await run(runtime, item(), item(item_id="b"), item(item_id="c"), tenant=alice)
+        virtual.now_s += 1
+        later = await run(runtime, item(), tenant=alice)
+
+    assert [reason(out.last(name)) for name in ("a", "b", "c")] == ["", "", "QUOTA"]
+    # The caller learns when to come again: the second detail is RetryInfo.
+    assert len(out.last("c").error.details) == 2
+    assert reason(later.last()) == ""
+
+
 DEAR = {"m": Prices(input_usd=0.0, output_usd=1e6)}  # a dollar for each token
 
 
