@@ -9,8 +9,10 @@ import os
 import sys
 
 _WORKERS = (["workers.__main__"], ["tests.soak.marked", "worker"])
+# Options of Python come before.
+_program = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []
 
-if "PLANTED_KV" in os.environ and any(sys.orig_argv[2 : 2 + len(each)] == each for each in _WORKERS):
+if "PLANTED_KV" in os.environ and any(_program[: len(each)] == each for each in _WORKERS):
     from tests.planted_kv import PLANTS
 
     PLANTS[os.environ["PLANTED_KV"]](setattr)
