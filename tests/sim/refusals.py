@@ -144,7 +144,7 @@ def _check_not_found(oracle: Oracle, asked: Asked, cache: Cache | None, error: Q
 
 
 def _may_repeat(fork: Fork, made: Fork, there: Sequence[bool]) -> bool:
-    """Whether a fork can be the one that made these children, by those that are there: they know their parent."""
+    """Whether a fork can be the one that made children, by those that are there: they know their parent."""
     sources, before = _source_of_children(fork), _source_of_children(made)
     if len(sources) != len(before):
         return False
