@@ -17,6 +17,7 @@ from service.pool import gpus
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
+from service.runtimes.held_caches import held_cache
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import ItemPreparer, PreparedItem
@@ -114,7 +115,11 @@ class LocalRuntime:
         try:
             # Templates and grammars may wait in a queue.
             async with asyncio.timeout(timeout_s):
-                prepared = await self._preparer.prepare(item, deadline_s, kept_as, earlier_adapter)
+                held = None
+                if item.WhichOneof("prompt") == "cache":
+                    items.check(item)
+                    held = await held_cache(self._dispatcher, item.cache, batch.tenant)
+                prepared = await self._preparer.prepare(item, deadline_s, kept_as, earlier_adapter, held)
             if prepared.weights != weights:
                 raise WeightsChanged(can_be_repeated=True)
             return prepared

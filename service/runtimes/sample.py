@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2, types_pb2
 
+from service.runtimes.held_caches import HeldCache
 from service.text.constraints import Matcher
 from service.text.detokenizer import Detokenizer, TokenDecoder
 from service.text.stops import StopMatcher
@@ -32,6 +33,10 @@ class SampleSpec:
     with_logprobs: bool
     # Those of `end_ids` that are a stop text: a special token, which has no text in a sample.
     stop_ids: Mapping[int, str] = field(default_factory=dict)
+    # A token that is less likely is the last one. None: no matter how likely they are.
+    min_logprob: float | None = None
+    # Tokens of the prompt that a cache of the caller had before.
+    context_tokens: int = 0
 
 
 class Sample:
@@ -53,6 +58,8 @@ class Sample:
         self.cached_tokens = 0
         # The cache with its tokens. Empty: none yet.
         self.cache_id = ""
+        # The caller's cache, while the sample runs on a copy of it to generate again what it has.
+        self.catching_up: HeldCache | None = None
 
     @property
     def can_prelaunch(self) -> bool:
@@ -74,6 +81,8 @@ class Sample:
                 added.sampled_logprob = output.sampled_logprob
             if self._detokenizer is not None:
                 added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
+        if output is not None and output.hidden:
+            chunk.hidden.add(states=output.hidden)
         self._num_tokens += 1
         is_end = token_id in self.spec.end_ids
         is_stopped = False
@@ -90,7 +99,14 @@ class Sample:
             chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
         elif self._num_tokens >= self.spec.max_tokens:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
+        elif self._is_unlikely(output):
+            self._finish(chunk, runner_pb2.FINISH_REASON_UNLIKELY)
         return chunk
+
+    def _is_unlikely(self, output: types_pb2.StepOutput | None) -> bool:
+        # One that is resumed from the journal was not the last one.
+        least = self.spec.min_logprob
+        return least is not None and output is not None and output.logprob < least
 
     def complete(self) -> runner_pb2.SampleChunk:
         """Ends it: its constraint allows no further token."""
@@ -114,13 +130,13 @@ class Sample:
             chunk.text += self._stops.push(self._detokenizer.flush())
         if self._stops.found:
             # The flushed text contained a stop text.
-            if reason == runner_pb2.FINISH_REASON_LENGTH:
+            if reason in (runner_pb2.FINISH_REASON_LENGTH, runner_pb2.FINISH_REASON_UNLIKELY):
                 reason = runner_pb2.FINISH_REASON_STOP
             chunk.stop = self._stops.found
         else:
             chunk.text += self._stops.flush()
         chunk.finish_reason = reason
-        chunk.usage.input_tokens = len(self.spec.prompt)
+        chunk.usage.input_tokens = len(self.spec.prompt) - self.spec.context_tokens
         chunk.usage.output_tokens = self._num_tokens
         chunk.usage.cached_tokens = self.cached_tokens
         # Own hardware has no price per token.
