@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -157,7 +157,7 @@ class AsyncClient(AsyncCaller):
             max_calls_per_message=max_calls_per_message,
             max_request_bytes=self._max_request_bytes,
         )
-        return AsyncSession(stream, close_timeout_s, self._priority)
+        return AsyncSession(stream, close_timeout_s, self._priority, self._execute)
 
     def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
@@ -211,6 +211,11 @@ class AsyncClient(AsyncCaller):
             retries=self._retries,
             raise_on_error=raise_on_error,
             proxy=self._proxies[target],
+        )
+
+    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> AsyncExecution:
+        return self.execute(
+            [item], keep_s=keep_s, timeout_s=call.get("timeout_s"), priority=call.get("priority")
         )
 
     async def generate(self, prompt: Prompt, **settings: Unpack[TextSettings]) -> str:
@@ -517,9 +522,16 @@ class AsyncSession(AsyncCaller):
     passed) may still be applied: retry an append, or undo it with `truncate` to `seq_len`.
     """
 
-    def __init__(self, stream: AsyncSessionStream, close_timeout_s: float, priority: Priority | None) -> None:
-        """Created by `AsyncClient.session`."""
+    def __init__(
+        self,
+        stream: AsyncSessionStream,
+        close_timeout_s: float,
+        priority: Priority | None,
+        execute: Callable[[runner_pb2.ExecuteItem, float, CallOptions], AsyncExecution],
+    ) -> None:
+        """Created by `AsyncClient.session`. `execute`: the client's, for streams beside this one."""
         self._stream = stream
+        self._client_execute = execute
         self._close_timeout_s = close_timeout_s
         self._priority = priority
         # The stream's tasks do not refer to the session, so that the stream of an unused session is
@@ -540,6 +552,9 @@ class AsyncSession(AsyncCaller):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> AsyncExecution:
+        return self._client_execute(item, keep_s, call)
 
     async def _call(
         self, method: Method[_Request, _Response], request: _Request, call_options: CallOptions
