@@ -92,7 +92,7 @@ def test_who_leaves_has_the_tokens_that_were_read(tiny_gateway: GatewayProcess) 
 
 
 def test_what_ends_it_early(shipped_gateway: GatewayProcess) -> None:
-    """A text, a token, the end of a grammar, and a token that is not likely enough: several caches at once."""
+    """A text, a token, the end of a grammar, a token that is not likely enough: several caches at once."""
     with quire.Client(shipped_gateway.address) as client:
         ids = client.tokenizer()
         prompt = ids.encode("12+34=")

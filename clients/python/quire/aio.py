@@ -193,8 +193,9 @@ class AsyncClient(AsyncCaller):
                 the error, and others go on.
             settings: Such as max_tokens, temperature, stop, n; see `quire.item`. For prompts only.
         """
+        made = items_of(items, settings)
         request = runner_pb2.ExecuteRequest(
-            items=items_of(items, settings),
+            items=made,
             runtime=runtime,
             request_id=request_id,
             policy=policy_of(policy),
@@ -202,7 +203,8 @@ class AsyncClient(AsyncCaller):
             max_cost_usd=max_cost_usd,
             priority=priority_of(priority or self._priority),
         )
-        target = self._gateways.next()
+        # Caches are continued by the gateway that has them. Without one it is the turn of any.
+        target = self._gateways.target(made[0].cache)
         return AsyncExecution(
             functools.partial(self._stubs[target].runner_stub.Execute, metadata=self.metadata),
             request,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ from service.api.append_codec import done_of, last_row
 from service.caches.requests import Append, AppendKind, Truncate
 from service.errors import PositionMismatch, QuireError
 from service.runtimes.base import Batch
-from service.runtimes.held_caches import held_cache
+from service.runtimes.held_caches import HeldCache, held_cache
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from tests.error_details import status_reason
@@ -204,3 +204,25 @@ async def test_an_item_waits_for_the_operations_before_it() -> None:
     assert not finding.done()
     gateway.work()
     assert list((await finding).token_ids) == [1, 2, 3, 4]
+
+
+def tokens_ahead_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldCache, "require_same", lambda *_: None)
+
+
+def the_copy_is_left_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LocalRun._go_on_with_held
+    monkeypatch.setattr(LocalRun, "_go_on_with_held", lambda run, sample, at: right(run, sample, at + 1))
+
+
+@pytest.mark.parametrize("plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early])
+async def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def both() -> None:
+        await test_tokens_of_another_caller_are_not_taken_for_generated_ones()
+        await test_broken_streams_go_on_as_one_decode_after_another(range(16))
+
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        await both()
