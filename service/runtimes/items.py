@@ -11,6 +11,7 @@ from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.errors import InvalidArgument, QuireError
 from service.logging import current_request_id
+from service.runtimes.speculation import MAX_DRAFT_TOKENS
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
@@ -61,6 +62,8 @@ def check(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_CONSTRAINT", "constraint", text)
     if item.HasField("timeout") and _timeout_s(item) <= 0:
         raise InvalidArgument("BAD_TIMEOUT", "timeout", "a timeout must be longer than 0")
+    if item.HasField("speculation"):
+        _check_speculation(item.speculation)
     check_cost(item)
 
 
@@ -90,6 +93,15 @@ def _check_prompt(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_ADAPTER", "adapter_id", "must be empty for an existing cache")
     if item.cache_salt:
         raise InvalidArgument("BAD_CACHE_SALT", "cache_salt", "must be empty for an existing cache")
+
+
+def _check_speculation(speculation: runner_pb2.Speculation) -> None:
+    if speculation.method != runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP:
+        text = "PROMPT_LOOKUP is the only method"
+        raise InvalidArgument("BAD_SPECULATION", "speculation.method", text)
+    if speculation.HasField("max_draft_tokens") and not 0 < speculation.max_draft_tokens <= MAX_DRAFT_TOKENS:
+        text = f"must be 1 to {MAX_DRAFT_TOKENS}"
+        raise InvalidArgument("BAD_SPECULATION", "speculation.max_draft_tokens", text)
 
 
 def check_cost(message: runner_pb2.ExecuteItem | runner_pb2.ExecuteRequest) -> None:

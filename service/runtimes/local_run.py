@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
-from service.api.append_codec import done_of, write_handle
+from service.api.append_codec import MAX_KEPT_BYTES, done_of, write_handle
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
 from service.caches.requests import (
@@ -199,6 +199,8 @@ class LocalRun:
     ) -> Appended:
         """`sample`: needs the token after these. `part`: names a new cache, see `BatchCaches.key`."""
         cache_id = "" if sample is None or part else sample.cache_id
+        is_verify = kind is AppendKind.VERIFY
+        rows = len(token_ids) if is_verify else int(sample is not None)
         timeout_s = None if item.deadline_s is None else item.deadline_s - time.monotonic()
         appended = await self._result(
             self._unsent,
@@ -208,18 +210,19 @@ class LocalRun:
                 token_ids,
                 position=position,
                 options=options,
-                rows=0 if sample is None else 1,
+                accept=types_pb2.VERIFY_ACCEPT_SAMPLED if is_verify else 0,
+                rows=rows,
                 lease_s=None if cache_id else self._lease_s,
                 request_id=self._caches.key(item.spec.item_id, part) if part else "",
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
-                answer_bytes=item.answer_bytes,
+                answer_bytes=max(1, rows) * item.answer_bytes,
                 has_logits=item.has_hidden,
-                is_large=item.is_large,
+                is_large=item.is_large or rows * item.answer_bytes > MAX_KEPT_BYTES,
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
-                prelaunch=sample is not None and sample.can_prelaunch,
+                prelaunch=sample is not None and not is_verify and sample.can_prelaunch,
             ),
         )
         assert isinstance(appended, Appended)
@@ -323,7 +326,9 @@ class LocalRun:
             await self._generate(item, sample, cache, part)
         except QuireError as error:
             self._fail(item, sample, error)
-        if sample.cache_id:
+        if sample.catching_up is not None:
+            self._caches.release(sample.cache_id)
+        elif sample.cache_id:
             self._caches.finish(sample.cache_id)
 
     async def _generate(
@@ -344,8 +349,38 @@ class LocalRun:
                     self._put(item, sample.complete())
                     return
                 options = item.options(sample.index, mask)
+            if draft := () if sample.catching_up else sample.draft():
+                token_id, position = await self._verify(item, sample, token_id, draft, position)
+                continue
+            began_at = time.monotonic()
             appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, options, position)
+            if sample.drafter is not None:
+                sample.drafter.decoded(time.monotonic() - began_at)
             token_id, position = self._take(item, sample, appended)
+
+    async def _verify(
+        self, item: PreparedItem, sample: Sample, token_id: int, draft: Sequence[int], position: int
+    ) -> tuple[int, int]:
+        """Appends a token, and those of its draft that the model chooses; takes what it chooses after each.
+
+        Returns the last one, and its position.
+        """
+        assert sample.drafter is not None
+        began_at = time.monotonic()
+        token_ids = array("I", (token_id, *draft))
+        options = item.verify_options(sample.index, len(token_ids))
+        appended = await self._append(item, AppendKind.VERIFY, token_ids, sample, options, position)
+        sample.drafter.verified(len(draft), appended.kept - 1, time.monotonic() - began_at)
+        outputs = done_of(appended).outputs[: appended.kept]
+        for length, output in enumerate(outputs, position + 1):
+            chunk = sample.take(output.token_id, output)
+            if sample.is_finished and length < appended.seq_len and item.in_place is not None:
+                # The caller's cache does not keep what was accepted behind the end.
+                await self._result(self._unsent, Truncate(sample.cache_id, length, appended.seq_len))
+            self._put(item, chunk)
+            if sample.is_finished:
+                break
+        return outputs[-1].token_id, appended.seq_len
 
     async def _begin(
         self, item: PreparedItem, sample: Sample, options: bytes, cache: Remembered | None, part: str
@@ -357,8 +392,12 @@ class LocalRun:
             token_ids = cache.token_ids
             await self._resume(item, sample, cache)
         if len(token_ids) > len(prompt):
-            # The last append is repeated: its stored answer holds the token chosen after it.
-            return token_ids[-1], len(token_ids) - 1
+            last = len(token_ids) - 1
+            if sample.drafter is not None and not sample.is_finished:
+                # The last append may have been a draft, of which this is one token.
+                await self._result(self._unsent, Truncate(sample.cache_id, last))
+            # Otherwise the last append is repeated: its stored answer holds the token chosen after it.
+            return token_ids[-1], last
         if cache is None or (part and len(token_ids) == len(prompt)):
             appended = await self._append(item, AppendKind.PREFILL, prompt, sample, options, part=part)
             sample.cached_tokens = done_of(appended).reused_tokens
@@ -393,15 +432,15 @@ class LocalRun:
     async def _begin_in_place(
         self, item: PreparedItem, held: HeldCache, sample: Sample, options: bytes
     ) -> tuple[int, int]:
-        """Appends the item's tokens, or repeats that. Returns the next one, and its position.
+        """Appends the item's tokens. Returns the next one, and its position.
 
-        If the cache has more tokens, the sample begins on a copy: see `held_caches`.
+        If the cache has tokens there, the sample begins on a copy: see `held_caches`.
         """
         appended = item.spec.prompt[item.first :]
-        if held.ahead and held.ahead[: len(appended)] != appended:
-            raise PositionMismatch(held.position, len(held.token_ids))
         sample.cache_id = held.cache_id
-        if len(held.ahead) > len(appended):
+        if held.ahead:
+            if held.ahead[: len(appended)] != appended:
+                raise PositionMismatch(held.position, len(held.token_ids))
             sample.catching_up = held
             source = Source(held.cache_id, 1, len(held.token_ids))
             copied = await self._result(self._unsent, Fork((source,)))
@@ -410,9 +449,9 @@ class LocalRun:
         return self._take(item, sample, await self._append_rest(item, sample, options))
 
     def _go_on_with_held(self, sample: Sample, position: int) -> None:
-        """Leaves the copy if the next append, at `position`, is the last one that the caller's cache has."""
+        """Leaves the copy if the token at `position` is the first one that the caller's cache lacks."""
         held = sample.catching_up
-        if held is not None and position == len(held.token_ids) - 1:
+        if held is not None and position == len(held.token_ids):
             self._caches.release(sample.cache_id)
             sample.cache_id, sample.catching_up = held.cache_id, None
 

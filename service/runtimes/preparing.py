@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api import validation
-from service.api.append_codec import MAX_KEPT_BYTES, last_row
+from service.api.append_codec import MAX_KEPT_BYTES, last_row, rows_kept_as_sampled
 from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
@@ -22,6 +22,7 @@ from service.errors import InvalidArgument, SequenceTooLong, WeightsChanged
 from service.runtimes import items
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
+from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
 from service.text.constraints import Matcher
 from service.text.text_model import TextModel
 
@@ -79,14 +80,20 @@ class PreparedItem:
 
     def options(self, index: int, mask: bytes | None = None) -> bytes:
         """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
+        return last_row(self._output_of(index, self._first_mask if mask is None else mask))
+
+    def verify_options(self, index: int, rows: int) -> bytes:
+        """The same for a step that verifies a draft: an output for each of `rows` tokens."""
+        return rows_kept_as_sampled(self._output_of(index, None), rows)
+
+    def _output_of(self, index: int, mask: bytes | None) -> types_pb2.OutputOptions:
         output = types_pb2.OutputOptions()
         output.CopyFrom(self._output)
-        mask = self._first_mask if mask is None else mask
         if mask is not None:
             output.mask.packed = mask
         if output.sampling.HasField("seed"):
             output.sampling.seed = (output.sampling.seed + index) % _SEEDS
-        return last_row(output)
+        return output
 
 
 class ItemPreparer:
@@ -152,6 +159,7 @@ class ItemPreparer:
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
                 min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
                 context_tokens=0 if held is None else held.position,
+                max_draft_tokens=_max_draft_tokens(item),
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -236,6 +244,12 @@ def _set_seed(
         output.sampling.seed = held.seed
     elif kept_as:
         output.sampling.seed = _seed_of(kept_as, item.item_id)
+
+
+def _max_draft_tokens(item: runner_pb2.ExecuteItem) -> int:
+    if not item.HasField("speculation"):
+        return 0
+    return item.speculation.max_draft_tokens or DEFAULT_DRAFT_TOKENS
 
 
 def _seed_of(key: str, item_id: str) -> int:

@@ -13,6 +13,7 @@ from google.rpc import status_pb2
 from quire.v1 import runner_pb2, types_pb2
 
 from service.runtimes.held_caches import HeldCache
+from service.runtimes.speculation import Drafter
 from service.text.constraints import Matcher
 from service.text.detokenizer import Detokenizer, TokenDecoder
 from service.text.stops import StopMatcher
@@ -37,6 +38,8 @@ class SampleSpec:
     min_logprob: float | None = None
     # Tokens of the prompt that a cache of the caller had before.
     context_tokens: int = 0
+    # The most tokens of a draft. 0: no speculative decoding.
+    max_draft_tokens: int = 0
 
 
 class Sample:
@@ -54,6 +57,9 @@ class Sample:
         self._detokenizer = None
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
+        self.drafter: Drafter | None = None
+        if spec.max_draft_tokens and matcher is None:
+            self.drafter = Drafter(spec.prompt, spec.max_draft_tokens)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
         # The cache with its tokens. Empty: none yet.
@@ -64,25 +70,24 @@ class Sample:
     @property
     def can_prelaunch(self) -> bool:
         """Whether the next token alone determines the request after it, unless that token ends the sample."""
+        if self.drafter is not None and self.drafter.expects_draft:
+            return False
         return self.matcher is None and self.spec.max_tokens - self._num_tokens > 1
+
+    def draft(self) -> Sequence[int]:
+        """Tokens that may follow. The one after them is still a token of the sample."""
+        return () if self.drafter is None else self.drafter.draft(self.spec.max_tokens - self._num_tokens - 1)
 
     @property
     def has_begun(self) -> bool:
         return self._num_tokens > 0
 
     def take(self, token_id: int, output: types_pb2.StepOutput | None = None) -> runner_pb2.SampleChunk:
-        """Adds the next token. `output`: its log-probabilities; None when resumed from the journal."""
+        """Adds the next token. `output`: what else is known of it; None when resumed from the journal."""
         chunk = self._chunk()
         chunk.token_ids.append(token_id)
-        if self.spec.with_logprobs and output is not None:
-            top = output.top if output.HasField("top") else None
-            added = chunk.logprobs.add(logprob=output.logprob, top=top)
-            if output.HasField("sampled_logprob"):
-                added.sampled_logprob = output.sampled_logprob
-            if self._detokenizer is not None:
-                added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
-        if output is not None and output.hidden:
-            chunk.hidden.add(states=output.hidden)
+        if output is not None:
+            self._add_output(chunk, output)
         self._num_tokens += 1
         is_end = token_id in self.spec.end_ids
         is_stopped = False
@@ -94,6 +99,8 @@ class Sample:
             is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:
             self.matcher.take(token_id)
+        if self.drafter is not None:
+            self.drafter.push(token_id)
         if is_stopped or is_end:
             self._finish(chunk, runner_pb2.FINISH_REASON_STOP)
             chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
@@ -102,6 +109,18 @@ class Sample:
         elif self._is_unlikely(output):
             self._finish(chunk, runner_pb2.FINISH_REASON_UNLIKELY)
         return chunk
+
+    def _add_output(self, chunk: runner_pb2.SampleChunk, output: types_pb2.StepOutput) -> None:
+        """Adds log-probabilities and hidden states."""
+        if self.spec.with_logprobs:
+            top = output.top if output.HasField("top") else None
+            added = chunk.logprobs.add(logprob=output.logprob, top=top)
+            if output.HasField("sampled_logprob"):
+                added.sampled_logprob = output.sampled_logprob
+            if self._detokenizer is not None:
+                added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
+        if output.hidden:
+            chunk.hidden.add(states=output.hidden)
 
     def _is_unlikely(self, output: types_pb2.StepOutput | None) -> bool:
         # One that is resumed from the journal was not the last one.
@@ -139,5 +158,8 @@ class Sample:
         chunk.usage.input_tokens = len(self.spec.prompt) - self.spec.context_tokens
         chunk.usage.output_tokens = self._num_tokens
         chunk.usage.cached_tokens = self.cached_tokens
+        if self.drafter is not None:
+            chunk.usage.draft_tokens = self.drafter.drafted
+            chunk.usage.accepted_draft_tokens = self.drafter.accepted
         # Own hardware has no price per token.
         chunk.usage.cost_usd = 0

@@ -69,6 +69,23 @@ def test_what_comes_is_what_a_loop_of_decodes_returns(tiny_gateway: GatewayProce
                 assert last.token_ids == (outputs[count + 1].token_id,)
 
 
+def test_drafts_change_nothing_and_none_is_left_behind_the_end(tiny_gateway: GatewayProcess) -> None:
+    with quire.Client(tiny_gateway.address) as client:
+        prompt, accepted = [5, 6, 7, 8] * 6, 0
+        expected = looped(client, prompt, 5, 60, types_pb2.OutputOptions())
+        for count in range(40, 61):
+            with client.prefill(prompt) as cache:
+                chunks = list(
+                    cache.generate(5, max_tokens=count, speculation="prompt_lookup", ignore_eos=True)
+                )
+                tokens = [token for chunk in chunks for token in chunk.token_ids]
+                assert tokens == [each.token_id for each in expected[:count]]
+                assert cache.refresh() == len(prompt) + count == length_in(chunks[-1])
+                assert chunks[-1].usage is not None
+                accepted += chunks[-1].usage.accepted_draft_tokens
+        assert accepted
+
+
 def test_who_leaves_has_the_tokens_that_were_read(tiny_gateway: GatewayProcess) -> None:
     async def leave() -> None:
         async with (

@@ -31,10 +31,18 @@ DRAWN = types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1,
 class Caller:
     """One who generates on a cache, and whose streams break."""
 
-    def __init__(self, gateway: Gateway, cache_id: str, token_ids: Sequence[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        cache_id: str,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        max_draft_tokens: int = 0,
+    ) -> None:
         self.gateway, self.cache_id = gateway, cache_id
         self.position = len(gateway.tokens(cache_id))
         self.token_ids, self.max_tokens = list(token_ids), max_tokens
+        self.max_draft_tokens = max_draft_tokens
         self.received: list[int] = []
         self.reader = Reading()
         self._taken = 0
@@ -59,7 +67,12 @@ class Caller:
         held = await held_cache(self.gateway.dispatcher, prompt, None)
         whole = held.token_ids[: held.position] + type(held.token_ids)("I", prompt.token_ids)
         item = prepared("x", whole, self.max_tokens - len(self.received), max(1, n))
-        spec = replace(item.spec, end_ids=frozenset(), context_tokens=held.position)
+        spec = replace(
+            item.spec,
+            end_ids=frozenset(),
+            context_tokens=held.position,
+            max_draft_tokens=self.max_draft_tokens,
+        )
         return replace(item, spec=spec, held=held, on_copies=n > 0, _output=DRAWN)
 
     def take(self, at_most: int) -> None:
@@ -103,7 +116,7 @@ async def test_broken_streams_go_on_as_one_decode_after_another(seeds: range) ->
         first = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 3]))]
         count = rng.randint(1, 12)
         expected = decodes(gateway, prompt, first, count)
-        caller = Caller(gateway, gateway.create(*prompt), first, count)
+        caller = Caller(gateway, gateway.create(*prompt), first, count, rng.choice([0, 3]))
         for number in range(rng.randrange(5)):
             task = await caller.begin()
             for _ in range(rng.randrange(8)):
@@ -212,7 +225,7 @@ def tokens_ahead_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_copy_is_left_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     right = LocalRun._go_on_with_held
-    monkeypatch.setattr(LocalRun, "_go_on_with_held", lambda run, sample, at: right(run, sample, at + 1))
+    monkeypatch.setattr(LocalRun, "_go_on_with_held", lambda run, sample, at: right(run, sample, at + 2))
 
 
 @pytest.mark.parametrize("plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early])
