@@ -25,18 +25,12 @@
 namespace quire {
 namespace {
 
-// Plain data, filled by kernels/cpu/sublayers.py: the fields of these five must agree.
+// Plain data, filled by kernels/cpu/sublayers.py: the fields of these four must agree.
 
 struct Norm {
   const void* weight;  // null: the norm is left out
   int64_t width, wide_weight;
   double eps;
-};
-
-struct MatrixPart {
-  const void* weight;         // [outputs, inputs]
-  const GroupFormat* format;  // of a quantised weight; null: it is packed
-  int64_t outputs;
 };
 
 struct Matrix {
@@ -48,8 +42,7 @@ struct Matrix {
 
   int64_t bytes(int64_t element_bytes) const {
     int64_t all = 0;
-    for (const MatrixPart* part = parts; part < parts + num_parts; part++)
-      all += part->outputs * inputs * (part->format == nullptr ? 8 * element_bytes : part->format->bits) / 8;
+    for (const MatrixPart* part = parts; part < parts + num_parts; part++) all += part->bytes(inputs, element_bytes);
     return all;
   }
 };
