@@ -69,7 +69,7 @@ class GroupFormat:
         return self.subscales > 0 and self.bits == 2  # "q2_k"
 
     def cut(self, first: int) -> GroupFormat:
-        """That of the inputs from `first` on, a multiple of 32: scales that both sides need are there twice."""
+        """That of the inputs from `first` on, a multiple of 32: scales may be shared by fewer groups."""
         return dataclasses.replace(self, span=math.gcd(self.span, first // GROUP_INPUTS))
 
     @property

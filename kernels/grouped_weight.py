@@ -120,8 +120,8 @@ class GroupedWeight(Weight):
 
         Args:
             first: The first row.
-            values: [n, inputs of a whole row] int8 or, with zero points, uint8: one integer a byte, within the
-                format's bits.
+            values: [n, inputs of a whole row] int8 or, with zero points, uint8: one integer a byte, within
+                the format's bits.
             scales: [n, groups of the format], of its dtype.
             zeros: Zero points like the values: [n, groups]; None: they are 0.
 

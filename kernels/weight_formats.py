@@ -41,7 +41,8 @@ def check_cut(form: WeightFormat | None, taken: range, inputs: int) -> None:
     if form is None or len(taken) == inputs:
         return
     if isinstance(form, PermutedFormat):
-        raise ValueError(f"{form.name}: a group has inputs of several ranks")
+        why = f"{form.name}, cannot be cut: a group may have inputs of several parts"
+        raise ValueError(why)  # noqa: TRY004 - the format is a right one
     if taken.start % GROUP_INPUTS or (taken.stop % GROUP_INPUTS and taken.stop != inputs):
         parts = f"into parts of {len(taken)} inputs, only of multiples of {GROUP_INPUTS}"
         raise ValueError(f"{form.name} cannot be cut {parts}")

@@ -19,7 +19,10 @@ class _Projection(ctypes.Structure):
 
     _fields_ = (
         ("parts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_parts", "outputs", "inputs", "has_packed", "has_quantised")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_parts", "outputs", "inputs", "has_packed", "has_quantised")
+        ),
     )
 
 

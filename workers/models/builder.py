@@ -37,7 +37,12 @@ def all_of(quantization: str | None) -> FormatOf | None:
     """The same format for all matrices but routers, by its name; None: they have the dtype."""
     if quantization is None:
         return None
-    return lambda name: None if name.endswith(_ROUTERS) else FORMATS[quantization]
+    return lambda name: None if is_router(name) else FORMATS[quantization]
+
+
+def is_router(name: str) -> bool:
+    """Whether the tensor of a checkpoint with this name is what chooses experts."""
+    return name.endswith(_ROUTERS)
 
 
 def build_decoder(
@@ -223,12 +228,11 @@ class _Parts:
             """Of all experts: one tensor on a GPU, elsewhere a list, to be packed one by one."""
             if torch.device(self._device).type == "cuda":
                 return self.empty(experts.count, sum(rows.values()), len(taken))
-            return [
-                self.matrix(
-                    {f"{place}{name.format(expert)}.weight": count for name, count in rows.items()}, inputs, taken
-                )
+            named = [
+                {f"{place}{name.format(expert)}.weight": count for name, count in rows.items()}
                 for expert in range(experts.count)
             ]
+            return [self.matrix(of_expert, inputs, taken) for of_expert in named]
 
         return Experts(
             self._config,
