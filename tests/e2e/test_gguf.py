@@ -173,10 +173,10 @@ def test_without_a_tokenizer_tokens_are_served(tmp_path: Path) -> None:
             "tokenizer.ggml.pre: must be one of",
         ),
         (["--quantization", "q8_0"], lambda content: content, "is quantised (q4_k, q6_k) already: leave out"),
-        (["--tensor-parallel", "2"], lambda content: content, "and needs tensor_parallel = 1"),
+        (["--device", "cuda"], lambda content: content, "and needs device = cpu"),
         (["--model-backend", "transformers"], lambda content: content, "needs a directory with safetensors"),
     ],
-    ids=["header", "tensors", "tokenizer", "quantization", "ranks", "backend"],
+    ids=["header", "tensors", "tokenizer", "quantization", "device", "backend"],
 )
 def test_what_cannot_be_served_is_refused_before_the_port_listens(
     flags: Sequence[str], damage: object, said: str, tmp_path: Path

@@ -113,7 +113,6 @@ def test_the_server_refuses_it_before_its_port_listens(
     ("setting_of", "says"),
     [
         (("--quantization", "q8_0"), "already: leave out quantization"),
-        (("--tensor-parallel", "2"), "which needs tensor_parallel = 1"),
         (("--device", "cuda"), "which needs device = cpu"),
         (("--model-backend", "transformers"), "which needs model_backend = native"),
     ],
