@@ -176,6 +176,15 @@ def test_experts_are_quantised_at_load_and_routers_are_not(
     assert isinstance(decoder, Decoder) and is_one_call(decoder)
 
 
+def test_another_number_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    family_model(tmp_path / "hf", "mixtral", **WIDE)
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", "q8_0", metadata={"llama.expert_count": 5})
+    with pytest.raises(
+        ModelError, match=r"tensor blk\.0\.ffn_down_exps\.weight is of 6 experts, and the metadata say 5"
+    ):
+        load_decoder(file)
+
+
 def test_an_expert_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     family_model(tmp_path / "plain", "qwen3_moe")
     directory = make.in_one_file(tmp_path / "plain", tmp_path / "wrong")
