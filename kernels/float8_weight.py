@@ -20,7 +20,7 @@ from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import COPIED_ROWS, Arguments, can_multiply, copied_rows
 from kernels.packed_weight import BLOCK_OUTPUTS, filled_up, step_inputs
-from kernels.weight import Weight
+from kernels.weight import CompiledPart, Weight
 
 # A step of the compiled kernel, and of the layout of bfloat16, must have one scale.
 _LEAST_INPUTS = 32
@@ -102,9 +102,11 @@ class Float8Weight(Weight):
         return -(-self.shape[1] // self._scale_inputs)
 
     @property
-    def compiled(self) -> None:
-        """None: compiled sublayers cannot read it."""
-        return None
+    def compiled(self) -> list[CompiledPart] | None:
+        """See `Weight`."""
+        if not can_multiply(self.dtype):
+            return None
+        return [CompiledPart(self.data.data_ptr(), None, len(self), self._scale_inputs)]
 
     def write_values(self, first: int, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Fill it: replace the rows from `first` on.

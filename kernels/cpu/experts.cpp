@@ -1,4 +1,4 @@
-// A mixture of experts with packed or quantised weights: see packed_product.h and grouped_product.h. The products of all
+// A mixture of experts with packed or quantised weights: see packed_product.h, grouped_product.h and float8_product.h. The products of all
 // experts run in one call, divided among threads by (expert, blocks of outputs). The weight of a chosen expert is read once
 // for all of its rows; other experts are not read.
 //
@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "float8_product.h"
 #include "gates.h"
 #include "grouped_product.h"
 #include "packed_product.h"
@@ -23,7 +24,7 @@ constexpr int64_t kTaskBlocks = 4;
 struct Projection {
   const MatrixPart* parts;  // [E, num_parts], one after the other; those without outputs fill up
   int64_t num_parts, outputs, inputs;
-  int64_t has_packed, has_quantised;  // whether there are such parts
+  int64_t has_plain, has_grouped;  // whether parts multiply rows as they are, or rounded
 
   const MatrixPart& part(int64_t expert, int64_t index) const { return parts[expert * num_parts + index]; }
 };
@@ -39,7 +40,8 @@ struct Arguments {
   // Scratch: [T * k, 2 * I] and [T * k, I] by expert; [T * k, C] by pair, at first for the rows of x by expert.
   void *both, *inner, *results;
   void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
-  void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if there are quantised weights
+  void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if there are weights in groups
+  void* decoded;                 // scratch: [threads, ...] of the larger `float8_elements`, if there are 8-bit floats
   int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
 };
 
@@ -79,14 +81,21 @@ struct Groups {
 // What a projection multiplies, and where results go: of each pair, by its index in `Groups::pairs`.
 template <typename T>
 struct Rows {
-  std::vector<const T*> plain;             // rows [I], which quantised weights round
-  std::vector<const InputOf<T>*> inputs;   // the same as packed weights take them
+  std::vector<const T*> plain;             // rows [I], which are rounded for weights in groups
+  std::vector<const InputOf<T>*> inputs;   // the same as other weights take them
   std::vector<T*> results;                 // rows [O]
 
   explicit Rows(int64_t pairs) : plain(pairs), inputs(pairs), results(pairs) {}
 };
 
-// Rounds one group of the row of a pair, unless the weight of its expert is packed.
+// A worker's, but that all share the rounded rows.
+template <typename T>
+struct Scratch {
+  RowGroup* rounded;
+  T* decoded;
+};
+
+// Rounds one group of the row of a pair, if the weight of its expert is in groups.
 template <typename T>
 void round_pair(const Groups& groups, const Projection& projection, int64_t index, const Rows<T>& rows, RowGroup* rounded,
                 int64_t place, int64_t group) {
@@ -102,24 +111,35 @@ void round_pair(const Groups& groups, const Projection& projection, int64_t inde
 // The results of an expert's rows and some blocks of a part of its matrix.
 template <typename T>
 void multiply_part(const Groups& groups, const Projection& projection, int64_t expert, const MatrixPart& part,
-                   const Rows<T>& rows, const RowGroup* rounded, int64_t begin, int64_t end) {
+                   const Rows<T>& rows, const Scratch<T>& scratch, int64_t begin, int64_t end) {
   const int64_t start = groups.starts[expert], stop = groups.starts[expert + 1];
   if (part.format == nullptr) {
-    const Products<T> products{static_cast<const T*>(part.weight), nullptr, rows.inputs.data() + start,
-                               rows.results.data() + start, stop - start, projection.inputs, part.outputs};
+    Products<T> products{nullptr, nullptr, rows.inputs.data() + start, rows.results.data() + start, stop - start,
+                         projection.inputs, part.outputs};
+    if (part.is_float8()) {
+      const Float8Weight weight{static_cast<const uint8_t*>(part.weight), projection.inputs, part.scale_inputs};
+      return multiply_float8(products, weight, begin, end, scratch.decoded);
+    }
+    products.weight = static_cast<const T*>(part.weight);
     return products.multiply_blocks(begin, end);
   }
   for (int64_t first = start; first < stop; first += kRoundedRows) {
-    const GroupedProducts<T> products{part.weight, part.format, nullptr, rounded + first * groups_of(projection.inputs),
-                                      rows.results.data() + first, std::min(kRoundedRows, stop - first),
-                                      projection.inputs, part.outputs};
+    const GroupedProducts<T> products{part.weight,
+                                      part.format,
+                                      nullptr,
+                                      scratch.rounded + first * groups_of(projection.inputs),
+                                      rows.results.data() + first,
+                                      std::min(kRoundedRows, stop - first),
+                                      projection.inputs,
+                                      part.outputs};
     products.multiply_blocks(begin, end);
   }
 }
 
 // The products of all experts. Afterwards the results point to the last part. All workers must call this.
 template <typename T>
-void project(const Groups& groups, const Projection& projection, Rows<T>& rows, RowGroup* rounded, const Worker& worker) {
+void project(const Groups& groups, const Projection& projection, Rows<T>& rows, const Scratch<T>& scratch,
+             const Worker& worker) {
   const int64_t pairs = static_cast<int64_t>(groups.pairs.size()), num_groups = groups_of(projection.inputs);
   const int64_t tasks = (blocks_of(projection.outputs) + kTaskBlocks - 1) / kTaskBlocks;  // of an expert, at most
   for (int64_t index = 0; index < projection.num_parts; index++) {
@@ -127,16 +147,16 @@ void project(const Groups& groups, const Projection& projection, Rows<T>& rows, 
       worker.for_shares(pairs, [&](int64_t place) {
         rows.results[place] += projection.part(groups.owners[place], index - 1).outputs;
       });
-    if (projection.has_quantised)
+    if (projection.has_grouped)
       worker.for_shares(pairs * num_groups, [&](int64_t i) {
-        round_pair(groups, projection, index, rows, rounded, i / num_groups, i % num_groups);
+        round_pair(groups, projection, index, rows, scratch.rounded, i / num_groups, i % num_groups);
       });
     worker.for_each(static_cast<int64_t>(groups.chosen.size()) * tasks, [&](int64_t task) {
       const int64_t expert = groups.chosen[task / tasks], first = task % tasks * kTaskBlocks;
       const MatrixPart& part = projection.part(expert, index);
       const int64_t blocks = blocks_of(part.outputs);
       if (first < blocks)
-        multiply_part(groups, projection, expert, part, rows, rounded, first, std::min(first + kTaskBlocks, blocks));
+        multiply_part(groups, projection, expert, part, rows, scratch, first, std::min(first + kTaskBlocks, blocks));
     });
   }
 }
@@ -191,11 +211,13 @@ bool run(const Arguments& a) {
                         pairs * a.width * static_cast<int64_t>(sizeof(T));
   const T* x = static_cast<const T*>(a.x);
   T *both = static_cast<T*>(a.both), *inner = static_cast<T*>(a.inner), *results = static_cast<T*>(a.results);
-  RowGroup* rounded = static_cast<RowGroup*>(a.rounded);
+  const int64_t decoded = std::max(float8_elements<T>(a.width), float8_elements<T>(a.inner_width));
   std::vector<const InputOf<T>*> tokens(a.tokens);
   Rows<T> outer_rows(pairs), inner_rows(pairs);
   run_together(threads_for(bytes, a.threads), [&](const Worker& worker) {
-    if (a.gate_up.has_packed)
+    Scratch<T> scratch{static_cast<RowGroup*>(a.rounded), static_cast<T*>(a.decoded)};
+    if (scratch.decoded != nullptr) scratch.decoded += worker.index * decoded;
+    if (a.gate_up.has_plain)
       worker.for_shares(a.tokens, [&](int64_t token) {
         tokens[token] = as_inputs(x + token * a.x_stride, a.x_copy, token, a.width);
       });
@@ -204,21 +226,21 @@ bool run(const Arguments& a) {
       outer_rows.plain[place] = x + token * a.x_stride;
       outer_rows.inputs[place] = tokens[token];
       if constexpr (kGathers<T>)
-        if (a.gate_up.has_packed && a.width % kGroupInputs == 0) {
+        if (a.gate_up.has_plain && a.width % kGroupInputs == 0) {
           T* gathered = results + place * a.width;  // where there is nothing yet
           outer_rows.inputs[place] = std::copy_n(tokens[token], a.width, gathered) - a.width;
         }
       outer_rows.results[place] = both + place * both_width;
       inner_rows.results[place] = results + groups.pairs[place] * a.width;
     });
-    project<T>(groups, a.gate_up, outer_rows, rounded, worker);
+    project<T>(groups, a.gate_up, outer_rows, scratch, worker);
     worker.for_shares(pairs, [&](int64_t place) {
       T *row = inner + place * a.inner_width, *gate = both + place * both_width;
       multiply_gate<Activation>(row, gate, gate + a.inner_width, a.inner_width);
       inner_rows.plain[place] = row;
-      if (a.down.has_packed) inner_rows.inputs[place] = as_inputs(inner_rows.plain[place], a.inner_copy, place, a.inner_width);
+      if (a.down.has_plain) inner_rows.inputs[place] = as_inputs(inner_rows.plain[place], a.inner_copy, place, a.inner_width);
     });
-    project<T>(groups, a.down, inner_rows, rounded, worker);
+    project<T>(groups, a.down, inner_rows, scratch, worker);
     worker.for_shares(a.tokens, [&](int64_t token) { add_up<T>(a, token); });
   });
   return true;

@@ -54,11 +54,14 @@ struct GroupedProducts {
 // Outputs of a matrix, in one format.
 struct MatrixPart {
   const void* weight;         // [outputs, inputs]
-  const GroupFormat* format;  // of a quantised weight; null: it is packed
+  const GroupFormat* format;  // of a weight in groups, or null
   int64_t outputs;
+  int64_t scale_inputs;       // of 8-bit floats those with one scale; 0 without a format: it is packed
+
+  bool is_float8() const { return scale_inputs > 0; }
 
   int64_t bytes(int64_t inputs, int64_t element_bytes) const {
-    return outputs * inputs * (format == nullptr ? 8 * element_bytes : format->bits) / 8;
+    return outputs * inputs * (format != nullptr ? format->bits : is_float8() ? 8 : 8 * element_bytes) / 8;
   }
 };
 

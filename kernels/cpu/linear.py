@@ -47,12 +47,12 @@ class Arguments(ctypes.Structure):
 
 
 class MatrixPart(ctypes.Structure):
-    """Rows of a matrix in memory, and their number; of quantised ones the address of their `GroupFormat`.
+    """A `kernels.weight.CompiledPart`. MatrixPart of grouped_product.h: the fields must agree."""
 
-    MatrixPart of grouped_product.h: the fields must agree.
-    """
-
-    _fields_ = (("weight", ctypes.c_void_p), ("form", ctypes.c_void_p), ("outputs", ctypes.c_int64))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "form")),
+        *((name, ctypes.c_int64) for name in ("outputs", "scale_inputs")),
+    )
 
 
 def can_multiply(dtype: torch.dtype) -> bool:

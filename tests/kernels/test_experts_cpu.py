@@ -9,11 +9,13 @@ import torch
 
 from kernels import experts as module
 from kernels.experts import experts, matrix_of, pack_experts
+from kernels.float8_weight import Float8Format, Float8Weight
 from kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
 from kernels.group_formats import FORMATS, GroupFormat, integer_groups
 from kernels.linear import DenseWeight, linear
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
+from kernels.weight_formats import WeightFormat
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.test_experts import choices, matrices, pack
 from tests.kernels.test_grouped_weight import random_weight
@@ -88,18 +90,29 @@ def test_bits_are_those_of_each_pair_by_itself(
 
 INT4 = integer_groups(4, 64, torch.bfloat16, zeros=True)
 # The formats of gate, up and down of one expert after the other; None: that of the rows.
-FORMS: dict[str, list[tuple[GroupFormat | None, ...]]] = {
+FORMS: dict[str, list[tuple[WeightFormat | None, ...]]] = {
     "q8_0": [(FORMATS["q8_0"],) * 3],
     "as llama.cpp has them": [(FORMATS["q4_k"], FORMATS["q4_k"], FORMATS["q6_k"])],
     "gate and up apart": [(FORMATS["q4_k"], FORMATS["q5_k"], INT4)],
     "some not at all": [(None, FORMATS["q3_k"], None), (INT4, INT4, FORMATS["iq4_xs"]), (None,) * 3],
+    "8-bit floats": [
+        (Float8Format(32),) * 3,
+        (Float8Format(), FORMATS["q8_0"], Float8Format(32)),
+        (None,) * 3,
+    ],
 }
 
 
-def quantised(form: GroupFormat | None, outputs: int, inputs: int, dtype: torch.dtype) -> Weight:
+def quantised(form: WeightFormat | None, outputs: int, inputs: int, dtype: torch.dtype) -> Weight:
     """Random rows, other ones each time, so large that results are of the size of what goes in."""
     if form is None:
         return DenseWeight(torch.randn(outputs, inputs).div(inputs**0.5).to(dtype))
+    if isinstance(form, Float8Format):
+        floats = Float8Weight(outputs, inputs, dtype, form, lambda size: torch.empty(size, dtype=torch.uint8))
+        values = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+        floats.write_values(0, values, (torch.rand(outputs, floats.num_scales) + 0.5) / inputs**0.5)
+        return floats
+    assert isinstance(form, GroupFormat)
     made = random_weight(form, outputs, inputs, dtype)
     parts = made.parts(torch.randperm(outputs))
     size = float(made.dense().float().std()) * inputs**0.5
@@ -115,7 +128,7 @@ def quantised(form: GroupFormat | None, outputs: int, inputs: int, dtype: torch.
 @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 2), (33, 3), (300, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_quantised_experts_are_those_of_each_pair_by_itself(
-    forms: list[tuple[GroupFormat | None, ...]], tokens: int, k: int, dtype: torch.dtype
+    forms: list[tuple[WeightFormat | None, ...]], tokens: int, k: int, dtype: torch.dtype
 ) -> None:
     """With fewer rows of an expert than pass a weight at once, and with more; on one thread and several."""
     case, inner, width = Case(tokens, 4, k, 96, 160, dtype), 96, 160

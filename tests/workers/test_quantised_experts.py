@@ -152,7 +152,7 @@ def test_directories(name: str, tmp_path: Path) -> None:
         expected = library_logits(tmp_path / "plain", decoder, meant, rounds=not is_float8)
         assert_logits_are(decoder, expected, 1e-4 if is_float8 else tolerance(torch.bfloat16))
     need_compiled()
-    assert is_one_call(decoder) == ("another order" not in name and not is_float8)
+    assert is_one_call(decoder) == ("another order" not in name)
     assert_same_bits(decoder, random_texts(3, LENGTHS), name)
 
 
