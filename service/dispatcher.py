@@ -29,7 +29,7 @@ from service.caches.requests import Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 _EXPIRY_INTERVAL_S = 1.0

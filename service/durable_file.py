@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -30,6 +30,7 @@ from service.caches.machine import CacheMachine
 from service.config import Config, ExtensionUnusable, failed_extension, installed_extensions
 from service.dispatcher import Dispatcher, ObserveAppends
 from service.journal.values import StoredValues
+from service.logging import get_logger
 from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.pool.rolling_restart import RollingRestart
@@ -40,7 +41,6 @@ from service.runtimes.router import Router
 from service.settings import ConfigError
 from service.shard import OpenJournal, OpenShard, Shard
 from service.text.text_model import TextModel
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 

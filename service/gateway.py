@@ -34,7 +34,7 @@ from service.data_directory import data_directory
 from service.extension import Extension, GatewayParts, OtherGateways, open_extensions
 from service.handshakes import Handshakes, has_spoken
 from service.listening import actual_address, binding
-from service.logging import drain_log
+from service.logging import drain_log, get_logger
 from service.memory import keep_trimmed
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
@@ -49,7 +49,6 @@ from service.runtimes.sources import FindModel, ModelSources
 from service.shard import OpenShard, open_own_journal, open_shard
 from service.text.sandbox import hide_memory
 from service.text.text_model import TextModel
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 

@@ -18,10 +18,10 @@ from service.extension import Extension
 from service.gateway import Gateway, open_gateway
 from service.journal.base import JournalUnusable, OwnershipLost
 from service.listening import CannotListen, actual_address
+from service.logging import get_logger
 from service.pool.launcher import PoolFailed
 from service.runtimes.sources import FindModel
 from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 

@@ -20,7 +20,7 @@ from service.journal.base import Journal
 from service.journal.opening import open_configured
 from service.journal.recovery import Apply, ApplyRun
 from service.lease import FencedLease
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 _RANDOM_BYTES = 18

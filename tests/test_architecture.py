@@ -54,7 +54,7 @@ WORKER_LAYERS = (
     {"sampling", "numpy_choice", "counter_rng", "logit_settings"},
     {"decodes"},
     {"operations"},
-    {"kv", "orphan_timer", "token_trees", "given_experts"},
+    {"kv", "logging", "orphan_timer", "token_trees", "given_experts"},
     {"common", "huge_pages", "machine_limits"},
 )
 # Pure accounting: it must stay testable, and quick to import, without torch.

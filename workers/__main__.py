@@ -14,7 +14,7 @@ try:
     from workers.common.child_process import open_standard_files
 
     open_standard_files()
-    from workers.common.log import standard_error
+    from workers.logging import background_log
     from workers.pool_member import main
     from workers.process import STOP_TIMEOUT_S
 except ModuleNotFoundError as missing:
@@ -25,5 +25,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     # Not sys.exit: that would wait for a compute thread in a long step.
     status = main()
-    standard_error().drain(STOP_TIMEOUT_S)
+    background_log().drain(STOP_TIMEOUT_S)
     os._exit(status)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from workers.adapters.errors import AdapterError
-from workers.common.log import get_logger
 from workers.executors.errors import KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
+from workers.logging import get_logger
 from workers.models.errors import ModelError
 from workers.operations import Failed, FailureReason, Forward
 from workers.sampling import BadLogitsError

@@ -23,7 +23,6 @@ import torch
 
 from workers import process
 from workers.common.child_process import open_standard_files
-from workers.common.log import standard_error
 from workers.common.switching import switch_often
 from workers.executors.loading import NATIVE, load_served, read_source
 from workers.executors.lora_slots import ModelSlots, on_made
@@ -31,6 +30,7 @@ from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu
 from workers.executors.replacement import Served
 from workers.kv.sizing import KvSizingError
 from workers.kv.tensors import KvTensors
+from workers.logging import background_log
 from workers.models.decoder import Decoder
 from workers.models.lora import PackedLora
 from workers.models.model import ModelDescription
@@ -259,7 +259,7 @@ def _answer_questions(follower: Follower, questions: Questions) -> None:
 
 
 def _end(status: int) -> None:
-    standard_error().drain(1.0)
+    background_log().drain(1.0)
     os._exit(status)
 
 

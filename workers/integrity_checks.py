@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from workers.common.log import get_logger
 from workers.executors.engine import Engine
+from workers.logging import get_logger
 from workers.operations import IntegrityReport
 
 _log = get_logger(__name__)

@@ -27,11 +27,11 @@ from google.protobuf.message import DecodeError
 from workers import models
 from workers.common import worker_pb2
 from workers.common.addresses import UNIX, short_path
-from workers.common.log import get_logger
 from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.pool_tls import tls_context
 from workers.common.protocol import EXIT_CONFIG, GATEWAY_NAME, HOP_SLACK_BYTES, PROTOCOL, without
 from workers.common.switching import switch_often
+from workers.logging import get_logger
 from workers.orphan_timer import OrphanTimer
 from workers.process import (
     EXIT_FAILED,

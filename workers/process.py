@@ -16,9 +16,9 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.common.log import configure, get_logger, standard_error
 from workers.common.protocol import EXIT_CONFIG
 from workers.common.worker_pb2 import WorkerConfig
+from workers.logging import background_log, configure, get_logger
 from workers.machine_limits import threads_of
 from workers.orphan_timer import OrphanTimer
 from workers.runners.rank_processes import RankProcesses
@@ -48,7 +48,7 @@ def configure_logging(config: WorkerConfig, **more: object) -> None:
     """Log as the configuration says, to the standard error of the gateway. `more`: fields of all lines."""
     # A worker on another host gets its id with its first lease.
     origin = {"worker_id": config.worker_id, "pid": os.getpid()} if config.worker_id else {"pid": os.getpid()}
-    configure("workers", config.log_level, config.log_format, lambda: origin | more)
+    configure(config.log_level, config.log_format, origin | more)
 
 
 class Parent:
@@ -147,7 +147,7 @@ def _start_ranks(config: WorkerConfig) -> RankProcesses | None:
     """Starts the other ranks. On the main thread: they end with the thread that has started them."""
 
     def end() -> None:
-        standard_error().drain(STOP_TIMEOUT_S)
+        background_log().drain(STOP_TIMEOUT_S)
         os._exit(EXIT_FAILED)
 
     if config.tensor_parallel <= 1 or config.model == WEIGHTLESS_MODEL:

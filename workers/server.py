@@ -24,9 +24,9 @@ import psutil
 
 from workers import wire
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 from workers.common.protocol import TARGET_MESSAGE_BYTES
 from workers.decodes import Decodes
+from workers.logging import get_logger
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
 from workers.scheduler import Scheduler
@@ -265,7 +265,7 @@ class WorkerServer:
         except Exception as error:
             # Whatever it is: it concerns this command, and the stream has those of all callers.
             op_ids = wire.op_ids_of(message)
-            _log.warning("a command cannot be decoded", op_ids=str(op_ids), error=repr(error))
+            _log.warning("a command cannot be decoded", op_ids=op_ids, error=repr(error))
             self._send([_refusal(op_id, error) for op_id in op_ids])
 
     async def _write(self, stream: _Stream, write: Write) -> None:

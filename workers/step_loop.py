@@ -22,7 +22,6 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
-from workers.common.log import get_logger
 from workers.decodes import ADAPTER, NO_DECODES, Decodes
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
@@ -30,6 +29,7 @@ from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
 from workers.inbox import Inbox
 from workers.kv.page_pool import OutOfPages
+from workers.logging import get_logger
 from workers.operations import Chunk, Command, Failed, FailureReason, Forward
 from workers.other_commands import Internal, OtherCommands, required
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher

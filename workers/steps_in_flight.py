@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workers.common.log import get_logger
 from workers.decodes import NO_DECODES, Decodes
 from workers.executors.engine import Engine, StepInFlight
+from workers.logging import get_logger
 from workers.operations import Chunk
 from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError

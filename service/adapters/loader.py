@@ -30,11 +30,11 @@ from service.errors import (
     NoWorker,
     StorageUnavailable,
 )
+from service.logging import get_logger
 from service.pool.supervisor import Supervisor
 from service.uploads import Arriving, UploadedFile, sync_tree
 from workers.common import worker_pb2
 from workers.common.adapter_files import FILES, content_digest
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # How often versions that nobody uses are looked for, and the operator's directory is read.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 

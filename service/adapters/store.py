@@ -24,9 +24,9 @@ from typing import NamedTuple
 from service.adapters.registry import Adapters, AdapterVersion, check_adapter_id
 from service.errors import InvalidArgument
 from service.journal.values import StoredValues
+from service.logging import get_logger
 from service.uploads import UploadDirectory, UploadedFile
 from workers.common.adapter_files import CONFIG, FILES, WEIGHTS, content_digest, file_identity
-from workers.common.log import get_logger
 
 MAX_CONFIG_BYTES = 1 << 20
 _DIRECTORY = "adapter-versions"

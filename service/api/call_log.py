@@ -10,7 +10,7 @@ from collections import Counter
 
 from service.config import Config
 from service.errors import QuireError
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 # Lines per second.

@@ -28,9 +28,8 @@ from service.api.trace_context import TRACEPARENT, trace_id_of
 from service.api.validation import MAX_REQUEST_ID_CHARS, is_request_id
 from service.auth.authenticator import Authenticator, current_tenant
 from service.errors import NOT_FAILURES, InternalError, NoWorker, QuireError
-from service.logging import bind_request_id, bind_trace_id
+from service.logging import bind_request_id, bind_trace_id, get_logger
 from service.printable import escaped
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _PREFIX = "/quire.v1."

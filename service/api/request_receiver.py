@@ -23,8 +23,8 @@ from service.auth.authenticator import current_tenant
 from service.budgets import Budgets
 from service.config import Config
 from service.errors import ArrivingFull, MessageTimeout, QuireError, SessionLimit, malformed_request
+from service.logging import get_logger
 from service.running_clock import RunningClock
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _END = grpc.aio.EOF

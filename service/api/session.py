@@ -34,8 +34,7 @@ from service.caches.requests import Request
 from service.config import Config
 from service.dispatcher import Dispatcher, Found
 from service.errors import Draining, InternalError, InvalidArgument, QuireError, SlowConsumer, too_many
-from service.logging import current_request_id
-from workers.common.log import get_logger
+from service.logging import current_request_id, get_logger
 
 SessionContext: TypeAlias = (
     "grpc.aio.ServicerContext[executor_pb2.SessionRequest, executor_pb2.SessionResponse]"

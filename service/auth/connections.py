@@ -7,8 +7,8 @@ import resource
 
 from service.config import Config
 from service.handshakes import HandshakeLimits
+from service.logging import get_logger
 from service.setting_rules import MAX_WORKERS
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # Concurrent calls per connection. Further ones wait in the client.

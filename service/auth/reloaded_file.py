@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 _T = TypeVar("_T")

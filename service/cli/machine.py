@@ -9,8 +9,8 @@ from pathlib import Path
 
 from service.config import Config
 from service.data_directory import data_directory
+from service.logging import get_logger
 from service.uploads import RESERVE_BYTES
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

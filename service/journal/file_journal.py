@@ -23,8 +23,7 @@ from service.journal.recovery import Apply, ApplyRun, Recovery
 from service.journal.segment_writer import FileChanged, LostFrames, Segments
 from service.journal.segments import Sync
 from service.journal.stored import CHECK_S, COMPACTION_BYTES, MAX_PAYLOAD_BYTES, StoredJournal
-from service.logging import RareWarnings
-from workers.common.log import get_logger
+from service.logging import RareWarnings, get_logger
 
 _log = get_logger(__name__)
 

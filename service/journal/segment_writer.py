@@ -37,7 +37,7 @@ from service.journal.segments import (
     segment_numbers,
     segment_path,
 )
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 

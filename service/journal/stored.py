@@ -13,7 +13,7 @@ from service.caches.records import Record
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
 from service.journal.encoding import FRAME_BYTES, encode
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from service.caches.ledger import Ledger
 from service.caches.records import ValueStored
 from service.errors import StorageUnavailable
 from service.journal.base import Journal
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 _RETRY_S = 1.0

@@ -23,13 +23,13 @@ from service.caches.entries import WorkerView
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import LoadFailed, NoWorker
+from service.logging import get_logger
 from service.pool import wire
 from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.liveness import Liveness, WorkerExit
 from service.pool.model_versions import ModelVersion, ModelVersions, WorkerSlot
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 from workers.common.protocol import EXIT_CONFIG
 
 _log = get_logger(__name__)

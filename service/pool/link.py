@@ -14,8 +14,8 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 
 from service.config import Config
+from service.logging import get_logger
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 from workers.common.message_stream import MessageTooLong
 from workers.common.protocol import HOP_SLACK_BYTES, TARGET_MESSAGE_BYTES
 

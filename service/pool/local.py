@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from service.listening import CannotListen
+from service.logging import get_logger
 from service.pool.gpus import Gpu
 from service.pool.launcher import PoolFailed
 from service.pool.process import LocalProcess, can_watch, find_process
@@ -30,7 +31,6 @@ from service.pool.worker_port import NamedWorker, WorkerPort
 from workers.common import child_process, worker_pb2
 from workers.common.addresses import UNIX
 from workers.common.code import worker_code
-from workers.common.log import get_logger
 from workers.common.protocol import PROTOCOL, without
 from workers.common.trusted import require_trusted
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from quire.v1 import executor_pb2, types_pb2
 
 from service.journal.values import StoredValues
+from service.logging import get_logger
 from service.model_names import SHIPPED_MODELS, WEIGHTLESS_MODEL, absolute, shipped_model_dir
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _NAME = "weights"

@@ -14,12 +14,12 @@ from pathlib import Path
 from service.config import Config
 from service.lease import FencedLease
 from service.listening import CannotListen
+from service.logging import get_logger
 from service.pool.launcher import PoolFailed
 from service.pool.link import Endpoint
 from service.pool.worker_directory import Epochs, WorkerDirectory
 from service.pool.worker_port import DialledWorker, WorkerPort
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # How long a gateway that follows another one waits for that one's workers, before it takes new ones.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from quire.v1 import admin_pb2, executor_pb2
 
 from service.errors import NoWorker
+from service.logging import get_logger
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _POLL_S = 0.02

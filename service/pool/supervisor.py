@@ -16,12 +16,12 @@ from quire.v1 import executor_pb2
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import NoWorker, without_lora
+from service.logging import get_logger
 from service.pool.incarnation import Incarnation
 from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 from workers.common.protocol import EXIT_CONFIG
 
 _log = get_logger(__name__)

@@ -24,9 +24,9 @@ from service.errors import (
     Unsupported,
     WorkerFault,
 )
+from service.logging import get_logger
 from service.pool.link import WorkerLink
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 

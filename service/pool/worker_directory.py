@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service import durable_file
+from service.logging import get_logger
 from service.pool.threads import in_thread
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 

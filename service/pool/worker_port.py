@@ -24,10 +24,9 @@ from google.protobuf.message import DecodeError
 
 from service.handshakes import HandshakeLimits, beyond
 from service.listening import CannotListen, listening_socket
-from service.logging import RareWarnings
+from service.logging import RareWarnings, get_logger
 from workers.common import worker_pb2
 from workers.common.addresses import UNIX, short_path
-from workers.common.log import get_logger
 from workers.common.message_stream import MessageStream, MessageTooLong
 from workers.common.pool_tls import names_of_peer
 from workers.common.protocol import PROTOCOL, WORKER_NAME

@@ -19,9 +19,9 @@ from service.api.status import to_status
 from service.budgets import Budget
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, QuireError, ResumedElsewhere
+from service.logging import get_logger
 from service.runtimes.base import SampleKey
 from service.runtimes.replay_buffer import LAST_READ_BYTES, MAX_KEPT_BYTES, ReplayBudget, ReplayBuffer, end_of
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # Unread bytes above which no further step is started.

@@ -22,12 +22,12 @@ from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import LoadFailed, Loading, NoMemory, NoWorker
+from service.logging import get_logger
 from service.pool.incarnation import Incarnation
 from service.pool.model_versions import ModelVersion
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.sources import ModelSources
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _WEIGHTS = "*.safetensors"

@@ -45,7 +45,7 @@ from service.errors import (
     WeightsChanged,
     reused_request_id,
 )
-from service.logging import current_request_id
+from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
 from service.runtimes.items import num_samples
@@ -53,7 +53,6 @@ from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
 from service.text.constraints import Matcher
 from service.text.task_process import TaskFailed, TaskProcess
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # Samples that take a step before other tasks run. Takes one or two milliseconds.

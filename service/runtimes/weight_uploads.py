@@ -25,9 +25,9 @@ from quire.v1 import admin_pb2
 from service.completion import complete
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, StorageUnavailable
+from service.logging import get_logger
 from service.pool.model_versions import ModelVersions
 from service.uploads import Arriving, UploadDirectory, UploadedFile, require_room, sync_tree
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 PREFIX = "upload:"

@@ -23,11 +23,11 @@ import weakref
 
 from service.completion import complete
 from service.errors import HelperFailed
+from service.logging import get_logger
 from service.printable import escaped
 from service.text.task_loop import LENGTH_BYTES, MAX_GREETING_BYTES, framed
 from service.text.tasks import TaskKind
 from workers.common import child_process
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 

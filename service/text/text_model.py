@@ -20,6 +20,7 @@ from service.errors import (
     SequenceTooLong,
     Unsupported,
 )
+from service.logging import get_logger
 from service.text import tasks
 from service.text.bounded_json import check_chat
 from service.text.chat_template import ChatTemplates
@@ -30,7 +31,6 @@ from service.text.task_process import TaskFailed, TaskProcess
 from service.text.token_bytes import token_bytes
 from service.text.tokenizer import decodes_in_bounds, encode_task, encoded, load_tokenizer
 from workers.common import worker_pb2
-from workers.common.log import get_logger
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -199,7 +199,7 @@ _NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "pytest", 
 _OF_THE_SERVER = (
     *("googleapis-common-protos", "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status"),
     *("h11", "httpcore2", "httpx2", "hypothesis", "Jinja2", "llguidance", "packaging", "prometheus_client"),
-    *("protobuf", "psutil", "tokenizers", "truststore", "uvloop"),
+    *("protobuf", "psutil", "structlog", "tokenizers", "truststore", "uvloop"),
 )
 
 

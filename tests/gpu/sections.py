@@ -25,7 +25,7 @@ _REHEARSAL_PATIENCE = 4.0
 NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "pytest")
 _WANTED = (
     *("grpcio", "h11", "httpx2", "hypothesis", "Jinja2", "llguidance", "peft", "prometheus_client"),
-    *("protobuf", "psutil", "tokenizers", "uvloop"),
+    *("protobuf", "psutil", "structlog", "tokenizers", "uvloop"),
 )
 
 

@@ -25,7 +25,7 @@ TOKENS = sized(64, 6)
 @pytest.fixture
 def on_device(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags of a server there. Skips where packages are not installed that only a server needs."""
-    for name in ("grpc", "uvloop", "llguidance", "httpx2", "h11"):
+    for name in ("grpc", "structlog", "uvloop", "llguidance", "httpx2", "h11"):
         pytest.importorskip(name)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # restored after the test
     monkeypatch.syspath_prepend(tmp_path)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from tests.postgres_server import PostgresServer
 
@@ -29,6 +30,7 @@ def logging_as_before() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
+    structlog.reset_defaults()
     logging.captureWarnings(False)
     root.handlers[:] = handlers
     # Not as an attribute: loggers remember what they are to log.

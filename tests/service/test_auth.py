@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire import errors as client_errors
 from quire.v1 import executor_pb2
@@ -21,7 +22,6 @@ from service.auth.authenticator import Authenticator, current_tenant
 from service.auth.tokens import Role, TokenStore, new_token, read_token_store
 from service.config import Config
 from service.errors import Unauthenticated
-from tests.log_records import capture_logs
 from tests.service.served import channel_to, state_of
 
 PATIENCE_S = 30.0
@@ -222,7 +222,7 @@ async def test_the_file_is_reloaded_and_a_broken_one_changes_nothing(
     watching = asyncio.create_task(authenticator.watch())
     async with behind(authenticator) as harness, asyncio.timeout(PATIENCE_S):
         assert await harness.call("Decode", f"Bearer {old}") == "alice"
-        with capture_logs() as records:
+        with structlog.testing.capture_logs() as records:
             written(file, broken)
             while not any("cannot reload the tokens" in record["event"] for record in records):
                 await asyncio.sleep(0.01)

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
+import structlog
 from quire import Client
 from quire.v1 import runner_pb2, runner_pb2_grpc
 
 from service.auth.connections import TooFewDescriptors, server_options, with_descriptors
 from service.config import Config
-from tests.log_records import capture_logs
 
 
 class QuietRunner(runner_pb2_grpc.ModelRunnerServiceServicer):
@@ -73,7 +73,7 @@ def test_there_are_no_more_connections_than_descriptors(
     now = [limits]
     monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: now.append(new))
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         config = with_descriptors(Config(max_connections=wanted, workers=2))
     assert now[-1] == (soft, limits[1])
     assert config.max_connections == allowed

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from service.extensions.gateways import parent
-from tests.log_records import capture_logs
 
 
 async def test_a_gateway_that_cannot_be_started_for_now_is_started_later(

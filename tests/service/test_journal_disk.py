@@ -314,7 +314,7 @@ def _say_nothing(directory: Path) -> None:
 
 
 async def test_a_journal_up_to_its_damage_is_used_if_the_operator_wants_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = await filled(tmp_path)
     change_segment(tmp_path / "data" / JOURNAL, faults.one_changed)
@@ -324,12 +324,14 @@ async def test_a_journal_up_to_its_damage_is_used_if_the_operator_wants_it(
     with contextlib.closing(open_journal(tmp_path / "data")) as journal:
         assert await commit(journal, appended(1, 1, 77))
     assert [list(state.tokens.copy()) for state in recovered(tmp_path / "data")] == [[1, 77]]
-    assert len(states[2]) == 1 and "the end of the journal was not written completely" in caplog.text
+    assert (
+        len(states[2]) == 1 and "the end of the journal was not written completely" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("keep", [1, HEADER_BYTES + 3, -20, -1])
 async def test_a_torn_frame_is_dropped_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: int
 ) -> None:
     """Nobody was told of it: the gateway was killed while it was written."""
     states = await filled(tmp_path)
@@ -347,7 +349,7 @@ async def test_a_torn_frame_is_dropped_and_logged(
         assert facts(ledger) == states[5]
         assert await commit(journal, appended(1, 4, 77))
     assert [list(state.tokens.copy()) for state in recovered(tmp_path / "data")] == [[1, 2, 3, 4, 77]]
-    assert "the end of the journal was not written completely" in caplog.text
+    assert "the end of the journal was not written completely" in capsys.readouterr().out
 
 
 def _empty(path: Path) -> None:

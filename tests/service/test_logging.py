@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 from quire.v1 import executor_pb2
 
-from service.logging import bind_request_id, configure_logging, current_request_id
+from service.logging import bind_request_id, configure_logging, current_request_id, get_logger
 from workers.common.background_log import BackgroundLog
-from workers.common.log import get_logger
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import structlog
 from quire.v1 import executor_pb2, types_pb2
 
 from service.caches.answers import Event
@@ -22,7 +23,6 @@ from service.pool.launcher import PoolFailed, WorkerProcesses
 from service.pool.link import Stream
 from service.pool.model_versions import ModelVersions
 from service.pool.supervisor import Supervisor
-from tests.log_records import capture_logs
 from workers.common import worker_pb2
 from workers.common.protocol import EXIT_CONFIG
 
@@ -285,7 +285,7 @@ async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None
 )
 async def test_the_log_says_how_a_process_ended(bench_of: MakeBench, status: int | None, why: str) -> None:
     bench = bench_of(works, works, status=status)
-    with capture_logs() as logs:
+    with structlog.testing.capture_logs() as logs:
         async with running(bench):
             await bench.events(1)
             bench.launcher.started[0].exit()

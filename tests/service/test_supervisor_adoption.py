@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import structlog
 
 from service.caches.effects import Claim
 from service.pool.rolling_restart import RollingRestart
-from tests.log_records import capture_logs
 from tests.service.test_supervisor import (
     Behaviour,
     Bench,
@@ -139,7 +139,7 @@ async def test_a_version_that_cannot_start_replaces_one_worker_only(bench_of: Ma
     outdated(bench, "worker-0", "worker-1")
     restarts = RollingRestart(bench.supervisor)
     async with running(bench):
-        with capture_logs() as logs:
+        with structlog.testing.capture_logs() as logs:
             await restarts.replace_outdated(0.0)
         events = await bench.events(4)
         assert sorted(events[:2]) == [("ready", 1), ("ready", 2)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from quire import AsyncClient, QuireError, Tls
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
@@ -21,7 +22,6 @@ from service.auth.tokens import Role, new_token
 from service.config import Config
 from service.settings import ConfigError
 from tests.certificates import Authority, Pair
-from tests.log_records import capture_logs
 from tests.service.served import state_of
 
 PATIENCE_S = 30.0
@@ -112,7 +112,7 @@ async def test_certificates_are_reloaded(ours: Authority, theirs: Authority, tmp
         assert await called_as(target, ours) == "-"
         async with AsyncClient(target, tls=Tls(ca=ours.cert), timeout_s=PATIENCE_S) as open_before:
             await open_before.model_info()
-            with capture_logs() as records:
+            with structlog.testing.capture_logs() as records:
                 shutil.copy(second.cert, used.cert)  # its key is not there yet
                 assert await called_as(target, ours) == "-", "the previous contents stay in use"
             assert any("stay in use" in record["event"] for record in records)

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
+import structlog
+
 from tests.sim.shards import ShardSimulation
 from tests.sim.shell import ShellSimulation
 from tests.sim.simulation import Simulation
@@ -47,10 +49,9 @@ def without_addresses(entry: object) -> str:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Without a log: refusals and failures are what is tried, and there are thousands of them."""
-    logger = logging.getLogger("service")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
         yield
     finally:
-        logger.setLevel(before)
+        structlog.configure(**before)

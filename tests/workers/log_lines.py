@@ -7,8 +7,8 @@ import sys
 import threading
 
 from workers import process
-from workers.common.log import get_logger, standard_error
 from workers.common.worker_pb2 import WorkerConfig
+from workers.logging import background_log, get_logger
 
 
 def write() -> None:
@@ -31,4 +31,4 @@ if __name__ == "__main__":
     else:
         get_logger("workers.a").info("hello", what="a line\n\x1b[31mof red")
         logging.getLogger("workers.a").debug("below the level")
-    standard_error().drain(30)
+    background_log().drain(30)

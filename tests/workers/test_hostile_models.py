@@ -20,11 +20,11 @@ from tests.bad_directories import setting
 from tests.families import settings_of
 from tests.model_factory import make_family_model
 from tests.workers.test_library_model import tiny_config
-from workers.common.log import fields_of
 from workers.common.protocol import EXIT_CONFIG
 from workers.executors.llm import LlmExecutor
 from workers.executors.loading import NATIVE, TRANSFORMERS, load_served
 from workers.kv.sizing import KvSizingError
+from workers.logging import fields_of
 from workers.models import checkpoint
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError

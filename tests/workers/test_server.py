@@ -15,9 +15,9 @@ from quire.v1 import types_pb2
 from tests.workers.gateway_end import LAST_ROW, Gateway
 from workers import wire
 from workers.common import worker_pb2
-from workers.common.log import fields_of
 from workers.executors.base import ModelExecutor
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.logging import fields_of
 from workers.operations import Sampling
 from workers.scheduler import Scheduler
 from workers.server import WorkerServer

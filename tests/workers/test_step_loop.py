@@ -10,10 +10,10 @@ import pytest
 
 from tests.workers.stepping import Worker
 from workers import drawing, extra_samples, sampling
-from workers.common.log import fields_of
 from workers.decodes import OP_ID, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
+from workers.logging import fields_of
 from workers.operations import (
     Abort,
     CheckIntegrity,
@@ -261,14 +261,6 @@ def test_an_abort_before_begin_does_not_roll_back() -> None:
         results += worker.round()
     assert [result.op_id for result in results if isinstance(result, Forward)] == [1, 2]
     assert worker.lengths() == {1: 42}
-
-
-def test_a_scored_sequence_is_not_expected_back() -> None:
-    """Its sequence is released with the answer."""
-    worker = Worker()
-    scored = dataclasses.replace(forward(1), ephemeral=True, rows=2, kind=Kind.SCORE)
-    worker.answers(scored, forward(2))
-    assert set(worker.loop._window._answered) == {2}
 
 
 def test_an_integrity_check_does_not_delay_steps(monkeypatch: pytest.MonkeyPatch) -> None:

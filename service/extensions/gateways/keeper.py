@@ -19,9 +19,9 @@ from service.extensions.gateways.postgres.leases import WATCH_S, Lease, Leases, 
 from service.extensions.gateways.settings import GatewaysSettings
 from service.extensions.gateways.sharing import decide
 from service.journal.base import JournalUnusable, OwnershipLost
+from service.logging import get_logger
 from service.settings import ConfigError
 from service.shard import Shard
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _OWNER_BYTES: Final = 8

@@ -25,12 +25,12 @@ from service.extensions.gateways.one_host import LEAVE_WORKERS, STOP, Place, pla
 from service.extensions.gateways.settings import needs_a_worker
 from service.journal.base import JournalUnusable
 from service.listening import CannotListen, actual_address, binding
+from service.logging import get_logger
 from service.model_names import SHIPPED_MODELS, WEIGHTLESS_MODEL
 from service.pool import gpus
 from service.settings import ConfigError
 from workers.common import child_process
 from workers.common.addresses import ADDRESS_IS_FREE, why_not_listening
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # One that lives shorter is restarted with a delay.

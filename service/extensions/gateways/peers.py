@@ -15,8 +15,7 @@ from service.api.status import from_status
 from service.auth.authenticator import HOP, TENANT, current_tenant_name
 from service.config import Config
 from service.errors import DeadlinePassed, GatewayUnavailable, QuireError, Unauthenticated
-from service.logging import current_request_id
-from workers.common.log import get_logger
+from service.logging import current_request_id, get_logger
 from workers.common.protocol import DIRECT, GATEWAY_NAME
 
 _log = get_logger(__name__)

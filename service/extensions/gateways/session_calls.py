@@ -13,7 +13,7 @@ from typing import Any
 from service.api.calls import ids_in
 from service.api.other_shards import OtherShards, RunHere
 from service.errors import NOT_FAILURES, InternalError, QuireError
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 

@@ -25,8 +25,8 @@ from service.extensions.http.framing import is_address
 from service.extensions.http.server import HttpServer
 from service.extensions.metrics.collector import QuireCollector
 from service.extensions.metrics.figures import Figures
+from service.logging import get_logger
 from service.setting_rules import is_private
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 _TIMEOUT_S = 10.0

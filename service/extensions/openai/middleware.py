@@ -26,10 +26,9 @@ from service.extensions.http.connection import connection_of
 from service.extensions.http.framing import is_address
 from service.extensions.openai import errors
 from service.extensions.openai.generation import event
-from service.logging import bind_request_id
+from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 from service.setting_rules import is_private
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 HEALTH = "/health"

@@ -22,9 +22,8 @@ from service.extensions.providers.dialects.base import Dialect
 from service.extensions.providers.failures import failure
 from service.extensions.providers.limiter import Limiter
 from service.extensions.providers.samples import Samples
-from service.logging import current_request_id
+from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # Reasons for which a retry can help.

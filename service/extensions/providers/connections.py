@@ -21,8 +21,8 @@ import httpx2
 from service.errors import ProviderFailure
 from service.extensions.providers import failures
 from service.extensions.providers.config import ProviderConfig
+from service.logging import get_logger
 from service.outbound import proxy_of
-from workers.common.log import get_logger
 from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)

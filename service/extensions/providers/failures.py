@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Mapping
 
 from service.errors import InternalError, ProviderFailure
+from service.logging import get_logger
 from service.outbound import proxy_of
-from workers.common.log import get_logger
 
 _log = get_logger(__name__)
 # Providers may send delays that a Duration cannot hold.

@@ -20,10 +20,10 @@ from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.spending import Spending
 from service.journal.values import StoredValues
+from service.logging import get_logger
 from service.printable import escaped
 from service.runtimes.base import Runtime
 from service.runtimes.router import Router, Routing
-from workers.common.log import get_logger
 from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)

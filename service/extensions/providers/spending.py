@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from service.errors import StorageUnavailable
 from service.extensions.providers.clock import Clock
 from service.journal.values import StoredValues
-from workers.common.log import get_logger
+from service.logging import get_logger
 
 _log = get_logger(__name__)
 _NAME = "providers/spending"

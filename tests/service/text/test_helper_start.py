@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
+import structlog
 from quire.v1 import types_pb2
 
 from service.errors import HelperFailed
@@ -13,7 +14,6 @@ from service.text.chat_template import ChatTemplates
 from service.text.constraints import Constraints, Grammar, Matcher
 from service.text.task_process import TaskProcess
 from service.text.text_model import TextModel
-from tests.log_records import capture_logs
 from tests.service.text.kinds import byte_level
 from tests.service.text.test_task_process import HOSTILE, is_gone, run
 from workers.common import child_process, worker_pb2
@@ -30,7 +30,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_one_that_ends_before_its_first_task_is_logged(broken: None) -> None:
     process = TaskProcess(HOSTILE)
-    with capture_logs() as lines, pytest.raises(HelperFailed):
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
         run(process, b"echo a")
     assert is_gone(process.pid)
     (line,) = lines
@@ -41,7 +41,7 @@ def test_one_that_ends_before_its_first_task_is_logged(broken: None) -> None:
 @pytest.mark.parametrize("setup_task", [b"crash", b"write 2000000", b"allocate x"])
 def test_the_task_before_the_first_one_is_not_the_callers(setup_task: bytes) -> None:
     process = TaskProcess(HOSTILE, setup_task)
-    with capture_logs() as lines, pytest.raises(HelperFailed):
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed):
         run(process, b"echo a")
     assert len(lines) == 1 and is_gone(process.pid)
 
@@ -85,7 +85,7 @@ async def encode() -> None:
 async def test_every_user_of_one_gets_an_error_of_the_server(
     broken: None, call: Callable[[], Coroutine[None, None, None]]
 ) -> None:
-    with capture_logs() as lines, pytest.raises(HelperFailed) as failed:
+    with structlog.testing.capture_logs() as lines, pytest.raises(HelperFailed) as failed:
         await call()
     assert failed.value.code == "INTERNAL"
     assert [line["event"] for line in lines] == ["a helper process did not start"]

@@ -29,8 +29,7 @@ from service.journal.base import JournalUnusable, OnCommitted, OwnershipLost
 from service.journal.encoding import DamagedFrame, Frame, read_frames, seal, seed_of
 from service.journal.recovery import Apply, ApplyRun, Recovery, Unrecoverable
 from service.journal.stored import COMPACTION_BYTES, MAX_PAYLOAD_BYTES, StoredJournal
-from service.logging import RareWarnings
-from workers.common.log import get_logger
+from service.logging import RareWarnings, get_logger
 
 _log = get_logger(__name__)
 
