@@ -21,13 +21,14 @@ import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
-from service.journal import conformance as faults
 from service.journal import file_journal, segments, stored
 from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
-from service.journal.conformance import Change, appended, commit, created, facts
+from service.journal.conformance import appended, commit, created, facts
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
+from tests.service import journal_damage as faults
 from tests.service.changed_segments import change_segment
+from tests.service.journal_damage import Change
 from tests.service.journal_traffic import open_journal, recovered
 
 ROOT = Path(__file__).resolve().parents[2]
