@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 _WORKERS = (["workers.__main__"], ["tests.soak.marked", "worker"])
 # Options of Python come before.
@@ -15,4 +16,8 @@ _program = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_ar
 if "PLANTED_KV" in os.environ and any(_program[: len(each)] == each for each in _WORKERS):
     from tests.planted_kv import PLANTS
 
-    PLANTS[os.environ["PLANTED_KV"]](setattr)
+    def _replace(owner: Any, name: str, value: Any) -> None:
+        assert hasattr(owner, name), f"a mistake would be planted where nothing is: {owner}.{name}"
+        setattr(owner, name, value)
+
+    PLANTS[os.environ["PLANTED_KV"]](_replace)
