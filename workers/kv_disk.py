@@ -112,6 +112,11 @@ class KvDisk:
         """Whether pages are still to be stored."""
         return self._writes > 0 or self._pages.has_queued
 
+    @property
+    def known_files(self) -> int:
+        """How many pages are thought to be on disk."""
+        return self._pages.stored
+
     # Forwards.
 
     def admit(self, forward: Forward) -> bool:

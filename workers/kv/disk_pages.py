@@ -132,6 +132,11 @@ class DiskPages:
 
     # Reads.
 
+    @property
+    def stored(self) -> int:
+        """How many pages are thought to be on disk."""
+        return len(self._on_disk)
+
     def has(self, digest: bytes) -> bool:
         """Whether a page is thought to be on disk."""
         return digest in self._on_disk

@@ -1,4 +1,4 @@
-"""The threads that read and write the files of pages: one of each, with bounded queues.
+"""The threads that read and write the files of pages.
 
 They know no states and no pool. The step loop's thread hands them pages, and they report what has become of
 these by `report`, which has to be quick and safe on any thread.
@@ -23,6 +23,8 @@ from workers.kv.page_files import PageFiles
 
 # Pages that are being written or wait for it in this thread. The others wait where they cost nothing.
 MOST_WRITES = 4
+# Half of the time of a read from the page cache goes into checksums, so that two are nearly twice as fast.
+_READERS = 2
 # A read of many pages is done in such portions, in turns with others.
 _PORTION_PAGES = 16
 _LIST_S = 1.0
@@ -64,7 +66,7 @@ Report = Written | WritesFailed | PageReads | Listed
 
 
 class DiskThreads:
-    """Owns the two threads, which end with the process."""
+    """Owns the threads, which end with the process."""
 
     def __init__(
         self,
@@ -86,8 +88,8 @@ class DiskThreads:
         self._bytes_per_s = write_bytes_per_s
         self._writes: queue.Queue[PageWrite] = queue.Queue(MOST_WRITES)
         self._reads: queue.SimpleQueue[Sequence[tuple[bytes, int]]] = queue.SimpleQueue()
-        for run, name in ((self._write_pages, "kv-writes"), (self._read_pages, "kv-reads")):
-            threading.Thread(target=run, name=name, daemon=True).start()
+        for run in (self._write_pages, *[self._read_pages] * _READERS):
+            threading.Thread(target=run, name="kv-disk", daemon=True).start()
 
     def write(self, write: PageWrite) -> None:
         """Store a page. At most MOST_WRITES are under way at a time."""
