@@ -36,12 +36,12 @@ class DiskUsage:
     Attributes:
         bytes: Of all files in the directory, those of other workers included.
         max_bytes: The most that these may be.
-        is_writing: Pages are still stored. False: the disk was full, failed, or the weights were replaced.
+        stopped: Nothing more is stored: the disk was full or failed, or the weights were replaced.
     """
 
     bytes: int
     max_bytes: int
-    is_writing: bool
+    stopped: bool
     wanted_pages: int
     read_pages: int
     refused_pages: int
@@ -273,7 +273,7 @@ class KvDisk:
         return DiskUsage(
             bytes=self._files.bytes,
             max_bytes=self._max_bytes,
-            is_writing=self._pages.takes_writes,
+            stopped=not self._pages.takes_writes,
             wanted_pages=counts.wanted,
             read_pages=counts.read,
             refused_pages=counts.refused,

@@ -386,7 +386,7 @@ def test_a_full_disk_ends_writes_with_one_line_and_nothing_else(
     worker.evict(1)
     assert worker.append(3, text(3, 10 * PAGE)) == undisturbed(text(3, 10 * PAGE))
     worker.store()
-    assert worker.disk is not None and not worker.disk.usage().is_writing
+    assert worker.disk is not None and worker.disk.usage().stopped
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "No space left on device" in line.getMessage()
     # What is there is still read.
