@@ -261,6 +261,8 @@ class StepLoop:
 
     def _behind_reads(self, decodes: Decodes, kv_disk: KvDisk) -> Decodes:
         """Lets decodes wait behind forwards of their sequences. Returns the others."""
+        if not len(kv_disk):
+            return decodes
         waits = np.array([kv_disk.has(sequence) for sequence in decodes.sequences], np.bool_)
         for forward in decodes.take(waits).forwards():
             kv_disk.admit(forward)

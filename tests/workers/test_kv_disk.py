@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.damaged_pages import FAULTS, Fault, files_in, flip, swap, tear
 from tests.workers.stepping import Worker
 from workers import kv_disk
 from workers.executors.weightless import PagedAttentionExecutor
@@ -116,10 +117,6 @@ def undisturbed(tokens: list[int]) -> bytes:
     return DiskWorker(None, pages=64).append(1, tokens)
 
 
-def files_in(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if len(path.name) == 32 and path.is_file())
-
-
 def test_two_long_caches_evict_each_other_and_come_back_from_disk(tmp_path: Path) -> None:
     """Before, the second touch of a cache computed all of its tokens."""
     worker = DiskWorker(tmp_path)
@@ -189,57 +186,6 @@ def test_forwards_with_the_same_prefix_share_one_read(tmp_path: Path) -> None:
         assert isinstance(answer, Forward) and answer.reused == 10 * PAGE
         assert answer.outputs[-1].logits == undisturbed(tokens)
     assert worker.disk is not None and worker.disk.usage().read_pages == 10
-
-
-# Faults of files.
-
-
-def cut(path: Path, rng: random.Random) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size))
-
-
-def tear(path: Path, rng: random.Random) -> None:
-    """As a crash of the machine does: a part was never written."""
-    content = bytearray(path.read_bytes())
-    first, last = sorted(rng.sample(range(len(content)), 2))
-    content[first:last] = bytes(last - first)
-    path.write_bytes(content)
-
-
-def flip(path: Path, rng: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-
-
-def swap(path: Path, rng: random.Random) -> None:
-    other = rng.choice(files_in(path.parents[1]))
-    content = path.read_bytes()
-    path.write_bytes(other.read_bytes())
-    other.write_bytes(content)
-
-
-def lengthen(path: Path, rng: random.Random) -> None:
-    path.write_bytes(path.read_bytes() + rng.randbytes(1 + rng.randrange(64)))
-
-
-def make_foreign(path: Path, _rng: random.Random) -> None:
-    """A page of other weights, as one who copies directories would make it."""
-    content = path.read_bytes()
-    path.write_bytes(content[:8] + bytes(IDENTITY_BYTES) + content[8 + IDENTITY_BYTES :])
-
-
-def remove(path: Path, _rng: random.Random) -> None:
-    path.unlink()
-
-
-def make_unreadable(path: Path, _rng: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-Fault = Callable[[Path, random.Random], None]
-FAULTS: Sequence[Fault] = (cut, tear, flip, swap, lengthen, make_foreign, remove, make_unreadable)
 
 
 def trial(directory: Path, seed: int, faults: Sequence[Fault] = FAULTS) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import heapq
 import os
 import stat
 import struct
@@ -220,8 +219,7 @@ class PageFiles:
         total = sum(size for _, size, _ in files)
         excess = total + room_bytes - self._max_bytes
         if excess > 0:
-            # As many as are large enough together, if they are of the usual size; more of other identities.
-            for _, size, path in heapq.nsmallest(len(files), files):
+            for _, size, path in sorted(files):
                 if excess <= 0:
                     break
                 with contextlib.suppress(FileNotFoundError):
