@@ -54,7 +54,7 @@ def plain_read_s(files: Sequence[Path]) -> float:
     memory = np.empty((len(files), size), np.uint8)
     for path, row in zip(files, memory, strict=True):
         with path.open("rb", buffering=0) as file:
-            file.readinto(row)
+            file.readinto(row.data)
     return time.perf_counter() - began_s
 
 

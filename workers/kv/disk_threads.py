@@ -29,7 +29,7 @@ _READERS = 2
 _PORTION_PAGES = 16
 _LIST_S = 1.0
 # Of the thread that writes: steps should not notice it.
-_NICENESS = 15
+_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ _COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
     "decode ms": lambda worker: _mean_ms(worker.counts.decode_ns, worker.counts.decode_operations),
     "batch": lambda worker: _mean(worker.counts.batch_items, worker.counts.steps),
     "memory": lambda worker: size(worker.memory_bytes),
-    "on disk": lambda worker: size(worker.kv_disk.bytes) if worker.HasField("kv_disk") else "-",
+    "disk": lambda worker: size(worker.kv_disk.bytes) if worker.HasField("kv_disk") else "-",
 }
 # Of two readings, with what they are the growth of.
 _RATES = {
