@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from workers.kv.disk_pages import DiskPages, ReadOutcome
@@ -54,7 +54,7 @@ class _Waiting:
     """A forward that waits for pages.
 
     Attributes:
-        pages: All pages of its prefix that are held for it, in order.
+        pages: All pages of its prefix that are held for it: first those that were in memory.
         unread: Those of their digests that are being read.
     """
 
@@ -121,14 +121,21 @@ class KvDisk:
 
     def admit(self, forward: Forward) -> bool:
         """Whether a forward can be queued. If not, it waits for its pages, or behind one that does."""
+        waiting = _Waiting(forward)
         if self.has(forward.sequence):
-            self._waiting.append(_Waiting(forward))
+            self._waiting.append(waiting)
             return False
         reusable = len(forward.token_ids) - max(forward.wanted_rows, 1)
         if reusable < self._table.page_size or not self._reads_pages or self._threads is None:
             return True
-        waiting = self._plan(forward, reusable)
-        if waiting is None:
+        absent = self._hold_prefix(waiting, reusable)
+        try:
+            self._read(waiting, absent)
+        except OutOfPages:
+            # It cannot begin either, and comes again when others have made room.
+            waiting.unread.clear()
+        if not waiting.unread:
+            self._table.let_go(waiting.pages)
             return True
         self._waiting.append(waiting)
         return False
@@ -137,47 +144,44 @@ class KvDisk:
         """Whether a forward of this sequence waits."""
         return any(waiting.forward.sequence == sequence for waiting in self._waiting)
 
-    def _plan(self, forward: Forward, reusable: int) -> _Waiting | None:
-        """Hold the pages of a forward's prefix that are in memory, and read those that are on disk.
+    def _hold_prefix(self, waiting: _Waiting, reusable: int) -> list[bytes]:
+        """Hold the pages of a forward's prefix that are in memory, or are being read for others.
 
-        None, without an effect: it has none to wait for, or there are not enough pages in the pool.
+        Returns the digests of those that are on disk only, up to the first page that is nowhere.
         """
-        table, pages = self._table, self._pages
-        found: list[tuple[bytes, int | None]] = []
-        held: list[int] = []
-        digests = table.next_digests(
-            forward.sequence, forward.position, forward.salt, forward.token_ids, reusable
-        )
-        for digest in digests:
-            page = table.hold(digest)
-            if page is None and (page := pages.being_read(digest)) is not None:
+        table, pages, forward = self._table, self._pages, waiting.forward
+        where = forward.sequence, forward.position, forward.salt
+        absent: list[bytes] = []
+        for digest in table.next_digests(*where, forward.token_ids, reusable):
+            if (page := table.hold(digest)) is not None:
+                waiting.pages.append(page)
+            elif (page := pages.being_read(digest)) is not None:
                 table.hold_page(page)
-            if page is not None:
-                held.append(page)
-            elif not pages.has(digest):
+                waiting.pages.append(page)
+                waiting.unread.add(digest)
+            elif pages.has(digest):
+                absent.append(digest)
+            else:
                 break
-            found.append((digest, page))
-        absent = [digest for digest, page in found if page is None]
-        unread = {digest for digest, _ in found if pages.being_read(digest) is not None}
-        try:
-            fresh = table.take(len(absent)) if absent or unread else None
-        except OutOfPages:
-            fresh = None
-        if fresh is None:
-            table.let_go(held)
-            return None
-        pages.counts.wanted += reusable // table.page_size - (len(found) - len(absent))
-        if not pages.are_read:
+        if forward.position % table.page_size == 0:
+            pages.counts.wanted += reusable // table.page_size - len(waiting.pages)
+        return absent
+
+    def _read(self, waiting: _Waiting, absent: Sequence[bytes]) -> None:
+        """Read pages for a forward. Raises OutOfPages, and has no effect then."""
+        if not absent:
+            return
+        fresh = self._table.take(len(absent))
+        if not self._pages.are_read:
             self._progress_s = time.monotonic()
         for digest, page in zip(absent, fresh, strict=True):
-            pages.begin_read(digest, page)
-            table.hold_page(page)
+            self._pages.begin_read(digest, page)
+            # Once for the read, and once for the forward, which may be dropped before the read has ended.
+            self._table.hold_page(page)
+        waiting.pages += fresh
+        waiting.unread.update(absent)
         assert self._threads is not None
-        if absent:
-            self._threads.read(list(zip(absent, fresh, strict=True)))
-        places = iter(fresh)
-        prefix = [next(places) if page is None else page for _, page in found]
-        return _Waiting(forward, prefix, unread.union(absent))
+        self._threads.read(list(zip(absent, fresh, strict=True)))
 
     def take(self) -> list[Forward]:
         """Take what the threads have done. Returns the forwards that can be queued, in order of arrival."""
@@ -203,7 +207,8 @@ class KvDisk:
         if outcome is ReadOutcome.READ:
             self._table.filled(page, digest)
         elif outcome is ReadOutcome.REFUSED:
-            _log.warning("a file of KV was not what its name says, and was deleted")
+            if self._pages.counts.refused == 1:
+                _log.warning("a file of KV is not what its name says: such files are deleted, and counted")
         self._table.let_go([page])
         for waiting in self._waiting:
             waiting.unread.discard(digest)

@@ -134,7 +134,8 @@ def test_two_long_caches_evict_each_other_and_come_back_from_disk(tmp_path: Path
     usage = worker.disk.usage()
     assert (usage.written_pages, usage.dropped_pages, usage.refused_pages) == (30, 0, 0)
     # Some of the pages of a text, its first ones, are still in memory when it comes again.
-    assert 30 < usage.read_pages <= 60 == usage.wanted_pages + 16
+    # All pages were wanted once before they were there.
+    assert 30 < usage.read_pages == usage.wanted_pages - 30
     assert usage.bytes == 30 * files_in(tmp_path)[0].stat().st_blocks * 512
 
 
