@@ -206,9 +206,8 @@ class KvDisk:
         page = self._pages.end_read(digest, outcome)
         if outcome is ReadOutcome.READ:
             self._table.filled(page, digest)
-        elif outcome is ReadOutcome.REFUSED:
-            if self._pages.counts.refused == 1:
-                _log.warning("a file of KV is not what its name says: such files are deleted, and counted")
+        elif outcome is ReadOutcome.REFUSED and self._pages.counts.refused == 1:
+            _log.warning("a file of KV is not what its name says: such files are deleted, and counted")
         self._table.let_go([page])
         for waiting in self._waiting:
             waiting.unread.discard(digest)

@@ -11,14 +11,14 @@ import grpc
 import pytest
 from quire.v1 import executor_pb2 as pb
 
-from service.journal import conformance as faults
-from service.journal.conformance import Change
 from service.journal.segments import JOURNAL
 from tests.e2e.test_remote_workers import Pool, free_address, pool
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
+from tests.service import journal_damage as faults
 from tests.service.changed_segments import change_segment
+from tests.service.journal_damage import Change
 
 __all__ = ["pool"]
 

@@ -72,7 +72,7 @@ def test_appends_are_counted_by_what_they_answer() -> None:
         Append(AppendKind.PREFILL, "", [1, 2, 3]),
         Append(AppendKind.PREFILL, "", [1, 2], rows=0),
         Append(AppendKind.DECODE, "c", [1]),
-        Append(AppendKind.VERIFY, "c", [1, 2, 3, 4]),
+        Append(AppendKind.VERIFY, "c", [1, 2, 3, 4], accept=1),
         Append(AppendKind.SCORE, "", [1, 2, 3, 4, 5]),
         Append(AppendKind.DECODE, "c", [1]),
     ]
@@ -84,6 +84,7 @@ def test_appends_are_counted_by_what_they_answer() -> None:
     assert appends.prompt_tokens == 3 + 2 + 5
     # The first prefill, the decode, and the accepted tokens of the verify.
     assert appends.generated_tokens == 1 + 1 + 2
+    assert (appends.draft_tokens, appends.accepted_tokens) == (3, 1)
     assert appends.failed == {"QUEUE_FULL": 1}
     assert [sum(one._counts) for one in (appends.first_token, appends.token, appends.queue)] == [1, 2, 1]
 

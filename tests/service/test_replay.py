@@ -107,6 +107,25 @@ def test_a_cache_in_use_keeps_its_pages_and_who_needs_them_is_told_in_time() -> 
     assert refused.metadata == {"pages_needed": "2", "pages_available": "1"}
 
 
+def test_a_silent_worker_has_no_room_to_offer() -> None:
+    """It is not chosen while another one is heard, so nobody gives up his place for it."""
+    gateway = Gateway(workers=2, pool=Pool(2, page_tokens=4))
+    gateway.dispatcher.worker_suspected("worker-1", 2, suspect=True)
+    running = gateway.create(1, 2, 3, 4)
+    ticket = gateway.ask(prefill(*range(8)))
+    gateway.work()
+    for _ in range(3):
+        gateway.append(decode(running, 4))
+        gateway.handles(Truncate(running, 4))
+        gateway.wait(0.09)
+    asked = [sent.op_id for sent in gateway.sent if len(sent.forward.token_ids) == 8]
+    assert ticket not in gateway.replies and len(asked) == 1
+    gateway.dispatcher.worker_suspected("worker-1", 2, suspect=False)
+    gateway.release(running)
+    gateway.work()
+    assert isinstance(gateway.replies[ticket], Appended)
+
+
 def test_caches_that_are_restored_take_nothing_from_others() -> None:
     """A loss is made up for ahead of time only where there is room."""
     gateway = Gateway(workers=2, pool=Pool(4, page_tokens=4))

@@ -24,12 +24,12 @@ from workers.kv.page_files import IDENTITY_BYTES, PageFiles
 from workers.kv_disk import KvDisk
 from workers.operations import (
     Abort,
+    DataType,
     DiskReport,
     Failed,
     FailureReason,
     Forward,
     Kind,
-    LogitsFormat,
     OutputSpec,
     Reset,
     Result,
@@ -37,7 +37,7 @@ from workers.operations import (
 
 IDENTITY = bytes(range(IDENTITY_BYTES))
 PAGE = 16
-LOGITS = OutputSpec(logits=LogitsFormat.F32)
+LOGITS = OutputSpec(logits=DataType.F32)
 
 
 class DiskWorker(Worker):
