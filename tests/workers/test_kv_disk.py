@@ -10,18 +10,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.damaged_pages import FAULTS, Fault, files_in, flip, swap, tear
+from tests.model_factory import TinyModel, make_model
 from tests.workers.stepping import Worker
 from workers import kv_disk
+from workers.executors.llm import LlmExecutor
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.given_experts import GivenExperts
 from workers.kv import page_files
 from workers.kv.disk_pages import DiskPages, PageWrite
 from workers.kv.page_files import IDENTITY_BYTES, PageFiles
 from workers.kv_disk import KvDisk
+from workers.models.kv_identity import kv_identity, weights_digest
 from workers.operations import (
     Abort,
     DataType,
@@ -494,3 +499,35 @@ def test_states_agree_with_the_pool_whatever_happens(moves: list[tuple[int, int]
             case 6 if number == 0:
                 pages.stop_writes()
         pages.check_integrity(in_pool.get)
+
+
+# What files are valid for.
+
+
+def test_pages_under_an_adapter_of_unknown_content_are_not_stored(tmp_path: Path) -> None:
+    """Its number can be another adapter's when the worker starts again."""
+    worker = DiskWorker(tmp_path, pages=40)
+    numbered, known, given = b"a7/5:alice", b"a7f00d/5:alice", GivenExperts(0, np.zeros((1, 1, 1)))
+    salts = (numbered, known, b"5:alice", given.salted(numbered), given.salted(known))
+    for number, salt in enumerate(salts):
+        worker.answers(Forward(number + 1, number, 0, text(1, 2 * PAGE), salt=salt))
+    worker.store()
+    assert len(files_in(tmp_path)) == 2 * 3
+
+
+def test_the_identity_is_that_of_every_byte_of_the_weights_and_of_their_layout(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", TinyModel())
+    before = weights_digest(model)
+    (file,) = model.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert weights_digest(model) != before
+
+    def identity(dtype: str, *, batch_invariant: bool = True) -> bytes:
+        executor = LlmExecutor.load(model, dtype=dtype, kv_pages=4, self_check=False)
+        pages, described = executor.engine.kv, executor.info()
+        return kv_identity(pages, described, before, batch_invariant=batch_invariant, bytes_wanted=16)
+
+    others = {identity("bfloat16"), identity("float32", batch_invariant=False)}
+    assert identity("float32") == identity("float32") not in others and len(others) == 2
