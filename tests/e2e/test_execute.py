@@ -91,10 +91,6 @@ def sampling_of(rng: random.Random) -> types_pb2.SamplingParams:
     return sampling
 
 
-def assert_nothing_is_left(gateway: GatewayProcess) -> None:
-    gateway.wait_until(lambda: not gateway.status().caches and not gateway.status().operations_in_flight)
-
-
 def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> None:
     rng = random.Random(7)
     before = tiny_gateway.status().caches

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from service.caches.requests import Append, Appended, Handle, Truncate
-from service.caches.reservations import Limits
 from service.errors import QuireError
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Pool
@@ -48,14 +47,6 @@ def test_who_waits_for_a_worker_is_told_before_his_deadline(gateway: Gateway) ->
     gateway.wait(0.15)
     refused = gateway.replies[ticket]
     assert isinstance(refused, QuireError) and refused.reason == "NO_WORKER" and refused.retry_after_s
-
-
-def test_nobody_waits_for_a_worker_for_ever() -> None:
-    gateway = Gateway(Limits(max_wait_s=5.0))
-    gateway.lose_worker()
-    ticket = gateway.ask(prefill(1))
-    gateway.wait(5.0)
-    assert gateway.reason(ticket) == "NO_WORKER"
 
 
 def test_a_worker_that_is_drained_gives_its_caches_away() -> None:

@@ -263,14 +263,6 @@ def test_an_abort_before_begin_does_not_roll_back() -> None:
     assert worker.lengths() == {1: 42}
 
 
-def test_a_scored_sequence_is_not_expected_back() -> None:
-    """Its sequence is released with the answer."""
-    worker = Worker()
-    scored = dataclasses.replace(forward(1), ephemeral=True, rows=2, kind=Kind.SCORE)
-    worker.answers(scored, forward(2))
-    assert set(worker.loop._window._answered) == {2}
-
-
 def test_an_integrity_check_does_not_delay_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are created and released, and forwards run, between its slices."""
     monkeypatch.setattr(integrity, "PAGES_PER_SLICE", 8)

@@ -159,14 +159,6 @@ def test_urgent_requests_starve_no_other(others: list[tuple[int, Priority]], pat
     assert all(passed_over[stranger] <= 2 * HEAD_START + 1 for stranger in strangers)
 
 
-def test_a_tenants_urgent_requests_do_not_starve_its_others() -> None:
-    queue, alice = FairQueue(), TENANTS[0]
-    low = queue.add(alice, LOW)
-    for _ in range(3 * HEAD_START):
-        queue.add(alice, HIGH)
-    assert order(queue).index(low) == HEAD_START
-
-
 @pytest.mark.parametrize(
     ("tenant", "priority", "refused"),
     [(1, LOW, "the last"), (0, NORMAL, "the newcomer"), (0, HIGH, "the last")],
