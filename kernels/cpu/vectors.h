@@ -128,4 +128,6 @@ inline Floats power_of_two(Floats x) {
   return x >= -126.0f ? scaled : Floats{};
 }
 
+inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
+
 }  // namespace quire
