@@ -2,8 +2,8 @@
 
 Each setting is a run of pytest, with variables that oneDNN, torch, MKL (on Intel's CPUs) and the compiled
 kernels read, and that workers inherit. Where the CPU lacks an instruction set, our kernels for it are tested
-in plain C++ (tests/kernels/plain_intrinsics.h), by fewer tests. At last a quantised model is run with each, and
-what it computes is compared. Arguments are pytest's.
+in plain C++ (tests/kernels/plain_intrinsics.h), by fewer tests. At last quantised models are run
+with each, and what they compute is compared. Arguments are pytest's.
 """
 
 from __future__ import annotations
