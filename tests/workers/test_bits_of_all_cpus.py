@@ -42,6 +42,7 @@ def made(directory: Path, name: str, quantization: str | None) -> Path:
     return write_gguf(directory / f"{name}.gguf", directory / name, Q4_K_M)
 
 
+@pytest.mark.timeout(1200)  # compiling takes 15 s, and much longer on a busy machine
 @pytest.mark.parametrize(("name", "dtype", "quantization"), CASES[:2])
 def test_avx2_has_the_bits_of_this_cpu(
     name: str, dtype: str, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
