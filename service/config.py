@@ -146,7 +146,7 @@ class Config:
     quantization: str = setting(
         UNQUANTISED,
         "quantise the weights while they are loaded, to a format of GGUF: q8_0 takes 8.5 bits for each, q4_0"
-        " 4.5; none leaves them as they are; for models without experts, on the CPU",
+        " 4.5; none leaves them as they are; on the CPU",
         (UNQUANTISED, "q8_0", "q4_0"),
     )
     model_backend: str = setting(

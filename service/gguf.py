@@ -12,8 +12,6 @@ from workers.common.gguf.header import Header, TensorInfo, read_header
 from workers.common.gguf.settings import DENSE, TOKEN_ARRAYS, read_settings, served_types
 from workers.common.gguf.splits import split_of
 
-_EXPERTS = ("num_experts", "num_local_experts")
-
 
 def gguf_problem(config: Config) -> str:
     """What keeps a GGUF file from being served; "": nothing, or it is none."""
@@ -36,7 +34,7 @@ def _problem(config: Config, headers: list[Header]) -> str:
     """Raises GgufError too."""
     tensors = {name: info for header in headers for name, info in header.tensors.items()}
     metadata = headers[0].metadata
-    settings = read_settings(metadata, tensors, _no_factors)
+    read_settings(metadata, tensors, _no_factors)
     if TOKEN_ARRAYS[0] in metadata:
         # Without a tokenizer only tokens are served.
         split_of(metadata)
@@ -45,8 +43,6 @@ def _problem(config: Config, headers: list[Header]) -> str:
     types = served_types(tensors) - DENSE
     limits = (
         (config.quantization != UNQUANTISED, "already: leave out quantization"),
-        (any(settings.get(name) for name in _EXPERTS), "and has experts, which is not supported yet"),
-        (config.tensor_parallel > 1, "and needs tensor_parallel = 1"),
         (config.device == "cuda", "and needs device = cpu"),
     )
     problem = next((limit for is_so, limit in limits if is_so), "")

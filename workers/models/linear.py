@@ -65,10 +65,8 @@ class LoadTarget:
     def fill_quantised(self, part: Part, first: int = 0) -> list[torch.Tensor]:
         """As `fill`, with quantised rows; of a GGUF file as bytes, see `GroupedWeight.write_blocks`.
 
-        Raises TypeError if the weight cannot hold them, or if not whole rows are taken.
+        They are whole: the weight knows which inputs of them it has. Raises TypeError if it cannot hold them.
         """
-        if self.taken is not None and len(self.taken.columns) != self.shape[1]:
-            raise TypeError("of quantised rows, parts are not taken")
         return [
             self._write_quantised(at, part[rows.start : rows.stop])
             for at, rows in self._rows(first, len(part))
