@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.float8_weight import Float8Format
 from kernels.weight_formats import WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
@@ -78,6 +79,12 @@ class LoadPlan:
     def formats(self) -> FormatOf | None:
         """The format of each matrix, for `build_decoder`."""
         return formats_of(self.quantization, self.forms)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether some matrices are integers in groups, whose products have the same bits on every CPU."""
+        forms = self.forms.values()
+        return self.quantization is not None or not all(isinstance(form, Float8Format) for form in forms)
 
     @property
     def format_names(self) -> str:
