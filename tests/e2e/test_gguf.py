@@ -93,7 +93,7 @@ def test_a_quantised_model_of_the_hub(
     with GatewayProcess(model="org/tiny-GGUF:q4_k_m", flags=flags, self_check=True) as gateway:
         with Client(gateway.address) as client:
             info = client.model_info(include_tokenizer=True)
-        assert info.model.quantization == "q4_k q6_k"
+        assert info.model.quantization == "q4_k; q6_k"
         assert info.model.model_id == f"org/tiny-GGUF/{file.name}"
         found = printed_tokens(gateway, capsys)
         # Or "agreed", in an earlier start.
@@ -131,7 +131,7 @@ def test_a_new_worker_and_other_weights_of_the_same_formats(tmp_path: Path) -> N
         assert text.decode(COUNT - COUNT // 2) == expected and text.replayed_tokens > 0
         assert replace(gateway, file) == described(gateway).fingerprint
         for source, said in (
-            (other, "quantization is q8_0, and that of the served weights is q4_k q6_k"),
+            (other, "quantization is q8_0, and that of the served weights is q4_k; q6_k"),
             (cut, "ends beyond the end of the file, which is cut short"),
         ):
             with pytest.raises(grpc.RpcError) as refusal:

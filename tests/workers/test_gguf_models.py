@@ -137,7 +137,7 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
     make_family_model(tmp_path / "hf", family, settings)
     file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", Q4_K_M if kind == "mixed" else kind)
     decoder, description = load_served(file, "float32", CPU, None, backend=NATIVE, self_check=True)
-    assert description.quantization == ("q4_k q6_k" if kind == "mixed" else kind)
+    assert description.quantization == ("q4_k; q6_k" if kind == "mixed" else kind)
     assert isinstance(decoder, Decoder)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"

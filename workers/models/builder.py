@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from kernels.experts import ExpertWeights
-from kernels.group_formats import FORMATS
 from kernels.linear import DenseWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
@@ -25,11 +24,6 @@ from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
 FormatOf = Callable[[str], WeightFormat | None]
 """The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
-
-
-def all_of(quantization: str | None) -> FormatOf | None:
-    """The same format for all matrices, by its name; None: they have the dtype."""
-    return None if quantization is None else lambda _: FORMATS[quantization]
 
 
 def build_decoder(

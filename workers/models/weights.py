@@ -20,7 +20,7 @@ from kernels.weight_formats import WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
-from workers.models.builder import FormatOf, all_of, build_decoder
+from workers.models.builder import FormatOf, build_decoder
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -28,6 +28,7 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.parts import Part
+from workers.models.recipes import recipe
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
 from workers.models.source import source_of
@@ -60,7 +61,7 @@ class LoadPlan:
         num_parameters: See `ModelDescription`.
         weight_bytes: See `ModelDescription`; in a group, of this rank.
         group: The ranks over which the model is split; None: it is not.
-        quantization: The format to which matrices are quantised while they are read; None: to none.
+        quantization: How matrices are quantised while they are read, a name of `RECIPES`; None: they are not.
         forms: The formats of matrices that the files have quantised, by their names in a text model.
     """
 
@@ -77,17 +78,26 @@ class LoadPlan:
     @property
     def formats(self) -> FormatOf | None:
         """The format of each matrix, for `build_decoder`."""
-        return formats_of(self.quantization, self.forms)
+        return formats_of(self.quantization, self.forms, self.config)
 
     @property
     def format_names(self) -> str:
-        """The names of all formats, with blanks between them; "": nothing is quantised."""
-        return self.quantization or " ".join(sorted({form.name for form in self.forms.values()}))
+        """The recipe, or the names of the files' formats; "": nothing is quantised."""
+        return self.quantization or names_of(self.forms)
 
 
-def formats_of(quantization: str | None, forms: Mapping[str, WeightFormat]) -> FormatOf | None:
+def names_of(forms: Mapping[str, WeightFormat]) -> str:
+    """The names of formats, each once, as "q4_k; q6_k"."""
+    return "; ".join(sorted({form.name for form in forms.values()}))
+
+
+def formats_of(
+    quantization: str | None, forms: Mapping[str, WeightFormat], config: ModelConfig
+) -> FormatOf | None:
     """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
-    return forms.get if forms else all_of(quantization)
+    if forms:
+        return forms.get
+    return None if quantization is None else recipe(quantization, config)
 
 
 def plan_load(
@@ -140,7 +150,7 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    formats = formats_of(quantization, forms)
+    formats = formats_of(quantization, forms, config)
     if group is not None or formats is not None:
         targets = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
