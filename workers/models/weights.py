@@ -106,6 +106,8 @@ def plan_load(
     device: torch.device | str = "cpu",
     group: Group | None = None,
     quantization: str | None = None,
+    *,
+    in_memory: bool = True,
 ) -> LoadPlan:
     """Check a directory without reading its weights.
 
@@ -116,6 +118,7 @@ def plan_load(
         device: The device of the parameters.
         group: Only the part of `group.rank` is loaded; None: all of it.
         quantization: See `LoadPlan`.
+        in_memory: Whether they have to fit into memory.
 
     Raises:
         ModelError: The model is not supported or not complete, or cannot be split over the group; the message
@@ -157,7 +160,8 @@ def plan_load(
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
-    check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
+    if in_memory:
+        check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization, forms)
 
 
