@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.group_formats import TABLE, GroupFormat
+from kernels.group_formats import TABLES, GroupFormat
 from kernels.group_layout import Parts
 
 _MOST_HALF = 15
@@ -36,7 +36,8 @@ def factors(form: GroupFormat, parts: Parts) -> tuple[torch.Tensor, torch.Tensor
 
 def integers(form: GroupFormat, parts: Parts) -> torch.Tensor:
     """What scales are multiplied by: [n, G, 32] float32, all of them integers."""
-    values = torch.tensor(TABLE)[parts.values.int()] if form.table else parts.values.int() - form.offset
+    values = parts.values.int()
+    values = torch.tensor(TABLES[form.table])[values] if form.table else values - form.offset
     if parts.zeros is not None:
         values -= parts.zeros.repeat_interleave(form.span, dim=1)[:, : values.shape[1], None]
     return values.float()

@@ -16,6 +16,8 @@ import torch
 from kernels.group_formats import GROUP_INPUTS
 from kernels.group_layout import Parts
 
+_NOT_A_NUMBER = 255
+
 
 def parts_of(name: str, raw: torch.Tensor, inputs: int) -> Parts:
     """The parts of rows.
@@ -160,6 +162,13 @@ def _iq4_xs(raw: torch.Tensor) -> Parts:
     return Parts(values, _float16(raw[..., :2]), subscales=_per_row((low | high << 4) - 32))
 
 
+def _mxfp4(raw: torch.Tensor) -> Parts:
+    """An exponent e of a block is the scale 2^(e - 127), half of which multiplies the table; 255 is NaN."""
+    exponents = raw[..., 0].int()
+    scales = torch.where(exponents == _NOT_A_NUMBER, torch.nan, torch.ldexp(torch.ones(()), exponents - 128))
+    return Parts(_in_groups(_halves(raw[..., 1:])), scales.to(torch.bfloat16))
+
+
 # The inputs and bytes of a block.
 _READERS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], Parts]]] = {
     "q8_0": (32, 34, _q8_0),
@@ -174,6 +183,7 @@ _READERS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], Parts]]] = {
     "q6_k": (256, 210, _q6_k),
     "iq4_nl": (32, 18, _q4_0),
     "iq4_xs": (256, 136, _iq4_xs),
+    "mxfp4": (32, 17, _mxfp4),
 }
 
 

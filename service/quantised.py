@@ -35,15 +35,19 @@ def quantised_problem(config: Config) -> str:
     settings = _settings(directory)
     if not is_quantised(settings):
         return ""
+    return with_limits(config, "its weights are quantised", has_experts=has_experts(directory))
+
+
+def with_limits(config: Config, quantised: str, *, has_experts: bool) -> str:
+    """What keeps quantised weights from being served as is asked for, after `quantised`; "": nothing."""
     limits = (
-        (config.quantization != UNQUANTISED, "already: leave out quantization"),
-        (has_experts(directory), f"and it has experts, which is not supported yet: {_ADVICE}"),
-        (config.tensor_parallel > 1, "which needs tensor_parallel = 1"),
-        (config.device == "cuda", "which needs device = cpu"),
-        (config.model_backend == "transformers", "which needs model_backend = native"),
+        (config.quantization != UNQUANTISED, " already: leave out quantization"),
+        (has_experts, f", and it has experts, which is not supported yet: {_ADVICE}"),
+        (config.tensor_parallel > 1, ", which needs tensor_parallel = 1"),
+        (config.device == "cuda", ", which needs device = cpu"),
+        (config.model_backend == "transformers", ", which needs model_backend = native"),
     )
-    problem = next((limit for is_so, limit in limits if is_so), "")
-    return f"its weights are quantised, {problem}" if problem else ""
+    return next((quantised + limit for is_so, limit in limits if is_so), "")
 
 
 def quantised(directory: Path) -> str:

@@ -23,9 +23,10 @@ from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.gguf_files import TypeOf, byte_level, write_gguf
 from tests.hub_server import COMMIT
-from tests.model_factory import load_decoder, make_family_model
+from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.common.protocol import EXIT_CONFIG
+from workers.models.weights import plan_load
 
 QUESTION = "What is a page?"
 TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|eot|>{% endfor %}"
@@ -151,6 +152,26 @@ def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and "is refused: model.gguf is no regular file; must be" in done.stderr
 
 
+def test_a_converted_model_is_whole_or_not_there(tmp_path: Path) -> None:
+    """The command by itself: tests/workers/test_convert.py has what it writes."""
+    model = make_model(tmp_path / "model", TinyModel())
+    out = tmp_path / "model.gguf"
+
+    def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = quire_command.command("convert", *map(str, arguments))
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    done = convert(model, out, "--quantization", "q8_0")
+    assert done.returncode == 0 and f"quire: {out} has 0 MB" in done.stderr, done.stderr
+    assert plan_load(out).format_names == "q8_0"
+    assert convert(model, out).stderr == f"quire: {out}: is there already\n"
+    assert "must end with .gguf" in convert(model, tmp_path / "model.bin").stderr
+    refused = convert("adder", tmp_path / "other.gguf")
+    assert refused.returncode == EXIT_CONFIG
+    assert "adder: cannot be written as GGUF: pre_tokenizer" in refused.stderr.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf"]
+
+
 def test_without_a_tokenizer_tokens_are_served(tmp_path: Path) -> None:
     make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1])
     file = write_gguf(tmp_path / "tokens.gguf", tmp_path / "hf", "q8_0", tokenizer={"model": "none"})
@@ -173,7 +194,7 @@ def test_without_a_tokenizer_tokens_are_served(tmp_path: Path) -> None:
             "tokenizer.ggml.pre: must be one of",
         ),
         (["--quantization", "q8_0"], lambda content: content, "is quantised (q4_k, q6_k) already: leave out"),
-        (["--tensor-parallel", "2"], lambda content: content, "and needs tensor_parallel = 1"),
+        (["--tensor-parallel", "2"], lambda content: content, ", which needs tensor_parallel = 1"),
         (["--model-backend", "transformers"], lambda content: content, "needs a directory with safetensors"),
     ],
     ids=["header", "tensors", "tokenizer", "quantization", "ranks", "backend"],

@@ -24,6 +24,7 @@ _UPPER_BYTES = {
     "q4_k": (1, 3),
     "q5_k": (1, 3),
     "q6_k": (209,),
+    "mxfp4": (0,),
 }
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -123,6 +124,16 @@ def test_integers_are_scaled(form: GroupFormat, outputs: int, inputs: int) -> No
 
         whole = values.int() - (0 if zeros is None else spread(zeros.int()))
         assert torch.equal(weight.dense(), spread(scales.float()) * whole)
+
+
+def test_scales_of_mxfp4_are_powers_of_two_from_the_least_to_the_most() -> None:
+    raw = torch.zeros(16, 17, dtype=torch.uint8)
+    raw[:, 0] = torch.tensor([0, 1, 2, 3, 100, 126, 127, 128, 200, 250, 251, 252, 253, 254, 255, 0])
+    raw[:, 1:] = torch.arange(16, dtype=torch.uint8) * 17  # each 4-bit float twice
+    weight = empty(FORMATS["mxfp4"], 16, 32)
+    assert weight.write_blocks(0, raw).isfinite().all(1).tolist() == [True] * 14 + [False, True]
+    known = weight.dense()[:13]  # 12 * 2^126 is more than a float32 can be
+    assert torch.equal(known, expected("mxfp4", raw)[:13]) and (known[0] != 0).sum() == 28
 
 
 @pytest.mark.parametrize("name", QUANTISERS)

@@ -29,7 +29,7 @@ from workers.models.source import source_of
 
 # With rows of whole super-blocks and without.
 _WIDE = {"hidden_size": 256, "intermediate_size": 512}
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_WIDE, "num_hidden_layers": 8},
     "llama3": {},
     "llama with biases": _WIDE,

@@ -316,6 +316,20 @@ def test_types_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
         plan_load(file)
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q6_k"])
+def test_scales_that_are_not_finite_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | WIDE)
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", kind)
+    tensor = source_of(file).tensors()["model.layers.1.mlp.down_proj.weight"]
+    place = {"q8_0": 0, "q4_k": 2, "q6_k": 208}[kind]
+    content = bytearray(file.read_bytes())
+    for wrong in (b"\x00\x7c", b"\x01\xfe"):  # infinity, and not a number
+        content[tensor.begin + place : tensor.begin + place + 2] = wrong
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match=r"tensor blk\.1\.ffn_down\.weight is not finite"):
+            load_decoder(file)
+
+
 def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None:
     dense = make_model(tmp_path / "dense", TinyModel())
     sparse = make_family_model(tmp_path / "moe", *settings_of("qwen3_moe"))
