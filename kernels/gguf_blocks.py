@@ -165,7 +165,9 @@ def _iq4_xs(raw: torch.Tensor) -> Parts:
 def _mxfp4(raw: torch.Tensor) -> Parts:
     """An exponent e of a block is the scale 2^(e - 127), half of which multiplies the table; 255 is NaN."""
     exponents = raw[..., 0].int()
-    scales = torch.where(exponents == _NOT_A_NUMBER, torch.nan, torch.ldexp(torch.ones(()), exponents - 128))
+    scales = torch.where(
+        exponents == _NOT_A_NUMBER, torch.nan, torch.ldexp(torch.ones(exponents.shape), exponents - 128)
+    )
     return Parts(_in_groups(_halves(raw[..., 1:])), scales.to(torch.bfloat16))
 
 
