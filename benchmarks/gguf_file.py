@@ -1,11 +1,13 @@
-"""Writes a model made by `weights.py` as a bfloat16 GGUF for llama.cpp, beside its safetensors.
+"""Writes a model made by `weights.py` as GGUF, in bfloat16 or quantised, beside its safetensors.
 
-Needs the `gguf` package of the extra `bench`. The weights are the same bits; norms become float32, as
-llama.cpp's own converter makes them. There is no tokenizer: token ids are all that is measured.
+Needs the packages `gguf` and, for quantised files, `llama-cpp-python` of the extra `bench`. In bfloat16 the
+weights are the same bits; norms become float32, as llama.cpp's own converter makes them. Its quantiser makes
+the quantised files from that one. There is no tokenizer: token ids are all that is measured.
 """
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ GGUF_FILE = "model-bf16.gguf"
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "lm_head": "output",
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -53,6 +56,23 @@ def make_gguf(gguf: Any, directory: Path, shape: Shape) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    partial.rename(path)
+    return path
+
+
+def make_quantised(llama: Any, source: Path, form: str) -> Path:
+    """A GGUF file in a format such as "q4_k_m", beside that in bfloat16, created if needed.
+
+    It has llama.cpp's mixture of formats for that name. `llama` is the package llama_cpp.
+    """
+    path = source.with_name(f"model-{form}.gguf")
+    if path.exists():
+        return path
+    partial = path.with_suffix(".partial")
+    parameters = llama.llama_model_quantize_default_params()
+    parameters.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{form.upper()}")
+    if llama.llama_model_quantize(str(source).encode(), str(partial).encode(), ctypes.byref(parameters)):
+        raise RuntimeError(f"llama.cpp cannot quantise {source} to {form}; its log says why")
     partial.rename(path)
     return path
 

@@ -10,7 +10,8 @@ from benchmarks.results import WorkloadResult
 _ALWAYS = """
 The load generator is a process of its own on the same machine: with few cores it takes CPU time from the \
 gateway and the worker, which counts against the service.
-Weights are bfloat16 everywhere, and so is the KV, except in llama.cpp, whose default is float16.
+Weights are bfloat16, or what a row names: then both read one GGUF file that llama.cpp's quantiser made.
+The KV is bfloat16, except in llama.cpp, whose default is float16.
 Decode figures exclude the first step of each turn, when the CPU's caches hold a competitor's data.
 Quire's sequences have prompts of their own and share no pages. transformers and llama.cpp get copies of one \
 prompt's KV, to save time; there too each sequence has memory of its own.

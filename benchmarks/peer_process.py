@@ -129,6 +129,6 @@ def _import_from(root: Path, alone: Path) -> None:
 
 
 def _make(config: PeerConfig) -> Peer:
-    module, _, kind = PEERS[config.name.partition("@")[0]].partition(":")
+    module, _, kind = PEERS[config.kind].partition(":")
     peer: Peer = getattr(importlib.import_module(module), kind)(config)
     return peer

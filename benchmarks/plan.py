@@ -59,7 +59,8 @@ class Workload:
         warm: Arguments of a first turn, which does not count, that differ from the others'; or None.
         turn_over_warm: At least how many times as long as that first turn the others take.
         rounds: The least and the most.
-        optional: Only measured when it is named.
+        optional: Only measured when it or its group is named.
+        group: A name for several rows.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Workload:
     turn_over_warm: float = 1.0
     rounds: tuple[int, int] = (3, 20)
     optional: bool = False
+    group: str = ""
 
     def labels(self) -> list[str]:
         """The labels of all figures."""
@@ -80,17 +82,21 @@ class Workload:
 
 
 def select(workloads: Sequence[Workload], patterns: Sequence[str]) -> list[Workload]:
-    """The workloads whose names match a pattern; without patterns all except the optional ones.
+    """The workloads whose names or groups match a pattern; without patterns all except the optional ones.
 
     Raises ValueError if a pattern matches none.
     """
     for pattern in patterns:
-        if not any(fnmatchcase(workload.name, pattern) for workload in workloads):
+        if not any(_matches(workload, pattern) for workload in workloads):
             names = ", ".join(workload.name for workload in workloads)
             raise ValueError(f"no row is called {pattern}: there are {names}")
     if not patterns:
         return [workload for workload in workloads if not workload.optional]
-    return [w for w in workloads if any(fnmatchcase(w.name, pattern) for pattern in patterns)]
+    return [w for w in workloads if any(_matches(w, pattern) for pattern in patterns)]
+
+
+def _matches(workload: Workload, pattern: str) -> bool:
+    return workload.group == pattern or fnmatchcase(workload.name, pattern)
 
 
 def before_and_after(workload: Workload) -> Workload:

@@ -10,6 +10,8 @@ from benchmarks.workloads import EXECUTOR, LLAMA_CPP, SERVICE, TRANSFORMERS
 
 _RATE_UNITS = {"bytes_per_s": ("GB/s", 1e9), "flops_per_s": ("GFLOP/s", 1e9)}
 _Row = Sequence[str]
+# The most that a worker may hold, as times its file and the KV.
+MEMORY_GOAL = 1.15
 
 
 def markdown(result: Result) -> str:
@@ -22,23 +24,48 @@ def markdown(result: Result) -> str:
     ratios = _ratios(result, only_with_goal=False)
     if ratios:
         parts.append(f"## Ratios\n\nOf tokens/s, or of the times where a percentile is named.\n\n{ratios}")
-    rows = [(name, f"{size / 1e6:.0f}") for name, size in result["memory"].items()]
-    parts.append("## Peak memory (VmHWM)\n\n" + _table(("process", "MB"), rows))
+    parts.append("## Peak memory (VmHWM)\n\n" + _memory(result))
     parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in result["notes"]))
     parts.append("## Versions\n\n" + "\n".join(_version_lines(result)))
     return "\n\n".join(parts) + "\n"
 
 
+def _memory(result: Result) -> str:
+    """Of each process, and beside it what those with a quantised file must hold."""
+    memory, held = result["memory"], result.get("held", {})
+    if not held:
+        return _table(("process", "MB"), [(name, f"{size / 1e6:.0f}") for name, size in memory.items()])
+    rows = [
+        (name, f"{size / 1e6:.0f}", *_held_cells(name, size, held.get(name))) for name, size in memory.items()
+    ]
+    return _table(("process", "MB", "file and KV, MB", "times these", "goal", ""), rows)
+
+
+def _held_cells(name: str, size: int, held: int | None) -> _Row:
+    if held is None:
+        return "", "", "", ""
+    times = size / held
+    goal = ("", "")
+    if name.endswith("worker"):
+        goal = f"{MEMORY_GOAL:g}", "reached" if times <= MEMORY_GOAL else "not reached"
+    return f"{held / 1e6:.0f}", _number(times), *goal
+
+
 def performance_block(result: Result, source: str) -> str:
     """The tables of docs/reports/performance.md: competitors and goals. `source`: path of the result."""
+    group = result.get("group")
+    memory = ["Peak memory:", _memory(result)] if group else []
     return "\n\n".join(
         [
-            f"### {cpu(result)}",
+            f"### {cpu(result)}" + (f": {group}" if group else ""),
             description(result),
             _side_by_side(result),
             "Tokens/s of one over the other, against the goals of the design:",
             _ratios(result, only_with_goal=True),
-            f"From [{source}](../../{source}), by `python -m benchmarks.tables`. `make bench` measures anew.",
+            *memory,
+            f"From [{source}](../../{source}), by `python -m benchmarks.tables`. `make bench"
+            + (f' ARGS="--rows {group}"' if group else "")
+            + "` measures anew.",
         ]
     )
 
@@ -85,8 +112,8 @@ def description(result: Result) -> str:
         reaches = f", which reads {roof['bytes_per_s'] / 1e9:.1f} GB/s"
         reaches += f" and multiplies {roof['flops_per_s'] / 1e9:.0f} GFLOP/s in torch"
     return (
-        f"Shape {result['shape']}, random bfloat16 weights, {result['settings']['threads']} threads on"
-        f" {machine.name(about)} ({hardware}){reaches}."
+        f"Shape {result['shape']}, random {result.get('group') or 'bfloat16'} weights,"
+        f" {result['settings']['threads']} threads on {machine.name(about)} ({hardware}){reaches}."
         f" {_peer_versions(result)}. Commit {commit}, {result['date'][:10]}."
         " Medians over rounds in which the competitors took turns, with the 10th and 90th percentile."
     )
@@ -152,7 +179,8 @@ def _verdict(value: float, goal: float) -> str:
 
 
 def _side_by_side(result: Result) -> str:
-    labels = (TRANSFORMERS, LLAMA_CPP, EXECUTOR, SERVICE)
+    measured = {figure["label"] for workload in result["workloads"] for figure in workload["figures"]}
+    labels = [label for label in (TRANSFORMERS, LLAMA_CPP, EXECUTOR, SERVICE) if label in measured]
     rows, problems = [], list[str]()
     for workload in result["workloads"]:
         figures = {figure["label"]: figure for figure in workload["figures"]}

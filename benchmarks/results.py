@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import machine
 from benchmarks.peers.base import Sample
 from benchmarks.plan import Comparison, Entry
 
@@ -73,6 +74,12 @@ def ratio(comparison: Comparison, rounds: Mapping[str, Sequence[Sample]]) -> Rat
             ratios.append(mine_ns / other_ns)
     found = {"ratio": spread(ratios) if ratios else None, "rounds": len(ratios)}
     return {name: getattr(comparison, name) for name in ("ours", "theirs", "percentile", "goal")} | found
+
+
+def name_of(result: Result) -> str:
+    """The name of the committed result of this kind of CPU, without suffix."""
+    group = result.get("group")
+    return machine.slug(result["machine"]) + (f"-{group}" if group else "")
 
 
 def write(result: Result, path: Path) -> None:

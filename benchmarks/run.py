@@ -28,7 +28,7 @@ from benchmarks.peer_process import PeerFailed, PeerProcess
 from benchmarks.peers.base import PeerConfig, Unavailable
 from benchmarks.plan import Workload, before_and_after, select
 from benchmarks.report import markdown
-from benchmarks.results import FORMAT, Result, write
+from benchmarks.results import FORMAT, Result, name_of, write
 from benchmarks.schedule import WorkloadRun
 from benchmarks.shapes import DEFAULT_SHAPE, SHAPES
 
@@ -54,6 +54,7 @@ class Suite:
         self._runs: list[WorkloadRun] = []
         self._versions: dict[str, dict[str, str]] = {}
         self._memory: dict[str, int] = {}
+        self._held: dict[str, int] = {}
         self._problems: list[str] = []
         self.log_dir = Path(tempfile.mkdtemp(prefix="quire-bench-logs-"))
 
@@ -69,6 +70,7 @@ class Suite:
             left_s = max(0.0, end_s - time.monotonic())
             run.run(left_s * workload.share / sum(other.share for other in left))
             self._look_at_peers()
+            self._end_peers(left[1:])
             self.write(path)
 
     def write(self, path: Path) -> Result:
@@ -81,7 +83,11 @@ class Suite:
         result = Result(
             format=FORMAT,
             suite="cpu",
-            whole=not arguments.rows and not arguments.against and arguments.shape == DEFAULT_SHAPE,
+            whole=not arguments.against
+            and arguments.shape == DEFAULT_SHAPE
+            and arguments.rows in ([], [workloads.QUANTISED]),
+            # The rows of a group have a result of their own.
+            group=workloads.QUANTISED if arguments.rows == [workloads.QUANTISED] else "",
             date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             command=shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
             shape=arguments.shape,
@@ -92,6 +98,7 @@ class Suite:
             roof=roof,
             workloads=found,
             memory=self._memory,
+            held=self._held,
             notes=notes(disturbance, found),
         )
         write(result, path)
@@ -123,10 +130,18 @@ class Suite:
             try:
                 self._versions[name] = peer.call("versions")
                 memory: Mapping[str, int] = peer.call("memory")
+                held: Mapping[str, int] = peer.call("held")
             except (PeerFailed, Unavailable):
                 continue
             if name != "machine":
-                self._memory |= {f"{name}: {part}" if part else name: size for part, size in memory.items()}
+                for found, sizes in ((self._memory, memory), (self._held, held)):
+                    found |= {f"{name}: {part}" if part else name: size for part, size in sizes.items()}
+
+    def _end_peers(self, left: Sequence[Workload]) -> None:
+        """Ends the competitors that no workload needs any more, which gives their memory back."""
+        needed = {"machine"} | {entry.peer for workload in left for entry in workload.entries}
+        for name in [name for name in self._peers if name not in needed]:
+            self._peers.pop(name).close()
 
     def _peer(self, name: str) -> PeerProcess:
         """The peer's process, or a new one if it has ended or hung."""
@@ -183,10 +198,13 @@ def _path(arguments: argparse.Namespace) -> Path:
 
 
 def _keep(result: Result, arguments: argparse.Namespace) -> Path | None:
-    """Write the result of a full run in place of the committed one of this kind of CPU. Returns its path."""
+    """Writes the result of a full run, or of a whole group, in place of the last one of this kind of CPU.
+
+    Returns its path.
+    """
     if not result["whole"] or arguments.out:
         return None
-    path = _RESULTS_DIR / f"{machine.slug(result['machine'])}.json"
+    path = _RESULTS_DIR / f"{name_of(result)}.json"
     write(result, path)
     path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
     return path

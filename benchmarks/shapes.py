@@ -36,8 +36,11 @@ class Shape:
     def decode_bytes(self, batch: int, context_tokens: int) -> int:
         """The minimum bytes that a decode step reads: each matrix once (the head included), and the KV."""
         matrices = self.num_hidden_layers * self.layer_elements + self.vocab_size * self.hidden_size
-        kv_per_token = 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
-        return ELEMENT_BYTES * (matrices + batch * context_tokens * kv_per_token)
+        return ELEMENT_BYTES * matrices + self.kv_bytes(batch * context_tokens)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """The KV of this many tokens."""
+        return ELEMENT_BYTES * tokens * 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
     def prefill_flops(self, batch: int, tokens: int) -> int:
         """The minimum FLOP of a prefill of `batch` prompts: causal attention, one row of logits each."""

@@ -35,9 +35,10 @@ def results() -> dict[Path, Result]:
 
 def pages(found: Mapping[Path, Result]) -> dict[Path, str]:
     """The pages as they should be, by their paths. Raises ValueError for a page without its markers."""
+    main = [result for result in found.values() if not result.get("group")]
     blocks = [performance_block(result, path.as_posix()) for path, result in found.items()]
     tables = {
-        "README.md": readme_table(list(found.values())),
+        "README.md": readme_table(main),
         "docs/reports/performance.md": "\n\n".join(blocks),
     }
     return {ROOT / name: with_block((ROOT / name).read_text("utf-8"), text) for name, text in tables.items()}

@@ -42,12 +42,13 @@ def make_model(shape: Shape, cache_dir: Path) -> Path:
 
 
 def read_model(directory: Path) -> Iterator[tuple[str, Bits]]:
-    """The memory-mapped tensors of a directory that this module created, as the bits of bfloat16."""
+    """The memory-mapped tensors of a directory with one file, all in bfloat16: their bits."""
     path = directory / MODEL_FILE
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + size)
+    header.pop("__metadata__", None)
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         yield name, data[begin:end].view(np.uint16).reshape(entry["shape"])

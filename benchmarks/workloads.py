@@ -20,6 +20,9 @@ _PEERS = {TRANSFORMERS: "transformers", LLAMA_CPP: "llama.cpp", EXECUTOR: "execu
 # Values of --max-mixed-prefill-tokens. 0: adaptive, which is the default.
 _STALL_BUDGETS = (16, 64, 512, 0)
 _EXECUTE_STEPS = 32
+# Rows of the same names with these formats behind them: both serve one GGUF file.
+QUANTISED = "quantised"
+_FORMATS = ("q8_0", "q4_0", "q4_k_m")
 # Decoding loops in the client: titles and sizes, by the names that the peers use.
 _LOOPS: dict[str, tuple[str, dict[str, int]]] = {
     "greedy": ("a greedy text", {"context": 128, "tokens": 32}),
@@ -62,6 +65,7 @@ def all_workloads(shape: Shape) -> list[Workload]:
         _gateway(),
         *(_stall(budget) for budget in _STALL_BUDGETS),
         _journal(),
+        *(workload for form in _FORMATS for workload in _quantised(shape, form)),
     ]
 
 
@@ -118,6 +122,32 @@ def _decode_32(shape: Shape) -> Workload:
     ]
     comparisons = [Comparison(label, SERVICE, 0.95) for label in callers]
     return replace(base, entries=[*base.entries, *more], comparisons=[*base.comparisons, *comparisons])
+
+
+def _quantised(shape: Shape, form: str) -> list[Workload]:
+    """The rows of one format. What a decode reads is known by the file, which the peers have."""
+    goals = {1: 1.0, 8: 1.5, 32: 1.5}
+    rows = [
+        (_decode(shape, batch, 128, steps=steps, share=share), goals[batch])
+        for batch, steps, share in ((1, 16, 1.0), (8, 10, 1.2), (32, 8, 2.0))
+    ]
+    rows.append((_prefill(shape, 1, share=1.5), 1.2))
+    return [
+        replace(
+            row,
+            name=f"{row.name}-{form}",
+            title=f"{row.title}, {form}",
+            entries=[
+                replace(entry, peer=f"{entry.peer} {form}", bytes_read=0)
+                for entry in row.entries
+                if entry.label in (LLAMA_CPP, SERVICE)
+            ],
+            comparisons=[Comparison(SERVICE, LLAMA_CPP, goal)],
+            optional=True,
+            group=QUANTISED,
+        )
+        for row, goal in rows
+    ]
 
 
 def _execute(shape: Shape) -> Workload:

@@ -63,7 +63,6 @@ class Budget:
         self._holding: set[Budget] = set()
 
     def share(self, tenant: Tenant) -> Budget:
-        """A new share for a tenant."""
         share = Budget(
             share_of(self.most, tenant), self._error, small=self.small, leaves_half=self._leaves_half
         )

@@ -37,7 +37,6 @@ from service.setting_rules import (
     YEAR_S,
     Range,
     Text,
-    are_devices,
     is_directory,
     is_journal,
     is_listen_address,
@@ -209,11 +208,6 @@ class Config:
         None, "compute threads in each worker on the CPU; auto is usable cores / workers", Range(1, 4096)
     )
     device: str = setting(AUTO, "device of the workers; auto is a GPU if there is one", (AUTO, "cpu", "cuda"))
-    devices: str = setting(
-        "",
-        "GPUs for the workers, in this order: 0,2 or GPU-UUID,GPU-UUID; the default is all",
-        Text(are_devices, "must be numbers or UUIDs as nvidia-smi lists them, separated by commas"),
-    )
     kv_pages: int | None = setting(
         None, "KV pages of 16 tokens in each worker; auto depends on memory", Range(1, 1 << 30)
     )
@@ -306,14 +300,11 @@ class Config:
     lame_duck_s: float = setting(
         0.0, "how long a stopping server still accepts calls after health checks return NOT_SERVING", GRACE_S
     )
-    worker_start_timeout_s: float = setting(
-        600.0,
-        "timeout for a worker to load the model and run its first forward",
-        Range(1, DAY_S),
-        group="worker health",
-    )
     heartbeat_timeout_s: float = setting(
-        10.0, "a worker that sends nothing for this time is killed and replaced", TIMEOUT_S
+        10.0,
+        "a worker that sends nothing for this time is killed and replaced",
+        TIMEOUT_S,
+        group="worker health",
     )
     step_timeout_s: float = setting(
         60.0,
@@ -371,6 +362,8 @@ class Config:
     max_items_per_call: int = 1024
     # Versions of adapters that are in use.
     max_adapters: int = 4096
+    # For a worker to load its model, maybe from a slow disk, and to run its first forward.
+    worker_start_timeout_s: float = 3600.0
     # A worker that sends nothing for this time gets no new sequences if there is another one.
     suspect_after_s: float = 0.5
 

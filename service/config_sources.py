@@ -185,9 +185,6 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     if config.workers is None and config.pool_listen and not starts_workers:
         problem = "must be a number with pool_listen: how many of the workers that dial are used"
         yield ("workers", "pool_listen"), problem
-    if config.devices and (config.has_remote_workers or config.device == "cpu"):
-        problem = "is for workers on GPUs that this gateway starts: `quire worker` has --device-index"
-        yield ("devices", "device", "pool_listen"), problem
 
 
 def _quantization_conflicts(config: Config) -> Iterator[Conflict]:

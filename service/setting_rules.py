@@ -131,11 +131,6 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def are_devices(value: str) -> bool:
-    """Whether it is a list of GPUs, by number or UUID, or empty."""
-    return not value or bool(re.fullmatch(r"(\d+|GPU-[0-9a-f-]+)(,(\d+|GPU-[0-9a-f-]+))*", value, re.ASCII))
-
-
 def is_journal(value: str) -> bool:
     """Whether it is a kind of journal, or the address of one elsewhere, which has no password in it."""
     if "://" not in value:

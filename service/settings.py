@@ -111,12 +111,10 @@ class Setting:
 
     @property
     def default_text(self) -> str:
-        """The default, in the help."""
         return AUTO if self.default is None else f"{self.default}" or "none"
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is off or on."""
         return self.choices == SWITCH
 
     @property

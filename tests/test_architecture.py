@@ -93,8 +93,7 @@ SERVICE_ROOMS = {
     "service.logging": ("service.printable",),
     "service.durable_file": ("service.logging",),
     "service.uploads": ("service.errors",),
-    "service.fair_queue": ("service.caches.requests",),
-    "service.turns": ("service.caches.requests", "service.fair_queue"),
+    "service.turns": (),
     "service.budgets": ("service.caches.tenants", "service.config", "service.errors", "service.turns"),
     "service.auth": (
         "service.caches.tenants", "service.config", "service.errors", "service.handshakes", "service.logging",
@@ -156,25 +155,24 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.metrics": (
         "service.api", "service.caches", "service.config", "service.dispatcher", "service.errors",
-        "service.extension", "service.http", "service.listening", "service.logging",
+        "service.extension", "service.extensions.http", "service.listening", "service.logging",
     ),
     "service.extensions.openai": (
         "service.api", "service.budgets", "service.config", "service.auth", "service.errors",
-        "service.extension", "service.http", "service.listening", "service.logging",
+        "service.extension", "service.extensions.http", "service.listening", "service.logging",
         "service.printable", "service.runtimes", "service.text", "service.turns",
     ),
     "service.extensions.providers": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
-        "service.errors", "service.extension", "service.fair_queue", "service.journal.values",
-        "service.logging", "service.outbound", "service.printable", "service.runtimes", "service.text",
-        "service.token_bucket",
+        "service.errors", "service.extension", "service.journal.values", "service.logging",
+        "service.outbound", "service.printable", "service.runtimes", "service.text", "service.token_bucket",
     ),
     "service.extensions.tracing": (
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
     ),
     "service.listening": (),
     "service.handshakes": ("service.logging",),
-    "service.http": ("service.handshakes", "service.listening"),
+    "service.extensions.http": ("service.handshakes", "service.listening"),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
         "service.dispatcher", "service.extension", "service.journal.values", "service.pool",

@@ -8,8 +8,12 @@ import pytest
 
 from benchmarks import machine, schedule, tables
 from benchmarks.peers.base import Sample
-from benchmarks.plan import Comparison, Entry, Workload
+from benchmarks.plan import Comparison, Entry, Workload, select
+from benchmarks.report import performance_block
+from benchmarks.results import name_of
 from benchmarks.schedule import WorkloadRun
+from benchmarks.shapes import SHAPES
+from benchmarks.workloads import LLAMA_CPP, QUANTISED, SERVICE, all_workloads
 
 
 def test_pages_show_the_results() -> None:
@@ -20,7 +24,7 @@ def test_pages_show_the_results() -> None:
 def test_one_result_for_each_kind_of_cpu() -> None:
     """A full run writes to a name without a date, which git keeps the history of."""
     for path, result in tables.results().items():
-        assert path.stem == machine.slug(result["machine"])
+        assert path.stem == name_of(result)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,36 @@ def test_one_result_for_each_kind_of_cpu() -> None:
 )
 def test_cpus_of_one_name_have_results_of_their_own(flags: list[str], name: str) -> None:
     assert machine.slug({"cpu": "AMD EPYC", "cores": 2, "flags": flags}) == name
+
+
+def test_quantised_rows_compare_two_that_read_the_same_file() -> None:
+    rows = select(all_workloads(SHAPES["tiny"]), [QUANTISED])
+    assert len(rows) == 12 and not {row.name for row in rows} & {w.name for w in select(rows, [])}
+    for row in rows:
+        form = row.name.rpartition("-")[2]
+        assert {entry.label: entry.peer for entry in row.entries} == {
+            LLAMA_CPP: f"llama.cpp {form}",
+            SERVICE: f"service {form}",
+        }
+
+
+def test_a_report_on_quantised_rows_says_what_a_worker_holds_more_than_it_must() -> None:
+    result = next(iter(tables.results().values()))
+    figures = [{"label": SERVICE, "ms": {"p10": 1, "p50": 2, "p90": 3}}]
+    result |= {
+        "group": QUANTISED,
+        "workloads": [{"name": "w", "title": "w", "unit": "step", "figures": figures, "ratios": []}],
+        "memory": {
+            "service q4_0: gateway": 60e6,
+            "service q4_0: worker": 460e6,
+            "service q8_0: worker": 600e6,
+        },
+        "held": {"service q4_0: worker": 400e6, "service q8_0: worker": 500e6},
+    }
+    lines = performance_block(result, "results/w.json").splitlines()
+    assert "| service q4_0: gateway | 60 |  |  |  |  |" in lines
+    assert "| service q4_0: worker | 460 | 400 | 1.15 | 1.15 | reached |" in lines
+    assert "| service q8_0: worker | 600 | 500 | 1.20 | 1.15 | not reached |" in lines
 
 
 class Clock:

@@ -19,7 +19,6 @@ FAILING = {
         "e2e/test_adoption.py",
         "e2e/test_full_pools.py",
         "e2e/test_gateways.py",
-        "e2e/test_lost_remote_workers.py",
         "e2e/test_remote_workers.py",
         "e2e/test_rolling_upgrade.py",
         "e2e/test_session.py",

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from workers.adapters.table import AdapterTable
-from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes, DecodesDone
+from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
 from workers.executors.engine import Engine
 from workers.failures import failure_of_running
 from workers.operations import Failed, Forward, Result
 from workers.prelaunch import Prelauncher, may_be_continued
 from workers.scheduler import Scheduler
 
-Emit = Callable[[Sequence[Result | DecodesDone]], None]
+Emit = Callable[[Sequence[Result | Decodes]], None]
 
 
 class Answers:
@@ -35,7 +35,7 @@ class Answers:
         """`emit` is called by `flush`."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._adapters, self._emit = adapters, emit
-        self.results: list[Result | DecodesDone] = []
+        self.results: list[Result | Decodes] = []
         self.answered: list[int] = []
         # Of which adapters, or the model itself, logits were not finite.
         self._overflowed: set[str] = set()
@@ -51,28 +51,28 @@ class Answers:
         self.results.append(forward)
         if self._prelauncher.may_follow(wanted=forward.prelaunch):
             if may_be_continued(forward):
-                self._follow(Decodes.of([forward]), DecodesDone.of([forward]))
+                self._follow(Decodes.done([forward]))
                 return
             self._prelauncher.drop([forward.sequence])
         if not forward.ephemeral:
             self.answered.append(forward.sequence)
 
-    def decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
+    def decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
         """As `forward`, for plain decodes. `launched`: the next ones that run already."""
-        self.results.append(done)
+        self.results.append(decodes)
         if self._prelauncher.may_follow(wanted=any(decodes.columns[PRELAUNCH].tolist())):
-            self._follow(decodes, done, launched)
+            self._follow(decodes, launched)
         else:
             self.answered += decodes.sequences
 
-    def _follow(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
+    def _follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
         """Prelaunches what follows, but for those whose adapter has no slot now."""
         if any(decodes.columns[ADAPTER].tolist()):
             assert self._adapters is not None, "others were refused"
             has_slot = self._adapters.assign_slots(decodes)
             self.answered += decodes.take(~has_slot).sequences
-            decodes, done = decodes.take(has_slot), done.take(has_slot)
-        self.answered += self._prelauncher.follow(decodes, done, launched)
+            decodes = decodes.take(has_slot)
+        self.answered += self._prelauncher.follow(decodes, launched)
 
     def failed(self, forward: Forward, failure: Failed) -> None:
         """Answers a failed forward that has left the scheduler. A prelaunched one gets no answer."""

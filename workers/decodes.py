@@ -2,11 +2,11 @@
 
 A decode is *plain* if it appends one token to a sequence, and wants nothing that makes its row cost more than
 others (`Forward.is_plain`). Nearly all forwards are. Those that arrive together stay together as `Decodes`,
-and their results as `DecodesDone`, so that a step takes a few vector operations instead of objects for each.
-A single one is columns of one.
+so that a step takes a few vector operations instead of objects for each. A single one is columns of one. Like
+a `Forward`, they are their own result when they are computed.
 
 What takes several tokens, steps or rows is a `Forward`. A plain decode becomes one only while it waits in a
-queue, is to run alone, or fails. Its result is one of `DecodesDone` again (ADR 59).
+queue, is to run alone, or fails (ADR 59).
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from workers.operations import Forward, Kind, OutputSpec, Priority, RowOutput
 Columns = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-# The columns of `Decodes`: as the arguments of a `Forward`, and its number in order of arrival.
+# The columns of `Decodes`: as the arguments of a `Forward`, and its number in order of arrival. The last four
+# are its result: the chosen token, and its times as in `Forward`.
 (
     OP_ID, SEQUENCE, CALLER, POSITION, TOKEN, PROMPT_LEN, PRELAUNCH, DEADLINE, ARRIVED_NS, ARRIVAL,
-    ADAPTER, LORA_SLOT, PRIORITY,
-) = range(13)  # fmt: skip
-WIDTH = 13
+    ADAPTER, LORA_SLOT, PRIORITY, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS,
+) = range(17)  # fmt: skip
+WIDTH = 17
 # The deadline of those that have none.
 NEVER = (1 << 63) - 1
-# The columns of `DecodesDone`.
-(_, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS) = range(5)
-DONE_WIDTH = 5
 # What a plain decode costs its caller: a token and a row.
 DECODE_COST = 2
 _NO_ROWS = np.zeros(0, np.int64)
@@ -47,16 +45,20 @@ class Decodes:
     A negative op_id is of one that is computed before it is requested: see `prelaunch`.
 
     Attributes:
-        columns: [13, N] Their arguments. Once they are in the scheduler, only it changes them.
+        columns: [17, N] Their arguments and results. Once they are in the scheduler, only it changes the
+            arguments. The engine writes the results.
         outputs: N of them, which can be one object.
         kinds: The different ones of these: mostly one.
         sequences: That column as a list.
         rows: [N] The rows of their sequences in the `KvTable`, once they have begun.
         started_ns: When they have begun.
+        row_outputs: N of them, once they are computed. None: nothing but the tokens was requested.
         failures: Why some of them have no token after a step, by index. Nothing was appended for these.
     """
 
-    __slots__ = ("columns", "failures", "kinds", "outputs", "rows", "sequences", "size", "started_ns")
+    __slots__ = (
+        "columns", "failures", "kinds", "outputs", "row_outputs", "rows", "sequences", "size", "started_ns",
+    )  # fmt: skip
 
     def __init__(self, columns: Columns, outputs: Sequence[OutputSpec]) -> None:
         self.columns = columns
@@ -66,6 +68,7 @@ class Decodes:
         self.sequences: list[int] = columns[SEQUENCE].tolist()
         self.rows = _NO_ROWS
         self.started_ns = 0
+        self.row_outputs: Sequence[RowOutput] | None = None
         self.failures: Mapping[int, Exception] = _NO_FAILURES
 
     @classmethod
@@ -77,13 +80,26 @@ class Decodes:
                     one.op_id, one.sequence, one.caller, one.position + len(one.token_ids) - 1,
                     one.token_ids[-1], one.prompt_len, one.prelaunch,
                     NEVER if one.deadline_ns is None else one.deadline_ns, one.arrived_ns, one.arrival,
-                    one.adapter, one.lora_slot, one.priority.value,
+                    one.adapter, one.lora_slot, one.priority.value, 0, 0, 0, 0,
                 )
                 for one in forwards
             ],
             np.int64,
         ).T  # fmt: skip
         return cls(columns, [one.output for one in forwards])
+
+    @classmethod
+    def done(cls, forwards: Sequence[Forward]) -> Decodes:
+        """As `of`, with the results: of forwards of which all is computed, those of the last row of each."""
+        decodes, now_ns, last = cls.of(forwards), time.monotonic_ns(), [one.outputs[-1] for one in forwards]
+        columns = decodes.columns
+        columns[CHOSEN] = [output.token_id for output in last]
+        columns[QUEUE_NS] = [one.started_ns - one.arrived_ns if one.arrived_ns else 0 for one in forwards]
+        columns[COMPUTE_NS] = [now_ns - one.started_ns for one in forwards]
+        columns[BATCH_ITEMS] = [one.batch_items for one in forwards]
+        if not all(one.output.is_token_only for one in forwards):
+            decodes.row_outputs = last
+        return decodes
 
     @classmethod
     def joined(cls, parts: Sequence[Decodes]) -> Decodes:
@@ -126,6 +142,8 @@ class Decodes:
         taken.started_ns = self.started_ns
         if self.started_ns:
             taken.rows = self.rows[indexes]
+        if self.row_outputs is not None:
+            taken.row_outputs = [self.row_outputs[index] for index in indexes.tolist()]
         return taken
 
     def forward(self, index: int) -> Forward:
@@ -169,45 +187,6 @@ class Decodes:
 
 
 NO_DECODES = Decodes(np.zeros((WIDTH, 0), np.int64), ())
-
-
-class DecodesDone:
-    """The results of plain decodes, whose tokens are all kept.
-
-    Attributes:
-        columns: [5, N] The op_id and the chosen token of each, and its times as in `Forward`.
-        outputs: N of them. None: nothing but the tokens was requested.
-    """
-
-    __slots__ = ("columns", "outputs")
-
-    def __init__(self, columns: Columns, outputs: Sequence[RowOutput] | None) -> None:
-        self.columns = columns
-        self.outputs = outputs
-
-    @classmethod
-    def of(cls, forwards: Sequence[Forward]) -> DecodesDone:
-        """Those of forwards of which all is computed: of the last row of each."""
-        now_ns, columns = time.monotonic_ns(), np.empty((DONE_WIDTH, len(forwards)), np.int64)
-        outputs = [one.outputs[-1] for one in forwards]
-        columns[OP_ID] = [one.op_id for one in forwards]
-        columns[CHOSEN] = [output.token_id for output in outputs]
-        columns[QUEUE_NS] = [one.started_ns - one.arrived_ns if one.arrived_ns else 0 for one in forwards]
-        columns[COMPUTE_NS] = [now_ns - one.started_ns for one in forwards]
-        columns[BATCH_ITEMS] = [one.batch_items for one in forwards]
-        is_bare = all(one.output.is_token_only for one in forwards)
-        return cls(columns, None if is_bare else outputs)
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def take(self, which: Mask) -> DecodesDone:
-        """The results of some of them."""
-        indexes = which.nonzero()[0]
-        if len(indexes) == len(self):
-            return self
-        outputs = None if self.outputs is None else [self.outputs[index] for index in indexes.tolist()]
-        return DecodesDone(self.columns[:, indexes], outputs)
 
 
 class WaitingDecodes:

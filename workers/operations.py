@@ -55,7 +55,7 @@ _DRAWS_PER_ROW = 16
 _LOGITS_WEIGHT, _LISTED_PER_ROW, _LAYERS_PER_ROW = 3, 512, 4
 
 
-class LogitsFormat(enum.Enum):
+class DataType(enum.Enum):
     """Number format of returned logits, and of hidden states."""
 
     F32 = enum.auto()
@@ -147,14 +147,14 @@ class HiddenSpec:
     """
 
     layers: Sequence[int]
-    number_format: LogitsFormat = LogitsFormat.F32
+    number_format: DataType = DataType.F32
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """What to compute and return for each wanted row. A token is always chosen."""
 
-    logits: LogitsFormat | None = None
+    logits: DataType | None = None
     top_logprobs: int = 0
     logprob_token_ids: Sequence[int] = ()
     logprob: bool = False
@@ -204,10 +204,10 @@ class RowOutput:
     chosen_logprobs: Sequence[float] = field(default=(), init=False)
     # One row, little-endian, in the requested format.
     logits: bytes | None = field(default=None, init=False)
-    logits_format: LogitsFormat | None = field(default=None, init=False)
+    logits_format: DataType | None = field(default=None, init=False)
     # One row for each requested layer, in the requested order and format.
     hidden: Sequence[bytes] = field(default=(), init=False)
-    hidden_format: LogitsFormat | None = field(default=None, init=False)
+    hidden_format: DataType | None = field(default=None, init=False)
     # See StepOutput in types.proto.
     experts: bytes = field(default=b"", init=False)
 

@@ -34,7 +34,6 @@ from workers.decodes import (
     CHOSEN,
     COMPUTE_NS,
     DEADLINE,
-    DONE_WIDTH,
     NEVER,
     NO_DECODES,
     OP_ID,
@@ -43,7 +42,6 @@ from workers.decodes import (
     PROMPT_LEN,
     TOKEN,
     Decodes,
-    DecodesDone,
     Mask,
 )
 from workers.executors.engine import Engine
@@ -101,14 +99,14 @@ class Prelauncher:
         """Whether `follow` may have an effect. `wanted`: whether one of its decodes wants it."""
         return wanted or self.prelaunch_unrequested or bool(self.expected)
 
-    def follow(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> Collection[int]:
+    def follow(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> Collection[int]:
         """Queue the decodes that are expected after answers. Returns the sequences for which none is queued.
 
         `launched`: those of `next_decodes`, if they run already.
         """
         sequences = decodes.sequences
         self._forget_expected(sequences)
-        following, is_followed = self._following(decodes, done), self._followed(decodes)
+        following, is_followed = self._following(decodes), self._followed(decodes)
         is_expected = is_followed
         if self.prelaunch_unrequested:
             # Whether a caller appends the chosen token is learned from each request.
@@ -173,13 +171,12 @@ class Prelauncher:
         for sequence in sequences:
             self._repeats[sequence] = self._repeats.get(sequence, 0) + 1
 
-    def _following(self, decodes: Decodes, done: DecodesDone | None = None) -> Decodes:
+    def _following(self, decodes: Decodes) -> Decodes:
         """The next decodes of these sequences, with the tokens that were chosen, if they are known."""
         columns = decodes.columns.copy()
         columns[OP_ID] = self._new_ids(decodes.size)
         columns[POSITION] += 1
-        if done is not None:
-            columns[TOKEN] = done.columns[CHOSEN]
+        columns[TOKEN] = columns[CHOSEN]
         columns[PRELAUNCH] = columns[ARRIVED_NS] = 0
         columns[DEADLINE] = NEVER
         return Decodes(columns, decodes.outputs)
@@ -229,24 +226,23 @@ class Prelauncher:
             self._begun = decodes.forward(int(which[0]))
         return begun
 
-    def mark_ready(self, decodes: Decodes, done: DecodesDone) -> None:
+    def mark_ready(self, decodes: Decodes) -> None:
         """Keep the results of prelaunched decodes."""
         now_ns, sequences = time.monotonic_ns(), decodes.sequences
         for sequence in sequences:
             del self.queued[sequence]
-        columns = (decodes.columns[POSITION], *done.columns[[CHOSEN, COMPUTE_NS, BATCH_ITEMS]])
-        positions, tokens, compute_ns, items = (column.tolist() for column in columns)
-        results = map(
-            _Ready, positions, tokens, done.outputs or repeat(None), compute_ns, items, repeat(now_ns)
-        )
+        columns = decodes.columns[[POSITION, CHOSEN, COMPUTE_NS, BATCH_ITEMS]].tolist()
+        positions, tokens, compute_ns, items = columns
+        outputs = decodes.row_outputs or repeat(None)
+        results = map(_Ready, positions, tokens, outputs, compute_ns, items, repeat(now_ns))
         self.ready.update(zip(sequences, results, strict=False))
 
     def forget(self, prelaunched: Forward) -> None:
         """Forget a prelaunched forward that has left the scheduler and holds nothing."""
         del self.queued[prelaunched.sequence]
 
-    def consume(self, decodes: Decodes) -> tuple[DecodesDone | None, Mask]:
-        """The results of requested decodes that were prelaunched and are ready, and which these are.
+    def consume(self, decodes: Decodes) -> tuple[Decodes, Decodes]:
+        """The requested decodes that were prelaunched and are ready, with their results; and the others.
 
         There is no prelaunched forward of the sequences of the others afterwards.
         """
@@ -264,19 +260,18 @@ class Prelauncher:
         if not all(ready):
             self._cancel([each for each, is_ready in zip(sequences, ready, strict=True) if not is_ready])
             if not any(ready):
-                return None, found
+                return NO_DECODES, decodes
         results = [self.ready.pop(each) for each, is_ready in zip(sequences, ready, strict=True) if is_ready]
-        columns = np.zeros((DONE_WIDTH, len(results)), np.int64)
-        columns[OP_ID] = decodes.columns[OP_ID, found]
+        done, others = decodes.take(found), decodes.take(~found)
         _, tokens, outputs, compute_ns, items, _ = zip(*results, strict=True)
-        columns[CHOSEN], columns[COMPUTE_NS], columns[BATCH_ITEMS] = tokens, compute_ns, items
-        rows = None if not any(outputs) else [
-            RowOutput(token) if output is None else output
-            for token, output in zip(tokens, outputs, strict=True)
-        ]  # fmt: skip
-        done = DecodesDone(columns, rows)
+        done.columns[[CHOSEN, COMPUTE_NS, BATCH_ITEMS]] = tokens, compute_ns, items
+        if any(outputs):
+            done.row_outputs = [
+                RowOutput(token) if output is None else output
+                for token, output in zip(tokens, outputs, strict=True)
+            ]
         self._engine.count_decodes(done)
-        return done, found
+        return done, others
 
     def drop(self, sequences: Iterable[int]) -> None:
         """Undo what was prelaunched for these sequences, and expect no further forwards of them."""

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from workers.given_experts import ONE_BYTE_EXPERTS
 from workers.models.capture import RowCapture
-from workers.operations import LogitsFormat, OutputSpec, RowOutput
+from workers.operations import DataType, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
 
 # Rows whose log-softmax is in memory at once: 10 MB for a vocabulary of 152k.
@@ -28,9 +28,9 @@ _SPARE_TOP = 8
 
 # For each format: the number type, an integer type of its size (numpy has no bfloat16), its name in numpy.
 _ENCODINGS = {
-    LogitsFormat.F32: (torch.float32, torch.int32, "<i4"),
-    LogitsFormat.BF16: (torch.bfloat16, torch.int16, "<i2"),
-    LogitsFormat.F16: (torch.float16, torch.int16, "<i2"),
+    DataType.F32: (torch.float32, torch.int32, "<i4"),
+    DataType.BF16: (torch.bfloat16, torch.int16, "<i2"),
+    DataType.F16: (torch.float16, torch.int16, "<i2"),
 }
 
 
@@ -159,7 +159,7 @@ def _add_experts(
             output.experts = next(remaining).tobytes()
 
 
-def encode_row(row: Tensor, number_format: LogitsFormat) -> bytes:
+def encode_row(row: Tensor, number_format: DataType) -> bytes:
     """One row ([N]) as little-endian numbers, rounded to nearest. F16 makes inf of 65520 and more."""
     dtype, same_size, little_endian = _ENCODINGS[number_format]
     bits = row.to(dtype).contiguous().view(same_size).cpu().numpy()

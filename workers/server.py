@@ -25,7 +25,7 @@ import psutil
 from workers import wire
 from workers.common import worker_pb2
 from workers.common.protocol import TARGET_MESSAGE_BYTES
-from workers.decodes import OP_ID, Decodes, DecodesDone
+from workers.decodes import OP_ID, Decodes
 from workers.logging import get_logger
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
@@ -155,7 +155,7 @@ class WorkerServer:
         except BaseException as error:
             self._loop.call_soon_threadsafe(self._fail, error)
 
-    def _emit(self, results: Sequence[Result | DecodesDone]) -> None:
+    def _emit(self, results: Sequence[Result | Decodes]) -> None:
         self._loop.call_soon_threadsafe(self._send_results, results)
 
     def _report_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
@@ -322,7 +322,7 @@ class WorkerServer:
         ready.weights_replaced = replacement is not None and replacement.was_applied
         self._send([worker_pb2.WorkerEvent(ready=ready), self._snapshot(0)])
 
-    def _send_results(self, results: Sequence[Result | DecodesDone]) -> None:
+    def _send_results(self, results: Sequence[Result | Decodes]) -> None:
         """Sends the results that the connected gateway has asked for, and drops those for earlier ones."""
         stream, events = self._stream, []
         for result in results:

@@ -22,7 +22,7 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
-from workers.decodes import ADAPTER, NO_DECODES, OP_ID, Decodes, DecodesDone
+from workers.decodes import ADAPTER, NO_DECODES, Decodes
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -224,10 +224,9 @@ class StepLoop:
         if self._in_flight.step is not None:
             decodes = self._in_flight.consume(decodes)
         if decodes.size and self._prelauncher.expected:
-            done, found = self._prelauncher.consume(decodes)
-            if done is not None:
-                self._answers.decodes(decodes.take(found), done)
-                decodes = decodes.take(~found)
+            done, decodes = self._prelauncher.consume(decodes)
+            if done.size:
+                self._answers.decodes(done)
         if has_adapters:
             decodes = self._admitted(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
@@ -351,8 +350,10 @@ class StepLoop:
         except Exception as error:
             self._run_alone(chunks, decodes, error)
             return
+        for index, failure in decodes.failures.items():
+            self._answers.failed_running(decodes.forward(index), failure)
         if decodes.size:
-            self._finish_decodes(decodes, done)
+            self._finish_decodes(done)
         if chunks:
             self._finish_chunks(chunks)
 
@@ -386,29 +387,25 @@ class StepLoop:
                 self._engine.complete(forward)
                 self._answers.forward(forward)
         if plain:
-            self._complete_decodes(Decodes.of(plain), DecodesDone.of(plain))
+            self._complete_decodes(Decodes.done(plain))
 
-    def _finish_decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
-        """Answers the plain decodes of a step that has run. `launched`: see `Answers.decodes`."""
+    def _finish_decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
+        """Answers the plain decodes of a step that are computed. `launched`: see `Answers.decodes`."""
         self._scheduler.finish_decodes()
-        if decodes.failures:
-            for index, error in decodes.failures.items():
-                self._answers.failed_running(decodes.forward(index), error)
-            decodes = decodes.take(np.isin(decodes.columns[OP_ID], done.columns[OP_ID]))
-        self._complete_decodes(decodes, done, launched)
+        self._complete_decodes(decodes, launched)
 
-    def _complete_decodes(self, decodes: Decodes, done: DecodesDone, launched: Decodes = NO_DECODES) -> None:
+    def _complete_decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
         """Answers plain decodes that are computed, or keeps the results of those that are prelaunched."""
         if self._prelauncher.queued:
             prelaunched = decodes.prelaunched
             ahead = decodes.take(prelaunched)
-            self._prelauncher.mark_ready(ahead, done.take(prelaunched))
+            self._prelauncher.mark_ready(ahead)
             # Their callers were answered when they were queued, so their next requests may arrive soon.
             self._answers.answered += ahead.sequences
-            decodes, done = decodes.take(~prelaunched), done.take(~prelaunched)
+            decodes = decodes.take(~prelaunched)
         if decodes.size:
-            self._engine.count_decodes(done)
-            self._answers.decodes(decodes, done, launched)
+            self._engine.count_decodes(decodes)
+            self._answers.decodes(decodes, launched)
 
     def flush(self) -> None:
         """Emits the results so far."""

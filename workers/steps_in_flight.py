@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workers.decodes import NO_DECODES, Decodes, DecodesDone
+from workers.decodes import NO_DECODES, Decodes
 from workers.executors.engine import Engine, StepInFlight
 from workers.logging import get_logger
 from workers.operations import Chunk
@@ -41,7 +41,7 @@ class StepsInFlight:
         scheduler: Scheduler,
         prelauncher: Prelauncher,
         *,
-        on_done: Callable[[Decodes, DecodesDone, Decodes], None],
+        on_done: Callable[[Decodes, Decodes], None],
         on_failed: Callable[[Decodes, Exception], None],
         on_end: Callable[[Sequence[Chunk]], None],
     ) -> None:
@@ -155,7 +155,7 @@ class StepsInFlight:
         if step is None:
             return
         try:
-            done = self._engine.finish(step, following)
+            self._engine.finish(step, following)
         except DeviceLostError:
             raise
         except Exception as error:
@@ -167,7 +167,7 @@ class StepsInFlight:
         self.step, ahead = following, NO_DECODES
         if following is not None:
             ahead = following.decodes.take(following.decodes.prelaunched)
-        self._on_done(step.decodes, done, ahead)
+        self._on_done(step.decodes, ahead)
         self._on_end(step.chunks)
         if following is not None:
             self._scheduler.run_next(following.decodes)

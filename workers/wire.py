@@ -18,7 +18,10 @@ from workers.common import worker_pb2
 from workers.common.unknown_fields import unknown_field
 from workers.decodes import (
     ARRIVED_NS,
+    BATCH_ITEMS,
     CALLER,
+    CHOSEN,
+    COMPUTE_NS,
     DEADLINE,
     LORA_SLOT,
     NEVER,
@@ -26,11 +29,11 @@ from workers.decodes import (
     POSITION,
     PRELAUNCH,
     PROMPT_LEN,
+    QUEUE_NS,
     SEQUENCE,
     TOKEN,
     WIDTH,
     Decodes,
-    DecodesDone,
 )
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
@@ -48,6 +51,7 @@ from workers.operations import (
     CheckIntegrity,
     Claim,
     Command,
+    DataType,
     Done,
     DraftProbabilities,
     Failed,
@@ -56,7 +60,6 @@ from workers.operations import (
     Forward,
     HiddenSpec,
     Kind,
-    LogitsFormat,
     OutputSpec,
     Priority,
     Release,
@@ -86,6 +89,8 @@ _MAX_CACHED_BYTES = 256
 _SEED = DEADLINE + 1
 _DECODE_NUMBERS = _SEED + 1
 _LONGEST_NS = 1 << 62
+# Those of each row of a DecodesDone.
+_DONE = [OP_ID, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS]
 
 # How many layers have experts, the experts of each, and those of a token.
 ExpertSizes: TypeAlias = tuple[int, int, int]
@@ -94,25 +99,9 @@ _KINDS = {worker_pb2.OperationKind.Value(f"OPERATION_KIND_{kind.name}"): kind fo
 _PRIORITIES = {types_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL} | {
     types_pb2.Priority.Value(f"PRIORITY_{priority.name}"): priority for priority in Priority
 }
-_FORMATS = {
-    types_pb2.DATA_TYPE_UNSPECIFIED: None,
-    types_pb2.DATA_TYPE_F32: LogitsFormat.F32,
-    types_pb2.DATA_TYPE_BF16: LogitsFormat.BF16,
-    types_pb2.DATA_TYPE_F16: LogitsFormat.F16,
-}
-_DTYPES = {
-    LogitsFormat.F32: types_pb2.DATA_TYPE_F32,
-    LogitsFormat.BF16: types_pb2.DATA_TYPE_BF16,
-    LogitsFormat.F16: types_pb2.DATA_TYPE_F16,
-}
-_DTYPES_BY_NAME = {
-    "float32": types_pb2.DATA_TYPE_F32,
-    "bfloat16": types_pb2.DATA_TYPE_BF16,
-    "float16": types_pb2.DATA_TYPE_F16,
-}
-_NUMBER_FORMATS = {dtype: number_format for number_format, dtype in _DTYPES.items()} | {
-    types_pb2.DATA_TYPE_UNSPECIFIED: LogitsFormat.F32
-}
+_DTYPES = {dtype: types_pb2.DataType.Value(f"DATA_TYPE_{dtype.name}") for dtype in DataType}
+_KNOWN_DTYPES = {number: dtype for dtype, number in _DTYPES.items()}
+_DTYPES_BY_NAME = {"float32": DataType.F32, "bfloat16": DataType.BF16, "float16": DataType.F16}
 _OUTPUT_FIELDS = {field.name for field in dataclasses.fields(OutputSpec)}
 _SAMPLING_FIELDS = {field.name for field in dataclasses.fields(Sampling)}
 _REASONS = {
@@ -361,7 +350,7 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: in
         if field.name not in _OUTPUT_FIELDS:
             raise UnknownFieldError(f"output.{field.name}")
     output = OutputSpec(
-        logits=_FORMATS[message.logits],
+        logits=_KNOWN_DTYPES[message.logits] if message.logits else None,
         top_logprobs=message.top_logprobs,
         logprob_token_ids=tuple(message.logprob_token_ids),
         logprob=message.logprob,
@@ -379,7 +368,7 @@ def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
     layers = tuple(message.layers) or (num_layers,)
     if max(layers) > num_layers:
         raise ValueError(f"hidden states of layers {layers} of {num_layers}")
-    return HiddenSpec(layers, _NUMBER_FORMATS[message.dtype])
+    return HiddenSpec(layers, _KNOWN_DTYPES[message.dtype] if message.dtype else DataType.F32)
 
 
 def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:
@@ -443,13 +432,13 @@ def _inflated(deflated: bytes, max_bytes: int) -> bytes:
 
 
 def to_event(  # noqa: PLR0911 - one for each result
-    result: Forward | DecodesDone | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
+    result: Forward | Decodes | Done | Failed | Adopted | AdapterLoaded | WeightsRead,
 ) -> worker_pb2.WorkerEvent:
     """Encodes a result."""
     match result:
-        case DecodesDone():
-            rows = np.ascontiguousarray(result.columns.T, "<i8").tobytes()
-            outputs = map(_row, result.outputs or ())
+        case Decodes():
+            rows = np.ascontiguousarray(result.columns[_DONE].T, "<i8").tobytes()
+            outputs = map(_row, result.row_outputs or ())
             return worker_pb2.WorkerEvent(decodes=worker_pb2.DecodesDone(rows=rows, outputs=outputs))
         case Forward():
             return worker_pb2.WorkerEvent(op_id=result.op_id, forward=_forward_done(result))
@@ -516,14 +505,15 @@ def _row(row: RowOutput) -> types_pb2.StepOutput:
     return message
 
 
-def _write_row(data: bytes, number_format: LogitsFormat, into: types_pb2.Tensor) -> None:
-    into.dtype = _DTYPES[number_format]
-    into.shape.append(len(data) // (4 if number_format is LogitsFormat.F32 else 2))
+def _write_row(data: bytes, number_format: DataType, into: types_pb2.Tensor) -> None:
+    into.dtype = _DTYPES[number_format]  # type: ignore[assignment]  # an enum to the stubs
+    into.shape.append(len(data) // (4 if number_format is DataType.F32 else 2))
     into.data = data
 
 
 def _description(model: ModelDescription) -> types_pb2.ModelDescription:
-    fields = _fields(model) | {"dtype": _DTYPES_BY_NAME.get(model.dtype)}
+    dtype = _DTYPES_BY_NAME.get(model.dtype)
+    fields = _fields(model) | {"dtype": None if dtype is None else _DTYPES[dtype]}
     return types_pb2.ModelDescription(**fields)
 
 

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from workers.decodes import CHOSEN, OP_ID, Decodes, DecodesDone
+from workers.decodes import CHOSEN, OP_ID, Decodes
 from workers.executors.engine import Engine
 from workers.operations import Command, Failed, Forward, Kind, OutputSpec, Result
 from workers.scheduler import Scheduler
@@ -52,7 +52,7 @@ class LoopOnThread:
 
     def __init__(self, engine: Engine, *, max_items: int, max_tokens: int, max_seq_tokens: int) -> None:
         """The limits of a step, and of a sequence, in tokens."""
-        self._results: queue.SimpleQueue[Sequence[Result | DecodesDone]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Sequence[Result | Decodes]] = queue.SimpleQueue()
         scheduler = Scheduler(max_tokens, max_items, max_items)
         self.loop = StepLoop(engine, scheduler, self._emit, max_seq_tokens)
         self._thread = threading.Thread(target=self.loop.run, name="step loop", daemon=True)
@@ -68,7 +68,7 @@ class LoopOnThread:
         self.loop.stop()
         self._thread.join(_ANSWER_S)
 
-    def _emit(self, results: Sequence[Result | DecodesDone]) -> None:
+    def _emit(self, results: Sequence[Result | Decodes]) -> None:
         # The loop uses its list again.
         self._results.put(list(results))
 
@@ -98,7 +98,7 @@ class LoopOnThread:
             raise TimeoutError(f"the step loop has not answered for {_ANSWER_S:.0f} s") from None
         found: dict[int, Result | int] = {}
         for result in results:
-            if isinstance(result, DecodesDone):
+            if isinstance(result, Decodes):
                 found |= zip(*result.columns[[OP_ID, CHOSEN]].tolist(), strict=True)
             elif isinstance(result, Failed):
                 raise RuntimeError(  # noqa: TRY004 - no wrong type

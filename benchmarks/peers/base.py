@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gguf_file import make_gguf, make_quantised
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.weights import make_model
 
@@ -31,7 +32,8 @@ class PeerConfig:
     """The configuration of a competitor.
 
     Attributes:
-        name: What the plan calls it.
+        name: What the plan calls it: the kind of peer; behind a space the format of its weights, if they are
+            quantised; "@before" if it is of another checkout.
         root: The checkout whose code it measures.
         cache: Where models are kept.
         kv_pages: Pages of 16 tokens for Quire's executors, the same in process and behind the gateway.
@@ -51,9 +53,24 @@ class PeerConfig:
         """The shape of the measured model."""
         return SHAPES[self.shape_name]
 
+    @property
+    def kind(self) -> str:
+        """The kind of peer."""
+        return self.name.partition("@")[0].partition(" ")[0]
+
+    @property
+    def quantised(self) -> str:
+        """The format of the GGUF file that is measured; empty: bfloat16."""
+        return self.name.partition("@")[0].partition(" ")[2]
+
     def model_dir(self) -> Path:
-        """Its Hugging Face directory, created if needed."""
+        """The model's Hugging Face directory, created if needed."""
         return make_model(self.shape, self.cache)
+
+    def gguf_file(self) -> Path:
+        """The model as GGUF, created if needed. Raises Unavailable if packages are missing."""
+        path = make_gguf(optional("gguf"), self.model_dir(), self.shape)
+        return make_quantised(optional("llama_cpp"), path, self.quantised) if self.quantised else path
 
 
 @dataclass(slots=True)
@@ -97,6 +114,10 @@ class Peer:
     def memory(self) -> dict[str, int]:
         """Peak memory in bytes, by process."""
         return {"": peak_memory_bytes("self")}
+
+    def held(self) -> dict[str, int]:
+        """The file of quantised weights and the KV in bytes, by the names of `memory`; empty: not known."""
+        return {}
 
     def close(self) -> None:
         """Ends the processes that the peer started."""

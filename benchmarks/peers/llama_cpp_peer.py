@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's C interface: bfloat16 weights, float16 KV, batches over sequences."""
+"""llama.cpp through llama-cpp-python's C interface: float16 KV, batches over sequences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gguf_file import make_gguf
 from benchmarks.peers.base import Peer, PeerConfig, Sample, optional, prompts, timed, timed_steps
 
 # Space for the tokens of a turn. llama.cpp gives each sequence an equal part of the context.
@@ -21,9 +20,12 @@ class LlamaCppPeer(Peer):
     """
 
     def __init__(self, config: PeerConfig) -> None:
-        self._llama, gguf = optional("llama_cpp"), optional("gguf")
+        self._llama = optional("llama_cpp")
         self._shape, self._threads = config.shape, config.threads
-        path = make_gguf(gguf, config.model_dir(), self._shape)
+        path = config.gguf_file()
+        # What a step reads is known by the file only if that is quantised.
+        self._file_bytes = path.stat().st_size if config.quantised else 0
+        self._most_kv_bytes = 0
         self._llama.llama_backend_init()
         self._model = self._llama.llama_model_load_from_file(
             str(path).encode(), self._llama.llama_model_default_params()
@@ -60,7 +62,12 @@ class LlamaCppPeer(Peer):
             raise ValueError(f"{steps} steps do not fit in {_SLACK_TOKENS} tokens")
         ns = timed_steps(self._step, steps)
         self._reset()
-        return Sample(ns, len(self._first))
+        found = Sample(ns, len(self._first))
+        if self._file_bytes:
+            found.bytes_read = self._file_bytes + self._shape.kv_bytes(
+                len(self._first) * self._context_tokens
+            )
+        return found
 
     def prepare_prefill(self, batch: int, prompt_tokens: int) -> None:
         self._open(batch, prompt_tokens)
@@ -70,6 +77,9 @@ class LlamaCppPeer(Peer):
         ns = timed(lambda: self._forward(token_ids, 0))
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), False)
         return Sample([ns], batch * prompt_tokens)
+
+    def held(self) -> dict[str, int]:
+        return {"": self._file_bytes + self._most_kv_bytes} if self._file_bytes else {}
 
     def release(self) -> None:
         if self._context is not None:
@@ -95,6 +105,7 @@ class LlamaCppPeer(Peer):
         if not self._context:
             raise RuntimeError("llama.cpp cannot make a context; its log says why")
         self._batch = self._llama.llama_batch_init(batch * tokens, 0, 1)
+        self._most_kv_bytes = max(self._most_kv_bytes, self._shape.kv_bytes(batch * tokens))
 
     def _forward(self, token_ids: list[list[int]], position: int) -> list[int]:
         """Appends tokens to the first sequences at `position`. Returns the most likely next token of each."""

@@ -12,14 +12,20 @@ from benchmarks import drivers
 from benchmarks.peers.base import PeerConfig, Sample, prompts
 from benchmarks.peers.grpc_peer import GrpcPeer
 
+# Tokens of a page of KV.
+PAGE_TOKENS = 16
+
 
 class ServicePeer(GrpcPeer):
     """Greedy, without log-probabilities, every step fenced by its position. Prompts differ."""
 
     def __init__(self, config: PeerConfig, more_flags: Sequence[str] = ()) -> None:
         flags = [*more_flags, "--threads-per-worker", str(config.threads), "--kv-pages", str(config.kv_pages)]
-        super().__init__(config, str(config.model_dir()), flags)
-        self._vocab_size = config.shape.vocab_size
+        model = config.gguf_file() if config.quantised else config.model_dir()
+        super().__init__(config, str(model), flags)
+        self._shape, self._vocab_size = config.shape, config.shape.vocab_size
+        # What a step reads is known by the file only if that is quantised.
+        self._file_bytes = model.stat().st_size if config.quantised else 0
         self._callers: list[drivers.Caller] = []
         self._prompts: list[list[int]] = []
 
@@ -33,7 +39,10 @@ class ServicePeer(GrpcPeer):
 
     def decode(self, steps: int, mode: str = "batch") -> Sample:
         try:
-            return self._counted(drivers.MODES[mode](self.stub, self._callers, steps))
+            found = self._counted(drivers.MODES[mode](self.stub, self._callers, steps))
+            if self._file_bytes:
+                found.bytes_read = self._file_bytes + self._shape.kv_bytes(sum(map(len, self._prompts)))
+            return found
         finally:
             self.run(drivers.rewind_callers(self.stub, self._callers))
 
@@ -70,6 +79,14 @@ class ServicePeer(GrpcPeer):
 
     def prefill(self, batch: int, prompt_tokens: int, seed: int) -> Sample:
         return self.run(self._prefill(prompts(self._vocab_size, batch, prompt_tokens, seed)))
+
+    def held(self) -> dict[str, int]:
+        if not self._file_bytes:
+            return {}
+        pool = self.gateway.stub.GetCacheMetrics(executor_pb2.GetCacheMetricsRequest()).workers[0].pool
+        # Pages keep the KV of released sequences; others have not been written.
+        written = pool.pages_total - pool.pages_free
+        return {"worker": self._file_bytes + self._shape.kv_bytes(written * PAGE_TOKENS)}
 
     def release(self) -> None:
         self.run(drivers.close_callers(self.stub, self._callers))

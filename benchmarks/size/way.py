@@ -24,7 +24,6 @@ TYPES = (
     "workers.common.worker_pb2.DecodesCommand",
     "workers.decodes.Decodes",
     "workers.models.inputs.ForwardInputs",
-    "workers.decodes.DecodesDone",
     "service.caches.answers.DecodeDone",
     "service.caches.records.TokensAppended",
     "service.caches.requests.Appended",

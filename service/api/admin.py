@@ -130,7 +130,6 @@ class AdminApi:
     async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, _context: Context
     ) -> admin_pb2.UnloadAdapterResponse:
-        """Removes an id."""
         check_only_gateway(self._state)
         owner = None if request.shared else current_tenant_name()
         return admin_pb2.UnloadAdapterResponse(unloaded=await self._loader.unload(request.adapter_id, owner))
@@ -138,7 +137,6 @@ class AdminApi:
     async def ListAdapters(
         self, _request: admin_pb2.ListAdaptersRequest, _context: Context
     ) -> admin_pb2.ListAdaptersResponse:
-        """Lists the adapters that the caller can use."""
         visible = self._adapters.visible_to(current_tenant_name())
         return admin_pb2.ListAdaptersResponse(adapters=self._describe(visible))
 

@@ -178,6 +178,12 @@ def last_row(output: types_pb2.OutputOptions) -> bytes:
     return serialized(worker_pb2.ForwardOptions(rows=1, output=output))
 
 
+def rows_kept_as_sampled(output: types_pb2.OutputOptions, rows: int) -> bytes:
+    """Options of an append of a token and its draft, with an output for each: see VERIFY_ACCEPT_SAMPLED."""
+    accept = types_pb2.VERIFY_ACCEPT_SAMPLED
+    return serialized(worker_pb2.ForwardOptions(rows=rows, output=output, accept=accept))
+
+
 def serialized(options: worker_pb2.ForwardOptions) -> bytes:
     """The options as they are sent to the worker. Equal options give equal bytes, because maps are sorted."""
     return options.SerializeToString(deterministic=True)

@@ -54,7 +54,6 @@ class CallLog:
         self.has_successes = self._done is not None
 
     def refused(self, rpc: str, failure: QuireError, duration_ms: float) -> None:
-        """Counts and logs a refused call."""
         self.count(failure)
         if self._failed is not None:
             self._failed(
@@ -71,7 +70,6 @@ class CallLog:
         self.refusals[failure.reason] += 1
 
     def cancelled(self, rpc: str, duration_ms: float) -> None:
-        """Logs a call that its caller cancelled."""
         if self._failed is not None:
             self._failed("call cancelled", rpc=rpc, code="CANCELLED", duration_ms=duration_ms)
 

@@ -93,7 +93,6 @@ class RequestReceiver:
 
     @property
     def streams(self) -> int:
-        """The number of open request streams."""
         return self._budgets.streams.used
 
     async def request(self, _messages: object, context: _Context) -> Any:

@@ -119,7 +119,6 @@ class ServerState:
 
     @property
     def model_version(self) -> int:
-        """The number of the version that is served."""
         return self._versions.serving.number
 
     async def limits_when_ready(self, timeout_s: float | None) -> RequestLimits:
@@ -219,5 +218,4 @@ class ServerState:
 
     @property
     def has_ready_worker(self) -> bool:
-        """Whether a worker is ready to compute."""
         return any(slot.state == executor_pb2.WORKER_STATE_READY for slot in self.slots)

@@ -58,7 +58,6 @@ class Principal:
     roles: frozenset[Role] = frozenset({Role.CALL})
 
     def allows(self, role: Role) -> bool:
-        """Whether it may do what needs `role`."""
         return role in self.roles or Role.ADMINISTER in self.roles
 
 
@@ -89,11 +88,9 @@ class TokenStore:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether any token is known."""
         return bool(self._tokens)
 
     def quota_of(self, tenant: str) -> Quota:
-        """The quota of a tenant."""
         return self._quotas.get(tenant, UNBOUNDED)
 
 

@@ -67,7 +67,6 @@ class Attempts:
         self.changed = False
 
     def under_way(self, worker: WorkerView) -> Iterator[Operation]:
-        """The operations that a worker computes."""
         return (o for o in self.running.values() if o.entry.worker is worker)
 
     # Begin and stop.
@@ -227,7 +226,6 @@ class Attempts:
         self.changed = True
 
     def _park_until_s(self, operation: Operation) -> float:
-        """When a parked operation fails."""
         until_s = operation.submitted_s + self._max_wait_s
         if operation.deadline_s is None:
             return until_s
@@ -275,12 +273,10 @@ class Attempts:
         if operation.copy_number is None:
             tokens.extend(append.token_ids)
         worker = self._workers.choose(tokens, state.salt, state.weights)
-        self._workers.affinity.record(tokens, worker, state.salt)
         self._kv.assign(entry, worker)
         return worker
 
     def _may_replay(self) -> bool:
-        """Whether another replay may be sent in this moment."""
         if self._context.now_s - self._replays_since_s >= _MOMENT_S:
             self._replays_since_s, self._replayed_tokens = self._context.now_s, 0
         return self._replayed_tokens < _REPLAYED_AT_ONCE
@@ -311,7 +307,7 @@ class Attempts:
         own, append = operation.entry.worker, operation.append
         assert append is not None
         tokens = operation.base + len(append.token_ids)
-        for worker in self._workers.open_workers(operation.entry.state.weights) if own is None else (own,):
+        for worker in self._workers.preferred(operation.entry.state.weights) if own is None else (own,):
             if worker in full:
                 continue
             # Without a worker its KV was dropped: it needs pages for all tokens.
@@ -369,6 +365,7 @@ class Attempts:
             context.send(worker, ForkSequence(context.number(), entry.number, (copy_number,)))
         if not entry.was_sent:
             self._kv.sent(entry)
+            self._workers.affinity.record(token_ids, worker, entry.state.salt)
         operation.state, operation.op_id = REPLAYING if replays else COMPUTING, context.number()
         operation.token_ids, operation.position, operation.timeout_s = token_ids, position, timeout_s
         operation.pages = pages = -(-tokens // worker.page_tokens)
@@ -431,7 +428,7 @@ class Attempts:
         if self._preempt(worker, missing, operation):
             return self.begin_again(operation)
         whole = worker.pages_for(entry.length) + error.pages_needed
-        others = [w for w in self._workers.open_workers(worker.weights) if w is not worker]
+        others = [w for w in self._workers.preferred(worker.weights) if w is not worker]
         if any(w.headroom >= whole for w in others) and operation.failures < _MOST_FAILURES:
             operation.failures += 1
             self._kv.drop(entry)

@@ -40,7 +40,6 @@ class CacheIndex:
         return entry if entry is not None and entry.tenant is tenant else None
 
     def by_number(self, number: int) -> CacheEntry | None:
-        """The cache with this number, if there is one."""
         return self._by_number.get(number)
 
     def created_by(self, request_id: str, tenant: Tenant) -> CacheEntry | None:

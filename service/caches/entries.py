@@ -189,7 +189,6 @@ class CacheEntry:
 
     @property
     def length(self) -> int:
-        """Its number of tokens."""
         return self.state.tokens.length
 
     @property
@@ -259,7 +258,6 @@ class WorkerView:
         return self.pages_available - self.pages_queued
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_tokens)
 
 

@@ -86,7 +86,6 @@ class CacheState:
 
     @property
     def length(self) -> int:
-        """Its number of tokens."""
         return self.tokens.length
 
     @property
@@ -120,7 +119,6 @@ class Ledger:
         return iter(self._states.values())
 
     def get(self, number: int) -> CacheState | None:
-        """The cache of a number, if there is one."""
         return self._states.get(number)
 
     def continue_weights(self, first: int, weights: int) -> None:

@@ -146,7 +146,6 @@ class CacheMachine(OperationQueues):
             self._attempts.workers_changed()
 
     def is_drained(self, worker_id: str, epoch: int) -> bool:
-        """Whether a worker computes nothing."""
         worker = self._workers.find(worker_id, epoch)
         return worker is None or not any(self._attempts.under_way(worker))
 

@@ -96,7 +96,6 @@ class KvPlacement:
             self._context.send(worker, ReleaseSequences(self._context.number(), numbers))
 
     def lose(self, worker: WorkerView) -> None:
-        """Drops all KV of a lost worker."""
         for entry in list(worker.held):
             self._forget(entry, worker)
 
@@ -156,16 +155,6 @@ class PrefixAffinity:
         while len(self._holders) > self._capacity:
             self._holders.popitem(last=False)
 
-    def forget(self, token_ids: Sequence[int], worker: WorkerView, salt: bytes = b"") -> None:
-        """Undoes `record`."""
-        name = (worker.worker_id, worker.epoch)
-        for digest in _prefix_digests(token_ids, salt):
-            holders = tuple(holder for holder in self._holders.get(digest, ()) if holder != name)
-            if holders:
-                self._holders[digest] = holders
-            else:
-                self._holders.pop(digest, None)
-
     def held(self, token_ids: Sequence[int], salt: bytes = b"") -> dict[Holder, int]:
         """How many of the first tokens each worker has computed, as far as is known."""
         found: dict[Holder, int] = {}
@@ -212,7 +201,6 @@ class Workers:
         return worker if worker is not None and worker.epoch == epoch else None
 
     def remove(self, worker: WorkerView) -> None:
-        """Removes a worker."""
         del self._workers[worker.worker_id]
         worker.is_ready = False
 
@@ -220,18 +208,22 @@ class Workers:
         """The workers that take new sequences of these weights."""
         return [worker for worker in self if worker.weights == weights and not worker.draining]
 
+    def preferred(self, weights: int) -> list[WorkerView]:
+        """Those of them that are not silent, if there are any."""
+        there = self.open_workers(weights)
+        return [worker for worker in there if not worker.suspect] or there
+
     def choose(self, token_ids: Sequence[int], salt: bytes = b"", weights: int = 0) -> WorkerView:
         """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.
 
         Only sequences of the same salt share prefixes. A full worker refuses the attempt and reports
         how many pages are missing.
         """
-        there = self.open_workers(weights)
-        if not there:
+        preferred = self.preferred(weights)
+        if not preferred:
             raise NoWorker
-        heard = [w for w in there if not w.suspect] or there
         # Workers whose capacity is too small come last.
-        fitting = [w for w in heard if w.capacity_tokens >= len(token_ids)] or heard
+        fitting = [w for w in preferred if w.capacity_tokens >= len(token_ids)] or preferred
         known = self.affinity.held(token_ids, salt)
         held = {w: known.get((w.worker_id, w.epoch), 0) for w in fitting}
         with_room = [

@@ -271,7 +271,6 @@ class OperationQueues:
         for operation, outcome in ended:
             if isinstance(outcome, QuireError):
                 outcome.without_traceback()
-                self._forget_affinity(operation)
             if operation.state is not COMMITTING:
                 self._stop(operation)
             operation.state = ENDED
@@ -289,12 +288,6 @@ class OperationQueues:
         """Stops whatever is under way for an operation."""
         self._attempts.stop(operation)
         operation.kind.stopped(operation)
-
-    def _forget_affinity(self, operation: Operation) -> None:
-        """A worker has nothing of a cache that could not be created."""
-        entry, append = operation.entry, operation.append
-        if append is not None and not entry.visible and entry.worker is not None:
-            self._workers.affinity.forget(append.token_ids, entry.worker, entry.state.salt)
 
     def cancel(self, ticket: int, now_s: float) -> None:
         """Cancels an operation and undoes its effects. No reply follows.

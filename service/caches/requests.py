@@ -101,12 +101,10 @@ class Fork:
 
     @classmethod
     def of(cls, cache_id: str, count: int, release: Sequence[str] = (), request_id: str = "") -> Fork:
-        """A fork of one cache."""
         return cls((Source(cache_id, count),), release, request_id)
 
     @property
     def count(self) -> int:
-        """The number of copies in all."""
         return sum(source.count for source in self.sources)
 
 

@@ -191,7 +191,6 @@ class Admission:
             tenant.caches += caches
 
     def end_reservation(self, operation: Operation) -> None:
-        """Drops the reservation of an operation."""
         tenant = operation.entry.tenant
         tenant.tokens -= operation.tokens
         self._caches -= operation.caches

@@ -46,7 +46,6 @@ class SegmentStore:
         return SegmentedTokens(parent.segments[:], parent.length)
 
     def extend(self, tokens: SegmentedTokens, token_ids: Sequence[int]) -> None:
-        """Appends tokens."""
         room = -tokens.length % self._segment_tokens
         if room and len(token_ids) == 1:
             # The usual case.
@@ -113,11 +112,9 @@ class SegmentedTokens:
         self.length = length
 
     def copy(self, start: int = 0) -> array[int]:
-        """A copy of the tokens from `start`."""
         return self.between(start, self.length)
 
     def between(self, start: int, end: int) -> array[int]:
-        """A copy of the tokens from `start` to `end`."""
         copied = array("I")
         at = 0
         for segment in self.segments:

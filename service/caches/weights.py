@@ -34,7 +34,6 @@ class Weights:
         return self.serving if self.continued_from <= weights <= self.serving else weights
 
     def can_use(self, weights: int) -> bool:
-        """Whether caches of these weights can be used."""
         return weights == self.serving
 
     def require(self, entry: CacheEntry) -> None:
@@ -43,7 +42,6 @@ class Weights:
             raise WeightsChanged
 
     def has_caches(self, weights: int) -> bool:
-        """Whether there are caches of these weights."""
         return any(state.weights == weights for state in self._ledger)
 
 

@@ -31,6 +31,15 @@ _CLOSE_S: Final = 5.0
 # After a commit that has blocked the event loop for so long, the thread writes for a multiple of that time.
 _SLOW_S: Final = 0.02
 _PAUSE: Final = 100
+# A thread that waits for the interpreter gets it within the switch interval from one that computes, but may
+# never get it from an event loop that is always busy: that lets go of it at each turn, for less time than a
+# thread takes to wake up, which also starts the interval anew. Commits then waited for seconds. So a loop
+# that sees no progress of the thread for `_STALLED_S` sleeps for `_GIVE_WAY_S`: after `_RETRY_S` again, and
+# after twice that, since the thread may as well wait for a slow disk.
+_STALLED_S: Final = 0.004
+_GIVE_WAY_S: Final = 0.0002
+_RETRY_S: Final = 0.001
+_MAX_RETRY_S: Final = 0.008
 
 # The payload of a commit, or what runs on the thread between commits.
 _Item = bytes | Callable[[], None]
@@ -62,6 +71,9 @@ class FileJournal(StoredJournal):
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_ended = False
+        # How many items the thread was given, and has finished: the second is the thread's own.
+        self._given_items = self._done_items = 0
+        self._is_watched = False
         # No commit is written on the event loop before.
         self._on_loop_from = math.inf if sync == "full" else 0.0
         self._warn = RareWarnings(__name__, directory=str(directory))
@@ -125,7 +137,7 @@ class FileJournal(StoredJournal):
         if self._closed:
             return
         self._closed = True
-        self._put(self._end)
+        self._give(self._end)
         assert self._thread is not None
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -134,6 +146,24 @@ class FileJournal(StoredJournal):
     # The thread.
 
     def _put(self, item: _Item) -> None:
+        self._give(item)
+        if not self._is_watched:
+            self._is_watched = True
+            asyncio.get_running_loop().call_later(_STALLED_S, self._watch, self._done_items, _RETRY_S)
+
+    def _watch(self, done_items: int, retry_s: float) -> None:
+        """Lets the thread run if it has finished nothing since `done_items`. Called until it has no more."""
+        loop = asyncio.get_running_loop()
+        if self._done_items == self._given_items or self._has_ended:
+            self._is_watched = False
+        elif self._done_items != done_items:
+            loop.call_later(_STALLED_S, self._watch, self._done_items, _RETRY_S)
+        else:
+            time.sleep(_GIVE_WAY_S)
+            loop.call_later(retry_s, self._watch, done_items, min(2 * retry_s, _MAX_RETRY_S))
+
+    def _give(self, item: _Item) -> None:
+        self._given_items += 1
         self._queue.put(item)
         if self._thread is None:
             # A daemon thread, because a blocked write must not keep the process alive.
@@ -177,9 +207,11 @@ class FileJournal(StoredJournal):
             if payloads:
                 with self._segments.lock:
                     durable = self._append(payloads)
+                self._done_items += len(payloads)
                 self._call_soon(self._loop, self._finish, len(payloads), durable)
             if item is not None:
                 item()
+                self._done_items += 1
 
     def _append(self, payloads: list[bytes]) -> bool:
         """Whether they are durable. Holds the lock."""

@@ -76,17 +76,14 @@ class StoredJournal(Journal):
     # Commits.
 
     def bind_ledger(self, ledger: Ledger) -> None:
-        """See `Journal.bind_ledger`."""
         self._ledger = ledger
         self._compactor = Compactor(ledger, self._commit, self._begun, self._completed)
 
     @property
     def oldest_waiting_s(self) -> float:
-        """See `Journal.oldest_waiting_s`."""
         return time.monotonic() - self._waiting[0][1] if self._waiting else 0.0
 
     def commit(self, records: Sequence[Record], on_committed: OnCommitted) -> None:
-        """See `Journal.commit`."""
         if self._compactor is not None and self._compactor.is_underway:
             self._compactor.commit(records, on_committed)
         else:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from service.config import Config
-from service.settings import ConfigError
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
 _TIMEOUT_S = 20.0
@@ -32,22 +31,14 @@ class Gpu:
 
 
 def chosen(config: Config, environ: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The GPUs for workers, in their order: those of `devices`, else of CUDA_VISIBLE_DEVICES, else all.
+    """The GPUs for workers, in their order: those of CUDA_VISIBLE_DEVICES, else all.
 
-    None if workers are not on GPUs of this machine. Raises ConfigError.
+    None if workers are not on GPUs of this machine.
     """
     if config.has_remote_workers or config.device == "cpu":
         return []
-    found = _found()
-    if config.devices:
-        return _select(found, config.devices)
-    if "CUDA_VISIBLE_DEVICES" not in environ:
-        return found
-    try:
-        return _select(found, environ["CUDA_VISIBLE_DEVICES"])
-    except ConfigError:
-        # Empty, or what nvidia-smi does not list, such as a part of a GPU (MIG): left to CUDA.
-        return []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return _found() if visible is None else _select(_found(), visible)
 
 
 def are_expected(config: Config, gpus: Sequence[Gpu]) -> bool | None:
@@ -68,15 +59,17 @@ def with_workers(config: Config, gpus: Sequence[Gpu]) -> Config:
 
 
 def _select(found: Sequence[Gpu], wanted: str) -> list[Gpu]:
-    """By index, or by UUID, which can be shortened as in CUDA_VISIBLE_DEVICES."""
-    selected = []
+    """By index, or by the beginning of a UUID.
+
+    None if there is another name, such as of a part of a GPU (MIG): that is left to CUDA.
+    """
+    selected: list[Gpu] = []
     for name in wanted.split(","):
         fitting = [
             gpu for gpu in found if name == gpu.index or (name[:4] == "GPU-" and gpu.uuid.startswith(name))
         ]
         if len(fitting) != 1 or fitting[0] in selected:
-            there = ", ".join(f"{gpu.index} ({gpu.uuid})" for gpu in found) or "none that nvidia-smi lists"
-            raise ConfigError("devices", "", wanted, f"this machine's GPUs are: {there}; each only once")
+            return []
         selected += fitting
     return selected
 

@@ -26,7 +26,6 @@ class RollingRestart:
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
-        """Those of its workers."""
         return self._pool.versions.slots
 
     async def replace(self, worker_id: str, grace_s: float) -> list[admin_pb2.ReplacedWorker]:

@@ -124,7 +124,6 @@ class WorkerDirectory:
 
     @property
     def socket(self) -> Path:
-        """The path of the gateway's socket."""
         return self.path / "gateway.sock"
 
     def add(self, name: str, settings: str, code: str) -> WorkerFile:

@@ -11,6 +11,7 @@ from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.errors import InvalidArgument, QuireError
 from service.logging import current_request_id
+from service.runtimes.speculation import MAX_DRAFT_TOKENS
 
 MAX_SAMPLES = 128
 MAX_STOPS = 16
@@ -45,6 +46,18 @@ def check(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("EMPTY_PROMPT", "prompt", "a prompt is needed: tokens, text or chat")
     if item.n > MAX_SAMPLES:
         raise InvalidArgument("TOO_MANY_SAMPLES", "n", f"at most {MAX_SAMPLES} samples of an item")
+    _check_stops(item)
+    if item.HasField("constraint") and item.constraint.WhichOneof("kind") is None:
+        text = "one of json_schema, regex, lark and mask is needed"
+        raise InvalidArgument("BAD_CONSTRAINT", "constraint", text)
+    if item.HasField("timeout") and _timeout_s(item) <= 0:
+        raise InvalidArgument("BAD_TIMEOUT", "timeout", "a timeout must be longer than 0")
+    if item.HasField("speculation"):
+        _check_speculation(item.speculation)
+    check_cost(item)
+
+
+def _check_stops(item: runner_pb2.ExecuteItem) -> None:
     if len(item.stop) > MAX_STOPS:
         raise InvalidArgument("BAD_STOP", "stop", f"at most {MAX_STOPS} stop texts")
     for index, stop in enumerate(item.stop):
@@ -55,12 +68,15 @@ def check(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_STOP", "stop", "stop texts need text, which tokens_only does without")
     if len(item.stop_token_ids) > MAX_STOP_TOKENS:
         raise InvalidArgument("BAD_STOP", "stop_token_ids", f"at most {MAX_STOP_TOKENS} stop tokens")
-    if item.HasField("constraint") and item.constraint.WhichOneof("kind") is None:
-        text = "one of json_schema, regex, lark and mask is needed"
-        raise InvalidArgument("BAD_CONSTRAINT", "constraint", text)
-    if item.HasField("timeout") and _timeout_s(item) <= 0:
-        raise InvalidArgument("BAD_TIMEOUT", "timeout", "a timeout must be longer than 0")
-    check_cost(item)
+
+
+def _check_speculation(speculation: runner_pb2.Speculation) -> None:
+    if speculation.method != runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP:
+        text = "PROMPT_LOOKUP is the only method"
+        raise InvalidArgument("BAD_SPECULATION", "speculation.method", text)
+    if speculation.HasField("max_draft_tokens") and not 0 < speculation.max_draft_tokens <= MAX_DRAFT_TOKENS:
+        text = f"must be 1 to {MAX_DRAFT_TOKENS}"
+        raise InvalidArgument("BAD_SPECULATION", "speculation.max_draft_tokens", text)
 
 
 def check_cost(message: runner_pb2.ExecuteItem | runner_pb2.ExecuteRequest) -> None:

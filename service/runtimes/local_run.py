@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
-from service.api.append_codec import done_of
+from service.api.append_codec import MAX_KEPT_BYTES, done_of
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
 from service.caches.requests import (
@@ -32,6 +32,7 @@ from service.caches.requests import (
     Handles,
     Remembered,
     Request,
+    Truncate,
     cache_ids,
 )
 from service.caches.tenants import Tenant
@@ -193,6 +194,8 @@ class LocalRun:
     ) -> Appended:
         """`sample`: needs the token after these. `part`: names a new cache, see `BatchCaches.key`."""
         cache_id = "" if sample is None or part else sample.cache_id
+        is_verify = kind is AppendKind.VERIFY
+        rows = len(token_ids) if is_verify else int(sample is not None)
         timeout_s = None if item.deadline_s is None else item.deadline_s - time.monotonic()
         appended = await self._result(
             self._unsent,
@@ -202,17 +205,18 @@ class LocalRun:
                 token_ids,
                 position=position,
                 options=options,
-                rows=0 if sample is None else 1,
+                accept=types_pb2.VERIFY_ACCEPT_SAMPLED if is_verify else 0,
+                rows=rows,
                 lease_s=None if cache_id else self._lease_s,
                 request_id=self._caches.key(item.spec.item_id, part) if part else "",
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
-                answer_bytes=item.answer_bytes,
-                is_large=item.is_large,
+                answer_bytes=max(1, rows) * item.answer_bytes,
+                is_large=item.is_large or rows * item.answer_bytes > MAX_KEPT_BYTES,
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
-                prelaunch=sample is not None and sample.can_prelaunch,
+                prelaunch=sample is not None and not is_verify and sample.can_prelaunch,
             ),
         )
         assert isinstance(appended, Appended)
@@ -304,8 +308,34 @@ class LocalRun:
                     self._chunks.append(sample.complete())
                     return
                 options = item.options(sample.index, mask)
+            if draft := sample.draft():
+                token_id, position = await self._verify(item, sample, token_id, draft, position)
+                continue
+            began_at = time.monotonic()
             appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, options, position)
+            if sample.drafter is not None:
+                sample.drafter.decoded(time.monotonic() - began_at)
             token_id, position = self._take(sample, appended)
+
+    async def _verify(
+        self, item: PreparedItem, sample: Sample, token_id: int, draft: Sequence[int], position: int
+    ) -> tuple[int, int]:
+        """Appends a token, and those of its draft that the model chooses; takes what it chooses after each.
+
+        Returns the last one, and its position.
+        """
+        assert sample.drafter is not None
+        began_at = time.monotonic()
+        token_ids = array("I", (token_id, *draft))
+        options = item.verify_options(sample.index, len(token_ids))
+        appended = await self._append(item, AppendKind.VERIFY, token_ids, sample, options, position)
+        sample.drafter.verified(len(draft), appended.kept - 1, time.monotonic() - began_at)
+        outputs = done_of(appended).outputs[: appended.kept]
+        for output in outputs:
+            self._chunks.append(sample.take(output.token_id, output))
+            if sample.is_finished:
+                break
+        return outputs[-1].token_id, appended.seq_len
 
     async def _begin(
         self, item: PreparedItem, sample: Sample, options: bytes, cache: Remembered | None, part: str
@@ -317,8 +347,12 @@ class LocalRun:
             token_ids = cache.token_ids
             await self._resume(item, sample, cache)
         if len(token_ids) > len(prompt):
-            # The last append is repeated: its stored answer holds the token chosen after it.
-            return token_ids[-1], len(token_ids) - 1
+            last = len(token_ids) - 1
+            if sample.drafter is not None and not sample.is_finished:
+                # The last append may have been a draft, of which this is one token.
+                await self._result(self._unsent, Truncate(sample.cache_id, last))
+            # Otherwise the last append is repeated: its stored answer holds the token chosen after it.
+            return token_ids[-1], last
         if cache is None or (part and len(token_ids) == len(prompt)):
             appended = await self._append(item, AppendKind.PREFILL, prompt, sample, options, part=part)
             sample.cached_tokens = done_of(appended).reused_tokens

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api import validation
-from service.api.append_codec import MAX_KEPT_BYTES, last_row
+from service.api.append_codec import MAX_KEPT_BYTES, last_row, rows_kept_as_sampled
 from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
 from service.errors import InvalidArgument, WeightsChanged
 from service.runtimes import items
 from service.runtimes.sample import Sample, SampleSpec
+from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
 from service.text.constraints import Matcher
 from service.text.text_model import TextModel
 
@@ -53,14 +54,20 @@ class PreparedItem:
 
     def options(self, index: int, mask: bytes | None = None) -> bytes:
         """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
+        return last_row(self._output_of(index, self._first_mask if mask is None else mask))
+
+    def verify_options(self, index: int, rows: int) -> bytes:
+        """The same for a step that verifies a draft: an output for each of `rows` tokens."""
+        return rows_kept_as_sampled(self._output_of(index, None), rows)
+
+    def _output_of(self, index: int, mask: bytes | None) -> types_pb2.OutputOptions:
         output = types_pb2.OutputOptions()
         output.CopyFrom(self._output)
-        mask = self._first_mask if mask is None else mask
         if mask is not None:
             output.mask.packed = mask
         if output.sampling.HasField("seed"):
             output.sampling.seed = (output.sampling.seed + index) % _SEEDS
-        return last_row(output)
+        return output
 
 
 class ItemPreparer:
@@ -127,6 +134,7 @@ class ItemPreparer:
                 stop_ids=stop_ids,
                 tokenizer=tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
+                max_draft_tokens=_max_draft_tokens(item),
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -181,6 +189,12 @@ def _max_tokens(item: runner_pb2.ExecuteItem, prompt_tokens: int, limits: Reques
     """The last token is never appended, so there is one more than a sequence has room for."""
     room = limits.max_seq_tokens - prompt_tokens + 1
     return min(item.max_tokens or room, room)
+
+
+def _max_draft_tokens(item: runner_pb2.ExecuteItem) -> int:
+    if not item.HasField("speculation"):
+        return 0
+    return item.speculation.max_draft_tokens or DEFAULT_DRAFT_TOKENS
 
 
 def _seed_of(key: str, item_id: str) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2, types_pb2
 
+from service.runtimes.speculation import Drafter
 from service.text.constraints import Matcher
 from service.text.detokenizer import Detokenizer, TokenDecoder
 from service.text.stops import StopMatcher
@@ -32,6 +33,8 @@ class SampleSpec:
     with_logprobs: bool
     # Those of `end_ids` that are a stop text: a special token, which has no text in a sample.
     stop_ids: Mapping[int, str] = field(default_factory=dict)
+    # The most tokens of a draft. 0: no speculative decoding.
+    max_draft_tokens: int = 0
 
 
 class Sample:
@@ -49,6 +52,9 @@ class Sample:
         self._detokenizer = None
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
+        self.drafter: Drafter | None = None
+        if spec.max_draft_tokens and matcher is None:
+            self.drafter = Drafter(spec.prompt, spec.max_draft_tokens)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
         # The cache with its tokens. Empty: none yet.
@@ -57,7 +63,13 @@ class Sample:
     @property
     def can_prelaunch(self) -> bool:
         """Whether the next token alone determines the request after it, unless that token ends the sample."""
+        if self.drafter is not None and self.drafter.expects_draft:
+            return False
         return self.matcher is None and self.spec.max_tokens - self._num_tokens > 1
+
+    def draft(self) -> Sequence[int]:
+        """Tokens that may follow. The one after them is still a token of the sample."""
+        return () if self.drafter is None else self.drafter.draft(self.spec.max_tokens - self._num_tokens - 1)
 
     @property
     def has_begun(self) -> bool:
@@ -85,6 +97,8 @@ class Sample:
             is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:
             self.matcher.take(token_id)
+        if self.drafter is not None:
+            self.drafter.push(token_id)
         if is_stopped or is_end:
             self._finish(chunk, runner_pb2.FINISH_REASON_STOP)
             chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
@@ -123,5 +137,8 @@ class Sample:
         chunk.usage.input_tokens = len(self.spec.prompt)
         chunk.usage.output_tokens = self._num_tokens
         chunk.usage.cached_tokens = self.cached_tokens
+        if self.drafter is not None:
+            chunk.usage.draft_tokens = self.drafter.drafted
+            chunk.usage.accepted_draft_tokens = self.drafter.accepted
         # Own hardware has no price per token.
         chunk.usage.cost_usd = 0

@@ -79,17 +79,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_a_strict_editable_install_keeps_the_links_that_it_uses(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(CLIENT, source, ignore=shutil.ignore_patterns("*.egg-info", "build", "__pycache__"))
-    build = "from setuptools import build_meta; build_meta.build_editable('..', {'editable_mode': 'strict'})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=240)
-    (built,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(built) as archive:
-        (path,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith(".pth"))
-    assert (Path(path.strip()) / "quire" / "__init__.py").exists()
-
-
 def test_it_holds_the_client_its_command_and_typed_stubs_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -185,7 +174,3 @@ def test_what_people_are_told_to_install_exists() -> None:
         project = tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
         assert not extra or extra in project["optional-dependencies"], (path, word)
     assert installs("npm") == [("clients/node/README.md", "PATH/TO/clients/node")]
-
-
-def test_no_text_names_packages_of_others_as_ours() -> None:
-    assert not [path for path, text in texts() if re.search(r"\bquire-(client|server)\b", text)]

@@ -178,11 +178,10 @@ def test_it_runs_and_says_the_same_again(
         assert_released(client)
 
 
-def test_every_recipe_is_short_and_says_what_it_costs() -> None:
+def test_every_recipe_says_what_it_costs() -> None:
     table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text(encoding="utf-8")
-        assert len(text.splitlines()) < 80, path.name
         docstring = text.split('"""')[1]
         assert "Cost: " in docstring and "Shares steps: " in docstring, path.name
         assert f"examples/{path.name} " in docstring, path.name

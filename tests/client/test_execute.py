@@ -91,6 +91,9 @@ def test_seconds_and_schemas_are_taken_as_they_are(gateway: GatewayProcess) -> N
         schema = {"type": "integer"}
         chunks = client.execute("1+1=", max_tokens=8, timeout=60.5, constraint={"json_schema": schema})
         assert text_of(list(chunks)) == "2"
+    made = quire.item("x", speculation="prompt_lookup")
+    assert made == quire.item("x", speculation={"method": "prompt_lookup"})
+    assert made.speculation.method == runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
     made = quire.item("x", timeout=dt.timedelta(seconds=2), constraint={"json_schema": '{"type": "null"}'})
     assert made.timeout.seconds == 2 and made.constraint.json_schema == '{"type": "null"}'
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import quire
 
 # What the interpreter may load by itself, such as for packages that are installed in place, does not count.
@@ -63,6 +64,8 @@ def test_it_shows_what_it_offers() -> None:
     assert all(f"class {name}(" in shown for name in ("Client", "AsyncClient", "Session", "CacheNotFound"))
 
 
+# `make check-types` finds nearly the same, in the checkout.
+@pytest.mark.thorough
 def test_type_checkers_know_its_names(tmp_path: Path) -> None:
     """As in a project of somebody else, which has the client installed."""
     code = "import quire\nfrom quire import Client\nreveal_type(Client('x').prefill([1]))\nquire.Clinet\n"

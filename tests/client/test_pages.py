@@ -8,11 +8,14 @@ shipped one with a chat template.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import os
 import re
 import runpy
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -253,11 +256,20 @@ def test_what_dies_is_found_again(tmp_path: Path) -> None:
     )
     # Nothing of it in the home of whoever runs it.
     ours = checkout.environment(checkout.ROOT) | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(
-        (sys.executable, str(script)), capture_output=True, text=True, timeout=240, env=ours, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "46 8", done.stderr
+    # Not pipes, which its server would keep open if it failed.
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(
+            (sys.executable, str(script)),
+            stdout=out, stderr=err, env=ours, cwd=tmp_path, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(240)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    errors = (tmp_path / "err").read_text()
+    assert status == 0, errors
+    assert (tmp_path / "out").read_text().strip() == "46 8", errors
 
 
 def free_address() -> str:

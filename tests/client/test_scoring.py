@@ -20,11 +20,9 @@ from quire import (
     ScoreItem,
     _batches,
     draft_from_top,
-    draft_probabilities,
     expert_ids,
     floats,
     output_options,
-    token_mask,
     verify_rows,
 )
 from quire.v1 import executor_pb2, types_pb2
@@ -149,16 +147,6 @@ def test_a_batch_of_prefills_has_options_of_its_own(client: Client) -> None:
     # Made there: both make their calls there.
     assert [cache.decode(6).token_id for cache in caches] == [12, 12]
     assert all(cache.release() for cache in caches)
-
-
-def test_a_session_scores_and_prefills_batches(client: Client) -> None:
-    with client.session() as session:
-        caches = good(session.batch_prefill([PROMPT, PROMPT[:4]]))
-        (scored,) = good(session.score_batch([[*PROMPT, *ANSWER]]))
-        assert scored.token_is_argmax[-3:] == (True, True, True)
-        assert session.score([*PROMPT, *ANSWER], score_from=6).is_greedy
-        for cache in caches:
-            cache.release()
 
 
 def test_a_fork_releases_in_the_same_call(client: Client) -> None:
@@ -286,23 +274,6 @@ def test_embeddings_of_a_batch_of_texts(client: Client) -> None:
     names = {"client": client, "tokens": PROMPT, "quire": quire, "output_options": output_options}
     exec(code, names)
     assert names["embedding"] == pytest.approx(rows[0], abs=1e-3)
-
-
-def test_where_it_runs(client: Client) -> None:
-    assert client.model_info().device == "cpu"
-
-
-def test_what_makes_no_sense_is_refused_here() -> None:
-    with pytest.raises(ValueError, match="f32, bf16 or f16"):
-        output_options(logits="f64")
-    with pytest.raises(TypeError, match="float32"):
-        draft_probabilities(array("d", [1.0]))
-    with pytest.raises(ValueError, match="2 masks, not 1"):
-        verify_rows([{1: 1.0}], [None])
-    with pytest.raises((TypeError, ValueError)):
-        output_options(temprature=1.0)  # type: ignore[call-arg]
-    # No token at all is not the same as every token.
-    assert token_mask([]).WhichOneof("kind") == "allowed"
 
 
 async def test_a_batch_of_prefills_that_is_given_up_leaves_no_cache(gateway: GatewayProcess) -> None:

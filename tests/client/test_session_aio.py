@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,7 +14,6 @@ from quire import (
     AsyncClient,
     AsyncSession,
     SessionEnded,
-    Unavailable,
 )
 
 from tests.client.session_gateway import (
@@ -175,24 +173,6 @@ async def test_closing_waits_for_answers(gateway: GatewayProcess, client: AsyncC
     await session.close()
 
 
-async def test_closing_does_not_wait_for_good(gateway: GatewayProcess, client: AsyncClient) -> None:
-    """And what was in flight is repeated on another session, once."""
-    async with client.session(close_timeout_s=0.2) as session:
-        caches = [await session.prefill(prompt_of(caller)) for caller in range(4)]
-        with held_back(gateway):
-            steps = decode_each(caches)
-            await until(in_flight(gateway, 4))
-            await session.close()
-            assert await outcomes(steps) == ["SessionEnded"] * 4
-    async with client.session() as another:
-        for cache in caches:
-            another.adopt(cache)
-        await asyncio.gather(*(cache.decode(1) for cache in caches))
-        assert [cache.seq_len for cache in caches] == [21] * 4
-    client.adopt(caches[0])
-    assert await caches[0].release()
-
-
 async def test_closing_the_client_ends_its_sessions(gateway: GatewayProcess) -> None:
     client = AsyncClient(gateway.address)
     session = client.session()
@@ -203,39 +183,6 @@ async def test_closing_the_client_ends_its_sessions(gateway: GatewayProcess) -> 
         await client.close()
         assert await outcomes(steps) == ["SessionEnded"]
     await session.close()
-
-
-async def test_a_killed_gateway_ends_every_call() -> None:
-    with GatewayProcess(model="paged-attention") as doomed:
-        async with AsyncClient(doomed.address) as client, client.session() as session:
-            caches = [await session.prefill(prompt_of(caller)) for caller in range(8)]
-            with held_back(doomed):
-                steps = decode_each(caches)
-                await until(in_flight(doomed, 8))
-                doomed.process.kill()
-                assert await outcomes(steps) == ["SessionEnded"] * 8
-            with pytest.raises(SessionEnded) as ended:
-                await session.forward([1])
-            assert isinstance(ended.value.__cause__, Unavailable)
-            async with client.session() as another:
-                with pytest.raises(SessionEnded):
-                    await another.forward([1])
-
-
-def readers() -> int:
-    return sum(task.get_name() == "quire-session" for task in asyncio.all_tasks())
-
-
-async def test_a_session_that_is_forgotten_ends(gateway: GatewayProcess, client: AsyncClient) -> None:
-    session = client.session()
-    cache = await session.prefill(prompt_of(0))
-    del session
-    gc.collect()
-    await cache.decode(1)
-    assert readers() == 1, "its caches keep it"
-    del cache
-    gc.collect()
-    await until(lambda: readers() == 0)
 
 
 async def test_a_session_that_ends_while_it_sends_says_what_the_server_said() -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
+from tests.e2e.greedy import decoded
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, hf_model
 from tests.token_trees import random_tree
@@ -454,16 +455,4 @@ def run_parity_machine(
 def assert_greedy_tokens_match(gateway: GatewayProcess, model: Path) -> None:
     """64 tokens, one Decode after the other, are those that transformers chooses."""
     prompt = [(5 * i + 2) % VOCAB for i in range(37)]
-    expected = hf_greedy(model, prompt, 64)
-    stub = gateway.stub
-    answer = stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=30)
-    handle, chosen = answer.kv_cache, [answer.output.token_id]
-    while len(chosen) < len(expected):
-        step = stub.Decode(
-            pb.DecodeRequest(cache_id=handle.cache_id, token_id=chosen[-1], position=handle.seq_len),
-            timeout=30,
-        )
-        handle = step.kv_cache
-        chosen.append(step.output.token_id)
-    stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=handle.cache_id), timeout=30)
-    assert chosen == expected
+    assert decoded(gateway, prompt, 64) == hf_greedy(model, prompt, 64)

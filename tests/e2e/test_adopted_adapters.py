@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -64,31 +63,3 @@ def test_caches_of_adapters_continue_after_an_adoption(home: Home, adapted: Adap
             text.release()
         second.wait_until(lambda: all(not worker.pool.sequences for worker in second.pools()))
         second.assert_pools_are_whole()
-
-
-def test_pages_of_one_adapter_are_never_those_of_another_with_its_number(
-    home: Home, adapted: Adapted
-) -> None:
-    """The data directory is restored from a copy, and the workers have kept what the copy does not know.
-
-    Before, the next adapter got the number again, and with it the pages and the weights in memory.
-    """
-    with start(home, adapted.model) as first:
-        before = home.note_workers(first)
-        load(first, "a", adapted.adapters[0])
-        saved = shutil.copytree(home.path / "journal", home.path / "saved")
-        lost = load(first, "b", adapted.adapters[1])
-        texts = [Text(first, "b") for _ in range(4)]
-        assert [text.finish() for text in texts] == [adapted.tokens[2]] * 4
-        for text in texts:
-            text.release()
-        first.kill()
-    shutil.rmtree(home.path / "adapter-versions" / str(lost.version))
-    shutil.rmtree(home.path / "journal")
-    saved.rename(home.path / "journal")
-    with start(home, adapted.model) as second:
-        assert load(second, "c", adapted.adapters[2]).version == lost.version, "or nothing is tested here"
-        assert home.note_workers(second) == before
-        texts = [Text(second, "c") for _ in range(4)]
-        assert texts[0].reused == 0
-        assert [text.finish() for text in texts] == [adapted.tokens[3]] * 4

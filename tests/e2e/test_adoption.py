@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, types_pb2
+from quire.v1 import types_pb2
 
 from service.model_names import SHIPPED_MODEL
 from service.pool.worker_directory import lock_holder
@@ -23,7 +21,6 @@ from workers.operations import OutputSpec
 
 # Far more than any operation takes.
 TIMEOUT_S = 60
-SHORT_GRACE_S = "1"
 # More than a page, of the shipped model's vocabulary.
 TOKENS = [7 * i % 11 for i in range(1, 21)]
 TOP = types_pb2.OutputOptions(top_logprobs=3)
@@ -50,13 +47,6 @@ class Home:
         """Remembers the workers of a gateway. Returns their pids by worker_id."""
         self.workers |= gateway.worker_processes()
         return {worker.worker_id: worker.pid for worker in gateway.status().workers}
-
-    def wait_for_leases(self, gateway: GatewayProcess) -> dict[str, int]:
-        """Waits until both workers have a lease, and load. Returns their pids by worker_id."""
-        gateway.wait_until(lambda: len(events(gateway, "products in use")) == 2)
-        pids = self.pids()
-        self.workers |= {psutil.Process(pid) for pid in pids.values()}
-        return pids
 
     def pids(self) -> dict[str, int]:
         """Of the workers that run, by worker_id, as the next gateway finds them."""
@@ -136,66 +126,3 @@ def test_next_gateway_adopts_running_workers(home: Home) -> None:
         fourth.process.send_signal(signal.SIGTERM)
         assert fourth.process.wait(TIMEOUT_S) == -signal.SIGKILL
         home.assert_all_workers_exit()
-
-
-def test_orphans_exit_after_the_grace(home: Home) -> None:
-    """While they load. One of them is stopped and continued."""
-    gateway = home.start(grace_s=SHORT_GRACE_S)
-    pids = home.wait_for_leases(gateway)
-    stopped = psutil.Process(pids["worker-1"])
-    stopped.suspend()
-    gateway.kill()
-    _, alive = psutil.wait_procs(home.workers - {stopped}, timeout=TIMEOUT_S)
-    assert not alive
-    stopped.resume()
-    home.assert_all_workers_exit()
-
-
-def test_workers_that_cannot_be_adopted_are_replaced(home: Home) -> None:
-    """Killed, stopped, or started with other settings. Workers that are still loading are adopted."""
-    first = home.start()
-    pids = home.wait_for_leases(first)
-    first.kill()
-    os.kill(pids["worker-0"], signal.SIGKILL)
-    os.kill(pids["worker-1"], signal.SIGSTOP)
-    second = home.start("--heartbeat-timeout-s", "1")
-    second.wait_until(lambda: len(events(second, "worker started")) == 2)
-    (gone,) = events(second, "worker is gone")
-    assert gone["worker_id"] == "worker-1" and "does not answer" in str(gone["why"])
-    home.wait_for_leases(second)
-    second.kill()
-    settings = ("--max-batch-tokens", "64")
-    third = home.start(*settings)
-    third.wait_until(lambda: len(events(third, "worker started")) == 2)
-    before = home.wait_for_leases(third)
-    others = {worker for worker in home.workers if worker.pid not in before.values()}
-    assert len(others) == 4
-    _, alive = psutil.wait_procs(others, timeout=TIMEOUT_S)
-    assert not alive
-    third.kill()
-    with home.start(*settings) as fourth:
-        assert home.note_workers(fourth) == before
-        assert min(worker.epoch for worker in fourth.status().workers) > 6, "after those of three gateways"
-        answer = fourth.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3]), timeout=TIMEOUT_S)
-        assert [answer.output.token_id] == undisturbed.greedy([1, 2, 3], 1)
-    home.assert_all_workers_exit()
-    assert {path.name for path in (home.path / "workers").iterdir()} == {"epoch", "gateway-id"}
-
-
-def test_callers_of_recovered_caches_wait_for_the_first_worker(home: Home) -> None:
-    """Without a grace there is no adoption: a new worker loads first, then replays the tokens."""
-    with home.start(grace_s="0") as first:
-        home.note_workers(first)
-        cache = first.stub.Prefill(pb.PrefillRequest(token_ids=TOKENS), timeout=TIMEOUT_S).kv_cache
-        first.kill()
-    second = home.start(grace_s="0")
-    try:
-        address = second._wait_for_address()
-        with grpc.insecure_channel(address) as channel:
-            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-            decode = pb.DecodeRequest(cache_id=cache.cache_id, token_id=7, position=len(TOKENS))
-            answer = stub.Decode(decode, timeout=TIMEOUT_S)
-        assert (answer.kv_cache.seq_len, answer.replayed_tokens) == (len(TOKENS) + 1, len(TOKENS))
-        assert [answer.output.token_id] == undisturbed.greedy([*TOKENS, 7], 1)
-    finally:
-        second.stop()

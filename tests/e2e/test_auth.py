@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import Client, PermissionDenied, QuireError, SessionEnded, Unauthenticated
-from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2
+from quire.v1 import executor_pb2, executor_pb2_grpc
 from safetensors.torch import save
 
 from benchmarks.checkout import ROOT, environment
 from service.auth.tokens import Role, new_token
 from tests import quire_command
 from tests.certificates import Authority
-from tests.error_details import reason_of, refused, status_reason
 from tests.gateway_process import GatewayProcess
 
 PROMPT = list(range(1, 50))
@@ -110,18 +105,6 @@ def run_quire(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_listening_for_all_is_refused_in_a_line(tmp_path: Path) -> None:
-    done = run_quire("serve", "--listen", "0.0.0.0:0")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "listen = '0.0.0.0:0' (from --listen) is refused" in done.stderr
-    for name, content in (("--tokens", "[tokens"), ("--tls-cert", "x"), ("--tls-key", "x")):
-        file = tmp_path / "file"
-        file.write_text(content)
-        both = ["--tls-cert", str(file), "--tls-key", str(file)] if "tls" in name else [name, str(file)]
-        done = run_quire("serve", "--listen", "127.0.0.1:0", *both)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "refused" in done.stderr
-
-
 def test_tls_from_the_command_line(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     pair, alice = authority.server(), authority.issue("alice")
@@ -151,55 +134,3 @@ def test_tls_from_the_command_line(tmp_path: Path) -> None:
         done = run_quire("generate", "--target", gateway.address, *show, "12+34=")
         assert (done.returncode, done.stdout) == (0, "46\n"), done.stderr
         assert run_quire("generate", "--target", gateway.address, "--ca", *show[1:2], "1+1=").returncode == 1
-
-
-def test_a_log_that_nobody_reads_stops_nothing() -> None:
-    """With every call logged, and a pipe that is full after some hundred of them."""
-    read_end, write_end = os.pipe()
-    command = quire_command.command("serve", "--model", "paged-attention", "--listen", "127.0.0.1:0")
-    command += ["--device", "cpu", "--log-format", "json", "--log-level", "debug"]
-    gateway = subprocess.Popen(command, stderr=write_end, env=environment(ROOT))
-    os.close(write_end)
-    try:
-        log = b""
-        while b'"listening"' not in log or b'"worker ready"' not in log:
-            log += os.read(read_end, 1 << 16)
-        port = log.partition(b'"listen": "127.0.0.1:')[2].partition(b'"')[0].decode()
-        with Client(f"127.0.0.1:{port}", timeout_s=30) as client:
-            for _ in range(600):  # each makes a line of 200 bytes
-                client.model_info()
-            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                health: Any = health_pb2_grpc.HealthStub(channel)
-                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=30)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(60) == 0
-    finally:
-        gateway.kill()
-        gateway.wait()
-        os.close(read_end)
-
-
-def test_what_is_prepared_counts_before_it_is(tmp_path: Path) -> None:
-    """Rendered, tokenized, compiled: also if nothing is generated then."""
-    quotas = ("[tenants.alice]", "max_per_s = 0.001", "[tenants.mallory]", "max_per_s = 0.001")
-    chat = runner_pb2.Chat(messages=[runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content="1+1=")])
-    items = [runner_pb2.ExecuteItem(item_id=str(index), chat=chat) for index in range(3)]
-    with Guarded(tmp_path, model="adder", quotas=quotas) as gateway:
-
-        def estimate(client: Client) -> str:
-            request = runner_pb2.EstimateCostRequest(items=items)
-            return refused(lambda: client.runner_stub.EstimateCost(request, metadata=client.metadata))
-
-        def execute(client: Client) -> str:
-            request = runner_pb2.ExecuteRequest(items=items)
-            try:
-                answers = list(client.runner_stub.Execute(request, metadata=client.metadata))
-            except grpc.RpcError as error:
-                return reason_of(error)
-            (reason,) = {status_reason(chunk.error) for answer in answers for chunk in answer.chunks}
-            return reason
-
-        for name, ask in (("alice", estimate), ("mallory", execute)):
-            with gateway.client(name) as client:
-                assert [ask(client) for _ in range(20)] == ["NO_CHAT_TEMPLATE"] + ["QUOTA"] * 19

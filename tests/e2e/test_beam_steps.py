@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,43 +68,6 @@ def test_a_step_is_carried_out_as_a_whole_or_not_at_all(tiny_gateway: GatewayPro
     tiny_gateway.assert_pools_are_whole()
 
 
-def test_a_session_takes_the_step_too(tiny_gateway: GatewayProcess) -> None:
-    left = prefill(tiny_gateway, PROMPT).kv_cache.cache_id
-    right = prefill(tiny_gateway, PROMPT[:3]).kv_cache.cache_id
-    request = request_for(left, right)
-    calls = [
-        pb.SessionCall(tag=1, decode=pb.DecodeRequest(cache_id=right, token_id=5)),
-        pb.SessionCall(tag=2, fork_caches=request),
-        pb.SessionCall(tag=3, decode=pb.DecodeRequest(cache_id=left, token_id=5)),
-    ]
-    stream = tiny_gateway.stub.Session(iter([pb.SessionRequest(calls=calls)]), timeout=TIMEOUT_S)
-    answers = {result.tag: result for message in stream for result in message.results}
-    made = [[handle.seq_len for handle in each.kv_caches] for each in answers[2].fork_caches.results]
-    assert made == [[8, 8], [4]], "behind what was asked before"
-    assert answers[1].HasField("decode") and answers[3].HasField("error"), "and before what was asked after"
-    again = fork(tiny_gateway, request)
-    assert [[handle.cache_id for handle in each] for each in again] == [
-        [handle.cache_id for handle in each.kv_caches] for each in answers[2].fork_caches.results
-    ]
-    release(tiny_gateway, [handle.cache_id for each in again for handle in each])
-
-
-def test_a_step_is_repeated_to_a_gateway_that_was_killed_meanwhile(tmp_path: Path) -> None:
-    flags = ["--kv-pages", "64", "--data-dir", str(tmp_path)]
-    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
-        left = prefill(gateway, PROMPT).kv_cache.cache_id
-        right = prefill(gateway, PROMPT[:3]).kv_cache.cache_id
-        request = request_for(left, right)
-        made = [[handle.cache_id for handle in each] for each in fork(gateway, request)]
-        gateway.kill()
-    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
-        again = fork(gateway, request)
-        assert [[handle.cache_id for handle in each] for each in again] == made
-        assert sorted(lengths(gateway).values()) == [3, 8, 8]
-        request.forks[0].count = 1
-        assert refusal(gateway.stub.ForkCaches, request).reason == "REQUEST_ID_REUSED"
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_samples_are_what_copies_with_these_seeds_draw(
     tiny_gateway: GatewayProcess, temperature: float
@@ -139,22 +101,3 @@ def test_samples_are_what_copies_with_these_seeds_draw(
     assert list(fewer.samples) == list(drawn.samples[3:5]), "other seeds are drawn for, too"
     release(tiny_gateway, [parent, *copies, drawn.kv_cache.cache_id])
     tiny_gateway.assert_pools_are_whole()
-
-
-def test_samples_in_a_batch_are_their_items_own(tiny_gateway: GatewayProcess) -> None:
-    sampling = types.SamplingParams(temperature=1.0)
-    output = types.OutputOptions(sampling=sampling)
-    items = [
-        pb.PrefillRequest(token_ids=PROMPT[:5], output=output, sample_seeds=[1, 2]),
-        pb.PrefillRequest(token_ids=PROMPT, output=output),
-        # In several steps.
-        pb.PrefillRequest(token_ids=PROMPT * 12, output=output, sample_seeds=[3], score_from=90),
-    ]
-    batch = pb.BatchPrefillRequest(items=items)
-    results = tiny_gateway.stub.BatchPrefill(batch, timeout=TIMEOUT_S).results
-    assert [len(result.response.samples) for result in results] == [2, 0, 1]
-    for result, item in zip(results, items, strict=True):
-        alone = tiny_gateway.stub.Prefill(item, timeout=TIMEOUT_S)
-        assert list(alone.samples) == list(result.response.samples)
-        assert all(not sample.HasField("logprob") for sample in alone.samples)
-        release(tiny_gateway, [alone.kv_cache.cache_id, result.response.kv_cache.cache_id])

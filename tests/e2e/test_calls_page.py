@@ -151,7 +151,11 @@ def value_at(message: Any, path: str) -> str:
     return str(message)
 
 
-@pytest.mark.parametrize("tool", [pytest.param("grpcurl", marks=needs_grpcurl), "buf"])
+# What buf curl does otherwise: test_reflection.py.
+@pytest.mark.parametrize(
+    "tool",
+    [pytest.param("grpcurl", marks=needs_grpcurl), pytest.param("buf", marks=pytest.mark.thorough)],
+)
 def test_each_line_does_what_the_page_says(tmp_path: Path, tool: str) -> None:
     with GatewayProcess(model="adder") as gateway:
         follow_the_page(gateway, {"ADAPTER": str(adapter(tmp_path))}, tool)

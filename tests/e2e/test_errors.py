@@ -105,7 +105,6 @@ def test_a_failed_call_says_why_and_leaves_nothing_behind(
 # Batches.
 
 GOOD_PROMPTS = ([5, 6, 7], list(range(100, 140)))
-Outcome = tuple[int, int]
 
 
 # Of each batch call: the single call that an item stands for, and the item's message.

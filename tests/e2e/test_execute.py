@@ -26,6 +26,7 @@ from tests.gateway_process import GatewayProcess
 
 PATIENCE_S = 60
 VOCAB = 97
+SPECULATION = runner_pb2.Speculation(method=runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP)
 Samples = dict[tuple[str, int], list[runner_pb2.SampleChunk]]
 
 
@@ -90,10 +91,6 @@ def sampling_of(rng: random.Random) -> types_pb2.SamplingParams:
     return sampling
 
 
-def assert_nothing_is_left(gateway: GatewayProcess) -> None:
-    gateway.wait_until(lambda: not gateway.status().caches and not gateway.status().operations_in_flight)
-
-
 def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> None:
     rng = random.Random(7)
     before = tiny_gateway.status().caches
@@ -101,10 +98,14 @@ def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> 
     for number in range(6):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 17, 70]))]
         count, samples = rng.randint(1, 12), rng.choice([1, 1, 3])
+        if speculates := rng.random() < 0.6:
+            prompt, count = 2 * prompt, 3 * count
         output = types_pb2.OutputOptions(top_logprobs=2)
         if rng.random() < 0.7:
             output.sampling.CopyFrom(sampling_of(rng))
         made = item(f"item {number}", prompt, count, n=samples, logprobs=True, top_logprobs=2)
+        if speculates:
+            made.speculation.CopyFrom(SPECULATION)
         if output.HasField("sampling"):
             made.sampling.CopyFrom(output.sampling)
         if rng.random() < 0.4:
@@ -126,6 +127,10 @@ def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> 
         assert [list(p.top.token_ids) for p in logprobs] == [list(o.top.token_ids) for o in loops[key]]
         assert chunks[-1].finish_reason == runner_pb2.FINISH_REASON_LENGTH
         assert chunks[-1].usage.output_tokens == len(loops[key])
+    # Drafts were right and wrong: those that are found in texts of random weights.
+    usages = [chunks[-1].usage for chunks in found.values()]
+    accepted = sum(usage.accepted_draft_tokens for usage in usages)
+    assert 0 < accepted < sum(usage.draft_tokens for usage in usages)
     assert tiny_gateway.status().caches == before
 
 
@@ -161,6 +166,7 @@ def test_items_that_are_wrong_fail_alone(shipped_gateway: GatewayProcess) -> Non
                 messages=[runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content="hi")]
             )
         ),
+        "BAD_SPECULATION": runner_pb2.ExecuteItem(text=text, speculation=runner_pb2.Speculation()),
         "BAD_MAX_COST": runner_pb2.ExecuteItem(text=text, max_cost_usd=math.nan),
         "BAD_MASK": runner_pb2.ExecuteItem(
             text=text,
@@ -280,8 +286,8 @@ def go_on(
 def long_items() -> list[runner_pb2.ExecuteItem]:
     drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
     return [
-        item("greedy", [5, 6, 7], 80),
-        item("drawn", list(range(40)), 80, sampling=drawn),
+        item("greedy", [5, 6, 7], 80, speculation=SPECULATION),
+        item("drawn", list(range(40)), 80, sampling=drawn, speculation=SPECULATION),
         item("many", list(range(20)), 60, n=3, sampling=drawn),
     ]
 

@@ -157,15 +157,3 @@ def test_models_without_experts_refuse(tiny_gateway: GatewayProcess) -> None:
             with pytest.raises(quire.PreconditionFailed, match="the served model has no experts") as refused:
                 call()
             assert refused.value.reason == "UNSUPPORTED_BY_EXECUTOR"
-
-
-# As a model without experts, in the test above.
-@pytest.mark.thorough
-def test_the_transformers_backend_refuses(model: Path) -> None:
-    flags = ["--dtype", "float32", "--kv-pages", "32", "--model-backend", "transformers"]
-    with (
-        GatewayProcess(model=str(model), workers=1, flags=flags) as gateway,
-        quire.Client(gateway.address) as client,
-        pytest.raises(quire.PreconditionFailed, match="transformers backend"),
-    ):
-        client.prefill([1, 2], output=EXPERTS)

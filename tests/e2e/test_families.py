@@ -1,6 +1,7 @@
 """Families through a real gateway, against transformers: any operations, and 64 greedy tokens.
 
-All of them with --thorough; some in every run.
+With --thorough. In every run: all of them in a worker, in tests/workers/test_families.py; Qwen3 and experts
+through a gateway, in test_parity_machine.py and test_same_bits.py.
 """
 
 from __future__ import annotations
@@ -17,13 +18,8 @@ from tests.model_factory import make_family_model
 FLAGS = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
 
 
-# With windows. One with experts: test_same_bits.py; all of them, in a worker: tests/workers/test_families.py.
-ALWAYS = ("gemma3",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough) for name in MODELS]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
 def test_a_family(name: str, tmp_path: Path) -> None:
     model = make_family_model(tmp_path / "model", *settings_of(name), seed=3)
     with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:

@@ -68,15 +68,3 @@ def test_who_finds_no_room_in_time_is_told_before_his_deadline(gateway: GatewayP
     assert refused.metadata["pages_needed"] == "15" and refused.metadata["pages_available"] == "1"
     assert refused.retry_delay_s
     gateway.assert_pools_are_whole()
-
-
-def test_who_finds_no_room_waits_for_it(gateway: GatewayProcess) -> None:
-    most = [n % 1000 for n in range((PAGES - 1) * PAGE_TOKENS)]
-    with Client(gateway.address, timeout_s=TIMEOUT_S) as client:
-        first, second = client.prefill(most), client.prefill(most[::-1])
-        # Each in turn gives its pages to the other.
-        for token, cache in enumerate((first, second, first)):
-            cache.decode(token)
-        assert first.replayed_tokens == len(most) + 1
-        assert first.release() and second.release()
-    gateway.assert_pools_are_whole()

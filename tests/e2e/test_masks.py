@@ -29,7 +29,7 @@ def caches(tiny_gateway: GatewayProcess) -> Iterator[list[str]]:
         stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("count", [1, 3, 50, 96, 97])
+@pytest.mark.parametrize("count", [3, 96])
 def test_each_item_has_its_own_mask(tiny_gateway: GatewayProcess, caches: list[str], count: int) -> None:
     """In every call: decodes, prefills, a verify and its rows, mixed steps, scorings, executions."""
     stub = tiny_gateway.stub

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import re
-import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
@@ -183,37 +179,3 @@ def test_every_family_is_valid_openmetrics(gateway: GatewayProcess) -> None:
     _, text = Scraped(gateway).get("/metrics", "application/openmetrics-text")
     families = list(openmetrics.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
     assert len({family.name for family in families}) == len(families) > 50
-
-
-def test_readiness_over_a_drain() -> None:
-    flags = [*FLAGS, "--lame-duck-s", "60"]
-    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
-        port = Scraped(gateway)
-        assert port.get("/readyz") == (200, "ready\n")
-        gateway.process.send_signal(signal.SIGTERM)
-        gateway.wait_until(lambda: port.get("/readyz") == (503, "draining\n"))
-        assert port.get("/healthz") == (200, "ok\n")
-        assert value(port.samples(), "quire_state", state="draining") == 1
-        # The second signal ends it at once.
-        gateway.process.send_signal(signal.SIGTERM)
-        gateway.process.wait(30)
-
-
-def test_nothing_of_callers_is_shown(tmp_path: Path) -> None:
-    flags = [*FLAGS, "--data-dir", str(tmp_path / "SECRETPLACE")]
-    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
-        request = pb.PrefillRequest(token_ids=[1], request_id="SECRETREQUEST", cache_salt="SECRETSALT")
-        cache_id = gateway.stub.Prefill(request).kv_cache.cache_id
-        decode(gateway, cache_id, 1)
-        metadata: Any = [("authorization", "Bearer SECRETTOKEN")]
-        with pytest.raises(grpc.RpcError):
-            gateway.stub.Decode(pb.DecodeRequest(cache_id="SECRETCACHE"), metadata=metadata)
-        assert gateway.channel is not None
-        with pytest.raises(grpc.RpcError):
-            gateway.channel.unary_unary("/quire.v1.SECRETSERVICE/SECRETMETHOD")(b"")  # type: ignore[arg-type]
-        port = Scraped(gateway)
-        samples = port.samples()
-        # With a journal on disk: which weights are served, a new cache, and a token.
-        assert value(samples, "quire_journal_commit_seconds_count") == 3
-        _, text = port.get("/metrics")
-        assert "SECRET" not in text and cache_id not in text and not re.search(r'="[^"]*/[^"]*"', text)

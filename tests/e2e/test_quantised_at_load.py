@@ -6,38 +6,26 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests import quire_command
+from tests.e2e.greedy import chosen_here, decoded
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
-from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
+from tests.model_factory import TinyModel, make_family_model, make_model
 from workers.common.protocol import EXIT_CONFIG
 
 PROMPT = [(5 * i + 2) % 97 for i in range(37)]
 COUNT = 24
 
 
-def greedy(model: Path, format_name: str) -> list[int]:
-    """The tokens that a decoder of this process chooses, each after a forward of the whole text."""
-    torch.set_num_threads(1)
-    decoder = load_decoder(model, pack=True, quantization=format_name)
-    text = list(PROMPT)
-    for _ in range(COUNT):
-        inputs = new_packer(1).pack([Item(HandSequence(), text, [len(text) - 1])])
-        logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
-        text.append(int(logits[0].argmax()))
-    return text[len(PROMPT) :]
-
-
-@pytest.mark.parametrize("format_name", ["q8_0", "q4_0"])
+# Their numbers: tests/workers/test_quantised_models.py.
+@pytest.mark.parametrize("format_name", ["q8_0", pytest.param("q4_0", marks=pytest.mark.thorough)])
 def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path: Path) -> None:
     """It has proved itself before: with the self-check, which is not skipped."""
     model = make_model(tmp_path, TinyModel(tied=format_name == "q4_0", dtype="bfloat16"))
-    expected = greedy(model, format_name)
+    expected = chosen_here(model, PROMPT, COUNT, format_name)
     flags = ["--quantization", format_name, "--device", "cpu", "--kv-pages", "64"]
     with GatewayProcess(model=str(model), flags=flags, self_check=True) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest())
@@ -46,16 +34,9 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
         )
         info = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model
         assert (info.quantization, info.dtype) == (format_name, types_pb2.DATA_TYPE_BF16)
-        answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=PROMPT), timeout=30)
-        handle, chosen = answer.kv_cache, [answer.output.token_id]
-        while len(chosen) < COUNT:
-            request = pb.DecodeRequest(cache_id=handle.cache_id, token_id=chosen[-1], position=handle.seq_len)
-            step = gateway.stub.Decode(request, timeout=30)
-            handle = step.kv_cache
-            chosen.append(step.output.token_id)
+        assert decoded(gateway, PROMPT, COUNT) == expected
         # Or "agreed", in an earlier start.
         assert "native code agree" in gateway.log()
-    assert chosen == expected
 
 
 def test_experts_are_refused_before_the_port_listens(tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,23 +134,28 @@ def test_adapters_stay_in_place(gateway: GatewayProcess, models: list[Path], tmp
     unload(gateway, "a")
 
 
-def test_kills_after_a_replacement_bring_the_new_weights_back(models: list[Path], home: Path) -> None:
-    flags = ("--data-dir", str(home), "--orphan-grace-s", "0")
-    with serve(models[0], *flags, workers=2) as gateway:
-        texts = [Text(gateway) for _ in range(3)]
-        replace(gateway, models[1])
-        replace(gateway, models[2])
-        for worker in gateway.status().workers:
-            os.kill(worker.pid, signal.SIGKILL)
-        texts[0].decode(2)
-        gateway.kill()
-    with serve(models[0], *flags, workers=2) as gateway:
-        for text in texts:
-            text.gateway = gateway
-            text.decode(STEPS - len(text.tokens))
-            assert text.tokens[1:] == hf_greedy(models[2], [*text.prompt, text.tokens[0]], STEPS - 1)
-            assert text.weights == 2
-        assert described(gateway).model_id == "2"
+def test_loads_are_answered_while_weights_are_replaced(
+    gateway: GatewayProcess, models: list[Path], tmp_path: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "adapter", models[0], 1)
+    ended = threading.Event()
+    errors: list[grpc.RpcError] = []
+
+    def load_again_and_again() -> None:
+        try:
+            while not ended.is_set():
+                load(gateway, "a", adapter)
+        except grpc.RpcError as error:
+            errors.append(error)
+
+    loading = threading.Thread(target=load_again_and_again)
+    loading.start()
+    for turn in range(10):
+        replace(gateway, models[turn % 2])
+    ended.set()
+    loading.join()
+    assert not errors
+    unload(gateway, "a")
 
 
 def test_callers_under_way_do_not_notice(models: list[Path]) -> None:
@@ -177,14 +181,13 @@ def test_callers_under_way_do_not_notice(models: list[Path]) -> None:
             replace(gateway, models[3])
 
 
-@pytest.mark.parametrize("copied_caches", [0, 2], ids=["without-caches", "with-caches"])
 def test_workers_with_weights_that_a_restore_has_undone_are_not_adopted(
-    models: list[Path], home: Path, tmp_path: Path, copied_caches: int
+    models: list[Path], home: Path, tmp_path: Path
 ) -> None:
     """They have the same name and were started for the same directory as those that are wanted."""
     flags = ("--data-dir", str(home), "--orphan-grace-s", "60")
     with serve(models[0], *flags) as gateway:
-        texts = [Text(gateway) for _ in range(copied_caches)]
+        text = Text(gateway)
         (worker,) = gateway.status().workers
         first = described(gateway)
         gateway.kill()
@@ -201,6 +204,6 @@ def test_workers_with_weights_that_a_restore_has_undone_are_not_adopted(
     with serve(models[0], *flags) as gateway:
         gateway.wait_until_ready()
         assert described(gateway).fingerprint == first.fingerprint
-        for text in (*texts, Text(gateway)):
-            text.gateway = gateway
-            assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
+        text.gateway = gateway
+        for each in (text, Text(gateway)):
+            assert each.finish() == hf_greedy(models[0], each.prompt, len(each.tokens))

@@ -11,14 +11,11 @@ import grpc
 import pytest
 from quire.v1 import executor_pb2 as pb
 
-from service.journal import conformance as faults
-from service.journal.conformance import Change
 from service.journal.segments import JOURNAL
 from tests.e2e.test_remote_workers import Pool, free_address, pool
 from tests.error_details import info_of
 from tests.gateway_process import GatewayProcess
 from tests.postgres_server import PostgresServer
-from tests.service.changed_segments import change_segment
 
 __all__ = ["pool"]
 
@@ -92,29 +89,8 @@ def _until_acknowledged(decode: Callable[[], None]) -> None:
             return decode()
 
 
-def _restore_in_place(copy: Path, data_dir: Path) -> None:
-    for path in (copy / JOURNAL).iterdir():
-        shutil.copyfile(path, data_dir / JOURNAL / path.name)
-
-
-def _changed(change: Change) -> Callable[[Path, Path], None]:
-    return lambda _copy, data_dir: change_segment(data_dir / JOURNAL, change)
-
-
-@pytest.mark.parametrize(
-    "lose",
-    [
-        _restore_in_place,
-        _changed(faults.older_copy),
-        _changed(faults.one_missing),
-        _changed(faults.one_repeated),
-        _changed(faults.exchanged),
-    ],
-    ids=["restored", "cut", "missing", "repeated", "exchanged"],
-)
-def test_frames_that_the_disk_lost_are_noticed_by_the_next_commit(
-    tmp_path: Path, lose: Callable[[Path, Path], None]
-) -> None:
+# Other losses: tests/service/test_journal_disk.py.
+def test_an_older_copy_of_the_files_is_noticed_by_the_next_commit(tmp_path: Path) -> None:
     """What is there can be served again, once the operator has decided so."""
     data_dir, copy = tmp_path / "data", tmp_path / "copy"
     flags = (*FLAGS, "--data-dir", str(data_dir), "--journal", "disk")
@@ -125,7 +101,8 @@ def test_frames_that_the_disk_lost_are_noticed_by_the_next_commit(
         shutil.copytree(data_dir, copy, ignore=shutil.ignore_patterns("*.sock"))
         for _ in range(20):
             text.decode()
-        lose(copy, data_dir)
+        for path in (copy / JOURNAL).iterdir():
+            shutil.copyfile(path, data_dir / JOURNAL / path.name)
         text.decode_refused()
         assert any(one["event"] == "the journal has lost frames" for one in gateway.records())
     shutil.rmtree(data_dir / JOURNAL)

@@ -86,6 +86,7 @@ class Company:
 
     def _run(self) -> None:
         try:
+            self._say(self._draw(self._dice.randint(1, 60)))
             # Not all the time: each number that it is given is computed again.
             while not self._stop.wait(0.02):
                 self._say(self._draw(self._dice.randint(1, 60)))

@@ -265,14 +265,13 @@ def test_a_caller_that_does_not_read_is_cut_off_and_hurts_nobody(gateway: Gatewa
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         call = stub.Session(_rows_of_logits(unread), timeout=60)
         # Not one answer is read until the server has had enough; the status comes after what is buffered.
-        gateway.wait_until(lambda: "does not read its answers" in gateway.log())
+        gateway.wait_until(lambda: "does not read its answers" in gateway.log() and others.answered > 10)
         with pytest.raises(grpc.RpcError) as ended:
             for _ in call:
                 pass
-    answered = others.stop()
+    others.stop()
     assert ended.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert reason_of(ended.value) == "SLOW_CONSUMER"
-    assert answered > 10, "a neighbour's calls go on meanwhile"
     # 2000 answers of 64 kB would be 128 MB.
     assert gateway.status().memory_bytes - before < 100 << 20
     gateway.assert_pools_are_whole()
@@ -292,56 +291,13 @@ class Neighbour(threading.Thread):
         super().__init__()
         self._gateway = gateway
         self._stopping = threading.Event()
-        self._answered = 0
+        self.answered = 0
 
     def run(self) -> None:
         while not self._stopping.is_set():
             self._gateway.stub.Forward(pb.ForwardRequest(token_ids=[1, 2]), timeout=30)
-            self._answered += 1
+            self.answered += 1
 
-    def stop(self) -> int:
+    def stop(self) -> None:
         self._stopping.set()
         self.join()
-        return self._answered
-
-
-def test_a_cancelled_session_undoes_its_calls(gateway: GatewayProcess) -> None:
-    release_all(gateway)
-    with Lane(gateway) as lane:
-        for tag in range(30):
-            lane.send(pb.SessionCall(tag=tag, prefill=pb.PrefillRequest(token_ids=[tag] * 300)))
-        next(lane.call)
-        lane.call.cancel()
-    gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
-    release_all(gateway)
-    gateway.assert_pools_are_whole()
-
-
-def test_draining_ends_sessions_after_their_answers() -> None:
-    flags = ["--kv-pages", "2048", "--max-batch-tokens", "16"]
-    with GatewayProcess(model="paged-attention", flags=flags) as gateway, Lane(gateway) as lane:
-        lane.send(pb.SessionCall(tag=1, prefill=pb.PrefillRequest(token_ids=[i % 1000 for i in range(8000)])))
-        gateway.wait_until(lambda: gateway.status().operations_in_flight > 0)
-        gateway.process.terminate()
-        assert lane.take(1)[1].prefill.kv_cache.seq_len == 8000
-        error = end_of(lane)
-        assert error.code() == grpc.StatusCode.UNAVAILABLE
-        assert reason_of(error) == "DRAINING"
-        assert gateway.process.wait(60) == 0
-
-
-def test_answers_that_nobody_reads_are_bounded() -> None:
-    """Unary ones: each is 4 MB and more, three times; what has no room is refused before it is computed."""
-    flags = ["--kv-pages", "2048", "--max-unread-bytes", str(48 << 20)]
-    output = types_pb2.OutputOptions(logits=types_pb2.DATA_TYPE_F32)
-    request = pb.ForwardRequest(token_ids=[i % 1000 for i in range(1200)], output=output)
-    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
-        channels = [gateway.connect() for _ in range(24)]
-        stubs = [executor_pb2_grpc.ModelExecutorServiceStub(channel) for channel in channels]
-        calls = [stub.Forward.future(request, timeout=60) for stub in stubs]
-        reasons = [reason_of(call) if call.exception() is not None else "" for call in calls]
-        assert set(reasons) == {"", "ANSWERS_FULL"} and reasons.count("") >= 3
-        # Read by now, so there is room again.
-        assert gateway.stub.Forward(request, timeout=60).outputs
-        for channel in channels:
-            channel.close()

@@ -6,32 +6,20 @@ import contextlib
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from quire import Client
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, types_pb2
+from quire.v1 import executor_pb2_grpc
 
 from service.auth.authenticator import HOP
 from tests import undisturbed
 from tests.e2e.several_gateways import retrying
 from tests.e2e.test_adapters import Adapted
 from tests.e2e.test_adapters import Text as AdaptedText
-from tests.e2e.test_execute import (
-    PATIENCE_S,
-    execute,
-    go_on,
-    item,
-    kept,
-    read_into,
-    read_some,
-    tokens,
-)
 from tests.e2e.test_metrics import Scraped, value
 from tests.e2e.test_remote_workers import PROMPT, Pool, free_address
 from tests.error_details import info_of
@@ -174,65 +162,6 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
             assert tokens == expected[: len(tokens)]
         for text in texts:
             assert text.replayed == 0, "the workers have kept their KV"
-
-
-# By the next gateway on the same data: test_execute.py. How another one gets the caches: the test above. All
-# else of it: tests/service/runtimes/test_kept_run.py.
-@pytest.mark.thorough
-@pytest.mark.parametrize("model", ["adder", "paged-attention"])
-def test_a_kept_execution_of_a_dead_gateway_is_generated_again_by_another(tmp_path: Path, model: str) -> None:
-    """With the same tokens. Where these might differ, not at all: test_executions.py."""
-    with shared_pool(tmp_path) as (_, own):
-
-        def new() -> GatewayProcess:
-            return GatewayProcess(model=model, workers=1, flags=own())
-
-        with new() as other, new() as killed:
-            drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
-            items = [item("a", PROMPT, 100, sampling=drawn), item("b", PROMPT[1:], 90)]
-            request = kept(model, *items)
-            call = killed.runner.Execute(request, timeout=PATIENCE_S)
-            seen = read_some(call, 5)
-            killed.process.send_signal(signal.SIGKILL)
-            with contextlib.suppress(grpc.RpcError):
-                read_into(seen, call)
-            # Whoever has its caches now.
-            other.wait_until(lambda: len(other.status().workers) == 2)
-            whole = {key: tokens(chunks) for key, chunks in execute(other, *items).items()}
-            assert whole["b", 0] == undisturbed.greedy(PROMPT[1:], 90, model=model)
-            assert go_on(other, request, seen) == whole
-
-
-# It finds what test_dispatcher.py and test_leases.py of tests/service find, and tests/sim/test_shards.py.
-@pytest.mark.thorough
-def test_a_gateway_that_was_paused_past_its_leases_answers_nothing_any_more(tmp_path: Path) -> None:
-    """It goes on with requests that have waited for it, when another one has its shard and its caches."""
-    with shared_pool(tmp_path) as (_, own):
-
-        def new() -> GatewayProcess:
-            return GatewayProcess(model="paged-attention", workers=1, flags=own())
-
-        with new() as other:
-            paused = new()
-            with paused:
-                text = Text(paused)
-                text.decode(paused, 3)
-                paused.process.send_signal(signal.SIGSTOP)
-                text.decode(other, 10)
-                # Of before the pause, so that nothing would be appended: both wait for it.
-                stale = pb.DecodeRequest(cache_id=text.cache_id, token_id=1, position=99)
-                released = pb.ReleaseCacheRequest(cache_id=text.cache_id[:4] + "x" * 24)
-                calls: list[Any] = [
-                    paused.stub.Decode.future(stale, timeout=60),
-                    paused.stub.ReleaseCache.future(released, timeout=60),
-                ]
-                time.sleep(0.5)
-                paused.process.send_signal(signal.SIGCONT)
-                for call in calls:
-                    assert call.code() is grpc.StatusCode.UNAVAILABLE, "not what it knew then"
-                assert paused.process.wait(60) == 1, "for whoever starts it again"
-            text.decode(other, 10)
-            assert text.tokens == expected_tokens(len(text.tokens))
 
 
 def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path) -> None:

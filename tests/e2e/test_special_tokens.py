@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from quire import Chunk, Client, item, tinker
+from quire import Chunk, Client, item
 from quire.errors import InvalidRequest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -148,23 +148,6 @@ def test_http_takes_both(http: Any, is_chat: bool, settings: dict[str, Any]) -> 
 
     assert ask() == ("", "length", LENGTH)
     assert ask(**settings) == ("", "stop", 1)
-
-
-def test_stop_token_ids_are_checked(http: Any) -> None:
-    for given, param, code in (
-        (3, "stop_token_ids", "bad_field"),
-        ([1.5], "stop_token_ids[0]", "bad_field"),
-        ([1] * 65, "stop_token_ids", "bad_stop"),
-    ):
-        with pytest.raises(openai.BadRequestError) as caught:
-            http.completions.create(model="local", prompt="a", extra_body={"stop_token_ids": given})
-        assert (caught.value.param, caught.value.code) == (param, code)
-
-
-def test_the_tokenizer_of_tinkers_client_knows_special_tokens(gateway: HttpGateway) -> None:
-    with tinker.ServiceClient(base_url=gateway.address) as service:
-        tokenizer = service.create_sampling_client().get_tokenizer()
-    assert [tokenizer.special_id(text) for text in (SPECIAL[STOP], "a", "nowhere")] == [STOP, None, None]
 
 
 def test_a_token_beyond_the_vocabulary_is_refused(client: Client, http: Any) -> None:

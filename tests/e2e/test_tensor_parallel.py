@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -103,17 +102,3 @@ def test_a_killed_rank_under_callers(gateway: GatewayProcess, victim: str) -> No
     for cache in (*caches, *copies):
         gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache.kv_cache.cache_id), timeout=30)
     gateway.assert_pools_are_whole()
-
-
-# A model whose heads cannot be: tests/workers/test_rank_processes.py, without a server.
-def test_what_cannot_be_split_is_refused() -> None:
-    flags = ["--listen", "127.0.0.1:0", "--log-format", "json", "--model", "paged-attention"]
-    flags += ["--tensor-parallel", "2", "--no-self-check"]
-    command = quire_command.command("serve", *flags)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
-    records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
-    refusals = [r["error"] for r in records if r["event"] == "cannot serve with this configuration"]
-    assert done.returncode == 78 and "Traceback" not in done.stderr
-    (refusal,) = refusals
-    assert "tensor_parallel = 2, and paged-attention cannot be split" in refusal
-    assert [record["event"] for record in records].count("worker started") == 1

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-import grpc
 import pytest
-from quire import Client, InvalidRequest, item
+from quire import Client, item
 from quire.cli.main import main
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import QWEN, byte_tokenizer
-from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 from tests.hub_server import COMMIT, Hub, serving
 from tests.model_factory import TinyModel, hf_greedy, make_model
@@ -178,36 +176,3 @@ def test_json_of_a_random_model_always_matches_its_schema(gateway: GatewayProces
                 assert list(found) == ["name", "size", "counts"]
                 assert len(found["name"]) <= 8 and found["size"] in ("small", "large")
                 assert all(-99 <= count <= 99 for count in found["counts"]) and len(found["counts"]) <= 3
-
-
-def test_texts_that_the_tokenizer_fails_on_are_refused_and_free_their_slot(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    make_model(tmp_path / "model", TinyModel(vocab_size=300))
-    tokenizer.save_pretrained(tmp_path / "model")
-    file = tmp_path / "model" / "tokenizer.json"
-    hostile = {
-        "type": "Split",
-        "pattern": {"Regex": "(a+)+$|(x+x+)+y"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    settings = json.loads(file.read_text())
-    before = {"type": "Sequence", "pretokenizers": [hostile, settings["pre_tokenizer"]]}
-    file.write_text(json.dumps({**settings, "pre_tokenizer": before}))
-    text = "a" * 60 + "!"
-    with (
-        GatewayProcess(
-            model=str(tmp_path / "model"),
-            flags=["--dtype", "float32", "--kv-pages", "64", "--max-queued-operations", "1"],
-        ) as gateway,
-        Client(gateway.address) as client,
-    ):
-        for _ in range(2):
-            with pytest.raises(InvalidRequest) as refused:
-                client.generate(text, max_tokens=1)
-            assert refused.value.reason == "BAD_TEXT"
-        with pytest.raises(grpc.RpcError) as caught:
-            client.runner_stub.EstimateCost(runner_pb2.EstimateCostRequest(items=[item(text, item_id="a")]))
-        assert reason_of(caught.value) == "BAD_TEXT"
-        assert [list(delta.token_ids) for delta in client.execute("hi", max_tokens=1)]

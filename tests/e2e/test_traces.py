@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,28 +64,6 @@ def test_calls_of_a_trace(gateway: GatewayProcess, collector: Collector) -> None
     ]
 
 
-def test_a_session_is_one_span(gateway: GatewayProcess, collector: Collector) -> None:
-    trace_id = "b" * 32
-    cache = gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1, 2, 3])).kv_cache.cache_id
-    before = len(collector.wait_for(1, "/Prefill"))
-    good = [pb.SessionCall(tag=i, decode=pb.DecodeRequest(cache_id=cache, token_id=3)) for i in range(50)]
-    bad = [
-        pb.SessionCall(tag=50 + i, decode=pb.DecodeRequest(cache_id="kv_no", token_id=3)) for i in range(40)
-    ]
-    calls = pb.SessionRequest(calls=[*good, *bad])
-    answers = gateway.stub.Session(iter([calls]), metadata=in_trace(trace_id, "r-session"))
-    assert sum(len(message.results) for message in answers) == 90
-    (one,) = collector.wait_for(1, "/Session")
-    assert one.trace_id == trace_id and one.attributes["quire.request_id"] == "r-session"
-    assert (one.attributes["quire.answers"], one.attributes["quire.failures"]) == (90, 40)
-    assert sorted(name for name, _ in one.events) == ["failure"] * 32 + ["first answer"]
-    assert not one.span.status.code
-    assert len([span for span in collector.spans() if span.trace_id == trace_id]) == 1
-    assert len(collector.wait_for(1, "/Prefill")) >= before
-    (line,) = (line for line in gateway.records() if line.get("request_id") == "r-session")
-    assert (line["trace_id"], line["event"], line["rpc"]) == (trace_id, "call done", "Session")
-
-
 def test_an_execution_says_its_model_and_its_tokens(gateway: GatewayProcess, collector: Collector) -> None:
     item = runner_pb2.ExecuteItem(item_id="SECRETITEM", text="12+34=", max_tokens=3, n=2)
     responses = list(gateway.runner.Execute(runner_pb2.ExecuteRequest(items=[item])))
@@ -145,21 +121,6 @@ def test_a_trace_goes_on_at_a_provider(gateway: GatewayProcess, collector: Colle
         "gen_ai.usage.output_tokens": outer.attributes["gen_ai.usage.output_tokens"],
         "quire.runtime": "local",
     }
-
-
-def test_a_refused_request_has_its_reason(gateway: GatewayProcess, collector: Collector) -> None:
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port_of(gateway)}/v1/chat/completions",
-        b'{"model": "SECRETMODEL"}',
-        {"content-type": "application/json", "x-request-id": "r-http"},
-    )
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(request, timeout=60)
-    (one,) = collector.wait_for(1, "/v1/chat/completions")
-    assert one.attributes["http.response.status_code"] == 404
-    assert one.attributes["error.type"] == "RUNTIME_NOT_FOUND"
-    assert one.attributes["quire.request_id"] == "r-http" and not one.span.status.code
-    assert b"SECRET" not in collector.bytes
 
 
 def test_the_last_spans_arrive_when_the_server_stops() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, types_pb2
+from quire.v1 import types_pb2
 
+from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
 
 MIB = 1 << 20
@@ -34,20 +33,14 @@ def memory_mib(gateway: GatewayProcess, name: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name + ":"))
 
 
-def ask_on_session(channel: grpc.Channel) -> Any:
-    calls = [pb.SessionCall(tag=1, forward=REQUEST)]
-    stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-    return stub.Session(iter([pb.SessionRequest(calls=calls)]), timeout=PATIENCE_S)
-
-
 def ask_alone(channel: grpc.Channel) -> Any:
     """As a stream, which receives nothing until it is read."""
     method: Any = channel.unary_stream("/quire.v1.ModelExecutorService/Forward")
     return method(REQUEST.SerializeToString(), timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("ask", [ask_on_session, ask_alone])
-def test_unread_answers_take_no_more_than_the_limit(ask: Callable[[grpc.Channel], Any]) -> None:
+# Of a Session: test_session.py.
+def test_unread_answers_take_no_more_than_the_limit() -> None:
     flags = ["--kv-pages", "4096", "--max-unread-bytes", str(LIMIT_MIB * MIB)]
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         assert gateway.stub.Forward(REQUEST, timeout=PATIENCE_S).outputs
@@ -56,7 +49,7 @@ def test_unread_answers_take_no_more_than_the_limit(ask: Callable[[grpc.Channel]
         with contextlib.suppress(OSError):
             Path(f"/proc/{gateway.process.pid}/clear_refs").write_text("5")
         channels = [grpc.insecure_channel(gateway.address, options=OPTIONS) for _ in range(CALLERS)]
-        calls = [ask(channel) for channel in channels]
+        calls = [ask_alone(channel) for channel in channels]
         # Those for which there is room are computed. The others are refused.
         gateway.wait_until(lambda: gateway.status().unread_bytes > LIMIT_MIB * MIB / 2)
         gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
@@ -65,6 +58,7 @@ def test_unread_answers_take_no_more_than_the_limit(ask: Callable[[grpc.Channel]
             held = gateway.status().unread_bytes
         grown_mib = memory_mib(gateway, "VmHWM") - before_mib
         assert LIMIT_MIB / 2 < held / MIB <= LIMIT_MIB and grown_mib < LIMIT_MIB + SLACK_MIB
+        assert "ANSWERS_FULL" in {reason_of(call) for call in calls if call.done()}
         for call, channel in zip(calls, channels, strict=True):
             call.cancel()
             channel.close()

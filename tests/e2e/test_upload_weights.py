@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import signal
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from quire import Aborted, AsyncClient, Client, InvalidRequest
+from quire import Aborted, Client, InvalidRequest
 from quire.v1 import admin_pb2
 from safetensors import safe_open
 from safetensors.torch import save
@@ -120,7 +119,8 @@ def test_the_client_loads_them(models: list[Path], served: tuple[GatewayProcess,
 
 def test_kills_bring_them_back(models: list[Path], home: Path) -> None:
     with serve(models[0], *at_home(home), workers=2) as gateway:
-        text = Text(gateway)
+        text, other = Text(gateway), Text(gateway)
+        replace(gateway, models[2])
         source = upload(gateway, shards(models[1]))
         replace(gateway, Path(source))
         for worker in gateway.status().workers:
@@ -131,18 +131,13 @@ def test_kills_bring_them_back(models: list[Path], home: Path) -> None:
         gateway.kill()
     with serve(models[0], *at_home(home), workers=2) as gateway:
         assert kept(home) == [source], "what nobody has loaded does not outlive the server"
-        text.gateway = gateway
+        text.gateway = other.gateway = gateway
         text.decode(STEPS - 2)
-        assert text.tokens[1:] == hf_greedy(models[1], [*text.prompt, text.tokens[0]], STEPS)
+        other.decode(STEPS)
+        for each in (text, other):
+            assert each.tokens[1:] == hf_greedy(models[1], [*each.prompt, each.tokens[0]], STEPS)
+            assert each.weights == 2
         assert refused(lambda: replace(gateway, Path(waiting))) == "BAD_SOURCE"
-
-
-def test_without_a_data_directory(models: list[Path]) -> None:
-    with serve(models[0]) as gateway:
-        replace(gateway, Path(upload(gateway, shards(models[1]))))
-        os.kill(gateway.status().workers[0].pid, signal.SIGKILL)
-        fresh = Text(gateway)
-        assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
 
 
 def test_what_is_refused_leaves_nothing(models: list[Path], served: tuple[GatewayProcess, Path]) -> None:
@@ -216,29 +211,6 @@ def test_one_at_a_time_and_the_latest_is_kept(models: list[Path], home: Path) ->
         replace(gateway, Path(second))
         fresh = Text(gateway)
         assert fresh.finish() == hf_greedy(models[2], fresh.prompt, len(fresh.tokens))
-
-
-def test_the_asyncio_client(models: list[Path], served: tuple[GatewayProcess, Path]) -> None:
-    def failing() -> Iterator[bytes]:
-        yield from shards(models[1], 1)
-        raise KeyError("no more")
-
-    async def push(gateway: GatewayProcess) -> str:
-        async with AsyncClient(gateway.address, timeout_s=PATIENCE_S) as client:
-            with pytest.raises(KeyError, match="no more"):
-                await client.upload_weights(failing())
-            while True:
-                try:
-                    return await client.upload_weights(shards(models[1]))
-                except Aborted as error:
-                    await asyncio.sleep(error.retry_delay_s or 0)
-
-    gateway, home = served
-    source = asyncio.run(push(gateway))
-    gateway.wait_until(lambda: kept(home) == [source])
-    replace(gateway, Path(source))
-    fresh = Text(gateway)
-    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
 
 
 def test_a_model_without_weights_takes_none(weightless_gateway: GatewayProcess) -> None:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
 from tests import undisturbed
 from tests.e2e.unharmed import release_all
-from tests.error_details import reason_of
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, make_model
 from workers.operations import OutputSpec, RowOutput
 
 # Far more than it should take: an answer, not its speed, decides.
@@ -111,10 +104,6 @@ def gone(gateway: GatewayProcess, pid: int) -> bool:
 def wait_for_new_worker(gateway: GatewayProcess, old_pid: int) -> None:
     gateway.wait_until(lambda: gone(gateway, old_pid))
     gateway.wait_until_ready()
-
-
-def release(gateway: GatewayProcess, cache_id: str) -> None:
-    assert gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=30).released
 
 
 def append(gateway: GatewayProcess, cache_id: str, position: int, token_id: int) -> pb.DecodeResponse:
@@ -226,18 +215,6 @@ def test_a_worker_that_hangs_is_replaced(impatient: GatewayProcess) -> None:
     assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
 
 
-@contextlib.contextmanager
-def logging(gateway: GatewayProcess, event: str) -> Iterator[None]:
-    """Waits at its end until the gateway has logged the event since its begin."""
-
-    def times() -> int:
-        return sum(record["event"] == event for record in gateway.records())
-
-    before = times()
-    yield
-    gateway.wait_until(lambda: times() > before)
-
-
 def worker_pids(gateway: GatewayProcess) -> dict[str, int]:
     return {worker.worker_id: worker.pid for worker in gateway.status().workers}
 
@@ -252,56 +229,6 @@ def stopped(*pids: int) -> Iterator[None]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-
-
-def test_a_pause_of_gateway_and_workers_costs_no_worker(impatient: GatewayProcess) -> None:
-    """As of the whole machine."""
-    caches = cache_on_each_worker(impatient)
-    before = worker_pids(impatient)
-    with stopped(impatient.process.pid, *before.values()):
-        time.sleep(3 * HEARTBEAT_TIMEOUT_S)
-    for cache in caches.values():
-        assert decode(impatient, cache).kv_cache.seq_len == cache.kv_cache.seq_len + 1
-    # A verdict would come with the next beats.
-    time.sleep(HEARTBEAT_TIMEOUT_S)
-    assert worker_pids(impatient) == before
-    assert not any(gone(impatient, pid) for pid in before.values())
-
-
-def test_a_silent_worker_gets_nothing_new_and_keeps_what_it_has(gateway: GatewayProcess) -> None:
-    caches = cache_on_each_worker(gateway)
-    (victim, held), (other, _) = caches.items()
-    before = worker_pids(gateway)
-    with logging(gateway, "worker is heard again"), contextlib.ExitStack() as stack:
-        with logging(gateway, "worker is silent"):
-            stack.enter_context(stopped(before[victim]))
-        request = pb.DecodeRequest(cache_id=held.kv_cache.cache_id, token_id=7)
-        waiting = gateway.stub.Decode.future(request, timeout=ANSWER_TIMEOUT_S)
-        for first in range(200, 232):
-            # Half of them begin as what the silent worker has computed.
-            prompt = [first, *range(1, 40)] if first % 2 else [*range(200), first]
-            answer = gateway.stub.Prefill(pb.PrefillRequest(token_ids=prompt), timeout=ANSWER_TIMEOUT_S)
-            assert answer.kv_cache.worker_id == other
-    assert waiting.result().kv_cache.seq_len == held.kv_cache.seq_len + 1
-    cache_on_each_worker(gateway)
-    assert worker_pids(gateway) == before
-
-
-def test_no_descriptors_left_costs_no_other_worker(gateway: GatewayProcess) -> None:
-    caches = cache_on_each_worker(gateway)
-    (victim, _), (_, kept) = caches.items()
-    process = psutil.Process(gateway.process.pid)
-    limits = process.rlimit(resource.RLIMIT_NOFILE)
-    victim_pid = pid_of(gateway, victim)
-    # The lowest free ones are taken first: few enough that the pipes of a process do not fit.
-    process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds() - 8, limits[1]))
-    with logging(gateway, "worker cannot be started"):
-        os.kill(victim_pid, signal.SIGKILL)
-    assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
-    process.rlimit(resource.RLIMIT_NOFILE, limits)
-    gateway.wait_until_ready()
-    assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 2
-    cache_on_each_worker(gateway)
 
 
 def test_files_go_with_their_workers_and_the_directory_comes_back(gateway: GatewayProcess) -> None:
@@ -327,17 +254,16 @@ def test_files_go_with_their_workers_and_the_directory_comes_back(gateway: Gatew
     cache_on_each_worker(gateway)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_worker_that_hangs_does_not_outlive_its_gateway(how: signal.Signals) -> None:
-    # The kernel ends what a killed gateway itself has started.
-    forks, flags = how is not signal.SIGKILL, ["--kv-pages", "64"]
-    with GatewayProcess(model="paged-attention", flags=flags, forks=forks) as gateway:
+# One whose gateway is told to end: tests/service/test_worker_directory.py.
+def test_a_worker_that_hangs_does_not_outlive_a_killed_gateway() -> None:
+    # The kernel ends what a gateway itself has started.
+    with GatewayProcess(model="paged-attention", flags=["--kv-pages", "64"], forks=False) as gateway:
         workers = [psutil.Process(pid) for pid in worker_pids(gateway).values()]
         # Not continued: nothing is left of them.
         for worker in workers:
             worker.suspend()
         try:
-            gateway.process.send_signal(how)
+            gateway.process.kill()
             gateway.process.wait(60)
             _, alive = psutil.wait_procs(workers, timeout=ANSWER_TIMEOUT_S)
             assert not alive
@@ -345,42 +271,3 @@ def test_a_worker_that_hangs_does_not_outlive_its_gateway(how: signal.Signals) -
             for worker in workers:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     worker.kill()
-
-
-def test_a_worker_with_another_model_is_not_admitted(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", TinyModel(seed=1))
-    other = make_model(tmp_path / "other", TinyModel(seed=2))
-    with GatewayProcess(model=str(model), workers=2, flags=["--kv-pages", "128"]) as gateway:
-        caches = cache_on_each_worker(gateway)
-        (victim, _), (_, kept) = caches.items()
-        model.rename(tmp_path / "good")
-        other.rename(model)
-        os.kill(pid_of(gateway, victim), signal.SIGKILL)
-        gateway.wait_until(lambda: "holds another model now" in gateway.log())
-        assert decode(gateway, kept).kv_cache.seq_len == kept.kv_cache.seq_len + 1
-        ready = [r for r in gateway.records() if r["event"] == "worker ready"]
-        assert len(ready) == 2, "the one with the other model never was"
-        model.rename(other)
-        (tmp_path / "good").rename(model)
-        gateway.wait_until_ready()
-        cache_on_each_worker(gateway)
-
-
-def test_health_answers_while_every_place_is_taken() -> None:
-    with serve("--max-queued-operations", "64", "--heartbeat-timeout-s", "60", workers=1) as gateway:
-        (pid,) = worker_pids(gateway).values()
-        with stopped(pid), gateway.connect() as channel:
-            prompts = [pb.PrefillRequest(token_ids=[first, 1, 2]) for first in range(500)]
-            calls = [gateway.stub.Prefill.future(p, timeout=ANSWER_TIMEOUT_S) for p in prompts]
-            # Which ones find a place is the channel's choice: while it connects, it keeps no order.
-            gateway.wait_until(lambda: sum(call.done() for call in calls) >= len(calls) - 64)
-            refused = [call for call in calls if call.done()]
-            waiting = [call for call in calls if not call.done()]
-            assert {reason_of(call.exception()) for call in refused} == {"QUEUE_FULL"}
-            health: Any = health_pb2_grpc.HealthStub(channel)
-            for _ in range(20):
-                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_TIMEOUT_S)
-                assert answer.status == health_pb2.HealthCheckResponse.SERVING
-            assert len(waiting) == 64
-            assert not any(call.done() for call in waiting), "they wait for the worker still"
-        assert all(call.code() is grpc.StatusCode.OK for call in waiting)

@@ -14,7 +14,7 @@ from tests.gpu.oracle import Oracle
 from tests.gpu.sizes import sized
 from tests.model_factory import make_family_model
 from workers.executors.memory import StepLimits
-from workers.operations import GREEDY, LogitsFormat, OutputSpec, RowOutput
+from workers.operations import GREEDY, DataType, OutputSpec, RowOutput
 
 torch.set_num_threads(1)
 
@@ -46,7 +46,7 @@ MODELS = {
 }
 # Longer than a window.
 TEXT, GREEDY_TOKENS = sized(120, 48), sized(64, 24)
-WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)
+WITH_LOGITS = OutputSpec(logits=DataType.F32)
 # float32 against float32, in another order of summation: the bound of tests/e2e/test_parity_machine.py.
 MAX_RELATIVE_ERROR = 1e-4
 

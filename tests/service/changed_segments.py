@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from service.journal.conformance import Change, Rows
 from service.journal.encoding import FRAME_BYTES, DamagedFrame, read_frames, seed_of
 from service.journal.segments import HEADER_BYTES, segment_numbers, segment_path
+from tests.service.journal_damage import Change, Rows
 
 
 def change_segment(directory: Path, change: Change) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -64,15 +63,6 @@ def test_who_asks_for_little_does_not_wait_for_who_asks_for_much() -> None:
         budget.take(1024)
 
 
-def test_a_small_answer_waits_for_the_small_ones_of_others() -> None:
-    budget = budget_of(4096)
-    budget.share(ALICE).take(2048)
-    budget.share(BOB).take(2048)
-    with pytest.raises(AnswersFull) as refused:
-        budget.share(CAROL).take(1)
-    assert refused.value.metadata == {"limit_bytes": "4096"}
-
-
 def test_of_some_things_a_tenant_leaves_half_to_others() -> None:
     budget = Budget(4, SessionLimit, leaves_half=True)
     alice, bob, carol = budget.share(ALICE), budget.share(BOB), budget.share(CAROL)
@@ -130,17 +120,6 @@ def test_it_is_given_back_whatever_happens() -> None:
     assert not second.ends, "what is refused is not given back"
     first.ends[0](None)
     assert budget.used == 0
-
-
-def test_a_tenants_shares_are_one_object_as_long_as_the_tenant_is_known() -> None:
-    budgets, tenant = Budgets.of_server(Config()), Tenant("t")
-    budgets.of(tenant).answers.take(40)
-    gc.collect()
-    assert budgets.of(tenant).answers.used == 40 and budgets.of(Tenant("t")).answers.used == 0
-    budgets.of(tenant).answers.give_back(40)
-    del tenant
-    gc.collect()
-    assert not budgets._shares
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from quire.cli.main import main
 from service.cli import worker
 from service.config import Config
 from service.extensions.gateways import parent
-from service.pool.model_versions import ModelVersions
-from service.runtimes.weight_uploads import WeightUploads
 
 
 @pytest.fixture
@@ -37,13 +35,6 @@ def test_a_relative_path_needs_a_directory(
 ) -> None:
     assert main(command.split()) == 2
     assert capsys.readouterr().err == "quire: the current directory does not exist any more\n"
-
-
-def test_a_model_with_a_name_needs_none(gone: None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("data")
-    config = Config(model="paged-attention")
-    versions = ModelVersions(config.model, config.worker_slots)
-    assert WeightUploads(directory, versions, config).find("upload:x") is None
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import pytest
 from service.config import Config
 from service.pool import gpus
 from service.pool.local import LocalLauncher, cores_near, settings_of
-from service.settings import ConfigError
-from tests.load_config import load_config
 from workers.common import worker_pb2
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
@@ -36,47 +34,27 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("devices", "visible", "expected"),
+    ("visible", "expected"),
     [
-        ("", None, [0, 1, 2]),
-        ("2,0", None, [2, 0]),
-        ("GPU-cccc-3,GPU-aabb", None, [2, 1]),
-        ("", "1", [1]),
-        ("", "GPU-c", [2]),
-        ("2", "1", [2]),
-        ("", "", []),
-        ("", "-1", []),
-        ("", "MIG-1", []),
+        (None, [0, 1, 2]),
+        ("2,0", [2, 0]),
+        ("GPU-cccc-3,GPU-aabb", [2, 1]),
+        ("1", [1]),
+        ("GPU-c", [2]),
+        ("", []),
+        ("-1", []),
+        ("MIG-1", []),
+        ("0,0", []),
+        ("GPU-aa", []),
     ],
 )
-def test_chosen(machine: Path, devices: str, visible: str | None, expected: list[int]) -> None:
-    """By number or UUID, in the order given; CUDA_VISIBLE_DEVICES counts if nothing is given."""
+def test_chosen(machine: Path, visible: str | None, expected: list[int]) -> None:
+    """By number or UUID, in the order given. What is not known here is left to CUDA."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = gpus.chosen(Config(devices=devices), environ)
+    found = gpus.chosen(Config(), environ)
     assert [gpu.uuid for gpu in found] == [UUIDS[index] for index in expected]
     cores = [set[int](), {0, 1, 2, 8}, {5}]
     assert [gpu.cores for gpu in found] == [cores[index] for index in expected]
-
-
-@pytest.mark.parametrize("devices", ["3", "0,0", "GPU-aa", "GPU-d"])
-def test_what_is_not_there_is_refused(machine: Path, devices: str) -> None:
-    with pytest.raises(ConfigError, match=r"0 .GPU-aaaa-1., 1 .GPU-aabb-2., 2") as refused:
-        gpus.chosen(Config(devices=devices), {})
-    assert refused.value.setting == "devices"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"devices": "zero"},
-        {"devices": "0,"},
-        {"devices": "0", "device": "cpu"},
-    ],
-)
-def test_a_setting_without_a_meaning_is_refused(settings: dict[str, str]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load_config(settings, {})
-    assert refused.value.setting == "devices"
 
 
 def test_one_worker_for_each_gpu(machine: Path) -> None:
@@ -85,7 +63,6 @@ def test_one_worker_for_each_gpu(machine: Path) -> None:
         return gpus.with_workers(config, gpus.chosen(config, {})).workers
 
     assert workers() == 3
-    assert workers(devices="2,1") == 2
     assert workers(tensor_parallel=2) == 1
     assert workers(workers=2) == 2
     assert workers(device="cpu") == 1

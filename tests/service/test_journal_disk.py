@@ -11,6 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
-from service.journal import conformance as faults
 from service.journal import file_journal, segments, stored
 from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
-from service.journal.conformance import Change, appended, commit, created, facts
+from service.journal.conformance import appended, commit, created, facts
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
+from tests.service import journal_damage as faults
 from tests.service.changed_segments import change_segment
+from tests.service.journal_damage import Change
 from tests.service.journal_traffic import open_journal, recovered
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +82,29 @@ async def test_with_full_each_commit_is_synced_before_it_is_told(
         for number in range(1, 4):
             assert await commit(journal, created(number))
             assert len(sizes) == number and sizes[-1] == (tmp_path / JOURNAL / FIRST).stat().st_size
+
+
+async def test_a_busy_event_loop_gives_way_to_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread goes on only while the loop sleeps, as it does if the loop always wins the interpreter."""
+    sleep, fdatasync = time.sleep, os.fdatasync
+    gave_way = threading.Semaphore(0)
+
+    def noted_sleep(duration_s: float) -> None:
+        gave_way.release()
+        sleep(duration_s)
+
+    def starved(fd: int) -> None:
+        assert gave_way.acquire(timeout=20.0)
+        fdatasync(fd)
+
+    with contextlib.closing(open_journal(tmp_path, "full")) as journal:
+        monkeypatch.setattr(time, "sleep", noted_sleep)
+        monkeypatch.setattr(os, "fdatasync", starved)
+        for number in (1, 2, 3):
+            assert await commit(journal, created(number))
+        monkeypatch.undo()
 
 
 async def test_with_normal_commits_are_synced_soon(

@@ -14,12 +14,13 @@ from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Leases
 from service.journal import encoding, stored
 from service.journal.base import Journal, JournalUnusable
-from service.journal.conformance import Change, JournalConformance, JournalDamage, appended, created
+from service.journal.conformance import JournalConformance, appended, created
 from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply, ApplyRun
 from service.journal.segments import JOURNAL
 from tests.postgres_server import PostgresServer
 from tests.service.changed_segments import change_segment
+from tests.service.journal_damage import Change, JournalDamage
 from tests.service.owners import operator
 from tests.tcp_proxy import TcpProxy
 

@@ -73,21 +73,6 @@ def test_a_record_that_does_not_fit_changes_nothing(ledger: Ledger, record: Reco
     assert tokens(ledger, 1) == [1, 2, 3] and len(ledger) == 1
 
 
-def test_forks_share_their_tokens() -> None:
-    """A thousand forks of a long cache take hardly more than the one, and what each adds is its own."""
-    ledger, long = Ledger(), list(range(30_000))
-    apply(ledger, created(1), appended(1, 0, *long))
-    one = ledger.size_bytes
-    forks = range(2, 1026)
-    apply(ledger, forked(1, *forks))
-    assert 4 * len(long) < one and ledger.size_bytes < 20 * one
-    apply(ledger, *(appended(number, len(long), number) for number in forks))
-    assert tokens(ledger, 1) == long
-    assert tokens(ledger, 7) == [*long, 7]
-    apply(ledger, *(CacheReleased(number) for number in (1, *forks)))
-    assert ledger.size_bytes == 0
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_caches_share_each_has_its_own_tokens(seed: int) -> None:
     rng, ledger = random.Random(seed), Ledger()

@@ -17,14 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.v1 import types_pb2
 
 from service.adapters.registry import AdapterVersion
-from service.caches.requests import Append, Appended, AppendKind, Release, Released, Request
-from service.config import Config
-from service.dispatcher import Dispatcher
+from service.caches.requests import Append, Appended, AppendKind, Request
 from service.errors import QueueFull
 from service.extensions.gateways.member import Member
 from service.extensions.gateways.one_host import Place
 from service.extensions.metrics.figures import TIMES_S, Appends, Calls, Distribution, Totals
-from service.gateway import open_gateway
 from service.shard import Shard, open_own_journal, open_shard
 from tests.service.metrics_server import MetricsServer, serving
 from tests.service.served import become_ready
@@ -72,7 +69,7 @@ def test_appends_are_counted_by_what_they_answer() -> None:
         Append(AppendKind.PREFILL, "", [1, 2, 3]),
         Append(AppendKind.PREFILL, "", [1, 2], rows=0),
         Append(AppendKind.DECODE, "c", [1]),
-        Append(AppendKind.VERIFY, "c", [1, 2, 3, 4]),
+        Append(AppendKind.VERIFY, "c", [1, 2, 3, 4], accept=1),
         Append(AppendKind.SCORE, "", [1, 2, 3, 4, 5]),
         Append(AppendKind.DECODE, "c", [1]),
     ]
@@ -84,14 +81,9 @@ def test_appends_are_counted_by_what_they_answer() -> None:
     assert appends.prompt_tokens == 3 + 2 + 5
     # The first prefill, the decode, and the accepted tokens of the verify.
     assert appends.generated_tokens == 1 + 1 + 2
+    assert (appends.draft_tokens, appends.accepted_tokens) == (3, 1)
     assert appends.failed == {"QUEUE_FULL": 1}
     assert [sum(one._counts) for one in (appends.first_token, appends.token, appends.queue)] == [1, 2, 1]
-
-
-def test_other_requests_are_not_appends() -> None:
-    appends = Appends()
-    appends.observing([Release("c")], lambda _: None)([(0, Released(released=True))])
-    assert not any(appends.answered) and not appends.failed
 
 
 class Context:
@@ -139,18 +131,6 @@ async def test_names_of_callers_make_no_labels() -> None:
     for index in range(1000):
         await calls.observing(f"/quire.v1.Made/Up{index}", behave)(None, Context())
     assert calls.started == {("unknown",) * 3: 1000} and len(calls.seconds) == 1
-
-
-async def test_without_the_setting_nothing_is_counted(tmp_path: Path) -> None:
-    gateway = await open_gateway(
-        Config(listen="127.0.0.1:0", model="paged-attention", data_dir=str(tmp_path))
-    )
-    try:
-        assert gateway.extensions == [] and type(gateway.core.dispatcher) is Dispatcher
-        assert gateway.core.journal.on_latency == ()
-    finally:
-        await gateway.server.stop(0)
-        gateway.close()
 
 
 async def scraped(server: MetricsServer) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

@@ -125,29 +125,3 @@ async def test_reasons_of_alerts_are_shown_before_they_occur(tmp_path: Path) -> 
     assert named and {reason for listed in named for reason in listed.split("|")} <= shown.keys() & {
         error.reason for error in ERRORS
     }
-
-
-def test_the_dashboard_can_be_imported() -> None:
-    dashboard = json.loads(DASHBOARD.read_text())
-    assert dashboard["title"] and dashboard["uid"] and dashboard["schemaVersion"] >= 36
-    assert {one["name"] for one in dashboard["templating"]["list"]} == {"datasource", "job", "instance"}
-    ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(ids)) == len(ids)
-    taken = [
-        (at["x"] + x, at["y"] + y)
-        for at in (panel["gridPos"] for panel in dashboard["panels"])
-        for x in range(at["w"])
-        for y in range(at["h"])
-    ]
-    assert len(set(taken)) == len(taken) and max(x for x, _ in taken) < 24, "panels do not overlap"
-    for panel in panels():
-        assert panel["title"] and panel["fieldConfig"]["defaults"]["unit"]
-        for target in panel["targets"]:
-            assert 'job=~"$job",instance=~"$instance"' in target["expr"]
-            grouping = re.search(r"by \(([^)]*)\)", target["expr"])
-            apart = set(grouping[1].split(", ")) - {"le"} if grouping else set()
-            if target["expr"].startswith(("quire_", "process_")):
-                apart = {"instance"}
-            assert apart <= set(re.findall(r"{{(\w+)}}", target["legendFormat"])), "curves have names"
-        references = [target["refId"] for target in panel["targets"]]
-        assert len(set(references)) == len(references) > 0

@@ -105,13 +105,6 @@ class Model:
             known = self.holders.setdefault((salt, tuple(tokens[:end])), [])
             known[:] = [worker, *(each for each in known if each is not worker)][:HOLDERS]
 
-    def forget(self, tokens: Sequence[int], worker: WorkerView, salt: bytes) -> None:
-        for end in range(GRAIN, len(tokens) + 1, GRAIN):
-            key = (salt, tuple(tokens[:end]))
-            left = [each for each in self.holders.pop(key, []) if each is not worker]
-            if left:
-                self.holders[key] = left
-
     def held(self, tokens: Sequence[int], salt: bytes) -> dict[WorkerView, int]:
         found: dict[WorkerView, int] = {}
         for end in range(GRAIN, len(tokens) + 1, GRAIN):
@@ -152,9 +145,6 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
         if change < 0.7:
             workers.affinity.record(tokens, computes, salt)
             model.record(tokens, computes, salt)
-        elif change < 0.8:
-            workers.affinity.forget(tokens, computes, salt)
-            model.forget(tokens, computes, salt)
         if rng.random() < 0.6:
             load = rng.choice(views).load
             queued = forward_for(caller)

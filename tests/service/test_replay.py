@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from service.caches.requests import Append, Appended, Handle, Truncate
-from service.caches.reservations import Limits
 from service.errors import QuireError
 from tests.sim.harness import Gateway, decode, prefill
 from tests.sim.model_worker import Pool
@@ -48,14 +47,6 @@ def test_who_waits_for_a_worker_is_told_before_his_deadline(gateway: Gateway) ->
     gateway.wait(0.15)
     refused = gateway.replies[ticket]
     assert isinstance(refused, QuireError) and refused.reason == "NO_WORKER" and refused.retry_after_s
-
-
-def test_nobody_waits_for_a_worker_for_ever() -> None:
-    gateway = Gateway(Limits(max_wait_s=5.0))
-    gateway.lose_worker()
-    ticket = gateway.ask(prefill(1))
-    gateway.wait(5.0)
-    assert gateway.reason(ticket) == "NO_WORKER"
 
 
 def test_a_worker_that_is_drained_gives_its_caches_away() -> None:
@@ -105,6 +96,25 @@ def test_a_cache_in_use_keeps_its_pages_and_who_needs_them_is_told_in_time() -> 
     refused = gateway.replies[ticket]
     assert isinstance(refused, QuireError) and refused.reason == "KV_EXHAUSTED" and refused.retry_after_s
     assert refused.metadata == {"pages_needed": "2", "pages_available": "1"}
+
+
+def test_a_silent_worker_has_no_room_to_offer() -> None:
+    """It is not chosen while another one is heard, so nobody gives up his place for it."""
+    gateway = Gateway(workers=2, pool=Pool(2, page_tokens=4))
+    gateway.dispatcher.worker_suspected("worker-1", 2, suspect=True)
+    running = gateway.create(1, 2, 3, 4)
+    ticket = gateway.ask(prefill(*range(8)))
+    gateway.work()
+    for _ in range(3):
+        gateway.append(decode(running, 4))
+        gateway.handles(Truncate(running, 4))
+        gateway.wait(0.09)
+    asked = [sent.op_id for sent in gateway.sent if len(sent.forward.token_ids) == 8]
+    assert ticket not in gateway.replies and len(asked) == 1
+    gateway.dispatcher.worker_suspected("worker-1", 2, suspect=False)
+    gateway.release(running)
+    gateway.work()
+    assert isinstance(gateway.replies[ticket], Appended)
 
 
 def test_caches_that_are_restored_take_nothing_from_others() -> None:

@@ -69,18 +69,6 @@ async def test_a_gateway_goes_on_with_what_was_served_before() -> None:
     assert ModelVersions("d", 1, values, lambda number: number == 2).expected_fingerprint == "fc"
 
 
-async def test_a_worker_of_before_that_becomes_ready_does_not_undo_a_switch() -> None:
-    values = StoredValues()
-    versions = ModelVersions("a", 1, values)
-    become_ready(versions, "fa")
-    loaded = versions.next_version("b")
-    await versions.persist(loaded, "fb")
-    become_ready(versions, "fa")
-    assert stored(values) == ("a", "b", 1, "fb")
-    versions.serve(loaded, types_pb2.ModelDescription(fingerprint="fb"))
-    assert stored(values) == ("a", "b", 1, "fb")
-
-
 async def test_a_copy_of_the_journal_alone_has_the_weights_of_its_caches(tmp_path: Path) -> None:
     """Before, a file beside it had them: without it, caches were of a model that nobody knew."""
     ledger, source, copy = Ledger(), tmp_path / "source", tmp_path / "copy"

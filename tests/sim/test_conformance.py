@@ -35,7 +35,7 @@ from tests.token_trees import random_tree
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers import wire as worker_wire
 from workers.common import worker_pb2
-from workers.decodes import NO_DECODES, Decodes, DecodesDone
+from workers.decodes import NO_DECODES, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
@@ -71,7 +71,7 @@ class RealWorker:
     def __init__(self, pool: Pool) -> None:
         self.engine = PagedAttentionExecutor.create(kv_pages=pool.pages).engine
         assert self.engine.kv.page_size == pool.page_tokens
-        self.results: list[Result | DecodesDone] = []
+        self.results: list[Result | Decodes] = []
         self.begun: list[int] = []
         # Op ids, and how many of their tokens are computed after it.
         self.ran: list[tuple[int, int]] = []
@@ -103,7 +103,7 @@ class RealWorker:
         self.engine.kv_table.check_integrity()
         assert self.has_right_kv, "the KV is that of other tokens"
         results, self.results[:] = list(self.results), []
-        assert all(isinstance(result, DecodesDone | Forward | Done | Failed) for result in results)
+        assert all(isinstance(result, Decodes | Forward | Done | Failed) for result in results)
         return [event for result in results for event in one_by_one(worker_wire.to_event(result))]  # type: ignore[arg-type]
 
     def held(self) -> dict[int, list[int]]:
@@ -114,7 +114,7 @@ class RealWorker:
         self.begun.append(forward.op_id)
         self._begin(forward)
 
-    def _execute_and_choose(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
+    def _execute_and_choose(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> Decodes:
         if self.faulty & {chunk.forward.op_id for chunk in chunks}:
             if len(chunks) == 1:
                 self.ran.append((chunks[0].forward.op_id, 0))

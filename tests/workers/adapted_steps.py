@@ -21,7 +21,7 @@ from tests.workers import stepping
 from workers.adapters.adapter import read_adapter
 from workers.adapters.slots import LoadedAdapter
 from workers.adapters.table import AdapterTable
-from workers.decodes import ADAPTER, LORA_SLOT, NO_DECODES, Decodes, DecodesDone
+from workers.decodes import ADAPTER, LORA_SLOT, NO_DECODES, Decodes
 from workers.executors.engine import Engine
 from workers.kv.table import KvTable
 from workers.models.lora import PackedLora
@@ -124,7 +124,7 @@ class Worker(stepping.Worker):
         if self.threads:
             self.threads.pop(0)()
 
-    def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
+    def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> Decodes:
         # An error here would be the failure of a step.
         self._check(chunks, decodes)
         before = dict(self.slots.holds)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.workers.late_runner import LateRunner
 from workers.adapters.table import AdapterTable
-from workers.decodes import BATCH_ITEMS, CHOSEN, COMPUTE_NS, NO_DECODES, OP_ID, QUEUE_NS, Decodes, DecodesDone
+from workers.decodes import BATCH_ITEMS, CHOSEN, COMPUTE_NS, NO_DECODES, OP_ID, QUEUE_NS, Decodes
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
@@ -35,7 +35,7 @@ class Worker:
     ) -> None:
         self.engine = engine or PagedAttentionExecutor.create(kv_pages=pages).engine
         self.steps: list[list[int]] = []
-        self._results: list[Result | DecodesDone] = []
+        self._results: list[Result | Decodes] = []
         self._asked: dict[int, Forward] = {}
         self.loop = StepLoop(
             self.engine,
@@ -54,7 +54,7 @@ class Worker:
         self.engine.runner = late = LateRunner(self.engine.runner)
         return late
 
-    def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
+    def _note(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> Decodes:
         self.steps.append([*decodes.sequences, *(chunk.forward.sequence for chunk in chunks)])
         return self._execute(chunks, decodes)
 
@@ -87,11 +87,11 @@ class Worker:
             sent.append(command)
         return [*sent, Decodes.of(plain)] if plain else sent
 
-    def _received(self, result: Result | DecodesDone) -> list[Result]:
-        if not isinstance(result, DecodesDone):
+    def _received(self, result: Result | Decodes) -> list[Result]:
+        if not isinstance(result, Decodes):
             return [result]
         found: list[Result] = []
-        outputs = result.outputs or [RowOutput(token) for token in result.columns[CHOSEN].tolist()]
+        outputs = result.row_outputs or [RowOutput(token) for token in result.columns[CHOSEN].tolist()]
         for row, output in zip(result.columns.T.tolist(), outputs, strict=True):
             forward = self._asked.pop(row[OP_ID])
             assert output.token_id == row[CHOSEN]

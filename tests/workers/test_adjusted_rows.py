@@ -7,7 +7,6 @@ row, and chooses there.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -461,33 +460,3 @@ def test_biases_of_earlier_rows_are_gone_after_a_failed_launch(decoder: Decoder,
     masked.sequence.length -= 1
     # In the place of which the one with biases was.
     runners.step([masked], [row])
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_garbage_is_collected_before_graphs_are_captured_and_not_while(decoder: Decoder, fails: bool) -> None:
-    """What is collected may call the device, and a capture does not survive that."""
-    events: list[str] = []
-
-    class Cycle:
-        def __init__(self) -> None:
-            self.own = self
-
-        def __del__(self) -> None:
-            events.append("collected")
-
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
-        events.append("captured")
-        assert not gc.isenabled()
-        if fails:
-            raise RuntimeError("planted")
-        return repeat_launches(run)
-
-    runner = CudaGraphRunner(decoder, make_kv("cpu"), max_rows=2, max_seq_len=256, capture=capture)
-    packer = HandPacker(16, range(1, PAGES))
-    gc.collect()
-    events.clear()
-    Cycle()
-    runner.step(packer.pack([Item(HandSequence(), [1])]), [SamplingRow()])
-    assert gc.isenabled() and events[:1] == ["collected"]
-    # Graphs of a step, and second ones, for one row and for two.
-    assert events.count("captured") == (1 if fails else 4)

@@ -18,9 +18,9 @@ from workers.kv.table import PoolUsage
 from workers.models.chat_template import ChatTemplate
 from workers.models.model import ModelDescription
 from workers.operations import (
+    DataType,
     FailureReason,
     Kind,
-    LogitsFormat,
     OutputSpec,
     Priority,
     ReplaceStep,
@@ -69,7 +69,7 @@ def test_what_a_worker_does_without_a_setting_is_what_its_neutral_value_does() -
     [
         (Kind, worker_pb2.OperationKind),
         (Priority, types_pb2.Priority),
-        (LogitsFormat, types_pb2.DataType),
+        (DataType, types_pb2.DataType),
         (FailureReason, worker_pb2.WorkerErrorReason),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from quire.v1 import types_pb2
 
@@ -15,8 +14,8 @@ from service.pool import wire as gateway_wire
 from tests.forwards import SentForward, command_of
 from workers import wire as worker_wire
 from workers.common import worker_pb2
-from workers.decodes import ARRIVED_NS, DEADLINE, Decodes, DecodesDone
-from workers.operations import Command, Forward, RowOutput
+from workers.decodes import ARRIVED_NS, COMPUTE_NS, DEADLINE, Decodes
+from workers.operations import GREEDY, Command, Forward, Kind, OutputSpec, RowOutput
 
 VOCABULARY, LAYERS = 1000, 4
 Output = types_pb2.OutputOptions
@@ -151,21 +150,22 @@ def test_options_that_are_not_there_are_refused() -> None:
 
 @pytest.mark.parametrize("has_outputs", [False, True])
 def test_results_are_those_of_forwards(*, has_outputs: bool) -> None:
-    columns = np.array([[3, 1 << 61], [7, 999], [10, 0], [20, 30], [2, 2]])
-    outputs = [RowOutput(7), RowOutput(999)] if has_outputs else None
-    if outputs is not None:
-        outputs[1].top_ids, outputs[1].top_logprobs = [1, 2], [-1.0, -2.0]
-    events: list[worker_pb2.WorkerEvent] = []
-    for op_id, token, queue_ns, compute_ns, items in columns.T.tolist():
-        forward = Forward(op_id, 1, 5, [1])
-        forward.outputs = (RowOutput(token) if outputs is None else outputs[len(events)],)
-        forward.kept, forward.steps, forward.queue_ns = 1, 1, queue_ns
-        forward.compute_ns, forward.batch_items = compute_ns, items
-        events.append(worker_wire.to_event(forward))
+    output = OutputSpec(top_logprobs=2) if has_outputs else GREEDY
+    forwards = [Forward(op_id, op_id, 5, [1], output=output, kind=Kind.DECODE) for op_id in (3, 1 << 61)]
+    for forward, token in zip(forwards, (7, 999), strict=True):
+        forward.outputs = (RowOutput(token),)
+        forward.kept, forward.steps, forward.batch_items = 1, 1, 2
+        forward.arrived_ns, forward.started_ns, forward.queue_ns = 10, 30, 20
+    decodes = Decodes.done(forwards)
+    if has_outputs:
+        forwards[1].outputs[0].top_ids, forwards[1].outputs[0].top_logprobs = [1, 2], [-1.0, -2.0]
+    for forward, compute_ns in zip(forwards, decodes.column(COMPUTE_NS), strict=True):
+        forward.compute_ns = compute_ns
+    events = [worker_wire.to_event(forward) for forward in forwards]
     one_by_one = gateway_wire.to_events(worker_pb2.ConnectResponse(events=events))
-    together = worker_wire.to_event(DecodesDone(columns, outputs))
+    together = worker_wire.to_event(decodes)
     found = gateway_wire.to_events(worker_pb2.ConnectResponse(events=[together]))
-    if outputs is None:
+    if not has_outputs:
         rows = [row for _, row in found if isinstance(row, answers.DecodeDone)]
         found = [(row.op_id, gateway_wire.decode_answer(row)) for row in rows]
     assert found == one_by_one

@@ -16,8 +16,8 @@ from workers.kv.sizing import KvSizingError
 from workers.operations import (
     GREEDY,
     Chunk,
+    DataType,
     Forward,
-    LogitsFormat,
     OutputSpec,
 )
 
@@ -174,6 +174,6 @@ def test_a_page_that_could_not_be_copied_is_not_taken_for_the_copy(monkeypatch: 
         executor.decode(2, 8)
     executor.check_integrity()
     monkeypatch.setattr(executor.engine.kv, "copy_pages", right)
-    wanted = OutputSpec(logits=LogitsFormat.F32)
+    wanted = OutputSpec(logits=DataType.F32)
     assert executor.decode(2, 8, wanted).logits == executor.decode(1, 8, wanted).logits
     executor.check_integrity()

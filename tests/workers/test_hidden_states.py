@@ -12,10 +12,10 @@ from tests.model_factory import TinyModel, hf_states, make_model
 from tests.workers.stepping import Worker
 from workers.models.capture import RowCapture
 from workers.operations import (
+    DataType,
     Forward,
     HiddenSpec,
     Kind,
-    LogitsFormat,
     OutputSpec,
     RowOutput,
 )
@@ -39,7 +39,7 @@ def executor(directory: Path) -> LlmExecutor:
 def assert_is(output: RowOutput, directory: Path, tokens: list[int], layers: list[int]) -> None:
     """Of the last of these tokens."""
     expected = hf_states(directory, tokens)
-    assert output.hidden_format is LogitsFormat.F32 and len(output.hidden) == len(layers)
+    assert output.hidden_format is DataType.F32 and len(output.hidden) == len(layers)
     for layer, data in zip(layers, output.hidden, strict=True):
         state = torch.frombuffer(bytearray(data), dtype=torch.float32)
         assert (state - expected[layer][-1]).abs().max() < RELATIVE_ERROR * expected[layer].abs().max()

@@ -6,7 +6,6 @@ reading a sequence's pages slot by slot must give its tokens at their positions.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -421,12 +420,6 @@ def test_wrong_calls_change_nothing() -> None:
         KvTable(4, 0)
 
 
-def test_an_empty_sequence_is_not_taken_for_a_missing_one() -> None:
-    table = KvTable(1)
-    table.create(1)
-    assert table.get(1)
-
-
 def open_an_indexed_page(table: KvTable, seq: KvSequence) -> None:
     table.truncate(seq, 6)
     table._columns.writable[seq.row] = 8
@@ -451,12 +444,3 @@ def test_check_integrity_notices(name: str) -> None:
     CORRUPTIONS[name](table, seq)
     with pytest.raises(IntegrityError):
         table.check_integrity()
-
-
-def test_what_forks_hold_gives_the_garbage_collector_nothing_to_walk_through() -> None:
-    table = KvTable(64, PAGE)
-    parent = table.create(1)
-    grow(table, parent, list(range(60 * PAGE)))
-    for child in table.fork(parent, range(2, 10)):
-        assert len(child.pages) == 60
-        assert not any(isinstance(held, int) for held in gc.get_referents(child.pages))

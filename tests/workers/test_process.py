@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +17,6 @@ from benchmarks.checkout import ROOT, environment
 from service.pool.worker_directory import lock_holder
 from service.pool.worker_port import NamedWorker, WorkerPort
 from tests.forks import WORKERS, Forked, ForkedWorker, fork_server
-from workers import pool_member
 from workers import process as entry_point
 from workers.common import worker_pb2
 from workers.process import EXIT_FAILED
@@ -138,24 +135,6 @@ def test_colours_are_for_terminals(tmp_path: Path) -> None:
     assert written.count(b"\n") == 1, "what a field has is in one line"
 
 
-def test_its_threads_take_turns_as_often_as_those_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Python's five milliseconds, a command waited for that long while a step computed in Python."""
-    arguments = argparse.Namespace(log_format="json", log_level="info", pool=None)
-    monkeypatch.setattr(pool_member, "_parse_arguments", lambda: arguments)
-    for name in ("configure_logging", "Parent", "_serve"):
-        monkeypatch.setattr(pool_member, name, lambda *_: None)
-    for name in ("signal", "pthread_sigmask"):
-        monkeypatch.setattr(signal, name, lambda *_: None)
-    loop = SimpleNamespace(run_until_complete=lambda _: int(sys.getswitchinterval() * 1e6))
-    monkeypatch.setattr("uvloop.new_event_loop", lambda: loop)
-    before_s = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(0.005)
-        assert pool_member.main() == 500
-    finally:
-        sys.setswitchinterval(before_s)
-
-
 def test_torch_is_not_loaded_before_the_lease() -> None:
     code = "import workers.pool_member, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -190,10 +169,3 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("python -m workers needs uvloop") and "protobuf" in done.stderr
-
-
-def test_a_step_has_more_tokens_on_a_gpu() -> None:
-    auto = worker_pb2.WorkerConfig()
-    assert entry_point._step_tokens(auto, "cpu") == 512
-    assert entry_point._step_tokens(auto, "cuda:0") == 4096
-    assert entry_point._step_tokens(worker_pb2.WorkerConfig(max_batch_tokens=7), "cuda:0") == 7

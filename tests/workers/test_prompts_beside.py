@@ -13,7 +13,7 @@ from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_plain_decodes import answers
 from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill
-from workers.decodes import NO_DECODES, Decodes, DecodesDone
+from workers.decodes import NO_DECODES, Decodes
 from workers.operations import (
     Abort,
     Chunk,
@@ -173,7 +173,7 @@ def test_a_chunk_that_fails_beside_decodes_fails_alone(monkeypatch: pytest.Monke
             raise RuntimeError("planted")
         return launch(*arguments, **named)
 
-    def execute_others(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
+    def execute_others(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> Decodes:
         if 50 in {chunk.forward.op_id for chunk in chunks}:
             raise RuntimeError("planted")
         return execute(chunks, decodes)

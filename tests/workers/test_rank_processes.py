@@ -33,11 +33,11 @@ from workers.operations import (
     AdapterSource,
     ChangeAdapters,
     Command,
+    DataType,
     Fork,
     Forward,
     HiddenSpec,
     Kind,
-    LogitsFormat,
     OutputSpec,
     Release,
     ReplaceStep,
@@ -53,7 +53,7 @@ from workers.runners.tensor_parallel import RankGroup
 
 PAGES = 200
 PATIENCE_S = 60
-WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)
+WITH_LOGITS = OutputSpec(logits=DataType.F32)
 LORA = LoraLimits(max_adapters=2, max_rank=8, max_bytes=1 << 24)
 
 
@@ -194,7 +194,7 @@ def test_hidden_states_and_given_experts(group: RankGroup, tmp_path: Path) -> No
     directory = make_family_model(tmp_path, *settings_of("qwen3_moe"), seed=7)
     dice, generator = random.Random(2), np.random.default_rng(1)
     text = [dice.randrange(97) for _ in range(50)]
-    every = OutputSpec(logits=LogitsFormat.F32, hidden=HiddenSpec((0, 2, 4)), experts=True)
+    every = OutputSpec(logits=DataType.F32, hidden=HiddenSpec((0, 2, 4)), experts=True)
     ids = np.stack([generator.permuted(range(6)) for _ in range(50 * 4)])[:, :2].reshape(50, 4, 2)
     found = []
     for ranks in (None, group):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.operations import LogitsFormat, OutputSpec, RowOutput
+from workers.operations import DataType, OutputSpec, RowOutput
 from workers.row_outputs import best_ids, build_outputs, encode_row, score_tokens
 from workers.sampling import BadLogitsError, SamplingRow, best_k, choose_tokens
 
@@ -46,7 +46,7 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[torch.Tensor, list[OutputSpec]]:
         logits[:, 1:][generator.random((count, vocab - 1)) < 0.3] = -INF
     spec = st.builds(
         OutputSpec,
-        logits=st.one_of(st.none(), st.sampled_from(LogitsFormat)),
+        logits=st.one_of(st.none(), st.sampled_from(DataType)),
         top_logprobs=st.integers(0, vocab + 2),
         logprob_token_ids=st.lists(st.integers(0, vocab - 1), max_size=5),
         logprob=st.booleans(),
@@ -131,18 +131,18 @@ def test_the_greedy_token_comes_first_even_where_logprobs_cannot_tell() -> None:
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20))
 def test_logits_are_encoded_little_endian_and_rounded_to_nearest(values: list[float]) -> None:
     row = torch.tensor(values)
-    assert encode_row(row, LogitsFormat.F32) == struct.pack(f"<{len(values)}f", *values)
+    assert encode_row(row, DataType.F32) == struct.pack(f"<{len(values)}f", *values)
     with np.errstate(over="ignore"):
-        assert encode_row(row, LogitsFormat.F16) == np.array(values, dtype=np.float32).astype("<f2").tobytes()
+        assert encode_row(row, DataType.F16) == np.array(values, dtype=np.float32).astype("<f2").tobytes()
     # bfloat16 is the upper half of a float32, rounded to even.
     bits = np.array(values, dtype="<f4").view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
-    assert encode_row(row, LogitsFormat.BF16) == rounded.astype("<u2").tobytes()
+    assert encode_row(row, DataType.BF16) == rounded.astype("<u2").tobytes()
 
 
 def test_encoding_takes_rows_that_are_not_contiguous() -> None:
     columns = torch.arange(6.0).reshape(3, 2).T
-    assert encode_row(columns[1], LogitsFormat.F32) == struct.pack("<3f", 1, 3, 5)
+    assert encode_row(columns[1], DataType.F32) == struct.pack("<3f", 1, 3, 5)
 
 
 def test_scores_are_the_targets_logprobs() -> None:

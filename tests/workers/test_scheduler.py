@@ -6,7 +6,6 @@ Who of several callers goes first is in `test_fair_queueing`.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -24,7 +23,7 @@ from hypothesis.stateful import (
 from tests.workers import scheduling
 from tests.workers.scheduling import accept, advance, check_invariants
 from workers import scheduler as scheduler_module
-from workers.operations import Chunk, Forward, Kind, Priority
+from workers.operations import Chunk, Forward, Kind
 from workers.scheduler import SHORT_TOKENS, Scheduler
 
 # A class may be passed over this often in a row where a step is too small for both.
@@ -431,27 +430,6 @@ def test_a_deadline_counts_until_a_forward_is_begun() -> None:
     assert scheduler.expire(11) == [behind, late]
     assert layout(scheduler.next_batch(accept)) == [(1, 16, 16)]
     assert len(scheduler) == 1
-
-
-def test_deadlines_of_finished_forwards_are_forgotten() -> None:
-    scheduler = Scheduler(16, 8, 8)
-    for op_id in range(1000):
-        scheduler.add(forward(op_id, deadline_ns=10**18))
-        run_step(scheduler)
-    assert len(scheduler._deadlines) < 100
-
-
-@pytest.mark.parametrize(
-    ("priority", "deadline_ns"), [(Priority.NORMAL, 10**18), (Priority.LOW, None), (Priority.LOW, 10**18)]
-)
-def test_a_finished_forward_is_let_go(priority: Priority, deadline_ns: int | None) -> None:
-    """It holds its answer, which may be large."""
-    scheduler = Scheduler(16, 8, 8)
-    finished = Forward(1, 1, 0, [1], priority=priority, deadline_ns=deadline_ns)
-    references = sys.getrefcount(finished)
-    scheduler.add(finished)
-    run_step(scheduler)
-    assert sys.getrefcount(finished) == references
 
 
 @pytest.mark.parametrize("is_done", [True, False])

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from workers.kv import shared_list
 from workers.kv.shared_list import SharedList, TokenList
-from workers.kv.table import KvTable
 
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["extend", "cut", "copy"]), st.integers(0, 5), st.integers(0, 30)), max_size=30
@@ -51,23 +50,3 @@ def test_an_index_outside_is_refused() -> None:
         with pytest.raises(IndexError):
             TokenList()[index]
     assert TokenList() != 3
-
-
-def test_forks_of_a_long_prompt_share_its_tokens_and_digests() -> None:
-    """Each costs its list of pages, and what does not fill a chunk."""
-    table = KvTable(2000)
-    parent = table.create(0)
-    table.reserve(parent, 30_000)
-    table.append(parent, range(30_000))
-    children = table.fork(parent, range(1, 101))
-    for child in children:
-        for shared, own in ((parent.token_ids, child.token_ids), (parent.digests, child.digests)):
-            assert all(one is other for one, other in zip(shared._full, own._full, strict=True))
-            assert len(own._tail) < shared_list.SEGMENT_ITEMS
-    table.check_integrity()
-    for child in children[1:]:
-        table.release(child.key)
-    table.reserve(children[0], 1)
-    table.append(children[0], [7])
-    assert children[0].token_ids == [*range(30_000), 7] and parent.token_ids == list(range(30_000))
-    table.check_integrity()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.workers.stepping import Worker
 from workers import drawing, extra_samples, sampling
-from workers.decodes import OP_ID, Decodes, DecodesDone
+from workers.decodes import OP_ID, Decodes
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.kv import integrity
 from workers.logging import fields_of
@@ -62,7 +62,7 @@ def fail_with_two(worker: Worker, patch: pytest.MonkeyPatch) -> None:
     """Steps in which operation 2 is."""
     execute = worker._execute
 
-    def fail(chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
+    def fail(chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
         if any(chunk.forward.op_id == 2 for chunk in chunks) or 2 in decodes.column(OP_ID):
             raise RuntimeError("planted")
         return execute(chunks, decodes)
@@ -83,7 +83,7 @@ def test_logits_that_overflow_are_logged_once_and_an_adapters_are_its_own(
 ) -> None:
     worker = Worker()
 
-    def overflow(_chunks: Sequence[Chunk], _decodes: Decodes) -> DecodesDone:
+    def overflow(_chunks: Sequence[Chunk], _decodes: Decodes) -> Decodes:
         raise sampling.BadLogitsError([0])
 
     monkeypatch.setattr(worker, "_execute", overflow)
@@ -221,7 +221,7 @@ def test_a_limited_prefill_waits_for_decodes(monkeypatch: pytest.MonkeyPatch) ->
     """Otherwise a step of the prefill alone would follow each step of decodes."""
     engine = PagedAttentionExecutor.create(kv_pages=64).engine
     for protected, waits in ((8, True), (None, False)):
-        results: list[Result | DecodesDone] = []
+        results: list[Result | Decodes] = []
         loop = StepLoop(
             engine, Scheduler(64, 16, 16, max_mixed_prefill_tokens=protected), results.extend, MAX_SEQ_TOKENS
         )
@@ -261,14 +261,6 @@ def test_an_abort_before_begin_does_not_roll_back() -> None:
         results += worker.round()
     assert [result.op_id for result in results if isinstance(result, Forward)] == [1, 2]
     assert worker.lengths() == {1: 42}
-
-
-def test_a_scored_sequence_is_not_expected_back() -> None:
-    """Its sequence is released with the answer."""
-    worker = Worker()
-    scored = dataclasses.replace(forward(1), ephemeral=True, rows=2, kind=Kind.SCORE)
-    worker.answers(scored, forward(2))
-    assert set(worker.loop._window._answered) == {2}
 
 
 def test_an_integrity_check_does_not_delay_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from tests.token_trees import Tree, random_tree
 from tests.workers.test_library_model import tiny_config
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
-from workers.operations import GREEDY, Accept, Chunk, Forward, Kind, LogitsFormat, OutputSpec, Sampling
+from workers.operations import GREEDY, Accept, Chunk, DataType, Forward, Kind, OutputSpec, Sampling
 from workers.token_trees import children_of, kept_path, path_to
 
 VOCAB = 97
-WITH_LOGITS = OutputSpec(logits=LogitsFormat.F32)
+WITH_LOGITS = OutputSpec(logits=DataType.F32)
 
 
 @pytest.fixture(scope="module")

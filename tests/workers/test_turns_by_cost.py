@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.workers.scheduling import Callers, check_invariants, run_step
 from workers.caller_limits import MIN_FREE_COST, CallerLimits
-from workers.operations import Forward, HiddenSpec, LogitsFormat, OutputSpec
+from workers.operations import DataType, Forward, HiddenSpec, OutputSpec
 from workers.scheduler import Scheduler, cost_of
 
 GREEDY, OTHER = 1, 2
@@ -133,7 +133,7 @@ def test_who_asks_for_much_each_time_pays_for_it_the_next() -> None:
     [
         (OutputSpec(), 1),
         (OutputSpec(logprob=True, top_logprobs=20, logprob_token_ids=tuple(range(100))), 1),
-        (OutputSpec(logits=LogitsFormat.F32), 4),
+        (OutputSpec(logits=DataType.F32), 4),
         (OutputSpec(hidden=HiddenSpec([28])), 2),
         (OutputSpec(hidden=HiddenSpec(range(8))), 3),
         (OutputSpec(top_logprobs=1024, logprob_token_ids=tuple(range(4096))), 11),
@@ -152,7 +152,7 @@ def test_rows_count_by_what_they_return(output: OutputSpec, weight: int) -> None
 
 
 def test_a_row_that_weighs_more_than_a_step_still_runs() -> None:
-    heavy = OutputSpec(top_logprobs=1024, logprob_token_ids=tuple(range(4096)), logits=LogitsFormat.F32)
+    heavy = OutputSpec(top_logprobs=1024, logprob_token_ids=tuple(range(4096)), logits=DataType.F32)
     for max_rows in (1, 3, 4, 9):
         scheduler = Scheduler(64, 8, max_rows)
         for op_id in range(6):
@@ -173,7 +173,7 @@ def test_the_tests_notice_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cost_is_tokens_and_rows_by_their_weight() -> None:
-    op = Forward(1, 1, 0, range(40), rows=10, output=OutputSpec(logits=LogitsFormat.BF16))
+    op = Forward(1, 1, 0, range(40), rows=10, output=OutputSpec(logits=DataType.BF16))
     assert cost_of(op, 40) == 40 + 10 * 4
     assert cost_of(op, 6) == 6 + 6 * 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from quire.v1 import types_pb2
 
@@ -37,29 +36,9 @@ def drawn(seed: int | None = None) -> worker_pb2.ForwardOptions:
     return worker_pb2.ForwardOptions(rows=1, output=types_pb2.OutputOptions(sampling=sampling))
 
 
-def test_equal_options_are_decoded_once() -> None:
-    assert decoded(drawn(3)).output is decoded(drawn(3)).output
-    assert decoded(drawn(3)).output != decoded(drawn(4)).output
-
-
 def test_the_default_seed_is_for_those_without_one() -> None:
     assert [seed_of(decoded(drawn(), default_seed=seed)) for seed in (5, 6, 5)] == [5, 6, 5]
     assert [seed_of(decoded(drawn(0), default_seed=seed)) for seed in (5, 6)] == [0, 0]
-
-
-def test_options_of_decodes_are_parsed_once_for_all_seeds() -> None:
-    """There may be more caches that draw than are remembered."""
-    wire._cached_options.cache_clear()
-    wire._plain_output.cache_clear()
-    numbers = np.zeros((10_000, 9), "<u8")
-    numbers[:, 8] = np.arange(10_000)
-    numbers[:, 3] = 1
-    message = worker_pb2.DecodesCommand(rows=numbers.tobytes(), options=[drawn().SerializeToString()])
-    for _ in range(2):
-        decodes, others = wire.to_decodes(message, VOCAB, 0)
-        assert not others
-        assert [one.sampling and one.sampling.seed for one in decodes.outputs] == list(range(10_000))
-    assert wire._cached_options.cache_info().misses == 1
 
 
 def test_a_repetition_that_is_computed_again_keeps_all() -> None:

@@ -25,11 +25,11 @@ from workers.operations import (
     GREEDY,
     Accept,
     Chunk,
+    DataType,
     DraftProbabilities,
     Forward,
     HiddenSpec,
     Kind,
-    LogitsFormat,
     OutputSpec,
     RowChoice,
     Sampling,
@@ -46,7 +46,7 @@ _DRAWN = OutputSpec(
 )
 _PLAINLY_DRAWN = OutputSpec(sampling=Sampling(temperature=1.0))
 _LISTED = OutputSpec(
-    logprob=True, sampled_logprob=True, top_logprobs=1, logprob_token_ids=(0,), logits=LogitsFormat.F32
+    logprob=True, sampled_logprob=True, top_logprobs=1, logprob_token_ids=(0,), logits=DataType.F32
 )
 _WARM_OUTPUTS = (_MASKED, _DRAWN, _PLAINLY_DRAWN, _LISTED)
 

@@ -29,14 +29,11 @@ from workers.decodes import (
     BATCH_ITEMS,
     CHOSEN,
     COMPUTE_NS,
-    DONE_WIDTH,
     NO_DECODES,
-    OP_ID,
     POSITION,
     QUEUE_NS,
     TOKEN,
     Decodes,
-    DecodesDone,
     Mask,
 )
 from workers.distribution import apply_drafts, sampled_logprobs
@@ -179,12 +176,12 @@ class Engine:
             raise_if_lost(error)
             raise
 
-    def execute(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> DecodesDone:
-        """Runs one batch of plain decodes and chunks, which have begun, and adds the outputs to the forwards.
+    def execute(self, chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> Decodes:
+        """Runs one batch of plain decodes and chunks, which have begun, and adds the outputs to them.
 
-        Returns the results of the decodes. A forward with a row that has no token gets a `failure` instead,
-        and so does a decode; the others are not affected. On an exception nothing has been appended: the
-        caller may run the step again, or roll back what has begun.
+        Returns the decodes that are computed. A forward with a row that has no token gets a `failure`
+        instead, and so does a decode; the others are not affected. On an exception nothing has been appended:
+        the caller may run the step again, or roll back what has begun.
         """
         tokens = decodes.size + (sum([chunk.count for chunk in chunks]) if chunks else 0)
         self._step_begins(tokens, time.monotonic_ns())
@@ -299,7 +296,7 @@ class Engine:
 
         return history_of
 
-    def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> DecodesDone:
+    def finish(self, step: StepInFlight, following: StepInFlight | None = None) -> None:
         """Waits for a launched step, and commits its tokens. `following`: the one launched after it.
 
         Raises a SamplingError if rows have no token. After any error nothing has been appended, and
@@ -320,9 +317,9 @@ class Engine:
                     following.launched.chosen()
             raise
         self._step_ends(items)
-        done = self._append_decodes(step.decodes, chosen.numpy(), outputs, items)
+        self._append_decodes(step.decodes, chosen.numpy(), outputs, items)
         if following is not None:
-            tokens, chosen_now = following.decodes.columns[TOKEN], done.columns[CHOSEN]
+            tokens, chosen_now = following.decodes.columns[TOKEN], step.decodes.columns[CHOSEN]
             if following.places is None:
                 tokens[:] = chosen_now
             else:
@@ -331,9 +328,8 @@ class Engine:
             following.decodes.started_ns = time.monotonic_ns()
             # From its launch on, while the one before it ran: rather too long than too short.
             self._step_begins(following.tokens, following.launched_ns)
-        return done
 
-    def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> DecodesDone:
+    def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         try:
@@ -360,7 +356,7 @@ class Engine:
         specs: Sequence[OutputSpec],
         capture: RowCapture | None,
         items: int,
-    ) -> DecodesDone:
+    ) -> Decodes:
         """Appends the tokens of a step of which each row has one, and adds what was computed.
 
         rows, specs: R of them, as of `result`. No specs: nobody wants more than tokens.
@@ -377,7 +373,8 @@ class Engine:
         # The last operation that may fail: it overwrites KV that a second attempt would need.
         paths = self._keep_paths(chunks, outputs[first:]) if chunks else {}
         on_host = chosen.cpu().numpy()[:first]
-        done = self._append_decodes(decodes, on_host, outputs[:first] if specs else None, items)
+        if decodes.size:
+            self._append_decodes(decodes, on_host, outputs[:first] if specs else None, items)
         for chunk in chunks:
             forward, last = chunk.forward, first + chunk.rows
             self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)
@@ -386,23 +383,21 @@ class Engine:
                 forward.add_scores(indexes, found.logprobs, found.is_argmax)
             forward.draws = draws.get(forward)
             first = last
-        return done
+        return decodes
 
     def _append_decodes(
         self, decodes: Decodes, chosen: NDArray[np.int64], outputs: Sequence[RowOutput] | None, items: int
-    ) -> DecodesDone:
+    ) -> None:
         """Commits the tokens of plain decodes, whose rows are the first ones of the step."""
-        columns, done = decodes.columns, np.empty((DONE_WIDTH, decodes.size), np.int64)
-        if decodes.size:
-            self.kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
-            done[OP_ID] = columns[OP_ID]
-            done[CHOSEN] = chosen
-            # Nobody waits for those that have not arrived yet: theirs is 0.
-            arrived, started_ns = decodes.column(ARRIVED_NS), decodes.started_ns
-            done[QUEUE_NS] = [started_ns - arrived_ns if arrived_ns else 0 for arrived_ns in arrived]
-            done[COMPUTE_NS] = time.monotonic_ns() - decodes.started_ns
-            done[BATCH_ITEMS] = items
-        return DecodesDone(done, outputs)
+        columns, started_ns = decodes.columns, decodes.started_ns
+        self.kv_table.append_next(decodes.rows, columns[POSITION], columns[TOKEN])
+        columns[CHOSEN] = chosen
+        # Nobody waits for those that have not arrived yet: theirs is 0.
+        arrived = decodes.column(ARRIVED_NS)
+        columns[QUEUE_NS] = [started_ns - arrived_ns if arrived_ns else 0 for arrived_ns in arrived]
+        columns[COMPUTE_NS] = time.monotonic_ns() - started_ns
+        columns[BATCH_ITEMS] = items
+        decodes.row_outputs = outputs
 
     def _append(
         self, chunk: Chunk, outputs: Sequence[RowOutput], items: int, paths: dict[Forward, list[int]]
@@ -462,9 +457,9 @@ class Engine:
         forward.samples = (*forward.samples, *samples)
         return cost
 
-    def count_decodes(self, done: DecodesDone) -> None:
+    def count_decodes(self, decodes: Decodes) -> None:
         """Counts plain decodes that were requested and are complete."""
-        times_ns = done.columns[COMPUTE_NS].tolist()
+        times_ns = decodes.columns[COMPUTE_NS].tolist()
         self._counts.add_operation(Kind.DECODE, sum(times_ns), len(times_ns))
 
     def count(self, forward: Forward) -> None:

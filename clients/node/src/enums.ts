@@ -3,7 +3,7 @@
 import type { DescEnum } from "@bufbuild/protobuf";
 
 import { RebuildCauseSchema } from "./gen/quire/v1/admin_pb.js";
-import { RoutingPolicySchema } from "./gen/quire/v1/runner_pb.js";
+import { RoutingPolicySchema, SpeculationMethodSchema } from "./gen/quire/v1/runner_pb.js";
 import { DataTypeSchema, PrioritySchema, VerifyAcceptSchema } from "./gen/quire/v1/types_pb.js";
 
 export type Priority = "low" | "normal" | "high";
@@ -12,6 +12,8 @@ export type Accept = "all" | "greedy" | "sampled" | "speculative";
 export type Policy = "order" | "local_first" | "cheapest";
 export type Cause = "manual" | "cuda_context_poisoned" | "remote_auth_failure" | "remote_config_change";
 export type FinishReason = "stop" | "length" | "content_filter" | "tool_calls" | "error" | "cancelled";
+/** Where the drafts of speculative decoding come from. */
+export type SpeculationMethod = "prompt_lookup";
 /** Of a row of logits, or of a hidden state. */
 export type NumberFormat = "f32" | "bf16" | "f16";
 
@@ -36,5 +38,6 @@ export function wordOf({ value }: DescEnum, number: number | undefined): string 
 export const priorityOf = (word?: Priority) => numberOf("priority", PrioritySchema, word);
 export const acceptOf = (word: Accept) => numberOf("accept", VerifyAcceptSchema, word);
 export const policyOf = (word?: Policy) => numberOf("policy", RoutingPolicySchema, word);
+export const speculationMethodOf = (word: SpeculationMethod) => numberOf("its method", SpeculationMethodSchema, word);
 export const causeOf = (word: Cause) => numberOf("cause", RebuildCauseSchema, word);
 export const dataTypeOf = (parameter: string, word?: NumberFormat) => numberOf(parameter, DataTypeSchema, word);

@@ -15,7 +15,7 @@ export * as admin from "./gen/quire/v1/admin_pb.js";
 export * as executor from "./gen/quire/v1/executor_pb.js";
 export * as runner from "./gen/quire/v1/runner_pb.js";
 export * as types from "./gen/quire/v1/types_pb.js";
-export { type ChatMessage, type ConstraintSettings, item, type Prompt, type TextSettings } from "./items.js";
+export { type ChatMessage, type ConstraintSettings, item, type Prompt, type SpeculationSettings, type TextSettings } from "./items.js";
 export type { Method, Request, Response } from "./methods.js";
 export { type Allowed, type Output, outputOptions, type OutputSettings, type SamplingSettings, tokenMask } from "./options.js";
 export { Session, type SessionOptions } from "./session.js";

@@ -4,6 +4,7 @@ import { create } from "@bufbuild/protobuf";
 
 import { tokensOf } from "./batches.js";
 import { durationOf } from "./duration.js";
+import { speculationMethodOf, type SpeculationMethod } from "./enums.js";
 import { ChatRole, type ExecuteItem, ExecuteItemSchema } from "./gen/quire/v1/runner_pb.js";
 import type { Request } from "./methods.js";
 import { samplingOf, type SamplingSettings, splitSampling, tokenMask, type Allowed } from "./options.js";
@@ -36,6 +37,9 @@ export type Prompt = string | readonly number[] | readonly ChatMessage[];
 /** One of these kinds. A JSON schema is a string, or an object. */
 export type ConstraintSettings = { jsonSchema: string | object } | { regex: string } | { lark: string } | { mask: Allowed };
 
+/** Speculative decoding, which changes no text. */
+export type SpeculationSettings = { method: SpeculationMethod; maxDraftTokens?: number };
+
 /** How texts are generated: settings of sampling, such as temperature and seed, and the fields of ExecuteItem. */
 export interface TextSettings extends SamplingSettings {
   /** Default settings, such as `samplingDefaults` of `modelInfo()`. */
@@ -55,6 +59,7 @@ export interface TextSettings extends SamplingSettings {
   adapterId?: string;
   sampledLogprobs?: boolean;
   cacheSalt?: string;
+  speculation?: SpeculationMethod | SpeculationSettings;
 }
 
 // What is an item's own.
@@ -69,7 +74,7 @@ export function item(
   settings: TextSettings & { itemId?: string; maxCostUsd?: number } = {},
 ): ExecuteItem {
   const [own, rest] = splitSampling(settings);
-  const { sampling, constraint, itemTimeoutMs, itemId = "0", ...fields } = rest;
+  const { sampling, constraint, speculation, itemTimeoutMs, itemId = "0", ...fields } = rest;
   for (const name of Object.keys(rest)) {
     if (!FIELDS.has(name)) throw new TypeError(`an item has no setting ${name}: it has ${[...FIELDS].join(", ")}`);
   }
@@ -79,6 +84,7 @@ export function item(
     prompt: promptOf(prompt),
     sampling: samplingOf(sampling, own),
     constraint: constraint && { kind: constraintOf(constraint) },
+    speculation: speculation && speculationOf(speculation),
     timeout: durationOf(itemTimeoutMs),
   });
 }
@@ -126,6 +132,11 @@ function messageOf(message: ChatMessage) {
     name: name ?? "",
     reasoningContent: reasoning_content ?? undefined,
   };
+}
+
+function speculationOf(speculation: SpeculationMethod | SpeculationSettings) {
+  const settings = typeof speculation === "string" ? { method: speculation } : speculation;
+  return { ...settings, method: speculationMethodOf(settings.method) };
 }
 
 function constraintOf(constraint: ConstraintSettings) {

@@ -60,6 +60,8 @@ test("items have settings of sampling, constraints and tool calls", () => {
   const settings = { seed: 7n, sampling: { topK: 3, seed: 1n }, constraint: { jsonSchema: { type: "object" } }, itemTimeoutMs: 1500 };
   const made = item(messages, settings);
   assert.deepEqual([made.sampling.seed, made.sampling.topK], [7n, 3]);
+  const drafted = [item("x", { speculation: "prompt_lookup" }), item("x", { speculation: { method: "prompt_lookup", maxDraftTokens: 3 } })];
+  assert.deepEqual(drafted.map(({ speculation }) => [speculation.method, speculation.maxDraftTokens]), [[1, undefined], [1, 3]]);
   assert.deepEqual(made.constraint.kind, { case: "jsonSchema", value: '{"type":"object"}' });
   assert.deepEqual([made.timeout.seconds, made.timeout.nanos], [1n, 500_000_000]);
   const [message] = made.prompt.value.messages;

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from google.protobuf import duration_pb2
 from quire._calls import duration
+from quire._enums import number_of
 from quire._options import sampling_params
 from quire.v1 import runner_pb2, types_pb2
 from quire.v1.sampling_settings import SamplingSettings
@@ -35,12 +36,20 @@ class ConstraintSettings(TypedDict, total=False):
     mask: types_pb2.TokenMask
 
 
+class SpeculationSettings(TypedDict, total=False):
+    """Speculative decoding: where drafts come from, and the most tokens of one."""
+
+    method: Literal["prompt_lookup"]
+    max_draft_tokens: int
+
+
 class TextSettings(SamplingSettings, total=False):
     """How texts are generated: the settings of sampling, and the fields of ExecuteItem. None: unset.
 
     Attributes:
         sampling: Default settings, such as `model_info().sampling_defaults`.
         timeout: In seconds or a timedelta.
+        speculation: Speculative decoding, which changes no text: "prompt_lookup", or with its other setting.
     """
 
     sampling: types_pb2.SamplingParams | SamplingSettings | None
@@ -57,6 +66,7 @@ class TextSettings(SamplingSettings, total=False):
     adapter_id: str
     sampled_logprobs: bool
     cache_salt: str
+    speculation: Literal["prompt_lookup"] | runner_pb2.Speculation | SpeculationSettings | None
 
 
 def item(
@@ -122,6 +132,8 @@ def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
             value = _timeout(value)
         elif name == "constraint" and isinstance(value, Mapping):
             value = _constraint(value)
+        elif name == "speculation" and isinstance(value, str | Mapping):
+            value = _speculation({"method": value} if isinstance(value, str) else value)
         made.MergeFrom(runner_pb2.ExecuteItem(**{name: value}))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name} cannot be {value!r:.80}: {error}") from None
@@ -138,6 +150,11 @@ def _timeout(value: Any) -> Any:
 def _constraint(value: Mapping[str, Any]) -> Mapping[str, Any]:
     schema = value.get("json_schema", "")
     return value if isinstance(schema, str) else {**value, "json_schema": json.dumps(schema)}
+
+
+def _speculation(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    methods = runner_pb2.SpeculationMethod
+    return {**value, "method": number_of("its method", methods, value.get("method", ""))}
 
 
 def _message(message: Any) -> runner_pb2.ChatMessage:

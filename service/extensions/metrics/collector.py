@@ -91,6 +91,9 @@ class QuireCollector(Collector):
         yield _counter("quire_num_preemptions", "Caches whose KV gave way to others'.", counts["preempted"])
         yield _counter("quire_prompt_tokens", "Prompt tokens of answered appends.", appends.prompt_tokens)
         yield _counter("quire_generation_tokens", "Tokens that were generated.", appends.generated_tokens)
+        drafted, accepted = appends.draft_tokens, appends.accepted_tokens
+        yield _counter("quire_spec_decode_num_draft_tokens", "Tokens that were drafted.", drafted)
+        yield _counter("quire_spec_decode_num_accepted_tokens", "Drafted tokens that were kept.", accepted)
         described: dict[tuple[str, ...], int] = {}
         sizes: dict[tuple[str, ...], int] = {}
         if first is not None:

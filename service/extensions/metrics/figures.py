@@ -95,6 +95,8 @@ class Appends:
         self.answered = [0] * (max(AppendKind) + 1)
         self.failed: Counter[str] = Counter()
         self.prompt_tokens = self.generated_tokens = 0
+        # Of verifies that keep what is accepted, also of Execute's.
+        self.draft_tokens = self.accepted_tokens = 0
         # From the request until it is durable and answered. A verify is one value: the mean of its tokens.
         self.first_token, self.token = Distribution(TIMES_S), Distribution(TIMES_S)
         # What a prompt waited in its worker.
@@ -126,6 +128,9 @@ class Appends:
             self.token.add(took_s)
         elif kind is VERIFY:
             self.generated_tokens += outcome.kept
+            if append.accept:
+                self.draft_tokens += len(append.token_ids) - 1
+                self.accepted_tokens += outcome.kept - 1
             self.token.add(took_s / outcome.kept)
         else:
             self.prompt_tokens += len(append.token_ids)

@@ -16,6 +16,8 @@ from service.auth.connections import handshake_limits
 from service.auth.tls import http_context
 from service.config import Config
 from service.extension import Extension, GatewayParts
+from service.extensions.http.connection import HttpLimits
+from service.extensions.http.server import HttpServer
 from service.extensions.openai import requests
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.generate import Forward, GenerateHandler, generate
@@ -23,8 +25,6 @@ from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, Middleware
 from service.extensions.openai.models import Models
 from service.extensions.openai.settings import OpenAiSettings
-from service.http.connection import HttpLimits
-from service.http.server import HttpServer
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 

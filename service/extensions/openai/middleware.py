@@ -22,9 +22,9 @@ from service.api.server_state import ServerState
 from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator, current_tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError
+from service.extensions.http.connection import connection_of
 from service.extensions.openai import errors
 from service.extensions.openai.generation import event
-from service.http.connection import connection_of
 from service.listening import is_address
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped

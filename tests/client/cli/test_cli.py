@@ -10,17 +10,15 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.duration_pb2 import Duration
 from quire.cli import connecting
-from quire.cli.main import complete_parser, main
+from quire.cli.main import main
 from quire.cli.status import _COLUMNS, Reading, render
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.checkout import environment
 from tests.chat_templates import QWEN, byte_tokenizer
@@ -137,35 +135,6 @@ def test_generate_draws_as_the_models_makers_do_but_for_what_was_given(
 NO_TEMPLATE = "this model has no chat template: without --chat and --system it continues text"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "status",
-        "top",
-        "generate",
-        "load",
-        "caches list",
-        "caches release",
-        "adapters list",
-        "adapters load",
-        "adapters unload",
-    ],
-)
-def test_each_command_prints_its_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main([*command.split(), "--help"])
-    assert exited.value.code == 0
-    assert f"usage: quire {command}" in capsys.readouterr().out
-
-
-def test_the_help_says_where_a_draw_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "are those of the model's generation_config.json; flags override them" in said
-    assert "(default: the model's own, else 0)" in said
-
-
 def test_the_help_of_status_explains_each_column(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--help"])
@@ -192,21 +161,6 @@ def test_generate_writes_a_message_as_the_chat_template_says(
     executor.chat_template = types_pb2.ChatTemplate(sources={"default": QWEN})
     assert quire("generate", "2 < 3?", "--max-tokens", "1", *flags) == 0
     assert executor.prompts == [ids(prompt)]
-
-
-def test_special_tokens_are_added_to_text_and_not_to_what_a_template_wrote(
-    quire: Callable[..., int], executor: FakeExecutor
-) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
-    executor.tokenizer_json = tokenizer.to_str().encode()
-    executor.chat_template = types_pb2.ChatTemplate(
-        sources={"default": "{{ bos_token }}{{ messages[0].content }}"}, special_tokens={"bos_token": "<s>"}
-    )
-    for flags in (["--chat"], ["--raw"]):
-        assert quire("generate", "x", "--max-tokens", "1", *flags) == 0
-    assert executor.prompts == [[256, *ids("x")]] * 2
 
 
 @pytest.mark.parametrize(
@@ -372,20 +326,6 @@ def test_where_the_server_is_not_installed_its_commands_say_so(
     assert " ".join(error.split()).startswith(usage)
 
 
-def test_installed_commands_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search reads the metadata of every package that is installed."""
-    searches = []
-
-    def search(**group: Any) -> Any:
-        searches.append(group)
-        return entry_points(**group)
-
-    entry_points = metadata.entry_points
-    monkeypatch.setattr(metadata, "entry_points", search)
-    assert "serve" in complete_parser().format_help()
-    assert len(searches) == 1
-
-
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -481,21 +421,6 @@ def test_a_table_fits_the_terminal_and_cuts_nothing(width: int, watched: bool) -
     assert all(name in header for name in kept)
     assert "starting 0%" in starting and "ready" in ready and "16384" in ready
     assert ("prefill ms" in header) == (width == 200)
-
-
-def test_a_server_that_was_restarted_has_no_rates_below_zero() -> None:
-    """Its epochs begin at 1 again, and its counts at 0."""
-    old, new = (executor_pb2.GetStatusResponse(uptime=Duration(seconds=up_s)) for up_s in (9, 1))
-    for status, pid, count in ((old, 1, 500), (new, 2, 5)):
-        status.refusals["QUEUE_FULL"] = count
-        worker = status.workers.add(worker_id="worker-0", epoch=1, pid=pid)
-        worker.counts.steps = worker.counts.step_tokens = count
-    console = Console(width=500, file=io.StringIO())
-    with console.capture() as capture:
-        console.print(render(Reading(new, 2.0), Reading(old, 1.0)))
-    *_, limits, _, row = capture.get().splitlines()
-    assert split(row)[-4:] == ["-"] * 4
-    assert "refused/s" not in limits
 
 
 def split(row: str) -> list[str]:

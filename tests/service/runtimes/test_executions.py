@@ -258,6 +258,20 @@ async def test_executions_that_fail_in_preparation_count_in_the_rate(alice: Tena
     assert runtime.prepared == 4 and alice.unseen == 0
 
 
+async def test_estimates_of_costs_count_in_the_rate(alice: Tenant) -> None:
+    """They prepare the items, too."""
+    alice.quota = Quota(max_per_s=4)
+    runtime = Preparing()
+    served = executions(runtime)
+    api = RunnerApi(served, served._router, served._state)
+    asked = runner_pb2.EstimateCostRequest(items=[runner_pb2.ExecuteItem(item_id="a", text="x")])
+    for _ in range(4):
+        await api.EstimateCost(asked, cast(Any, None))
+    with pytest.raises(QuotaExceeded, match="max_per_s"):
+        await api.EstimateCost(asked, cast(Any, None))
+    assert runtime.prepared == 4 and alice.unseen == 0
+
+
 async def test_items_that_run_count_by_their_own_requests(alice: Tenant) -> None:
     alice.quota = Quota(max_per_s=3)
     served = executions(Preparing())

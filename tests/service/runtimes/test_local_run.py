@@ -26,6 +26,7 @@ from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import SampleSpec
+from service.runtimes.speculation import PromptLookup
 from service.text.constraints import Matcher
 from tests.error_details import status_reason
 from tests.sim.harness import MAX_SEQ_LEN, Gateway
@@ -72,8 +73,19 @@ class Reader:
         return [token for chunk in self.chunks[item_id, sample] for token in chunk.token_ids]
 
 
-def prepared(item_id: str, prompt: Sequence[int], max_tokens: int, samples: int) -> PreparedItem:
-    spec = SampleSpec(item_id, prompt, max_tokens, frozenset([END]), (), None, with_logprobs=False)
+def prepared(
+    item_id: str, prompt: Sequence[int], max_tokens: int, samples: int, max_draft_tokens: int = 0
+) -> PreparedItem:
+    spec = SampleSpec(
+        item_id,
+        prompt,
+        max_tokens,
+        frozenset([END]),
+        (),
+        None,
+        with_logprobs=False,
+        max_draft_tokens=max_draft_tokens,
+    )
     return PreparedItem(
         spec,
         samples,
@@ -145,6 +157,7 @@ class World:
                 [self.rng.randrange(VOCAB) for _ in range(self.rng.choice([1, 2, 20]))],
                 self.rng.randint(1, 20),
                 self.rng.choice([1, 1, 3]),
+                self.rng.choice([0, 1, 5]),
             )
             for n in range(self.rng.randint(1, 4))
         ]
@@ -231,6 +244,20 @@ class World:
                         assert status_reason(chunks[-1].error) == "SEQUENCE_QUARANTINED"
                         continue
                     assert tokens == text
+
+
+@pytest.fixture(autouse=True)
+def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are often right, which they rarely are where a text is looked up that the toy model writes."""
+    rng = random.Random(0)
+
+    def draft(lookup: PromptLookup, length: int) -> Sequence[int]:
+        token_ids = list(lookup.token_ids)
+        for _ in range(rng.randint(0, length)):
+            token_ids.append(next_token(token_ids, None) if rng.random() < 0.8 else rng.randrange(VOCAB))
+        return token_ids[len(lookup.token_ids) :]
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
 
 
 @SEEDS

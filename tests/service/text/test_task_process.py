@@ -43,15 +43,6 @@ def is_gone(pid: int | None) -> bool:
     return pid is not None and not psutil.pid_exists(pid)
 
 
-def test_it_runs_successive_tasks(process: TaskProcess) -> None:
-    large = os.urandom(1 << 20)[: (1 << 20) - 10]
-    assert run(process, b"echo a") == b"a"
-    pid = process.pid
-    assert run(process, b"echo " + large) == large
-    assert run(process, b"echo ") == b""
-    assert (process.pid, process.num_tasks) == (pid, 3)
-
-
 async def test_a_large_result_does_not_keep_the_event_loop(process: TaskProcess) -> None:
     """Also where each part of it is there before it is read."""
     loop = asyncio.get_running_loop()
@@ -157,13 +148,6 @@ def test_killing_it_fails_the_running_task(process: TaskProcess) -> None:
         run(process, b"sleep")
     killer.join()
     assert is_gone(process.pid)
-
-
-def test_one_that_was_killed_before_its_start_never_starts(process: TaskProcess) -> None:
-    process.kill()
-    with pytest.raises(TaskFailed, match="was stopped"):
-        run(process, b"echo a")
-    assert process.pid is None
 
 
 def test_it_ends_with_its_parent_process() -> None:

@@ -31,12 +31,3 @@ def test_poisson_arrivals_come_at_the_rate_and_scatter_as_they_should(rate: floa
     # Mean and standard deviation of an exponential distribution are both 1 / rate: six standard errors.
     assert statistics.fmean(gaps) * rate == pytest.approx(1, abs=6 / count**0.5)
     assert statistics.pstdev(gaps) * rate == pytest.approx(1, abs=6 * (2 / count) ** 0.5)
-
-
-@given(seed=st.integers(0, 1000))
-def test_the_same_seed_gives_the_same_times(seed: int) -> None:
-    first, again, other = (
-        list(itertools.islice(arrivals("poisson", 10, number), 50)) for number in (seed, seed, seed + 1)
-    )
-    assert first == again
-    assert first != other

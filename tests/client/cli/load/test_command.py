@@ -41,11 +41,11 @@ RATE, CALLERS = ("--rate", "40", "--arrivals", "constant"), ("--callers", "3")
 @pytest.mark.parametrize(
     ("mode", "pace"),
     [
-        ("unary", RATE),
-        ("batch", CALLERS),
         ("session", RATE),
         ("execute", CALLERS),
-        pytest.param("batch", RATE, marks=pytest.mark.thorough),  # The rate as with unary calls.
+        # The calls of these: test_drivers.py.
+        pytest.param("unary", RATE, marks=pytest.mark.thorough),
+        pytest.param("batch", CALLERS, marks=pytest.mark.thorough),
     ],
 )
 def test_every_mode_runs_what_was_asked_and_leaves_nothing(
@@ -105,13 +105,20 @@ def test_errors_are_counted_by_reason(gateway: GatewayProcess, tmp_path: Path) -
     assert run["requests"]["failed"] == run["requests"]["begun"]
 
 
-@pytest.mark.parametrize("mode", ["session", "execute"])
-def test_ctrl_c_ends_it_with_the_report_of_what_there_is(
-    gateway: GatewayProcess, tmp_path: Path, mode: str
-) -> None:
+def test_ctrl_c_ends_it_with_the_report_of_what_there_is(gateway: GatewayProcess, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     endless = ("--output-tokens", "1000", "--warm-up", "0", "--duration", "600")
-    arguments = ("--target", gateway.address, "--out", str(out), "--callers", "2", "--mode", mode, *endless)
+    arguments = (
+        "--target",
+        gateway.address,
+        "--out",
+        str(out),
+        "--callers",
+        "2",
+        "--mode",
+        "session",
+        *endless,
+    )
     with quire_command.run("load", *arguments) as process:
         gateway.wait_until_in_flight(1)
         time.sleep(0.2)
@@ -140,23 +147,6 @@ def test_what_cannot_be_done_is_refused_in_one_line(
     assert main(["load", "--target", gateway.address, *arguments]) == 2
     complaint = capsys.readouterr().err
     assert says in complaint and complaint.count("\n") == 1
-
-
-def test_where_nobody_says_how_long_requests_are_they_fit(
-    shipped_gateway: GatewayProcess, tmp_path: Path
-) -> None:
-    """The shipped model has less room than the usual lengths take."""
-    out = tmp_path / "out.json"
-    assert main(["load", "--target", shipped_gateway.address, "--rate", "10", "--out", str(out), *SHORT]) == 0
-    document = json.loads(out.read_text())
-    assert document["runs"][0]["errors"] == {} and document["about"]["model"]
-
-
-def test_a_file_that_cannot_be_written_is_said_before_the_run(
-    gateway: GatewayProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["load", "--target", gateway.address, "--out", str(tmp_path / "no" / "file")]) == 2
-    assert "No such file" in capsys.readouterr().err
 
 
 async def test_a_client_process_that_fails_ends_the_run(gateway: GatewayProcess) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire.cli.load.compare import change, changes, pairs
+from quire.cli.load.compare import changes
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.measuring import CUT_OFF, UNFINISHED, ProcessLoad, Record
-from quire.cli.load.plots import linear_ticks, log_ticks
 from quire.cli.load.report import page
 from quire.cli.load.run_spec import Bounds
 from quire.cli.load.server_watch import Reading
@@ -223,26 +222,6 @@ def test_a_comparison_tells_a_change_from_noise() -> None:
     assert faster["to first token p50, ms"] == "better"
 
 
-@given(a=st.floats(0.1, 1e3), b=st.floats(0.1, 1e3), spread_a=st.floats(1.01, 3), spread_b=st.floats(1.01, 3))
-def test_a_ratio_and_its_inverse_say_the_same(a: float, b: float, spread_a: float, spread_b: float) -> None:
-    first = {"value": a, "low": a / spread_a, "high": a * spread_a}
-    second = {"value": b, "low": b / spread_b, "high": b * spread_b}
-    there, back = (change("x", *both, more_is_better=True) for both in ((first, second), (second, first)))
-    assert there and back and there.low and back.high and there.high and back.low
-    assert there.ratio * back.ratio == pytest.approx(1)
-    assert there.low * back.high == pytest.approx(1)
-    assert there.low <= there.ratio <= there.high
-    # Two figures are no surer than one of them.
-    assert there.high / there.ratio >= max(spread_a, spread_b) * (1 - 1e-9)
-
-
-def test_runs_are_compared_at_the_same_pace() -> None:
-    slow, fast = ({"pace": {"rate": rate}} for rate in (1.0, 2.0))
-    assert pairs({"runs": [slow, fast]}, {"runs": [fast]}) == [(fast, fast)]
-    # One each is what somebody meant to compare.
-    assert pairs({"runs": [slow]}, {"runs": [fast]}) == [(slow, fast)]
-
-
 def test_the_command_compares_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     first.write_text(json.dumps(document(run_of(1))))
@@ -297,20 +276,3 @@ def test_the_page_is_whole_and_needs_nothing_else() -> None:
     assert "script" not in tags.seen and tags.links == []
     assert "nan" not in text.lower() and "&lt;script&gt;" in text
     assert "prefers-color-scheme: dark" in text
-
-
-def test_the_page_of_a_sweep_plots_rates_against_latencies() -> None:
-    runs = [
-        run_of(rate) | {"pace": {"rate": float(rate), "arrivals": "poisson", "callers": None}}
-        for rate in (1, 2)
-    ]
-    one, both = page(document(runs[0])), page(document(*runs))
-    assert "requests/s asked" in both and "requests/s asked" not in one
-
-
-@given(high=st.floats(1e-3, 1e9))
-def test_ticks_are_few_round_and_reach_the_end(high: float) -> None:
-    ticks = linear_ticks(high)
-    assert ticks[0] == 0 and ticks[-1] >= high * (1 - 1e-6) and len(ticks) <= 8
-    logs = log_ticks(high, high * 50)
-    assert 0 < len(logs) <= 9 and logs == sorted(logs)

@@ -59,12 +59,6 @@ def test_requests_have_the_lengths_and_the_prefixes_that_were_asked_for(
     assert len(seen) <= prefixes
 
 
-def test_prompts_that_share_nothing_differ() -> None:
-    workload = Workload(0, Lengths(64, 64), Lengths(1, 1))
-    prompts = {tuple(workload.prompt(workload.request(index), VOCAB)) for index in range(50)}
-    assert len(prompts) == 50
-
-
 def test_a_trace_is_read_in_the_order_of_its_times_and_repeated(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [
@@ -105,10 +99,3 @@ def test_a_bad_trace_is_refused_with_the_line(tmp_path: Path, line: str, says: s
     with pytest.raises(WrongUsage, match="trace:2: ") as refused:
         read_trace(path, 0)
     assert says in str(refused.value)
-
-
-def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    path.write_text("\n")
-    with pytest.raises(WrongUsage, match="no requests"):
-        read_trace(path, 0)

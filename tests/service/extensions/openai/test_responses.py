@@ -124,19 +124,6 @@ def test_a_token_has_the_text_that_it_adds() -> None:
 FEW = settings(max_examples=settings().max_examples // 3)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@given(data=st.data())
-@FEW
-def test_no_alternative_is_lost(name: str, data: st.DataObject) -> None:
-    every = st.integers(0, kind(name).get_vocab_size() - 1)
-    chosen, others = data.draw(every), data.draw(st.lists(every, unique=True, max_size=20))
-    tops = [(other, -1.0 - at) for at, other in enumerate(others)]
-    _, logprobs = answers(name, chunks_of(name, [chosen], tops=[tops]))
-    (found,), (token,) = logprobs["top_logprobs"], logprobs["tokens"]
-    assert len(found) == len({chosen, *others}) and found[token] == 0
-    assert sorted(found.values()) == sorted([0, *(value for other, value in tops if other != chosen)])
-
-
 # Offsets.
 
 TEXTS = st.text(st.sampled_from("ab \u00e9\u20ac\u4e16\U0001f600") | st.characters(exclude_categories=["Cs"]))

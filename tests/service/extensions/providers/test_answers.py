@@ -14,7 +14,6 @@ from service.extensions.providers.dialects.base import Delta
 from service.extensions.providers.prices import Prices
 from service.extensions.providers.samples import Samples
 from tests.service.extensions.providers.fake_provider import (
-    EVENT_STREAM,
     USAGE,
     Collected,
     FakeProvider,
@@ -22,9 +21,7 @@ from tests.service.extensions.providers.fake_provider import (
     answered,
     config,
     delta,
-    event,
     item,
-    raw,
     reason,
     remote,
     run,
@@ -51,14 +48,6 @@ async def test_text_is_streamed_with_the_usage_at_the_end(provider: FakeProvider
     assert (usage.input_tokens, usage.output_tokens) == (7, 5)
     assert (usage.cached_tokens, usage.reasoning_tokens) == (3, 2)
     assert math.isclose(usage.cost_usd, (4 * 2 + 3 * 1 + 5 * 10) / 1e6)
-
-
-async def test_the_codec_of_a_response_is_not_the_providers_choice(provider: FakeProvider) -> None:
-    """One that decompresses could make a small response a large one."""
-    head = EVENT_STREAM.replace("utf-8", "zlib_codec").encode()
-    provider.script.append(raw(head + event(delta("\u20ac", finish="stop")) + event("[DONE]")))
-    out = await answered(provider, item())
-    assert (out.text(), out.last().finish_reason) == ("\u20ac", STOP)
 
 
 async def test_without_a_price_no_cost_is_reported(provider: FakeProvider) -> None:

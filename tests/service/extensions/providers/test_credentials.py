@@ -155,21 +155,6 @@ async def test_rebuilding_a_session_does_not_disturb_running_calls(provider: Fak
     assert provider.asked[1].headers["authorization"] == f"Bearer {OTHER}"
 
 
-async def test_rebuilding_a_session_closes_what_is_idle(provider: FakeProvider) -> None:
-    body = event(delta("x", finish="stop")) + event("[DONE]")
-    head = EVENT_STREAM.replace("Connection: close", "Transfer-Encoding: chunked").encode()
-    provider.script.append(raw(head + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n", stays=True))
-
-    async with remote(config(provider)) as runtime:
-        for _ in range(2):
-            await run(runtime, item())
-        assert (provider.open, provider.connections) == (1, 1)
-        await runtime.rebuild_session(MANUAL)
-        while provider.open:
-            await asyncio.sleep(0)
-        assert (await run(runtime, item())).text() == "x"
-
-
 @pytest.mark.parametrize("text", ["", "two words", "line\nbreak", "k\u00e9y", "\x7f", None])
 async def test_an_invalid_key_is_not_sent(provider: FakeProvider, key: Path, text: str | None) -> None:
     write(key, text)

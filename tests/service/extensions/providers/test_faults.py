@@ -351,31 +351,6 @@ async def test_an_item_that_could_exceed_its_cost_limit_is_not_sent(
     assert len(provider.asked) == (0 if expected else 1)
 
 
-async def test_the_hourly_budget_survives_a_restart(provider: FakeProvider) -> None:
-    provider.script.append(GOOD)
-    values = StoredValues()
-    virtual = VirtualTime()
-    made = config(provider, prices=DEAR, budget_usd_per_hour=13)
-
-    async def of_a_server(*max_tokens: int) -> list[str]:
-        spending = Spending(values, virtual.clock())
-        async with remote(made, virtual, spending) as runtime:
-            reasons = [reason((await run(runtime, item(max_tokens=most))).last()) for most in max_tokens]
-        await spending.flush()
-        return reasons
-
-    # Each request that is sent costs 5 dollars.
-    assert await of_a_server(10) == [""]
-    virtual.now_s += 1800
-    assert await of_a_server(9, 8) == ["BUDGET_EXCEEDED", ""]
-    assert await of_a_server(4) == ["BUDGET_EXCEEDED"]
-    # The first server's spending expires after an hour, then the second server's.
-    virtual.now_s += 1900
-    assert await of_a_server(9) == ["BUDGET_EXCEEDED"]
-    virtual.now_s += 1800
-    assert await of_a_server(13) == [""]
-
-
 async def test_requests_in_flight_when_the_server_is_killed_count(
     provider: FakeProvider,
 ) -> None:

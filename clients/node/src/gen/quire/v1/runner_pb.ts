@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/runner.proto.
  */
 export const file_quire_v1_runner: GenFile = /*@__PURE__*/
-  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKHBAoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEioKCHNhbXBsaW5nGAUgASgLMhgucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMSEgoKbWF4X3Rva2VucxgGIAEoDRIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEhIKCmlnbm9yZV9lb3MYCSABKAgSEAoIbG9ncHJvYnMYCiABKAgSFAoMdG9wX2xvZ3Byb2JzGAsgASgNEgkKAW4YDCABKA0SKAoKY29uc3RyYWludBgNIAEoCzIULnF1aXJlLnYxLkNvbnN0cmFpbnQSEwoLdG9rZW5zX29ubHkYDiABKAgSKgoHdGltZW91dBgPIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYECABKAFIAYgBARISCgphZGFwdGVyX2lkGBEgASgJEhgKEHNhbXBsZWRfbG9ncHJvYnMYEiABKAgSEgoKY2FjaGVfc2FsdBgTIAEoCUIICgZwcm9tcHRCDwoNX21heF9jb3N0X3VzZCIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAki0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kItsCCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAlCEAoOX2ZpbmlzaF9yZWFzb24isAEKDFRva2VuTG9ncHJvYhIUCgdsb2dwcm9iGAEgASgCSACIAQESIgoDdG9wGAIgASgLMhUucXVpcmUudjEuVG9wTG9ncHJvYnMSHAoPc2FtcGxlZF9sb2dwcm9iGAMgASgCSAGIAQESGAoLdGV4dF9vZmZzZXQYBCABKA1IAogBAUIKCghfbG9ncHJvYkISChBfc2FtcGxlZF9sb2dwcm9iQg4KDF90ZXh0X29mZnNldCKJAQoFVXNhZ2USFAoMaW5wdXRfdG9rZW5zGAEgASgNEhUKDW91dHB1dF90b2tlbnMYAiABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgDIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAQgASgNEhUKCGNvc3RfdXNkGAUgASgBSACIAQFCCwoJX2Nvc3RfdXNkIpUCCgpSYXRlTGltaXRzEiAKE3JlcXVlc3RzX3Blcl9taW51dGUYASABKAFIAIgBARIeChF0b2tlbnNfcGVyX21pbnV0ZRgCIAEoAUgBiAEBEhsKDm1heF9jb25jdXJyZW50GAMgASgNSAKIAQESGgoNcmVxdWVzdHNfbGVmdBgEIAEoAUgDiAEBEhgKC3Rva2Vuc19sZWZ0GAUgASgBSASIAQESDwoHcnVubmluZxgGIAEoDUIWChRfcmVxdWVzdHNfcGVyX21pbnV0ZUIUChJfdG9rZW5zX3Blcl9taW51dGVCEQoPX21heF9jb25jdXJyZW50QhAKDl9yZXF1ZXN0c19sZWZ0Qg4KDF90b2tlbnNfbGVmdCJoCgtUb2tlblByaWNlcxIRCglpbnB1dF91c2QYASABKAESEgoKb3V0cHV0X3VzZBgCIAEoARIdChBjYWNoZWRfaW5wdXRfdXNkGAMgASgBSACIAQFCEwoRX2NhY2hlZF9pbnB1dF91c2Qi9wIKB1J1bnRpbWUSDAoEbmFtZRgBIAEoCRIrCgxydW50aW1lX2tpbmQYAiABKA4yFS5xdWlyZS52MS5SdW50aW1lS2luZBI0Cg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmRIAIgBARIQCghwcm92aWRlchgEIAEoCRIQCghtb2RlbF9pZBgFIAEoCRITCgtmaW5nZXJwcmludBgGIAEoCRIpCgtyYXRlX2xpbWl0cxgHIAEoCzIULnF1aXJlLnYxLlJhdGVMaW1pdHMSLAoHYnJlYWtlchgIIAEoDjIWLnF1aXJlLnYxLkJyZWFrZXJTdGF0ZUgBiAEBEiUKBnByaWNlcxgJIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJpY2VzEg8KB3Ryb3VibGUYCiABKAkSEgoKZXhlY3V0aW9ucxgLIAEoDUIRCg9fdHJhbnNwb3J0X2tpbmRCCgoIX2JyZWFrZXIiLAoWQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJIiwKF0NhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEhEKCWNhbmNlbGxlZBgBIAEoCCIVChNMaXN0UnVudGltZXNSZXF1ZXN0IjsKFExpc3RSdW50aW1lc1Jlc3BvbnNlEiMKCHJ1bnRpbWVzGAEgAygLMhEucXVpcmUudjEuUnVudGltZSJMChNFc3RpbWF0ZUNvc3RSZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkSJAoFaXRlbXMYAiADKAsyFS5xdWlyZS52MS5FeGVjdXRlSXRlbSJBChRFc3RpbWF0ZUNvc3RSZXNwb25zZRIpCgllc3RpbWF0ZXMYASADKAsyFi5xdWlyZS52MS5Db3N0RXN0aW1hdGUiswEKDENvc3RFc3RpbWF0ZRIPCgdydW50aW1lGAEgASgJEhQKDGlucHV0X3Rva2VucxgCIAEoBBIZChFtYXhfb3V0cHV0X3Rva2VucxgDIAEoBBIZCgxtYXhfY29zdF91c2QYBCABKAFIAIgBARISCgppc19jb3VudGVkGAUgASgIEiEKBWVycm9yGAYgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNCDwoNX21heF9jb3N0X3VzZCqGAQoNUm91dGluZ1BvbGljeRIeChpST1VUSU5HX1BPTElDWV9VTlNQRUNJRklFRBAAEhgKFFJPVVRJTkdfUE9MSUNZX09SREVSEAESHgoaUk9VVElOR19QT0xJQ1lfTE9DQUxfRklSU1QQAhIbChdST1VUSU5HX1BPTElDWV9DSEVBUEVTVBADKnwKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEKtUBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEEhcKE0ZJTklTSF9SRUFTT05fRVJST1IQBRIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAGKo4BCg1UcmFuc3BvcnRLaW5kEh4KGlRSQU5TUE9SVF9LSU5EX1VOU1BFQ0lGSUVEEAASHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfQ1BVEAESHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfR1BVEAISIQodVFJBTlNQT1JUX0tJTkRfUkVNT1RFX05FVFdPUksQAyqrAQoLUnVudGltZUtpbmQSHAoYUlVOVElNRV9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSUlVOVElNRV9LSU5EX0xPQ0FMEAESHAoYUlVOVElNRV9LSU5EX09QRU5BSV9DSEFUEAISIwofUlVOVElNRV9LSU5EX09QRU5BSV9DT01QTEVUSU9OUxADEiMKH1JVTlRJTUVfS0lORF9BTlRIUk9QSUNfTUVTU0FHRVMQBCp8CgxCcmVha2VyU3RhdGUSHQoZQlJFQUtFUl9TVEFURV9VTlNQRUNJRklFRBAAEhgKFEJSRUFLRVJfU1RBVEVfQ0xPU0VEEAESFgoSQlJFQUtFUl9TVEFURV9PUEVOEAISGwoXQlJFQUtFUl9TVEFURV9IQUxGX09QRU4QAzLMAgoSTW9kZWxSdW5uZXJTZXJ2aWNlEkAKB0V4ZWN1dGUSGC5xdWlyZS52MS5FeGVjdXRlUmVxdWVzdBoZLnF1aXJlLnYxLkV4ZWN1dGVSZXNwb25zZTABElYKD0NhbmNlbEV4ZWN1dGlvbhIgLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QaIS5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXNwb25zZRJNCgxMaXN0UnVudGltZXMSHS5xdWlyZS52MS5MaXN0UnVudGltZXNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVzcG9uc2USTQoMRXN0aW1hdGVDb3N0Eh0ucXVpcmUudjEuRXN0aW1hdGVDb3N0UmVxdWVzdBoeLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
+  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKzBAoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEioKCHNhbXBsaW5nGAUgASgLMhgucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMSEgoKbWF4X3Rva2VucxgGIAEoDRIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEhIKCmlnbm9yZV9lb3MYCSABKAgSEAoIbG9ncHJvYnMYCiABKAgSFAoMdG9wX2xvZ3Byb2JzGAsgASgNEgkKAW4YDCABKA0SKAoKY29uc3RyYWludBgNIAEoCzIULnF1aXJlLnYxLkNvbnN0cmFpbnQSEwoLdG9rZW5zX29ubHkYDiABKAgSKgoHdGltZW91dBgPIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYECABKAFIAYgBARISCgphZGFwdGVyX2lkGBEgASgJEhgKEHNhbXBsZWRfbG9ncHJvYnMYEiABKAgSEgoKY2FjaGVfc2FsdBgTIAEoCRIqCgtzcGVjdWxhdGlvbhgXIAEoCzIVLnF1aXJlLnYxLlNwZWN1bGF0aW9uQggKBnByb21wdEIPCg1fbWF4X2Nvc3RfdXNkIm4KC1NwZWN1bGF0aW9uEisKBm1ldGhvZBgBIAEoDjIbLnF1aXJlLnYxLlNwZWN1bGF0aW9uTWV0aG9kEh0KEG1heF9kcmFmdF90b2tlbnMYAiABKA1IAIgBAUITChFfbWF4X2RyYWZ0X3Rva2VucyIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAki0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kItsCCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAlCEAoOX2ZpbmlzaF9yZWFzb24isAEKDFRva2VuTG9ncHJvYhIUCgdsb2dwcm9iGAEgASgCSACIAQESIgoDdG9wGAIgASgLMhUucXVpcmUudjEuVG9wTG9ncHJvYnMSHAoPc2FtcGxlZF9sb2dwcm9iGAMgASgCSAGIAQESGAoLdGV4dF9vZmZzZXQYBCABKA1IAogBAUIKCghfbG9ncHJvYkISChBfc2FtcGxlZF9sb2dwcm9iQg4KDF90ZXh0X29mZnNldCK+AQoFVXNhZ2USFAoMaW5wdXRfdG9rZW5zGAEgASgNEhUKDW91dHB1dF90b2tlbnMYAiABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgDIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAQgASgNEhUKCGNvc3RfdXNkGAUgASgBSACIAQESFAoMZHJhZnRfdG9rZW5zGAYgASgNEh0KFWFjY2VwdGVkX2RyYWZ0X3Rva2VucxgHIAEoDUILCglfY29zdF91c2QilQIKClJhdGVMaW1pdHMSIAoTcmVxdWVzdHNfcGVyX21pbnV0ZRgBIAEoAUgAiAEBEh4KEXRva2Vuc19wZXJfbWludXRlGAIgASgBSAGIAQESGwoObWF4X2NvbmN1cnJlbnQYAyABKA1IAogBARIaCg1yZXF1ZXN0c19sZWZ0GAQgASgBSAOIAQESGAoLdG9rZW5zX2xlZnQYBSABKAFIBIgBARIPCgdydW5uaW5nGAYgASgNQhYKFF9yZXF1ZXN0c19wZXJfbWludXRlQhQKEl90b2tlbnNfcGVyX21pbnV0ZUIRCg9fbWF4X2NvbmN1cnJlbnRCEAoOX3JlcXVlc3RzX2xlZnRCDgoMX3Rva2Vuc19sZWZ0ImgKC1Rva2VuUHJpY2VzEhEKCWlucHV0X3VzZBgBIAEoARISCgpvdXRwdXRfdXNkGAIgASgBEh0KEGNhY2hlZF9pbnB1dF91c2QYAyABKAFIAIgBAUITChFfY2FjaGVkX2lucHV0X3VzZCL3AgoHUnVudGltZRIMCgRuYW1lGAEgASgJEisKDHJ1bnRpbWVfa2luZBgCIAEoDjIVLnF1aXJlLnYxLlJ1bnRpbWVLaW5kEjQKDnRyYW5zcG9ydF9raW5kGAMgASgOMhcucXVpcmUudjEuVHJhbnNwb3J0S2luZEgAiAEBEhAKCHByb3ZpZGVyGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEikKC3JhdGVfbGltaXRzGAcgASgLMhQucXVpcmUudjEuUmF0ZUxpbWl0cxIsCgdicmVha2VyGAggASgOMhYucXVpcmUudjEuQnJlYWtlclN0YXRlSAGIAQESJQoGcHJpY2VzGAkgASgLMhUucXVpcmUudjEuVG9rZW5QcmljZXMSDwoHdHJvdWJsZRgKIAEoCRISCgpleGVjdXRpb25zGAsgASgNQhEKD190cmFuc3BvcnRfa2luZEIKCghfYnJlYWtlciIsChZDYW5jZWxFeGVjdXRpb25SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkiLAoXQ2FuY2VsRXhlY3V0aW9uUmVzcG9uc2USEQoJY2FuY2VsbGVkGAEgASgIIhUKE0xpc3RSdW50aW1lc1JlcXVlc3QiOwoUTGlzdFJ1bnRpbWVzUmVzcG9uc2USIwoIcnVudGltZXMYASADKAsyES5xdWlyZS52MS5SdW50aW1lIkwKE0VzdGltYXRlQ29zdFJlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIkCgVpdGVtcxgCIAMoCzIVLnF1aXJlLnYxLkV4ZWN1dGVJdGVtIkEKFEVzdGltYXRlQ29zdFJlc3BvbnNlEikKCWVzdGltYXRlcxgBIAMoCzIWLnF1aXJlLnYxLkNvc3RFc3RpbWF0ZSKzAQoMQ29zdEVzdGltYXRlEg8KB3J1bnRpbWUYASABKAkSFAoMaW5wdXRfdG9rZW5zGAIgASgEEhkKEW1heF9vdXRwdXRfdG9rZW5zGAMgASgEEhkKDG1heF9jb3N0X3VzZBgEIAEoAUgAiAEBEhIKCmlzX2NvdW50ZWQYBSABKAgSIQoFZXJyb3IYBiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0IPCg1fbWF4X2Nvc3RfdXNkKoYBCg1Sb3V0aW5nUG9saWN5Eh4KGlJPVVRJTkdfUE9MSUNZX1VOU1BFQ0lGSUVEEAASGAoUUk9VVElOR19QT0xJQ1lfT1JERVIQARIeChpST1VUSU5HX1BPTElDWV9MT0NBTF9GSVJTVBACEhsKF1JPVVRJTkdfUE9MSUNZX0NIRUFQRVNUEAMqXQoRU3BlY3VsYXRpb25NZXRob2QSIgoeU1BFQ1VMQVRJT05fTUVUSE9EX1VOU1BFQ0lGSUVEEAASJAogU1BFQ1VMQVRJT05fTUVUSE9EX1BST01QVF9MT09LVVAQASp8CghDaGF0Um9sZRIZChVDSEFUX1JPTEVfVU5TUEVDSUZJRUQQABIUChBDSEFUX1JPTEVfU1lTVEVNEAESEgoOQ0hBVF9ST0xFX1VTRVIQAhIXChNDSEFUX1JPTEVfQVNTSVNUQU5UEAMSEgoOQ0hBVF9ST0xFX1RPT0wQBCrVAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEiAKHEZJTklTSF9SRUFTT05fQ09OVEVOVF9GSUxURVIQAxIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBBIXChNGSU5JU0hfUkVBU09OX0VSUk9SEAUSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBiqOAQoNVHJhbnNwb3J0S2luZBIeChpUUkFOU1BPUlRfS0lORF9VTlNQRUNJRklFRBAAEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0NQVRABEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0dQVRACEiEKHVRSQU5TUE9SVF9LSU5EX1JFTU9URV9ORVRXT1JLEAMqqwEKC1J1bnRpbWVLaW5kEhwKGFJVTlRJTUVfS0lORF9VTlNQRUNJRklFRBAAEhYKElJVTlRJTUVfS0lORF9MT0NBTBABEhwKGFJVTlRJTUVfS0lORF9PUEVOQUlfQ0hBVBACEiMKH1JVTlRJTUVfS0lORF9PUEVOQUlfQ09NUExFVElPTlMQAxIjCh9SVU5USU1FX0tJTkRfQU5USFJPUElDX01FU1NBR0VTEAQqfAoMQnJlYWtlclN0YXRlEh0KGUJSRUFLRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIYChRCUkVBS0VSX1NUQVRFX0NMT1NFRBABEhYKEkJSRUFLRVJfU1RBVEVfT1BFThACEhsKF0JSRUFLRVJfU1RBVEVfSEFMRl9PUEVOEAMyzAIKEk1vZGVsUnVubmVyU2VydmljZRJACgdFeGVjdXRlEhgucXVpcmUudjEuRXhlY3V0ZVJlcXVlc3QaGS5xdWlyZS52MS5FeGVjdXRlUmVzcG9uc2UwARJWCg9DYW5jZWxFeGVjdXRpb24SIC5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXF1ZXN0GiEucXVpcmUudjEuQ2FuY2VsRXhlY3V0aW9uUmVzcG9uc2USTQoMTGlzdFJ1bnRpbWVzEh0ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVxdWVzdBoeLnF1aXJlLnYxLkxpc3RSdW50aW1lc1Jlc3BvbnNlEk0KDEVzdGltYXRlQ29zdBIdLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlcXVlc3QaHi5xdWlyZS52MS5Fc3RpbWF0ZUNvc3RSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
 
 /**
  * @generated from message quire.v1.ExecuteRequest
@@ -238,6 +238,14 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
    * @generated from field: string cache_salt = 19;
    */
   cacheSalt: string;
+
+  /**
+   * Speculative decoding. The tokens, texts and log-probabilities are the same with and without. Unset: none.
+   * Providers ignore it.
+   *
+   * @generated from field: quire.v1.Speculation speculation = 23;
+   */
+  speculation?: Speculation | undefined;
 };
 
 /**
@@ -246,6 +254,36 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
  */
 export const ExecuteItemSchema: GenMessage<ExecuteItem> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 1);
+
+/**
+ * Drafts of the next tokens, which one step verifies together. How many are drafted at a time follows from how many
+ * were accepted and how long the steps took; none are while that does not pay off. A sample with a grammar as its
+ * constraint has no drafts.
+ *
+ * @generated from message quire.v1.Speculation
+ */
+export type Speculation = Message<"quire.v1.Speculation"> & {
+  /**
+   * Where drafts come from. Unset: BAD_SPECULATION.
+   *
+   * @generated from field: quire.v1.SpeculationMethod method = 1;
+   */
+  method: SpeculationMethod;
+
+  /**
+   * The most tokens of a draft, 1 to 63. Unset: 15.
+   *
+   * @generated from field: optional uint32 max_draft_tokens = 2;
+   */
+  maxDraftTokens?: number | undefined;
+};
+
+/**
+ * Describes the message quire.v1.Speculation.
+ * Use `create(SpeculationSchema)` to create a new message.
+ */
+export const SpeculationSchema: GenMessage<Speculation> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 2);
 
 /**
  * @generated from message quire.v1.TokenPrompt
@@ -264,7 +302,7 @@ export type TokenPrompt = Message<"quire.v1.TokenPrompt"> & {
  * Use `create(TokenPromptSchema)` to create a new message.
  */
 export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 2);
+  messageDesc(file_quire_v1_runner, 3);
 
 /**
  * @generated from message quire.v1.Chat
@@ -298,7 +336,7 @@ export type Chat = Message<"quire.v1.Chat"> & {
  * Use `create(ChatSchema)` to create a new message.
  */
 export const ChatSchema: GenMessage<Chat> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 3);
+  messageDesc(file_quire_v1_runner, 4);
 
 /**
  * @generated from message quire.v1.ChatMessage
@@ -352,7 +390,7 @@ export type ChatMessage = Message<"quire.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 4);
+  messageDesc(file_quire_v1_runner, 5);
 
 /**
  * A tool call. A stream sends it in parts: first the id and the name, then `arguments_json` in pieces.
@@ -391,7 +429,7 @@ export type ToolCall = Message<"quire.v1.ToolCall"> & {
  * Use `create(ToolCallSchema)` to create a new message.
  */
 export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 5);
+  messageDesc(file_quire_v1_runner, 6);
 
 /**
  * A constraint on the generated text. Only tokens that can lead to an allowed text are sampled.
@@ -443,7 +481,7 @@ export type Constraint = Message<"quire.v1.Constraint"> & {
  * Use `create(ConstraintSchema)` to create a new message.
  */
 export const ConstraintSchema: GenMessage<Constraint> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 6);
+  messageDesc(file_quire_v1_runner, 7);
 
 /**
  * How much of a sample the client has received.
@@ -474,7 +512,7 @@ export type SampleProgress = Message<"quire.v1.SampleProgress"> & {
  * Use `create(SampleProgressSchema)` to create a new message.
  */
 export const SampleProgressSchema: GenMessage<SampleProgress> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 7);
+  messageDesc(file_quire_v1_runner, 8);
 
 /**
  * @generated from message quire.v1.ExecuteResponse
@@ -499,7 +537,7 @@ export type ExecuteResponse = Message<"quire.v1.ExecuteResponse"> & {
  * Use `create(ExecuteResponseSchema)` to create a new message.
  */
 export const ExecuteResponseSchema: GenMessage<ExecuteResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 8);
+  messageDesc(file_quire_v1_runner, 9);
 
 /**
  * The accepted execution and the chosen runtime.
@@ -558,7 +596,7 @@ export type ExecutionStarted = Message<"quire.v1.ExecutionStarted"> & {
  * Use `create(ExecutionStartedSchema)` to create a new message.
  */
 export const ExecutionStartedSchema: GenMessage<ExecutionStarted> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 9);
+  messageDesc(file_quire_v1_runner, 10);
 
 /**
  * The next part of one sample. The last chunk of a sample has a finish_reason.
@@ -650,7 +688,7 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
  * Use `create(SampleChunkSchema)` to create a new message.
  */
 export const SampleChunkSchema: GenMessage<SampleChunk> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 10);
+  messageDesc(file_quire_v1_runner, 11);
 
 /**
  * @generated from message quire.v1.TokenLogprob
@@ -690,7 +728,7 @@ export type TokenLogprob = Message<"quire.v1.TokenLogprob"> & {
  * Use `create(TokenLogprobSchema)` to create a new message.
  */
 export const TokenLogprobSchema: GenMessage<TokenLogprob> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 11);
+  messageDesc(file_quire_v1_runner, 12);
 
 /**
  * @generated from message quire.v1.Usage
@@ -726,6 +764,18 @@ export type Usage = Message<"quire.v1.Usage"> & {
    * @generated from field: optional double cost_usd = 5;
    */
   costUsd?: number | undefined;
+
+  /**
+   * With ExecuteItem.speculation: the tokens of all drafts, and how many of them were accepted.
+   *
+   * @generated from field: uint32 draft_tokens = 6;
+   */
+  draftTokens: number;
+
+  /**
+   * @generated from field: uint32 accepted_draft_tokens = 7;
+   */
+  acceptedDraftTokens: number;
 };
 
 /**
@@ -733,7 +783,7 @@ export type Usage = Message<"quire.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 12);
+  messageDesc(file_quire_v1_runner, 13);
 
 /**
  * A provider's rate limits and the remaining budget. Unset: no limit.
@@ -779,7 +829,7 @@ export type RateLimits = Message<"quire.v1.RateLimits"> & {
  * Use `create(RateLimitsSchema)` to create a new message.
  */
 export const RateLimitsSchema: GenMessage<RateLimits> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 13);
+  messageDesc(file_quire_v1_runner, 14);
 
 /**
  * US dollars per million tokens.
@@ -810,7 +860,7 @@ export type TokenPrices = Message<"quire.v1.TokenPrices"> & {
  * Use `create(TokenPricesSchema)` to create a new message.
  */
 export const TokenPricesSchema: GenMessage<TokenPrices> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 14);
+  messageDesc(file_quire_v1_runner, 15);
 
 /**
  * @generated from message quire.v1.Runtime
@@ -889,7 +939,7 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
  * Use `create(RuntimeSchema)` to create a new message.
  */
 export const RuntimeSchema: GenMessage<Runtime> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 15);
+  messageDesc(file_quire_v1_runner, 16);
 
 /**
  * @generated from message quire.v1.CancelExecutionRequest
@@ -906,7 +956,7 @@ export type CancelExecutionRequest = Message<"quire.v1.CancelExecutionRequest"> 
  * Use `create(CancelExecutionRequestSchema)` to create a new message.
  */
 export const CancelExecutionRequestSchema: GenMessage<CancelExecutionRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 16);
+  messageDesc(file_quire_v1_runner, 17);
 
 /**
  * @generated from message quire.v1.CancelExecutionResponse
@@ -926,7 +976,7 @@ export type CancelExecutionResponse = Message<"quire.v1.CancelExecutionResponse"
  * Use `create(CancelExecutionResponseSchema)` to create a new message.
  */
 export const CancelExecutionResponseSchema: GenMessage<CancelExecutionResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 17);
+  messageDesc(file_quire_v1_runner, 18);
 
 /**
  * @generated from message quire.v1.ListRuntimesRequest
@@ -939,7 +989,7 @@ export type ListRuntimesRequest = Message<"quire.v1.ListRuntimesRequest"> & {
  * Use `create(ListRuntimesRequestSchema)` to create a new message.
  */
 export const ListRuntimesRequestSchema: GenMessage<ListRuntimesRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 18);
+  messageDesc(file_quire_v1_runner, 19);
 
 /**
  * @generated from message quire.v1.ListRuntimesResponse
@@ -956,7 +1006,7 @@ export type ListRuntimesResponse = Message<"quire.v1.ListRuntimesResponse"> & {
  * Use `create(ListRuntimesResponseSchema)` to create a new message.
  */
 export const ListRuntimesResponseSchema: GenMessage<ListRuntimesResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 19);
+  messageDesc(file_quire_v1_runner, 20);
 
 /**
  * @generated from message quire.v1.EstimateCostRequest
@@ -980,7 +1030,7 @@ export type EstimateCostRequest = Message<"quire.v1.EstimateCostRequest"> & {
  * Use `create(EstimateCostRequestSchema)` to create a new message.
  */
 export const EstimateCostRequestSchema: GenMessage<EstimateCostRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 20);
+  messageDesc(file_quire_v1_runner, 21);
 
 /**
  * @generated from message quire.v1.EstimateCostResponse
@@ -997,7 +1047,7 @@ export type EstimateCostResponse = Message<"quire.v1.EstimateCostResponse"> & {
  * Use `create(EstimateCostResponseSchema)` to create a new message.
  */
 export const EstimateCostResponseSchema: GenMessage<EstimateCostResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 21);
+  messageDesc(file_quire_v1_runner, 22);
 
 /**
  * The maximum cost of a batch on one runtime.
@@ -1049,7 +1099,7 @@ export type CostEstimate = Message<"quire.v1.CostEstimate"> & {
  * Use `create(CostEstimateSchema)` to create a new message.
  */
 export const CostEstimateSchema: GenMessage<CostEstimate> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 22);
+  messageDesc(file_quire_v1_runner, 23);
 
 /**
  * How a runtime is chosen for a request that does not name one.
@@ -1091,6 +1141,30 @@ export const RoutingPolicySchema: GenEnum<RoutingPolicy> = /*@__PURE__*/
   enumDesc(file_quire_v1_runner, 0);
 
 /**
+ * @generated from enum quire.v1.SpeculationMethod
+ */
+export enum SpeculationMethod {
+  /**
+   * @generated from enum value: SPECULATION_METHOD_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * What followed the last tokens where they occurred before, in the prompt or in the sample: among the last 8,192
+   * tokens.
+   *
+   * @generated from enum value: SPECULATION_METHOD_PROMPT_LOOKUP = 1;
+   */
+  PROMPT_LOOKUP = 1,
+}
+
+/**
+ * Describes the enum quire.v1.SpeculationMethod.
+ */
+export const SpeculationMethodSchema: GenEnum<SpeculationMethod> = /*@__PURE__*/
+  enumDesc(file_quire_v1_runner, 1);
+
+/**
  * @generated from enum quire.v1.ChatRole
  */
 export enum ChatRole {
@@ -1124,7 +1198,7 @@ export enum ChatRole {
  * Describes the enum quire.v1.ChatRole.
  */
 export const ChatRoleSchema: GenEnum<ChatRole> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 1);
+  enumDesc(file_quire_v1_runner, 2);
 
 /**
  * @generated from enum quire.v1.FinishReason
@@ -1180,7 +1254,7 @@ export enum FinishReason {
  * Describes the enum quire.v1.FinishReason.
  */
 export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 2);
+  enumDesc(file_quire_v1_runner, 3);
 
 /**
  * Of workers until the first one is ready: where they are expected to compute. Unset: workers of other hosts, of which
@@ -1214,7 +1288,7 @@ export enum TransportKind {
  * Describes the enum quire.v1.TransportKind.
  */
 export const TransportKindSchema: GenEnum<TransportKind> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 3);
+  enumDesc(file_quire_v1_runner, 4);
 
 /**
  * @generated from enum quire.v1.RuntimeKind
@@ -1258,7 +1332,7 @@ export enum RuntimeKind {
  * Describes the enum quire.v1.RuntimeKind.
  */
 export const RuntimeKindSchema: GenEnum<RuntimeKind> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 4);
+  enumDesc(file_quire_v1_runner, 5);
 
 /**
  * @generated from enum quire.v1.BreakerState
@@ -1293,7 +1367,7 @@ export enum BreakerState {
  * Describes the enum quire.v1.BreakerState.
  */
 export const BreakerStateSchema: GenEnum<BreakerState> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 5);
+  enumDesc(file_quire_v1_runner, 6);
 
 /**
  * Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control

@@ -16,8 +16,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from service.extensions.http.framing import RequestConnection
 from service.handshakes import Peer, plain_address
-from service.http.framing import RequestConnection
 
 # How often timeouts are checked. Each check counts as this much time, so a client is not cut off because the
 # server itself was not running.

@@ -1,20 +1,18 @@
-"""A quantised model is refused at once, by the server and the commands that look at it before."""
+"""Which directories hold a quantised model that is not served. Servers: tests/e2e/test_refused_starts.py."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from quire.cli.main import main
 from safetensors.torch import load_file, save_file
 
 from service.quantised import quantised
-from tests import quire_command
 from tests.bad_directories import make_good, setting
-from workers.common.protocol import EXIT_CONFIG
 
 Damage = Callable[[Path], object]
 
@@ -55,19 +53,12 @@ QUANTISED: dict[str, tuple[Damage, str]] = {
         "by the tensors of model.safetensors",
     ),
 }
-SERVED = ("bitsandbytes", "tensors of GPTQ and AWQ")
 
 
 def make(directory: Path, damage: Damage) -> Path:
     make_good(directory, sharded=False)
     damage(directory)
     return directory
-
-
-def ran(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        quire_command.command(*command), capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 @pytest.mark.parametrize(("damage", "says"), QUANTISED.values(), ids=list(QUANTISED))
@@ -97,41 +88,11 @@ def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
     assert quantised(tmp_path / "nowhere") == ""
 
 
-@pytest.mark.parametrize("kind", SERVED)
-@pytest.mark.parametrize("more", [(), ("--gateways", "2", "--workers", "2")], ids=["one", "several"])
-def test_the_server_refuses_it_before_its_port_listens(
-    kind: str, more: Sequence[str], tmp_path: Path
-) -> None:
-    directory = make(tmp_path / "model", QUANTISED[kind][0])
-    done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(directory), "--log-format", "json", *more)
-    assert done.returncode == EXIT_CONFIG
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"quire: {directory} cannot be served: ") and QUANTISED[kind][1] in line
-
-
-@pytest.mark.parametrize(
-    ("setting_of", "says"),
-    [
-        (("--quantization", "q8_0"), " already: leave out quantization"),
-        (("--tensor-parallel", "2"), ", which needs tensor_parallel = 1"),
-        (("--device", "cuda"), ", which needs device = cpu"),
-        (("--model-backend", "transformers"), ", which needs model_backend = native"),
-    ],
-)
-def test_what_quantised_weights_cannot_do_is_refused_before_the_port_listens(
-    setting_of: Sequence[str], says: str, tmp_path: Path
-) -> None:
-    directory = make(tmp_path / "model", setting(quantization_config=GPTQ))
-    done = ran("serve", "--listen", "127.0.0.1:0", "--model", str(directory), *setting_of)
-    assert done.returncode == EXIT_CONFIG
-    assert f"its weights are quantised{says}" in done.stderr
-
-
-def test_a_check_refuses_it(tmp_path: Path) -> None:
+def test_a_check_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = make(tmp_path / "model", QUANTISED["3 bits"][0])
     file = tmp_path / "quire.toml"
     file.write_text(f"listen = '127.0.0.1:0'\nmodel = {json.dumps(str(directory))}\n")
-    done = ran("serve", "--check", "--config", str(file))
-    assert done.returncode == 2
-    assert "its weights are quantised, and config.json says quantization_config (gptq): bits" in done.stderr
-    assert f"{file}:2: model = " in done.stderr
+    assert main(["serve", "--check", "--config", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "its weights are quantised, and config.json says quantization_config (gptq): bits" in said
+    assert f"{file}:2: model = " in said

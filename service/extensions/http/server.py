@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from service.extensions.http.connection import CHECK_INTERVAL_S, Connection, HttpLimits
 from service.handshakes import HandshakeLimits, Handshakes, Peer
-from service.http.connection import CHECK_INTERVAL_S, Connection, HttpLimits
 from service.listening import listening_socket
 
 _BACKLOG = 1024

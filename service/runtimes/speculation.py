@@ -1,0 +1,161 @@
+"""Speculative decoding of one sample by prompt lookup: which tokens are drafted, and how many.
+
+What followed the last tokens where they occurred before is likely to follow again: in edits of code, answers
+that quote their prompt, lists. A step verifies a draft together with the next token. A draft is kept only
+where it is the token that the model chooses there (VERIFY_ACCEPT_SAMPLED), so a wrong one costs time, and
+never changes the text. Pure, except that times are given to it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+# Where the last four tokens occurred before, else where the last two did.
+_NGRAMS: Final = (4, 2)
+# Earlier tokens are forgotten: a lookup takes 0.05 ms, and at worst half a millisecond.
+_MAX_TOKENS: Final = 8_192
+_TOKEN_BYTES: Final = 4
+_MAX_BYTES: Final = _MAX_TOKENS * _TOKEN_BYTES
+# The most tokens of a draft, and by default; how many are drafted at first, and at least.
+MAX_DRAFT_TOKENS: Final = 63
+DEFAULT_DRAFT_TOKENS: Final = 15
+_FIRST_LENGTH: Final = 4
+_MIN_LENGTH: Final = 2
+# The weight of the last step in averages.
+_WEIGHT: Final = 0.3
+# After a draft that did not pay off: how many tokens are decoded without drafts.
+_MIN_PAUSE, _MAX_PAUSE = 8, 512
+
+
+class PromptLookup:
+    """Owner of the last tokens of a sequence."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._tokens = bytearray(array("I", token_ids[-_MAX_TOKENS:]).tobytes())
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens that are known."""
+        return array("I", bytes(self._tokens))
+
+    def push(self, token_id: int) -> None:
+        """Adds the next token."""
+        self._tokens += token_id.to_bytes(_TOKEN_BYTES, "little")
+        if len(self._tokens) > _MAX_BYTES:
+            del self._tokens[: _MAX_BYTES // 8]
+
+    def draft(self, length: int) -> Sequence[int]:
+        """`length` tokens that may follow, or none. A text that repeats itself is continued so."""
+        begin = self._followed_before()
+        if begin is None:
+            return ()
+        known = array("I", bytes(self._tokens[begin : begin + length * _TOKEN_BYTES]))
+        period = len(known)
+        for index in range(period, length):
+            known.append(known[index - period])
+        return known
+
+    def _followed_before(self) -> int | None:
+        """Where, in bytes, what followed the last tokens begins: the last time that they occurred."""
+        tokens = self._tokens
+        for ngram in _NGRAMS:
+            size = ngram * _TOKEN_BYTES
+            if len(tokens) <= size:
+                continue
+            last = bytes(tokens[-size:])
+            # Its beginning is before that of the last tokens, which it may overlap.
+            end = len(tokens) - _TOKEN_BYTES
+            while (found := tokens.rfind(last, 0, end)) >= 0:
+                if found % _TOKEN_BYTES == 0:
+                    return found + size
+                end = found + size - 1
+        return None
+
+
+class DraftLength:
+    """How many tokens are drafted: more while they are accepted, and none while drafts do not pay off.
+
+    What counts is the time of steps with and without drafts as the sample has seen it, so also what other
+    callers' rows in the step cost. A try after a pause shows whether that has changed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._length = min(_FIRST_LENGTH, most)
+        self._pause = _MIN_PAUSE
+        self._paused_tokens = 0
+        # Averages: the seconds of a step that decodes and of one that verifies, and the tokens of the latter.
+        self._decode_s: float | None = None
+        self._verify_s: float | None = None
+        self._verified: float = 0.0
+
+    @property
+    def current(self) -> int:
+        """The length of the next draft. 0: none, also until a step without one was measured."""
+        return 0 if self._paused_tokens or self._decode_s is None else self._length
+
+    def decoded(self, took_s: float) -> None:
+        """A step without a draft."""
+        self._decode_s = _average(self._decode_s, took_s)
+        self._paused_tokens = max(0, self._paused_tokens - 1)
+
+    def verified(self, drafted: int, accepted: int, took_s: float) -> None:
+        """A step with a draft, of which some tokens were accepted."""
+        is_first = self._verify_s is None
+        self._verify_s = _average(self._verify_s, took_s)
+        self._verified = _average(None if is_first else self._verified, 1.0 + accepted)
+        if accepted == drafted:
+            self._length = min(2 * self._length, self._most)
+        else:
+            self._length = min(max(accepted + 1, _MIN_LENGTH), self._most)
+        if accepted and self._pays_off:
+            self._pause = _MIN_PAUSE
+        else:
+            self._paused_tokens, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+            # The next try is judged by itself: the text may have changed.
+            self._verify_s = None
+
+    @property
+    def _pays_off(self) -> bool:
+        assert self._decode_s is not None and self._verify_s is not None
+        return self._verified * self._decode_s > self._verify_s
+
+
+class Drafter:
+    """The drafts of one sample."""
+
+    def __init__(self, prompt: Sequence[int], most: int) -> None:
+        """`most`: the most tokens of a draft."""
+        self._lookup = PromptLookup(prompt)
+        self._length = DraftLength(most)
+        # Tokens of drafts, and those that were accepted.
+        self.drafted = self.accepted = 0
+        # The last step had a draft that was accepted in part: the next one is likely to have one as well.
+        self.expects_draft = False
+
+    def push(self, token_id: int) -> None:
+        """The sample has one more token."""
+        self._lookup.push(token_id)
+
+    def draft(self, room: int) -> Sequence[int]:
+        """The tokens that are verified behind the last one: at most `room`."""
+        length = min(self._length.current, room)
+        return self._lookup.draft(length) if length > 0 else ()
+
+    def decoded(self, took_s: float) -> None:
+        """A step without a draft."""
+        self._length.decoded(took_s)
+        self.expects_draft = False
+
+    def verified(self, drafted: int, accepted: int, took_s: float) -> None:
+        """A step with a draft."""
+        self._length.verified(drafted, accepted, took_s)
+        self.drafted += drafted
+        self.accepted += accepted
+        self.expects_draft = accepted > 0
+
+
+def _average(before: float | None, value: float) -> float:
+    return value if before is None else before + _WEIGHT * (value - before)

@@ -1,0 +1,118 @@
+"""`quire serve` of what cannot be served ends by itself, once, and one line says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import quire_command
+from tests.bad_directories import BAD_DIRECTORIES, make_good, setting
+from tests.e2e.test_gguf import Q4_K_M, make
+from tests.service.test_quantised import GPTQ, QUANTISED
+from workers.common.protocol import EXIT_CONFIG
+
+Flags = list[str]
+# Writes a model into a directory, and returns flags.
+Make = Callable[[Path], Flags]
+
+
+def started(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = quire_command.command("serve", "--listen", "127.0.0.1:0", "--log-format", "json", *flags)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def quantised(kind: str, *flags: str) -> Make:
+    def make_model(directory: Path) -> Flags:
+        make_good(directory / "model", sharded=False)
+        damage = setting(quantization_config=GPTQ) if kind == "gptq" else QUANTISED[kind][0]
+        damage(directory / "model")
+        return ["--model", str(directory / "model"), *flags]
+
+    return make_model
+
+
+def cut_short(directory: Path) -> Flags:
+    file = make(directory, Q4_K_M)
+    file.write_bytes(file.read_bytes()[:-1000])
+    return ["--model", str(file.parent)]
+
+
+def fifo(directory: Path) -> Flags:
+    os.mkfifo(directory / "model.gguf")
+    return ["--model", str(directory / "model.gguf")]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """By the gateway, before its port listens."""
+
+    make: Make
+    says: str
+    status: int = EXIT_CONFIG
+
+
+# All of them: tests/service/test_quantised.py and test_config.py, tests/workers/test_gguf_headers.py.
+BEFORE_IT_LISTENS = {
+    "a format that is not served": Refused(quantised("bitsandbytes"), QUANTISED["bitsandbytes"][1]),
+    "tensors that config.json does not explain, to several gateways": Refused(
+        quantised("tensors of GPTQ and AWQ", "--gateways", "2", "--workers", "2"),
+        QUANTISED["tensors of GPTQ and AWQ"][1],
+    ),
+    "quantised weights over ranks": Refused(
+        quantised("gptq", "--tensor-parallel", "2"),
+        "its weights are quantised, which needs tensor_parallel = 1",
+    ),
+    "a GGUF file that is cut short": Refused(
+        cut_short, "ends beyond the end of the file, which is cut short"
+    ),
+    "a GGUF file that is none": Refused(fifo, "is refused: model.gguf is no regular file; must be", 2),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_IT_LISTENS.values(), ids=list(BEFORE_IT_LISTENS))
+def test_what_the_gateway_sees_is_refused_before_its_port_listens(case: Refused, tmp_path: Path) -> None:
+    done = started(*case.make(tmp_path))
+    assert done.returncode == case.status
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("quire: ") and case.says in line
+
+
+def not_a_number(directory: Path) -> Flags:
+    (bad,) = (each for each in BAD_DIRECTORIES if each.name == "NaN in a weight")
+    bad.damage(make_good(directory / "model", sharded=bad.sharded))
+    return ["--model", str(directory / "model")]
+
+
+# All that is wrong with directories: tests/workers/test_bad_directories.py.
+BY_THE_WORKER: dict[str, tuple[Make, str]] = {
+    "NaN in a weight": (not_a_number, "is not finite"),
+    "more pages than there is memory": (lambda _: ["--kv-pages", "1000000000"], "kv_pages"),
+    "a device that is not there": (lambda _: ["--device", "cuda"], "no CUDA device"),
+    "a model that cannot be split": (
+        lambda _: ["--model", "paged-attention", "--tensor-parallel", "2"],
+        "tensor_parallel = 2, and paged-attention cannot be split",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_THE_WORKER)
+def test_what_a_worker_refuses_ends_the_server(name: str, tmp_path: Path) -> None:
+    """One worker was started: to try again cannot help."""
+    if name == "a device that is not there" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    make_flags, says = BY_THE_WORKER[name]
+    done = started("--no-self-check", *make_flags(tmp_path))
+    records = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    (refusal,) = (r["error"] for r in records if r["event"] == "cannot serve with this configuration")
+    assert done.returncode == EXIT_CONFIG and re.search(says, refusal)
+    assert "Traceback" not in done.stderr
+    assert not any("model" in record for record in records), "it is not announced before it is checked"
+    assert [record["event"] for record in records].count("worker started") == 1

@@ -1,0 +1,85 @@
+"""Drafts by prompt lookup: what is drafted, and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.runtimes.speculation import Drafter, DraftLength, PromptLookup
+
+
+def looked_up(token_ids: Sequence[int], length: int) -> list[int]:
+    """What `PromptLookup.draft` should give, by comparing all places."""
+    for ngram in (4, 2):
+        last = token_ids[-ngram:]
+        for begin in range(len(token_ids) - ngram - 1, -1, -1):
+            if list(token_ids[begin : begin + ngram]) == list(last):
+                found = list(token_ids)
+                for _ in range(length):
+                    found.append(found[begin + ngram + len(found) - len(token_ids)])
+                return found[len(token_ids) :]
+    return []
+
+
+# Tokens whose bytes are alike: an occurrence may begin within a token.
+@given(
+    st.lists(st.sampled_from([0, 1, 256, 257, 65536, 1 << 24]), min_size=1, max_size=40),
+    st.integers(0, 40),
+    st.integers(1, 20),
+)
+def test_drafts_are_what_followed_the_last_tokens(token_ids: list[int], known: int, length: int) -> None:
+    lookup = PromptLookup(token_ids[:known])
+    for token_id in token_ids[known:]:
+        lookup.push(token_id)
+    assert list(lookup.draft(length)) == looked_up(token_ids, length)
+
+
+def test_a_lookup_forgets_what_is_long_ago() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 5, *range(1000, 101_000)])
+    for token_id in (1, 2, 3, 4):
+        lookup.push(token_id)
+    assert not lookup.draft(3)
+    assert len(lookup.token_ids) <= 8_192
+
+
+def test_drafts_become_longer_while_they_are_accepted_and_shorter_when_not() -> None:
+    length = DraftLength(15)
+    length.decoded(1.0)
+    seen = []
+    for accepted in (4, 8, 15, 3, 4):
+        seen.append(length.current)
+        length.verified(length.current, accepted, 1.2)
+    assert seen == [4, 8, 15, 15, 4] and length.current == 8
+
+
+def test_drafts_that_do_not_pay_off_are_tried_ever_less_often() -> None:
+    length = DraftLength(15)
+    tries = 0
+    for _ in range(10_000):
+        if length.current:
+            length.verified(length.current, 1, 3.0)
+            tries += 1
+        else:
+            length.decoded(1.0)
+    # Each costs three decodes and gives two tokens.
+    assert tries <= 10_000 / 512 + 10
+
+
+def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
+    drafter = Drafter([1, 2, 3], 15)
+    for _ in range(40):
+        if drafter.draft(15):
+            drafter.verified(2, 0, 2.0)
+        else:
+            drafter.decoded(1.0)
+    for _ in range(200):
+        for token_id in (7, 8, 9, 10):
+            drafter.push(token_id)
+            if draft := drafter.draft(15):
+                drafter.verified(len(draft), len(draft), 1.5)
+            else:
+                drafter.decoded(1.0)
+    assert drafter.expects_draft and len(drafter.draft(15)) == 15
+    assert drafter.accepted > 400
