@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from kernels.grouped_weight import GroupedWeight
 from tests.families import settings_of
-from tests.gguf_files import PRE_TOKENIZER, Vocabulary, byte_level, sentencepiece
+from tests.gguf_files import PRE_TOKENIZER, Vocabulary, byte_level, sentencepiece, write_gguf
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
 from tests.workers.test_gguf_models import logits
 from workers.models.errors import ModelError
@@ -118,6 +118,25 @@ def test_weights_are_bit_for_bit_those_of_a_load(recipe: str, tmp_path: Path) ->
         if isinstance(target.into, GroupedWeight):
             assert isinstance(other.into, GroupedWeight) and other.into.form == target.into.form
         assert torch.equal(other.into.dense(), target.into.dense()), name
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3"])
+def test_a_file_in_float32_becomes_what_its_directory_does(name: str, tmp_path: Path) -> None:
+    """Rows of heads and factors of the rotation are what a file has in its own way."""
+    model = family(tmp_path / "model", name, **_WIDE)
+    plain = write_gguf(tmp_path / "plain.gguf", model, "f32")
+    for source, out in ((model, "one.gguf"), (plain, "other.gguf")):
+        convert(source, tmp_path / out, "q4_k_m")
+    one, other = (
+        {
+            each.name: (each.tensor_type, each.data.tobytes())
+            for each in gguf.GGUFReader(tmp_path / out).tensors
+        }
+        for out in ("one.gguf", "other.gguf")
+    )
+    assert one.keys() == other.keys()
+    # The writer of this test computes them in another way.
+    assert all(one[each] == other[each] for each in one if each != "rope_freqs.weight")
 
 
 def write_text(directory: Path, vocabulary: Vocabulary, architecture: str, vocab_size: int) -> None:

@@ -93,6 +93,8 @@ def rope_factors(config: ModelConfig) -> Mapping[str, torch.Tensor]:
         plain, _ = rope_frequencies(RopeSpec(theta=rope.theta), config.rotary_dim)
         scaled, _ = rope_frequencies(rope, config.rotary_dim)
         return {ROPE_FACTORS: plain / scaled}
+    if _is_one_list(rope, config.rotary_dim):
+        return {ROPE_FACTORS: torch.tensor(rope.long_factor)}
     if rope.rope_type == "longrope":
         return {LONG_FACTORS: torch.tensor(rope.long_factor), SHORT_FACTORS: torch.tensor(rope.short_factor)}
     return {}
@@ -106,7 +108,16 @@ def _rope_of_long_texts(config: ModelConfig) -> RopeSpec:
     return ropes[0]
 
 
+def _is_one_list(rope: RopeSpec, rotary_dim: int) -> bool:
+    """Whether factors do not depend on a text's length and are all that there is, as in files of llama."""
+    if rope.rope_type != "longrope" or rope.short_factor != rope.long_factor:
+        return False
+    return rope_frequencies(rope, rotary_dim)[1] == 1.0
+
+
 def _scaling(rope: RopeSpec, rotary_dim: int) -> dict[str, Value]:
+    if _is_one_list(rope, rotary_dim):
+        return {}
     match rope.rope_type:
         case "default" | "llama3":
             return {}
