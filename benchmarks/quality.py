@@ -204,6 +204,7 @@ def _by_llama_cpp(llama: Any, path: Path, texts: Sequence[_Text]) -> Logits:
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     parameters = llama.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = _WIDE.max_position_embeddings
+    parameters.n_threads = parameters.n_threads_batch = 1
     context = llama.llama_init_from_model(model, parameters)
     batch = llama.llama_batch_init(_WIDE.max_position_embeddings, 0, 1)
     found = []

@@ -45,6 +45,8 @@ class _Contestant:
 
 # A competitor with longer turns is stopped when the next one does not fit into the workload's time.
 _LONG_TURN_S = 10.0
+# A peer's first call makes the files of its model, which for billions of weights takes minutes.
+_PREPARE_TIMEOUT_S = 1800.0
 # Methods of peers that use random prompts: new ones in each round, the same for all peers.
 _OF_NEW_PROMPTS = ("prefill", "first_token", "score", "loop", "mixed")
 
@@ -129,15 +131,15 @@ class WorkloadRun:
             name = contestant.entry.peer
             if name not in prepared:
                 self._report(f"preparing {name}")
-                found = contestant.attempt(partial(self._call, name, method, arguments))
+                found = contestant.attempt(partial(self._call_to_prepare, name, method, arguments))
                 contestant.first_tokens = found if isinstance(found, list) else None
                 prepared[name] = contestant
             first = prepared[name]
             contestant.problem, contestant.failed = first.problem, first.failed
             contestant.first_tokens = first.first_tokens
 
-    def _call(self, name: str, method: str, arguments: dict[str, Any]) -> Any:
-        return self._get_peer(name).call(method, **arguments)
+    def _call_to_prepare(self, name: str, method: str, arguments: dict[str, Any]) -> Any:
+        return self._get_peer(name).call(method, timeout_s=_PREPARE_TIMEOUT_S, **arguments)
 
     def _turn(self, contestant: _Contestant, arguments: dict[str, Any], seed: int) -> None:
         entry = contestant.entry

@@ -70,6 +70,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape(DEFAULT_SHAPE, 151_936, 1024, 3072, 28, 16, 8, 128),
+        Shape("qwen3-4b", 151_936, 2560, 9728, 36, 32, 8, 128),
         Shape("qwen3-8b", 151_936, 4096, 12_288, 36, 32, 8, 128, tie_word_embeddings=False),
         Shape("qwen3-14b", 151_936, 5120, 17_408, 40, 40, 8, 128, tie_word_embeddings=False),
         Shape("tiny", 2048, 128, 256, 2, 4, 2, 32),

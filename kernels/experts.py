@@ -9,8 +9,8 @@ and its product with up as in `kernels.gated_activation`. The k results of a tok
 float32, in the order of k, and rounded once. (transformers sums in the order of the experts, in the dtype of
 x.)
 
-The bits of a row do not depend on the other rows with packed weights on the CPU; on a GPU if that is asked
-for, else among batches with the same tile configuration (see `kernels.cuda.experts`).
+The bits of a row do not depend on the other rows with packed or quantised weights on the CPU; on a GPU if
+that is asked for, else among batches with the same tile configuration (see `kernels.cuda.experts`).
 
 Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts; k experts of a
 token.
@@ -26,12 +26,13 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
 from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
-from kernels.linear import linear_reference, pack_weight
+from kernels.linear import DenseWeight
+from kernels.weight import Weight
 
 # One matrix per expert: a tensor [E, O, I], or E tensors [O, I].
 PlainWeights = torch.Tensor | Sequence[torch.Tensor]
-# Or the result of `pack_experts`.
-ExpertWeights = PlainWeights | cpu.PackedWeights
+# A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`.
+ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights
 
 
 def route(
@@ -84,19 +85,21 @@ def route(
     return expert_ids, expert_weights.to(dtype or logits.dtype)
 
 
-def pack_experts(weight: ExpertWeights) -> ExpertWeights:
-    """Pack the matrices of all experts, as `kernels.linear.pack_weight` does.
+def pack_experts(weights: ExpertWeights) -> ExpertWeights:
+    """The matrices of all experts as the kernels of their device read them.
 
     Args:
-        weight: The plain matrices. Those of a list are packed in place, a single tensor is not changed.
+        weights: The filled weights, which are packed in place. A tensor, as on a GPU, stays as it is.
 
     Returns:
-        E packed matrices [O, I] for `experts`; or `weight` itself if it cannot be packed, as on a GPU.
+        For `experts`: in one compiled call, if there are kernels for all of the matrices.
     """
-    if isinstance(weight, cpu.PackedWeights):
-        return weight
-    packed = [pack_weight(weight[expert], in_place=isinstance(weight, list)) for expert in range(len(weight))]
-    return weight if any(matrix.compiled is None for matrix in packed) else cpu.PackedWeights(packed)
+    if isinstance(weights, torch.Tensor | cpu.PackedWeights):
+        return weights
+    packed = [weight.packed() for weight in weights]
+    parts = [weight.compiled for weight in packed]
+    known = [part for part in parts if part is not None]
+    return cpu.PackedWeights(packed, known) if len(known) == len(packed) else packed
 
 
 def experts_reference(
@@ -132,7 +135,7 @@ def experts(
     Args:
         x: [T, C]; float32, bfloat16 or float16.
         gate_up: [E, 2 * I, C], rows of the gate, then of up: one tensor, contiguous on a GPU; on the CPU also
-            E tensors [2 * I, C], plain or from `pack_experts`. Dtype of x.
+            E weights [2 * I, C], or from `pack_experts`. Dtype of x.
         down: [E, C, I], likewise.
         expert_ids: [T, k] int64, from 0 to E - 1. On a GPU any other id makes its row undefined, and no
             other row.
@@ -155,22 +158,20 @@ def experts(
         return cuda.experts(
             x, gate_up, down, expert_ids, expert_weights, activation, batch_invariant=batch_invariant
         )
-    if isinstance(gate_up, cpu.PackedWeights):
-        assert isinstance(down, cpu.PackedWeights), "both have the dtype of x"
+    if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
         return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation)
-    assert not isinstance(down, cpu.PackedWeights), "both have the dtype of x"
     return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation)
 
 
 def _one_by_one(
     x: torch.Tensor,
-    gate_up: PlainWeights,
-    down: PlainWeights,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: Activation,
 ) -> torch.Tensor:
-    """The chosen experts one after the other, in torch."""
+    """The chosen experts one after the other."""
     outputs = x.new_empty(expert_ids.numel(), x.shape[1])  # [T * k, C]
     # Pairs of a token and one of its experts, numbered as in `outputs`, sorted by expert.
     pairs = expert_ids.flatten().argsort(stable=True)  # [T * k]
@@ -183,9 +184,14 @@ def _one_by_one(
         if count:
             of_expert = pairs[begin:end]  # [n]
             rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
-            inner = gated_activation(linear_reference(rows, gate_up[expert]), activation)  # [n, I]
-            outputs.index_copy_(0, of_expert, linear_reference(inner, down[expert]))
+            inner = gated_activation(matrix_of(gate_up, expert).multiply(rows, None), activation)  # [n, I]
+            outputs.index_copy_(0, of_expert, matrix_of(down, expert).multiply(inner, None))
     return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
+
+
+def matrix_of(weights: ExpertWeights, expert: int) -> Weight:
+    """The matrix of an expert, a view."""
+    return DenseWeight(weights[expert]) if isinstance(weights, torch.Tensor) else weights[expert]
 
 
 def _weighted_sum(outputs: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:

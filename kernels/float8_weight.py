@@ -9,6 +9,7 @@ Dimension letters: T rows; I inputs; O outputs; S scales of an output; B blocks.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import COPIED_ROWS, Arguments, can_multiply, copied_rows
 from kernels.packed_weight import BLOCK_OUTPUTS, filled_up, step_inputs
-from kernels.weight import Weight
+from kernels.weight import CompiledPart, Weight
 
 # A step of the compiled kernel, and of the layout of bfloat16, must have one scale.
 _LEAST_INPUTS = 32
@@ -66,18 +67,24 @@ class Float8Weight(Weight):
         dtype: torch.dtype,
         weight_format: Float8Format,
         empty: Callable[[int], torch.Tensor],
+        taken: range | None = None,
     ) -> None:
         """Allocate a weight, to be filled by `write_values`.
 
         Args:
             outputs: O.
-            inputs: I.
+            inputs: Those of a row that is written.
             dtype: That of rows and results.
             weight_format: How it is held.
             empty: Allocates bytes, which are uninitialised.
+            taken: Which of the inputs the weight has. They begin at a multiple of 32. None: all.
         """
+        self._taken, self._stored_inputs = taken or range(inputs), inputs
+        self._stored_scale_inputs = weight_format.scale_inputs or max(inputs, 1)
+        inputs = len(self._taken)
         self.shape, self.dtype, self.format = torch.Size((outputs, inputs)), dtype, weight_format
-        self._scale_inputs = weight_format.scale_inputs or max(inputs, 1)
+        # A scale that both sides of a cut need is there twice.
+        self._scale_inputs = math.gcd(self._stored_scale_inputs, self._taken.start)
         filled_outputs, filled_inputs = filled_up(self.shape, dtype)
         blocks, scales, step = filled_outputs // BLOCK_OUTPUTS, self.num_scales, step_inputs(dtype)
         scale_bytes = scales * BLOCK_OUTPUTS * 4
@@ -95,33 +102,43 @@ class Float8Weight(Weight):
         return -(-self.shape[1] // self._scale_inputs)
 
     @property
-    def compiled(self) -> None:
-        """None: compiled sublayers cannot read it."""
-        return None
+    def compiled(self) -> list[CompiledPart] | None:
+        """See `Weight`."""
+        if not can_multiply(self.dtype):
+            return None
+        return [CompiledPart(self.data.data_ptr(), None, len(self), self._scale_inputs)]
 
     def write_values(self, first: int, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Fill it: replace the rows from `first` on.
 
         Args:
             first: The first row.
-            values: [n, I] as float8_e4m3fn.
-            scales: [n, S] float32.
+            values: [n, inputs of a whole row] as float8_e4m3fn.
+            scales: [n, scales of a whole row] float32.
 
         Returns:
             The largest element of each row: finite if all are.
         """
         count, inputs = values.shape
-        if first < 0 or first + count > len(self) or inputs != self.shape[1]:
+        if first < 0 or first + count > len(self) or inputs != self._stored_inputs:
             raise ValueError(f"values: {[*values.shape]} from {first} on do not fit into {[*self.shape]}")
-        if scales.shape != (count, self.num_scales):
-            raise ValueError(f"scales: must be [{count}, {self.num_scales}], got {[*scales.shape]}")
+        num_scales = -(-inputs // self._stored_scale_inputs)
+        if scales.shape != (count, num_scales):
+            raise ValueError(f"scales: must be [{count}, {num_scales}], got {[*scales.shape]}")
+        values, scales = self._cut(values, scales)
         index = torch.arange(first, first + count)
         block, output = index // BLOCK_OUTPUTS, index % BLOCK_OUTPUTS
         self.scales[block, :, output] = scales
         steps, step = self.values.shape[1], self.values.shape[3]
-        filled = functional.pad(values.view(torch.uint8), (0, steps * step - inputs))
+        filled = functional.pad(values.view(torch.uint8), (0, steps * step - self.shape[1]))
         self.values[block, :, output] = filled.view(count, steps, step)
         return self.rows(index).abs().amax(1)
+
+    def _cut(self, values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of whole rows what this weight has."""
+        repeated = scales.repeat_interleave(self._stored_scale_inputs // self._scale_inputs, dim=1)
+        begin = self._taken.start // self._scale_inputs
+        return values[:, self._taken.start : self._taken.stop], repeated[:, begin : begin + self.num_scales]
 
     def multiply(
         self,

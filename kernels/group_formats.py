@@ -16,7 +16,9 @@ in groups of 32, 64, 128 or more, or of a whole row, which have many names: GPTQ
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -69,6 +71,10 @@ class GroupFormat:
     def packs_subscales(self) -> bool:
         """Whether a byte has both integers of a half group: the scale's are the low 4 bits."""
         return self.subscales > 0 and self.bits == 2  # "q2_k"
+
+    def cut(self, first: int) -> GroupFormat:
+        """That of the inputs from `first` on, a multiple of 32: scales may be shared by fewer groups."""
+        return dataclasses.replace(self, span=math.gcd(self.span, first // GROUP_INPUTS))
 
     @property
     def address(self) -> int:

@@ -55,6 +55,37 @@ class Parts:
         named = {name: getattr(self, name) for name in self.__slots__ if name != "values"}
         return {name: part for name, part in named.items() if part is not None}
 
+    def cut(self, form: GroupFormat, taken: range) -> Parts:
+        """Those of some inputs, in the format `form.cut(taken.start)`.
+
+        Args:
+            form: The format of all inputs.
+            taken: Which. They begin with a group, and end with one or with the row.
+        """
+        groups = range(taken.start // GROUP_INPUTS, -(-taken.stop // GROUP_INPUTS))
+        span = form.cut(taken.start).span
+
+        def of_scales(part: torch.Tensor | None) -> torch.Tensor | None:
+            if part is None:
+                return None
+            repeated = part.repeat_interleave(form.span // span, dim=1)
+            return repeated[:, groups.start // span : -(-groups.stop // span)]
+
+        def of_groups(part: torch.Tensor | None) -> torch.Tensor | None:
+            each = form.subscales
+            return None if part is None else part[:, groups.start * each : groups.stop * each]
+
+        scales = of_scales(self.scales)
+        assert scales is not None
+        return Parts(
+            self.values[:, groups.start : groups.stop],
+            scales,
+            of_scales(self.minima),
+            of_scales(self.zeros),
+            of_groups(self.subscales),
+            of_groups(self.subminima),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
-from kernels.cpu.linear import Arguments, can_multiply
+from kernels.cpu.linear import ROUNDED_ROWS, Arguments, can_multiply, rounded_rows
 from kernels.dequantise import dequantised, factors, integers
 from kernels.gguf_blocks import parts_of
 from kernels.group_formats import GROUP_INPUTS, GroupFormat
@@ -26,8 +26,6 @@ from kernels.group_layout import Layout, Parts
 from kernels.quantisers import in_groups, quantise
 from kernels.weight import CompiledPart, Weight
 
-# kRoundedRows and sizeof(RowGroup) of grouped_product.h.
-_ROUNDED_ROWS, _ROW_GROUP_BYTES = 128, 52
 _LEAST = 1e-30
 # The rows that are unpacked at a time, which limits memory.
 _PART_ROWS = 1024
@@ -47,19 +45,23 @@ class GroupedWeight(Weight):
         dtype: torch.dtype,
         form: GroupFormat,
         empty: Callable[[int], torch.Tensor],
+        taken: range | None = None,
     ) -> None:
         """Allocate a weight, to be filled by a function that writes.
 
         Args:
             outputs: O.
-            inputs: I.
+            inputs: Those of a row that is written without loss.
             dtype: That of rows and results.
-            form: Its format.
+            form: The format of such a row.
             empty: Allocates bytes, which are uninitialised.
+            taken: Which of the inputs the weight has; see `Parts.cut`. None: all.
         """
-        self.shape, self.dtype, self.form = torch.Size((outputs, inputs)), dtype, form
-        self._groups = -(-inputs // GROUP_INPUTS)
-        self._layout = Layout(form, outputs, self._groups)
+        self._stored, self._stored_inputs, self._taken = form, inputs, taken or range(inputs)
+        self.shape, self.dtype = torch.Size((outputs, len(self._taken))), dtype
+        self.form = form.cut(self._taken.start)
+        self._groups = -(-len(self._taken) // GROUP_INPUTS)
+        self._layout = Layout(self.form, outputs, self._groups)
         self.data = empty(self._layout.nbytes)
         self._layout.clear_rest(self.data)
 
@@ -71,16 +73,16 @@ class GroupedWeight(Weight):
         return [CompiledPart(self.data.data_ptr(), self.form.address, len(self))]
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """See `Weight`: quantises rows [n, I], to `QUANTISERS`. Returns scales and minima."""
-        self._check(first, rows, self.shape[1])
-        return self._write(first, quantise(rows, self.form))
+        """See `Weight`: quantises whole rows, to `QUANTISERS`. Returns scales and minima."""
+        self._check(first, rows, self._stored_inputs)
+        return self._write(first, quantise(rows, self._stored).cut(self._stored, self._taken))
 
     def write_blocks(self, first: int, raw: torch.Tensor) -> torch.Tensor:
         """Write rows of a GGUF file, without loss.
 
         Args:
             first: The first row.
-            raw: [n, bytes of a row] uint8.
+            raw: [n, bytes of a row] uint8, of whole rows.
 
         Returns:
             Their scales and minima, in any shape: finite in a sound file.
@@ -89,7 +91,8 @@ class GroupedWeight(Weight):
             ValueError: They are not rows of this weight.
         """
         self._check(first, raw, raw.shape[1])
-        return self._write(first, parts_of(self.form.name, raw, self.shape[1]))
+        parts = parts_of(self.form.name, raw, self._stored_inputs)
+        return self._write(first, parts.cut(self._stored, self._taken))
 
     def _write(self, first: int, parts: Parts) -> torch.Tensor:
         """Returns scales and minima, in any shape."""
@@ -103,7 +106,8 @@ class GroupedWeight(Weight):
 
         Args:
             first: The first row.
-            values: [n, I] int8 or, with zero points, uint8: one integer a byte, within the format's bits.
+            values: [n, inputs of a whole row] int8 or, with zero points, uint8: one integer a byte, within
+                the format's bits.
             scales: [n, groups of the format], of its dtype.
             zeros: Zero points like the values: [n, groups]; None: they are 0.
 
@@ -113,8 +117,9 @@ class GroupedWeight(Weight):
         Raises:
             ValueError: They are not rows of this weight.
         """
-        self._check(first, values, self.shape[1])
-        self.write_parts(first, _integers(self.form, values, scales, zeros))
+        self._check(first, values, self._stored_inputs)
+        parts = _integers(self._stored, values, scales, zeros)
+        self.write_parts(first, parts.cut(self._stored, self._taken))
         return scales
 
     def write_parts(self, first: int, parts: Parts) -> None:
@@ -144,7 +149,7 @@ class GroupedWeight(Weight):
             return grouped_reference(x, self, bias)
         rows = len(x)
         out = torch.empty(rows, len(self), dtype=x.dtype)  # [T, O]
-        scratch = torch.empty(min(rows, _ROUNDED_ROWS) * self._groups * _ROW_GROUP_BYTES, dtype=torch.uint8)
+        scratch = rounded_rows(min(rows, ROUNDED_ROWS), self.shape[1])
         arguments = Arguments.of(out, x, self.data, bias, scratch)
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
         run = library.function(f"quire_grouped_linear_{SUFFIXES[x.dtype]}", types)

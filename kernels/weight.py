@@ -18,13 +18,15 @@ class CompiledPart(NamedTuple):
 
     Attributes:
         address: Theirs.
-        form: That of their format, if they are quantised; see `kernels.group_formats`.
+        form: That of their format, if they are in groups; see `kernels.group_formats`.
         outputs: Their number.
+        scale_inputs: Of 8-bit floats the inputs with one scale; 0: they are something else.
     """
 
     address: int
     form: int | None
     outputs: int
+    scale_inputs: int = 0
 
 
 class Weight(ABC):

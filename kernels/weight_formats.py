@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.float8_weight import Float8Format, Float8Weight
-from kernels.group_formats import GroupFormat
+from kernels.group_formats import GROUP_INPUTS, GroupFormat
 from kernels.grouped_weight import GroupedWeight
 from kernels.permuted_weight import PermutedWeight
 from kernels.weight import Weight
@@ -30,20 +30,44 @@ class PermutedFormat:
 WeightFormat = GroupFormat | PermutedFormat | Float8Format
 
 
+def check_cut(form: WeightFormat | None, taken: range, inputs: int) -> None:
+    """Raises ValueError if some inputs of a matrix cannot be held by themselves; the message says why.
+
+    Args:
+        form: That of the whole matrix; None: it is not quantised.
+        taken: The inputs.
+        inputs: Those of the whole matrix.
+    """
+    if form is None or len(taken) == inputs:
+        return
+    if isinstance(form, PermutedFormat):
+        why = f"{form.name}, cannot be cut: a group may have inputs of several parts"
+        raise ValueError(why)  # noqa: TRY004 - the format is a right one
+    if taken.start % GROUP_INPUTS or (taken.stop % GROUP_INPUTS and taken.stop != inputs):
+        parts = f"into parts of {len(taken)} inputs, only of multiples of {GROUP_INPUTS}"
+        raise ValueError(f"{form.name} cannot be cut {parts}")
+
+
 def new_weight(
-    form: WeightFormat, outputs: int, inputs: int, dtype: torch.dtype, empty: Callable[[int], torch.Tensor]
+    form: WeightFormat,
+    outputs: int,
+    inputs: int,
+    taken: range,
+    dtype: torch.dtype,
+    empty: Callable[[int], torch.Tensor],
 ) -> Weight:
     """Allocate a weight, to be filled.
 
     Args:
         form: How it is held.
         outputs: O.
-        inputs: I.
+        inputs: Those of a row that it is filled with.
+        taken: Which of them it has, so that it is [O, len(taken)]; see `check_cut`.
         dtype: That of rows and results.
         empty: Allocates bytes, which are uninitialised.
     """
     if isinstance(form, PermutedFormat):
-        return PermutedWeight(new_weight(form.within, outputs, inputs, dtype, empty))
+        return PermutedWeight(new_weight(form.within, outputs, inputs, taken, dtype, empty))
     if isinstance(form, Float8Format):
-        return Float8Weight(outputs, inputs, dtype, form, empty)
-    return GroupedWeight(outputs, inputs, dtype, form, empty)
+        return Float8Weight(outputs, inputs, dtype, form, empty, taken)
+    return GroupedWeight(outputs, inputs, dtype, form, empty, taken)

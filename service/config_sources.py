@@ -191,8 +191,6 @@ def _quantization_conflicts(config: Config) -> Iterator[Conflict]:
     """As `_conflicts`, about what quantised weights cannot do yet."""
     if config.quantization == UNQUANTISED:
         return
-    if config.tensor_parallel > 1:
-        yield ("quantization", "tensor_parallel"), "needs tensor_parallel = 1"
     if config.device == "cuda":
         yield ("quantization", "device"), "needs device = cpu"
     if config.model_backend == "transformers":

@@ -159,6 +159,12 @@ class SeveralShards(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_SHAR
     message = "the caches belong to several gateways: fork and release those of each gateway in one call"
 
 
+class OtherShard(QuireError, code="FAILED_PRECONDITION", reason="OTHER_SHARD"):
+    """An execution continues caches only at the gateway that has them."""
+
+    message = "another gateway has the cache: call that one, or use Decode, which is forwarded"
+
+
 class SeveralGateways(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_GATEWAYS"):
     """The call would change one gateway only, and callers do not know which of them answers."""
 

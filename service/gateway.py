@@ -170,7 +170,7 @@ class Gateway:
         sources = ModelSources(self._find_model, core.weight_uploads.find)
         loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
         parts = core.dispatcher, self.state, self.text, core.restarts
-        return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
+        return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus, core.shard.is_elsewhere)
 
     def _attach_extensions(self) -> None:
         """Raises ConfigError."""

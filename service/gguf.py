@@ -13,8 +13,6 @@ from workers.common.gguf.header import Header, TensorInfo, read_header
 from workers.common.gguf.settings import DENSE, TOKEN_ARRAYS, read_settings, served_types
 from workers.common.gguf.splits import split_of
 
-_EXPERTS = ("num_experts", "num_local_experts")
-
 
 def gguf_problem(config: Config) -> str:
     """What keeps a GGUF file from being served; "": nothing, or it is none."""
@@ -37,17 +35,14 @@ def _problem(config: Config, headers: list[Header]) -> str:
     """Raises GgufError too."""
     tensors = {name: info for header in headers for name, info in header.tensors.items()}
     metadata = headers[0].metadata
-    settings = read_settings(metadata, tensors, _no_factors)
+    read_settings(metadata, tensors, _no_factors)
     if TOKEN_ARRAYS[0] in metadata:
         # Without a tokenizer only tokens are served.
         split_of(metadata)
     if config.model_backend == "transformers":
         return "model_backend = transformers needs a directory with safetensors"
     types = served_types(tensors) - DENSE
-    if not types:
-        return ""
-    has_experts = any(settings.get(name) for name in _EXPERTS)
-    return with_limits(config, f"it is quantised ({', '.join(sorted(types))})", has_experts=has_experts)
+    return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
 
 
 def _no_factors(_: TensorInfo) -> list[float]:

@@ -1,9 +1,8 @@
-"""Addresses that the server listens on and is called by, and why one cannot be bound."""
+"""Addresses that the server listens on, and why one cannot be bound."""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Iterator
 
@@ -47,33 +46,3 @@ def listening_socket(address: str, backlog: int | None = None, *, is_shared: boo
         return socket.create_server(
             (host, int(port)), family=family, backlog=backlog, dualstack_ipv6=is_dual, reuse_port=is_shared
         )
-
-
-@contextlib.contextmanager
-def reserved(address: str) -> Iterator[str]:
-    """An address for several gateways, with the chosen port for port 0. Raises CannotListen."""
-    host, _, port = address.rpartition(":")
-    with binding(address):
-        family, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Without listen(), it gets no connections.
-        with binding(address):
-            held.bind(found)
-        yield actual_address(address, held.getsockname()[1])
-
-
-def is_address(host: str) -> bool:
-    """Whether a Host header is an IP address or localhost. A port that only this machine reaches requires it.
-
-    Any other name may be DNS rebinding: a page of a browser could read all responses if the host name that
-    it comes from resolves to this machine. A page that comes from an address cannot do so.
-    """
-    name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    if name.lower() == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True

@@ -17,8 +17,6 @@ from workers.common.quantised.scheme import NotUnderstood
 _MAX_CONFIG_BYTES = 1 << 20
 # A header of safetensors begins with its size. One that is larger is looked at in part.
 _SIZE_BYTES, _MAX_HEADER_BYTES = 8, 1 << 20
-# Where a config says how many experts there are, by family.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # What only tensors say: GPTQ and AWQ; compressed-tensors; and 8-bit floats.
 _IN_HEADERS = (
     *(b'.qweight"', b'.qzeros"', b'.weight_packed"', b'.weight_scale_inv"'),
@@ -35,15 +33,13 @@ def quantised_problem(config: Config) -> str:
     settings = _settings(directory)
     if not is_quantised(settings):
         return ""
-    return with_limits(config, "its weights are quantised", has_experts=has_experts(directory))
+    return with_limits(config, "its weights are quantised")
 
 
-def with_limits(config: Config, quantised: str, *, has_experts: bool) -> str:
+def with_limits(config: Config, quantised: str) -> str:
     """What keeps quantised weights from being served as is asked for, after `quantised`; "": nothing."""
     limits = (
         (config.quantization != UNQUANTISED, " already: leave out quantization"),
-        (has_experts, f", and it has experts, which is not supported yet: {_ADVICE}"),
-        (config.tensor_parallel > 1, ", which needs tensor_parallel = 1"),
         (config.device == "cuda", ", which needs device = cpu"),
         (config.model_backend == "transformers", ", which needs model_backend = native"),
     )
@@ -68,13 +64,6 @@ def quantised(directory: Path) -> str:
         marked = f"by the tensors of {weights[0]}, and config.json does not say how"
         return f"its weights are quantised, {marked}: {_ADVICE}"
     return ""
-
-
-def has_experts(directory: Path) -> bool:
-    """Whether a config says that the model is a mixture of experts, which cannot be quantised at load yet."""
-    settings = _settings(directory)
-    parts = (settings, settings.get("text_config") or {})
-    return any(isinstance(part, Mapping) and any(map(part.get, _EXPERTS)) for part in parts)
 
 
 def _settings(directory: Path) -> Mapping[str, object]:

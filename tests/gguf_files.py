@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,8 @@ def _tensors(
         if merged != tensor_name:
             experts.setdefault(written, []).append(values)
             values = np.stack(experts[written])
-        found[written] = values, kind
+        # llama.cpp quantises no routers.
+        found[written] = values, "f32" if "ffn_gate_inp" in written and kind not in DENSE else kind
     return found | _rope_factors(config)
 
 
@@ -192,8 +194,10 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray[Any, Any]
     else:
         raw_type = (DENSE | QUANTISED).get(kind)
         if raw_type is None:
-            raw_type, (outputs, inputs) = Type[kind.upper()], values.shape
-            blocks = drawn_blocks(kind, (outputs, inputs), 1.5 * inputs**-0.5, outputs).numpy()
+            raw_type, (*outputs, inputs) = Type[kind.upper()], values.shape
+            rows = math.prod(outputs)
+            drawn = drawn_blocks(kind, (rows, inputs), 1.5 * inputs**-0.5, rows)
+            blocks = drawn.view(*outputs, drawn.shape[1]).numpy()
         else:
             blocks = gguf.quantize(values, raw_type)
         writer.add_tensor(name, blocks, raw_dtype=raw_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,24 @@ def _as_int32(unsigned: torch.Tensor) -> torch.Tensor:
     return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).int()
 
 
+def in_one_file(source: Path, directory: Path) -> Path:
+    """The model of a directory, in another one and in one file; returns that."""
+    directory.mkdir()
+    shutil.copy(source / "config.json", directory)
+    tensors = {
+        name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def change(directory: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace a tensor of a model in one file."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: how(tensors[name])}, file)
+
+
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 """Quantises a matrix: its name and content to tensors by their last names, and to what they stand for."""
 
@@ -144,6 +163,7 @@ def gptq(
     ordered: bool = False,
     version: int = 1,
     also: Iterable[str] = (),
+    left: Iterable[str] = (),
 ) -> Tensors:
     """As GPTQModel writes it, and AutoGPTQ with version 1."""
     generator = torch.Generator().manual_seed(1)
@@ -171,7 +191,7 @@ def gptq(
         "true_sequential": True,
         "meta": {"quantizer": ["gptqmodel:7.7.0"]},
     }
-    return rewrite(directory, config, write, also)
+    return rewrite(directory, config, write, also, left)
 
 
 def awq(directory: Path, *, group: int = 32, left: Iterable[str] = ()) -> Tensors:

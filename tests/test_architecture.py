@@ -172,6 +172,9 @@ SERVICE_ROOMS = {
     ),
     "service.listening": (),
     "service.handshakes": ("service.logging",),
+    "service.extensions.conformance": (
+        "service.caches.ledger", "service.caches.records", "service.journal",
+    ),
     "service.extensions.http": ("service.handshakes", "service.listening"),
     "service.core": (
         "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",

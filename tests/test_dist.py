@@ -21,7 +21,7 @@ from quire import Client
 from kernels.cpu import library
 from kernels.experts import experts, pack_experts
 from kernels.gated_activation import ACTIVATIONS, gated_activation
-from kernels.linear import linear, pack_weight
+from kernels.linear import DenseWeight, linear, pack_weight
 from kernels.rms_norm import add_rms_norm
 from kernels.rope import RopeSpec, rope_table
 from kernels.rope_kv_write import rope_kv_write
@@ -70,7 +70,10 @@ def results(dtype: torch.dtype) -> list[torch.Tensor]:
     residual = torch.randn(37, 144).to(dtype)
     found += [add_rms_norm(x, residual, torch.randn(144).to(dtype), 1e-6), residual]
     found += [gated_activation(x, activation) for activation in ACTIVATIONS]
-    gate_up, down = (pack_experts(torch.randn(4, *shape).to(dtype)) for shape in ((96, 144), (144, 48)))
+    gate_up, down = (
+        pack_experts([DenseWeight(torch.randn(*shape).to(dtype)) for _ in range(4)])
+        for shape in ((96, 144), (144, 48))
+    )
     ids, weights = torch.rand(37, 4).topk(3).indices, torch.rand(37, 3)
     found.append(experts(x, gate_up, down, ids, weights, "silu"))
     keys, values = (torch.zeros(3, 16, 2, 24, dtype=dtype) for _ in range(2))

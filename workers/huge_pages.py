@@ -10,6 +10,7 @@ import torch
 
 _PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
+_PIECES_BYTES, _LINE_BYTES = 64 << 20, 64
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -25,3 +26,22 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
         ctypes.c_void_p(memory.data_ptr() + first), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE
     )
     return memory[first : first + nbytes].view(dtype).view(shape)
+
+
+class Pieces:
+    """Memory for many small tensors next to each other, so that they have huge pages too."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        """Nothing is allocated yet."""
+        self._device = device
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """So many uninitialised bytes, at the beginning of a cache line."""
+        if nbytes >= _PIECES_BYTES // 4:
+            return empty((nbytes,), torch.uint8, self._device)
+        if len(self._left) < nbytes:
+            # What is left is not touched, so it takes no memory.
+            self._left = empty((_PIECES_BYTES,), torch.uint8, self._device)
+        piece, self._left = self._left[:nbytes], self._left[-(-nbytes // _LINE_BYTES) * _LINE_BYTES :]
+        return piece

@@ -25,7 +25,7 @@ import psutil
 from workers import wire
 from workers.common import worker_pb2
 from workers.common.protocol import TARGET_MESSAGE_BYTES
-from workers.decodes import OP_ID, Decodes
+from workers.decodes import Decodes
 from workers.logging import get_logger
 from workers.operations import Command, HeldSequences, IntegrityReport, Reset, Result
 from workers.orphan_timer import OrphanTimer
@@ -245,7 +245,8 @@ class WorkerServer:
             for message in request.commands:
                 self._take(message, commands)
             if commands:
-                self._submit(commands)
+                assert self._step_loop is not None, "nothing is sent to a worker that is not ready"
+                self._step_loop.submit(commands)
 
     def _take(self, message: worker_pb2.WorkerCommand, commands: list[Command | Decodes]) -> None:
         """Adds a command, or answers it."""
@@ -266,14 +267,6 @@ class WorkerServer:
             op_ids = wire.op_ids_of(message)
             _log.warning("a command cannot be decoded", op_ids=op_ids, error=repr(error))
             self._send([_refusal(op_id, error) for op_id in op_ids])
-
-    def _submit(self, commands: Sequence[Command | Decodes]) -> None:
-        if self._step_loop is not None:
-            self._step_loop.submit(commands)
-            return
-        for command in commands:
-            op_ids = command.column(OP_ID) if isinstance(command, Decodes) else [command.op_id]
-            self._send([_error_event(op_id, "the worker is not ready") for op_id in op_ids])
 
     async def _write(self, stream: _Stream, write: Write) -> None:
         while True:

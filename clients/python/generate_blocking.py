@@ -50,6 +50,8 @@ Generated from _aio_caches.py by {COMMAND}: change that file.
     ),
     ("use it in an `async with`", "use it in a `with`"),
     ("Leaving its `async with` block", "Leaving its `with` block"),
+    ("Iterate over it with `async for`, in an `async with` if", "Iterate over it, in a `with` if"),
+    ("async with cache.generate(token_id) as", "with cache.generate(token_id) as"),
     ("# The stream's tasks do not refer", "# The stream's threads do not refer"),
 )
 # Patterns that are replaced everywhere.
@@ -59,7 +61,7 @@ _WORDS = (
     (r"\basyncio\.sleep\(", "time.sleep("),
     (r"grpc\.aio\.AioRpcError\b", "grpc.RpcError"),
     (r"\bgrpc\.aio\.", "grpc."),
-    (r"\b__a(enter|exit)__\b", r"__\1__"),
+    (r"\b__a(enter|exit|iter)__\b", r"__\1__"),
     (r"\b(_?)Async(?=[A-Z])", r"\1"),
     (r"\bawait ", ""),
     (r"\basync (?=def |with |for )", ""),

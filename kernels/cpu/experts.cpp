@@ -1,12 +1,14 @@
-// A mixture of experts with packed weights: see packed_product.h. The products of all experts run in one call, divided
-// among threads by (expert, blocks of outputs). The weight of a chosen expert is read once for all of its rows; other
-// experts are not read.
+// A mixture of experts with packed or quantised weights: see packed_product.h, grouped_product.h and float8_product.h. The products of all
+// experts run in one call, divided among threads by (expert, blocks of outputs). The weight of a chosen expert is read once
+// for all of its rows; other experts are not read.
 //
 // The bits of a row depend neither on the other rows, nor on the number of threads.
 
 #include <vector>
 
+#include "float8_product.h"
 #include "gates.h"
+#include "grouped_product.h"
 #include "packed_product.h"
 #include "threads.h"
 
@@ -16,25 +18,37 @@ namespace {
 // The outputs of a task, in blocks.
 constexpr int64_t kTaskBlocks = 4;
 
-// Plain data, filled by kernels/cpu/experts.py: the fields must agree. A pair is a token and one of its k choices;
-// T * k of them are numbered by token. Strides are in elements. Copies have the type of inputs, and rows filled up to
-// whole steps; there are none if rows need no copy.
+// Plain data, filled by kernels/cpu/experts.py: the fields of these two must agree.
+
+// The matrices [O, I] of a projection of all experts.
+struct Projection {
+  const MatrixPart* parts;  // [E, num_parts], one after the other; those without outputs fill up
+  int64_t num_parts, outputs, inputs;
+  int64_t has_plain, has_grouped;  // whether parts multiply rows as they are, or rounded
+
+  const MatrixPart& part(int64_t expert, int64_t index) const { return parts[expert * num_parts + index]; }
+};
+
+// A pair is a token and one of its k choices; T * k of them are numbered by token. Strides are in elements. Copies have the
+// type of inputs, and rows filled up to whole steps; there are none if rows need no copy.
 struct Arguments {
   void* out;                     // [T, C] contiguous
   const void* x;                 // [T, C]
-  const void* const* gate_up;    // [E] packed weights [2 * I, C]
-  const void* const* down;       // [E] packed weights [C, I]
+  Projection gate_up, down;      // [2 * I, C] and [C, I]
   const int64_t* expert_ids;     // [T, k]
   const float* expert_weights;   // [T, k]
   // Scratch: [T * k, 2 * I] and [T * k, I] by expert; [T * k, C] by pair, at first for the rows of x by expert.
   void *both, *inner, *results;
   void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
+  void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if there are weights in groups
+  void* decoded;                 // scratch: [threads, ...] of the larger `float8_elements`, if there are 8-bit floats
   int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
 };
 
 // The pairs sorted by expert; those of one expert in their original order.
 struct Groups {
   std::vector<int64_t> pairs;   // [T * k]
+  std::vector<int64_t> owners;  // [T * k], the expert of each
   std::vector<int64_t> starts;  // [E + 1], the index of each expert's first pair
   std::vector<int64_t> chosen;  // experts that have a pair
 
@@ -54,23 +68,97 @@ struct Groups {
       next[expert] = starts[expert];
     }
     pairs.resize(count);
-    for (int64_t pair = 0; pair < count; pair++) pairs[next[a.expert_ids[pair]]++] = pair;
+    owners.resize(count);
+    for (int64_t pair = 0; pair < count; pair++) {
+      const int64_t expert = a.expert_ids[pair], place = next[expert]++;
+      pairs[place] = pair;
+      owners[place] = expert;
+    }
     return true;
   }
 };
 
-// The products of all experts. Rows and results are those of each pair, by its index in `pairs`. All workers must call this.
+// What a projection multiplies, and where results go: of each pair, by its index in `Groups::pairs`.
 template <typename T>
-void project(const Groups& groups, const void* const* weights, int64_t outputs, int64_t inputs,
-             const std::vector<const InputOf<T>*>& rows, const std::vector<T*>& results, const Worker& worker) {
-  const int64_t blocks = blocks_of(outputs), parts = (blocks + kTaskBlocks - 1) / kTaskBlocks;
-  worker.for_each(static_cast<int64_t>(groups.chosen.size()) * parts, [&](int64_t task) {
-    const int64_t expert = groups.chosen[task / parts], first = task % parts * kTaskBlocks;
-    const int64_t start = groups.starts[expert], count = groups.starts[expert + 1] - start;
-    const Products<T> products{static_cast<const T*>(weights[expert]), nullptr, rows.data() + start,
-                               results.data() + start, count, inputs, outputs};
-    products.multiply_blocks(first, std::min(first + kTaskBlocks, blocks));
-  });
+struct Rows {
+  std::vector<const T*> plain;             // rows [I], which are rounded for weights in groups
+  std::vector<const InputOf<T>*> inputs;   // the same as other weights take them
+  std::vector<T*> results;                 // rows [O]
+
+  explicit Rows(int64_t pairs) : plain(pairs), inputs(pairs), results(pairs) {}
+};
+
+// A worker's, but that all share the rounded rows.
+template <typename T>
+struct Scratch {
+  RowGroup* rounded;
+  T* decoded;
+};
+
+// Rounds one group of the row of a pair, if the weight of its expert is in groups.
+template <typename T>
+void round_pair(const Groups& groups, const Projection& projection, int64_t index, const Rows<T>& rows, RowGroup* rounded,
+                int64_t place, int64_t group) {
+  const int64_t expert = groups.owners[place], start = groups.starts[expert];
+  const MatrixPart& part = projection.part(expert, index);
+  if (part.format == nullptr) return;
+  const int64_t row = place - start, first = start + row / kRoundedRows * kRoundedRows;
+  const int64_t count = std::min(kRoundedRows, groups.starts[expert + 1] - first);
+  round_group_of(rounded + first * groups_of(projection.inputs), place - first, count, group, rows.plain[place],
+                 projection.inputs, *part.format);
+}
+
+// The results of an expert's rows and some blocks of a part of its matrix.
+template <typename T>
+void multiply_part(const Groups& groups, const Projection& projection, int64_t expert, const MatrixPart& part,
+                   const Rows<T>& rows, const Scratch<T>& scratch, int64_t begin, int64_t end) {
+  const int64_t start = groups.starts[expert], stop = groups.starts[expert + 1];
+  if (part.format == nullptr) {
+    Products<T> products{nullptr, nullptr, rows.inputs.data() + start, rows.results.data() + start, stop - start,
+                         projection.inputs, part.outputs};
+    if (part.is_float8()) {
+      const Float8Weight weight{static_cast<const uint8_t*>(part.weight), projection.inputs, part.scale_inputs};
+      return multiply_float8(products, weight, begin, end, scratch.decoded);
+    }
+    products.weight = static_cast<const T*>(part.weight);
+    return products.multiply_blocks(begin, end);
+  }
+  for (int64_t first = start; first < stop; first += kRoundedRows) {
+    const GroupedProducts<T> products{part.weight,
+                                      part.format,
+                                      nullptr,
+                                      scratch.rounded + first * groups_of(projection.inputs),
+                                      rows.results.data() + first,
+                                      std::min(kRoundedRows, stop - first),
+                                      projection.inputs,
+                                      part.outputs};
+    products.multiply_blocks(begin, end);
+  }
+}
+
+// The products of all experts. Afterwards the results point to the last part. All workers must call this.
+template <typename T>
+void project(const Groups& groups, const Projection& projection, Rows<T>& rows, const Scratch<T>& scratch,
+             const Worker& worker) {
+  const int64_t pairs = static_cast<int64_t>(groups.pairs.size()), num_groups = groups_of(projection.inputs);
+  const int64_t tasks = (blocks_of(projection.outputs) + kTaskBlocks - 1) / kTaskBlocks;  // of an expert, at most
+  for (int64_t index = 0; index < projection.num_parts; index++) {
+    if (index > 0)
+      worker.for_shares(pairs, [&](int64_t place) {
+        rows.results[place] += projection.part(groups.owners[place], index - 1).outputs;
+      });
+    if (projection.has_grouped)
+      worker.for_shares(pairs * num_groups, [&](int64_t i) {
+        round_pair(groups, projection, index, rows, scratch.rounded, i / num_groups, i % num_groups);
+      });
+    worker.for_each(static_cast<int64_t>(groups.chosen.size()) * tasks, [&](int64_t task) {
+      const int64_t expert = groups.chosen[task / tasks], first = task % tasks * kTaskBlocks;
+      const MatrixPart& part = projection.part(expert, index);
+      const int64_t blocks = blocks_of(part.outputs);
+      if (first < blocks)
+        multiply_part(groups, projection, expert, part, rows, scratch, first, std::min(first + kTaskBlocks, blocks));
+    });
+  }
 }
 
 // The results of a token's experts, weighted and summed in the order of its choices.
@@ -104,38 +192,55 @@ template <typename T>
 constexpr bool kGathers = false;
 #endif
 
+// The bytes that are read of the chosen experts' weights.
+template <typename T>
+int64_t weight_bytes(const Groups& groups, const Projection& projection) {
+  int64_t bytes = 0;
+  for (const int64_t expert : groups.chosen)
+    for (int64_t index = 0; index < projection.num_parts; index++)
+      bytes += projection.part(expert, index).bytes(projection.inputs, sizeof(T));
+  return bytes;
+}
+
 template <typename Activation, typename T>
 bool run(const Arguments& a) {
   Groups groups;
   if (!groups.fill(a)) return false;
   const int64_t pairs = a.tokens * a.choices, both_width = 2 * a.inner_width;
-  const int64_t bytes =
-      (static_cast<int64_t>(groups.chosen.size()) * 3 * a.inner_width + pairs) * a.width * static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = weight_bytes<T>(groups, a.gate_up) + weight_bytes<T>(groups, a.down) +
+                        pairs * a.width * static_cast<int64_t>(sizeof(T));
   const T* x = static_cast<const T*>(a.x);
   T *both = static_cast<T*>(a.both), *inner = static_cast<T*>(a.inner), *results = static_cast<T*>(a.results);
-  std::vector<const InputOf<T>*> tokens(a.tokens), outer_rows(pairs), inner_rows(pairs);
-  std::vector<T*> both_rows(pairs), result_rows(pairs);
+  const int64_t decoded = std::max(float8_elements<T>(a.width), float8_elements<T>(a.inner_width));
+  std::vector<const InputOf<T>*> tokens(a.tokens);
+  Rows<T> outer_rows(pairs), inner_rows(pairs);
   run_together(threads_for(bytes, a.threads), [&](const Worker& worker) {
-    worker.for_shares(a.tokens, [&](int64_t token) {
-      tokens[token] = as_inputs(x + token * a.x_stride, a.x_copy, token, a.width);
-    });
+    Scratch<T> scratch{static_cast<RowGroup*>(a.rounded), static_cast<T*>(a.decoded)};
+    if (scratch.decoded != nullptr) scratch.decoded += worker.index * decoded;
+    if (a.gate_up.has_plain)
+      worker.for_shares(a.tokens, [&](int64_t token) {
+        tokens[token] = as_inputs(x + token * a.x_stride, a.x_copy, token, a.width);
+      });
     worker.for_shares(pairs, [&](int64_t place) {
-      outer_rows[place] = tokens[groups.pairs[place] / a.choices];
+      const int64_t token = groups.pairs[place] / a.choices;
+      outer_rows.plain[place] = x + token * a.x_stride;
+      outer_rows.inputs[place] = tokens[token];
       if constexpr (kGathers<T>)
-        if (a.width % kGroupInputs == 0) {
+        if (a.gate_up.has_plain && a.width % kGroupInputs == 0) {
           T* gathered = results + place * a.width;  // where there is nothing yet
-          outer_rows[place] = std::copy_n(outer_rows[place], a.width, gathered) - a.width;
+          outer_rows.inputs[place] = std::copy_n(tokens[token], a.width, gathered) - a.width;
         }
-      both_rows[place] = both + place * both_width;
-      result_rows[place] = results + groups.pairs[place] * a.width;
+      outer_rows.results[place] = both + place * both_width;
+      inner_rows.results[place] = results + groups.pairs[place] * a.width;
     });
-    project<T>(groups, a.gate_up, both_width, a.width, outer_rows, both_rows, worker);
+    project<T>(groups, a.gate_up, outer_rows, scratch, worker);
     worker.for_shares(pairs, [&](int64_t place) {
-      T* row = inner + place * a.inner_width;
-      multiply_gate<Activation>(row, both_rows[place], both_rows[place] + a.inner_width, a.inner_width);
-      inner_rows[place] = as_inputs(static_cast<const T*>(row), a.inner_copy, place, a.inner_width);
+      T *row = inner + place * a.inner_width, *gate = both + place * both_width;
+      multiply_gate<Activation>(row, gate, gate + a.inner_width, a.inner_width);
+      inner_rows.plain[place] = row;
+      if (a.down.has_plain) inner_rows.inputs[place] = as_inputs(inner_rows.plain[place], a.inner_copy, place, a.inner_width);
     });
-    project<T>(groups, a.down, a.width, a.inner_width, inner_rows, result_rows, worker);
+    project<T>(groups, a.down, inner_rows, scratch, worker);
     worker.for_shares(a.tokens, [&](int64_t token) { add_up<T>(a, token); });
   });
   return true;

@@ -1,42 +1,62 @@
-"""Calls the compiled mixture of experts in experts.cpp, on packed weights."""
+"""Calls the compiled mixture of experts in experts.cpp, on packed or quantised weights."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
-from kernels.cpu.linear import copied_rows
-from kernels.weight import Weight
+from kernels.cpu.linear import MatrixPart, copied_rows, rounded_rows
+from kernels.weight import CompiledPart, Weight
+
+
+class _Projection(ctypes.Structure):
+    """The struct of the same name in experts.cpp: the fields must agree."""
+
+    _fields_ = (
+        ("parts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_parts", "outputs", "inputs", "has_plain", "has_grouped")),
+    )
 
 
 class _Arguments(ctypes.Structure):
     """The struct of the same name in experts.cpp: the fields must agree."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("out", "x", "gate_up", "down", "expert_ids")),
-        *((name, ctypes.c_void_p) for name in ("expert_weights", "both", "inner", "results")),
-        *((name, ctypes.c_void_p) for name in ("x_copy", "inner_copy")),
+        *((name, ctypes.c_void_p) for name in ("out", "x")),
+        *((name, _Projection) for name in ("gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "expert_weights", "both", "inner", "results")),
+        *((name, ctypes.c_void_p) for name in ("x_copy", "inner_copy", "rounded", "decoded")),
         *((name, ctypes.c_int64) for name in ("tokens", "choices", "experts", "width", "inner_width")),
         *((name, ctypes.c_int64) for name in ("x_stride", "threads")),
     )
 
 
 class PackedWeights:
-    """The packed weights [O, I] of experts, and their addresses, which would be slow to get in every step.
+    """The weights [O, I] of experts as kernels read them, and a description of them for experts.cpp.
 
     Attributes:
-        addresses: A C array of the weights' addresses.
+        projection: The description, which would be slow to make in every step.
+        has_float8: Whether there are 8-bit floats.
     """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        """Take ownership of weights, all of one shape and dtype."""
+    def __init__(self, weights: Sequence[Weight], parts: Sequence[Sequence[CompiledPart]]) -> None:
+        """Take ownership of weights, all of one shape and dtype, and of where each is in memory."""
         self._weights = tuple(weights)
-        addresses = [weight.data.data_ptr() for weight in self._weights]
-        self.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        count = max(map(len, parts))
+        filled = [[*own, *[CompiledPart(0, None, 0)] * (count - len(own))] for own in parts]
+        every = [MatrixPart(*part) for part in itertools.chain(*filled)]
+        self._parts = (MatrixPart * len(every))(*every)
+        grouped = [part.form is not None for part in itertools.chain(*parts)]
+        self.projection = _Projection(
+            ctypes.addressof(self._parts), count, *weights[0].shape, not all(grouped), any(grouped)
+        )
+        self.has_float8 = any(part.scale_inputs for part in itertools.chain(*parts))
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -64,19 +84,25 @@ def experts(
     both = torch.empty(pairs, 2 * inner_width, dtype=x.dtype)  # [T * k, 2 * I]
     inner = torch.empty(pairs, inner_width, dtype=x.dtype)  # [T * k, I]
     results = torch.empty(pairs, width, dtype=x.dtype)  # [T * k, C]
-    copies = copied_rows(x.dtype, tokens, width), copied_rows(x.dtype, pairs, inner_width)
+    into, out_of = gate_up.projection, down.projection
+    scratch = (
+        copied_rows(x.dtype, tokens, width) if into.has_plain else None,
+        copied_rows(x.dtype, pairs, inner_width) if out_of.has_plain else None,
+        rounded_rows(pairs, max(width, inner_width)) if into.has_grouped or out_of.has_grouped else None,
+        _decoded(x.dtype, width, inner_width) if gate_up.has_float8 or down.has_float8 else None,
+    )
     expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.float().contiguous()
     arguments = _Arguments(
         out.data_ptr(),
         x.data_ptr(),
-        ctypes.addressof(gate_up.addresses),
-        ctypes.addressof(down.addresses),
+        into,
+        out_of,
         expert_ids.data_ptr(),
         expert_weights.data_ptr(),
         both.data_ptr(),
         inner.data_ptr(),
         results.data_ptr(),
-        *(None if copy is None else copy.data_ptr() for copy in copies),
+        *(None if each is None else each.data_ptr() for each in scratch),
         tokens,
         choices,
         len(gate_up),
@@ -90,3 +116,10 @@ def experts(
     if not run(ctypes.addressof(arguments)):
         raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}")
     return out
+
+
+def _decoded(dtype: torch.dtype, *inputs: int) -> torch.Tensor:
+    """Memory for what each thread dequantises of 8-bit floats; its content is undefined."""
+    elements = library.function(f"quire_float8_elements_{SUFFIXES[dtype]}", (ctypes.c_int64,), ctypes.c_int64)
+    most = max(cast(int, elements(each)) for each in inputs)
+    return torch.empty(torch.get_num_threads() * most, dtype=dtype)

@@ -9,22 +9,14 @@
 #include <memory>
 #include <new>
 
+#include "float8_product.h"
 #include "intrinsics.h"
-#include "linear.h"
-#include "packed_product.h"
 
 namespace quire {
 namespace {
 
 // What is dequantised at a time by a thread, if a block is smaller.
 constexpr int64_t kDecodedBytes = 256 << 10, kMostBlocks = 4;
-
-struct Float8Weight {
-  const uint8_t* data;
-  int64_t inputs, scale_inputs;
-
-  int64_t scale_floats() const { return (inputs + scale_inputs - 1) / scale_inputs * kBlockOutputs; }
-};
 
 // 16 values of e4m3, exact, divided by kUnit: the sign, 4 bits of exponent from 2^-7 on, and 3 bits of fraction. The
 // smallest have no leading one. float16 has one bit of exponent more, which counts from 256 times as little.
@@ -106,22 +98,46 @@ int64_t blocks_at_a_time(int64_t inputs) {
   return std::clamp<int64_t>(kDecodedBytes / (block_size_of<T>(inputs) * static_cast<int64_t>(sizeof(T))), 1, kMostBlocks);
 }
 
+}  // namespace
+
 template <typename T>
-void float8_linear(const LinearArguments& a, const Float8Weight& weight, T* decoded, const Worker& worker) {
-  const int64_t size = block_size_of<T>(a.inputs), width = blocks_at_a_time<T>(a.inputs);
-  decoded += worker.index * width * size;
-  multiply_rows_of<T>(a, worker, [&](const Products<T>& all, int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; block += width) {
-      const int64_t blocks = std::min(width, end - block), first = block * kBlockOutputs;
-      for (int64_t b = 0; b < blocks; b++) decode_block(decoded + b * size, weight, block + b);
+int64_t float8_elements(int64_t inputs) {
+  return blocks_at_a_time<T>(inputs) * block_size_of<T>(inputs);
+}
+
+template <typename T>
+void multiply_float8(const Products<T>& all, const Float8Weight& weight, int64_t begin, int64_t end, T* decoded) {
+  const int64_t size = block_size_of<T>(all.inputs), width = blocks_at_a_time<T>(all.inputs);
+  for (int64_t block = begin; block < end; block += width) {
+    const int64_t blocks = std::min(width, end - block), first = block * kBlockOutputs;
+    for (int64_t b = 0; b < blocks; b++) decode_block(decoded + b * size, weight, block + b);
+    for (int64_t row = 0; row < all.count; row += kCopiedRows) {
+      const int64_t count = std::min(kCopiedRows, all.count - row);
       T* results[kCopiedRows];
-      for (int64_t row = 0; row < all.count; row++) results[row] = all.results[row] + first;
-      const Products<T> some{decoded, all.bias == nullptr ? nullptr : all.bias + first, all.rows, results, all.count,
-                             a.inputs, std::min(blocks * kBlockOutputs, a.outputs - first)};
+      for (int64_t r = 0; r < count; r++) results[r] = all.results[row + r] + first;
+      const Products<T> some{decoded, all.bias == nullptr ? nullptr : all.bias + first, all.rows + row, results, count,
+                             all.inputs, std::min(blocks * kBlockOutputs, all.outputs - first)};
       some.multiply_blocks(0, blocks);
     }
+  }
+}
+
+template <typename T>
+void float8_linear(const LinearArguments& a, const Float8Weight& weight, T* decoded, const Worker& worker) {
+  T* own = decoded + worker.index * float8_elements<T>(a.inputs);
+  multiply_rows_of<T>(a, worker, [&](const Products<T>& all, int64_t begin, int64_t end) {
+    multiply_float8(all, weight, begin, end, own);
   });
 }
+
+#define QUIRE_FLOAT8(T)                                                                                \
+  template int64_t float8_elements<T>(int64_t);                                                        \
+  template void multiply_float8<T>(const Products<T>&, const Float8Weight&, int64_t, int64_t, T*);     \
+  template void float8_linear<T>(const LinearArguments&, const Float8Weight&, T*, const Worker&);
+QUIRE_FLOAT8(Bf16)
+QUIRE_FLOAT8(float)
+
+namespace {
 
 // Kept for the next product of this thread. It grows to what the widest weight needs.
 struct Decoded {
@@ -144,7 +160,7 @@ template <typename T>
 int run(const LinearArguments& a, int64_t scale_inputs, int64_t threads) {
   static thread_local Decoded kept;
   const int64_t count = threads_for(a.outputs * a.inputs, threads);
-  const int64_t each = blocks_at_a_time<T>(a.inputs) * block_size_of<T>(a.inputs) * static_cast<int64_t>(sizeof(T));
+  const int64_t each = float8_elements<T>(a.inputs) * static_cast<int64_t>(sizeof(T));
   T* decoded = static_cast<T*>(kept.reserve(count * each));
   if (decoded == nullptr) return 1;
   const Float8Weight weight{static_cast<const uint8_t*>(a.weight), a.inputs, scale_inputs};
@@ -161,3 +177,5 @@ extern "C" int quire_float8_linear_bf16(const quire::LinearArguments* a, int64_t
 extern "C" int quire_float8_linear_f32(const quire::LinearArguments* a, int64_t scale_inputs, int64_t threads) {
   return quire::run<float>(*a, scale_inputs, threads);
 }
+extern "C" int64_t quire_float8_elements_bf16(int64_t inputs) { return quire::float8_elements<quire::Bf16>(inputs); }
+extern "C" int64_t quire_float8_elements_f32(int64_t inputs) { return quire::float8_elements<float>(inputs); }

@@ -233,79 +233,88 @@ struct Tiles {
   explicit Tiles(int64_t rows) : count((rows + kTileRows - 1) / kTileRows), size((rows + count - 1) / count) {}
 };
 
-// Some rows, which are rounded, and a weight.
+// Adds the products of all rows and one block to `sums`, chunk after chunk.
 template <typename T>
-struct Product {
-  const LinearArguments& a;
-  const GroupFormat& format;
-  const RowGroup* rounded;  // of tile after tile, group after group of it, its rows
-  int64_t first, count;     // the rows
-  int64_t groups = groups_of(a.inputs), block_bytes = format.block_bytes(groups);
-  Tiles tiles{count};
-
-  // A block after the other and each chunk in its order: memory is read as one stream, which processors foresee.
-  void multiply(const Worker& worker) const {
-    const int64_t blocks = blocks_of(a.outputs), end = worker.end_of(blocks);
-    for (int64_t block = worker.begin_of(blocks); block < end; block++) {
-      alignas(64) Sums sums[kRoundedRows];
-      std::fill_n(sums[0], count * kBlockOutputs, 0.0f);
-      add_block(sums, static_cast<const uint8_t*>(a.weight) + block * block_bytes);
-      for (int64_t row = 0; row < count; row++) write(sums[row], row, block);
+void add_block(const GroupedProducts<T>& products, Sums* sums, const uint8_t* chunk) {
+  const GroupFormat& format = *products.format;
+  const Tiles tiles(products.count);
+  const int64_t groups = groups_of(products.inputs);
+  const bool plain = format.bits == 8 || (format.bits == 4 && !format.table && tiles.count <= kMostTilesOfHalves);
+  const AddTile add = add_tile_of(plain ? format.bits : 8, format.halves(), extra_of(format));
+  alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes];
+  Factors factors;
+  for (int64_t group = 0; group < groups; group += kChunkGroups) {
+    const int64_t taken = std::min(kChunkGroups, groups - group);
+    const uint8_t *values = chunk + format.values_at(taken), *next = chunk + format.chunk_bytes(taken);
+    find_factors(format, chunk, taken, factors);
+    if (!plain) unpack(format, values, taken, unpacked);
+    for (int64_t tile = 0; tile < tiles.count; tile++) {
+      const int64_t row = tile * tiles.size, size = std::min(tiles.size, products.count - row);
+      add(sums + row, plain ? values : unpacked, factors, products.rounded + row * groups + group * size, size, taken,
+          moved_by(format), next);
     }
+    chunk = next;
   }
+}
 
- private:
-  void add_block(Sums* sums, const uint8_t* chunk) const {
-    const bool plain = format.bits == 8 || (format.bits == 4 && !format.table && tiles.count <= kMostTilesOfHalves);
-    const AddTile add = add_tile_of(plain ? format.bits : 8, format.halves(), extra_of(format));
-    alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes];
-    Factors factors;
-    for (int64_t group = 0; group < groups; group += kChunkGroups) {
-      const int64_t taken = std::min(kChunkGroups, groups - group);
-      const uint8_t *values = chunk + format.values_at(taken), *next = chunk + format.chunk_bytes(taken);
-      find_factors(format, chunk, taken, factors);
-      if (!plain) unpack(format, values, taken, unpacked);
-      for (int64_t tile = 0; tile < tiles.count; tile++) {
-        const int64_t row = tile * tiles.size, size = std::min(tiles.size, count - row);
-        add(sums + row, plain ? values : unpacked, factors, rounded + row * groups + group * size, size, taken,
-            moved_by(format), next);
-      }
-      chunk = next;
-    }
-  }
-
-  void write(const Sums& sums, int64_t row, int64_t block) const {
-    const int64_t output = block * kBlockOutputs;
-    const int lanes = static_cast<int>(std::min(kBlockOutputs, a.outputs - output));
-    Floats sum = load<Floats>(sums);
-    if (a.bias != nullptr) sum += load_lanes(static_cast<const T*>(a.bias) + output, lanes);
-    store_lanes(static_cast<T*>(a.out) + (first + row) * a.out_stride + output, sum, lanes);
-  }
-};
+template <typename T>
+void write(const GroupedProducts<T>& products, const Sums& sums, int64_t row, int64_t block) {
+  const int64_t output = block * kBlockOutputs;
+  const int lanes = static_cast<int>(std::min(kBlockOutputs, products.outputs - output));
+  Floats sum = load<Floats>(sums);
+  if (products.bias != nullptr) sum += load_lanes(products.bias + output, lanes);
+  store_lanes(products.results[row] + output, sum, lanes);
+}
 
 }  // namespace
 
 template <typename T>
+void GroupedProducts<T>::multiply_blocks(int64_t begin, int64_t end) const {
+  const int64_t block_bytes = format->block_bytes(groups_of(inputs));
+  for (int64_t block = begin; block < end; block++) {
+    alignas(64) Sums sums[kRoundedRows];
+    std::fill_n(sums[0], count * kBlockOutputs, 0.0f);
+    add_block(*this, sums, static_cast<const uint8_t*>(weight) + block * block_bytes);
+    for (int64_t row = 0; row < count; row++) write(*this, sums[row], row, block);
+  }
+}
+
+template <typename T>
+void round_group_of(RowGroup* rounded, int64_t row, int64_t count, int64_t group, const T* from, int64_t inputs,
+                    const GroupFormat& format) {
+  const Tiles tiles(count);
+  const int64_t groups = groups_of(inputs), tile_row = row / tiles.size * tiles.size, input = group * kGroupInputs;
+  const int64_t size = std::min(tiles.size, count - tile_row);
+  round_group(rounded[tile_row * groups + group * size + row - tile_row], from + input,
+              std::min(kGroupInputs, inputs - input), format);
+}
+
+template <typename T>
 void grouped_linear(const LinearArguments& a, const GroupFormat& format, const Worker& worker) {
   RowGroup* rounded = static_cast<RowGroup*>(a.scratch);
-  const int64_t groups = groups_of(a.inputs);
+  const int64_t groups = groups_of(a.inputs), blocks = blocks_of(a.outputs);
   for (int64_t first = 0; first < a.rows; first += kRoundedRows) {
     const int64_t count = std::min(kRoundedRows, a.rows - first);
-    const Tiles tiles(count);
     worker.for_shares(count * groups, [&](int64_t i) {
-      const int64_t row = i / groups, group = i % groups, tile_row = row / tiles.size * tiles.size;
-      const int64_t size = std::min(tiles.size, count - tile_row), input = group * kGroupInputs;
-      round_group(rounded[tile_row * groups + group * size + row - tile_row],
-                  static_cast<const T*>(a.x) + (first + row) * a.x_stride + input,
-                  std::min(kGroupInputs, a.inputs - input), format);
+      const int64_t row = i / groups;
+      round_group_of(rounded, row, count, i % groups, static_cast<const T*>(a.x) + (first + row) * a.x_stride,
+                     a.inputs, format);
     });
-    Product<T>{a, format, rounded, first, count}.multiply(worker);
+    T* results[kRoundedRows];
+    for (int64_t row = 0; row < count; row++) results[row] = static_cast<T*>(a.out) + (first + row) * a.out_stride;
+    const GroupedProducts<T> products{a.weight, &format,  static_cast<const T*>(a.bias), rounded, results,
+                                      count,    a.inputs, a.outputs};
+    products.multiply_blocks(worker.begin_of(blocks), worker.end_of(blocks));
     worker.barrier();
   }
 }
 
-template void grouped_linear<Bf16>(const LinearArguments&, const GroupFormat&, const Worker&);
-template void grouped_linear<float>(const LinearArguments&, const GroupFormat&, const Worker&);
+#define QUIRE_GROUPED(T)                                                                                            \
+  template struct GroupedProducts<T>;                                                                               \
+  template void round_group_of<T>(RowGroup*, int64_t, int64_t, int64_t, const T*, int64_t, const GroupFormat&);     \
+  template void grouped_linear<T>(const LinearArguments&, const GroupFormat&, const Worker&);
+QUIRE_GROUPED(Bf16)
+QUIRE_GROUPED(float)
 
 namespace {
 

@@ -31,6 +31,40 @@ constexpr int64_t rounded_bytes(int64_t rows, int64_t inputs) {
   return (rows < kRoundedRows ? rows : kRoundedRows) * groups_of(inputs) * static_cast<int64_t>(sizeof(RowGroup));
 }
 
+// Rounds one group of a row [I], of so many rows up to kRoundedRows, to its place: tile after tile of rows, group after
+// group of a tile, its rows.
+template <typename T>
+void round_group_of(RowGroup* rounded, int64_t row, int64_t count, int64_t group, const T* from, int64_t inputs,
+                    const GroupFormat& format);
+
+// Writes the products of some rows and blocks of a weight, each result rounded once, after the bias is added. A block is
+// read after the other and each chunk in its order: memory is one stream, which processors foresee.
+template <typename T>
+struct GroupedProducts {
+  const void* weight;
+  const GroupFormat* format;
+  const T* bias;            // [O], or null
+  const RowGroup* rounded;  // the rows; see `round_group_of`
+  T* const* results;        // [count] addresses of rows [O]
+  int64_t count, inputs, outputs;
+
+  void multiply_blocks(int64_t begin, int64_t end) const;
+};
+
+// Outputs of a matrix, in one format.
+struct MatrixPart {
+  const void* weight;         // [outputs, inputs]
+  const GroupFormat* format;  // of a weight in groups, or null
+  int64_t outputs;
+  int64_t scale_inputs;       // of 8-bit floats those with one scale; 0 without a format: it is packed
+
+  bool is_float8() const { return scale_inputs > 0; }
+
+  int64_t bytes(int64_t inputs, int64_t element_bytes) const {
+    return outputs * inputs * (format != nullptr ? format->bits : is_float8() ? 8 : 8 * element_bytes) / 8;
+  }
+};
+
 // As `linear`, for a quantised weight. The scratch is for `rounded_bytes`.
 template <typename T>
 void grouped_linear(const LinearArguments& a, const GroupFormat& format, const Worker& worker);

@@ -11,6 +11,8 @@ from kernels.cpu.dtypes import SUFFIXES
 
 # The rows that are copied at a time where the CPU has no instructions for their dtype.
 COPIED_ROWS = 256
+# kRoundedRows, kGroupInputs and sizeof(RowGroup) of grouped_product.h.
+ROUNDED_ROWS, _GROUP_INPUTS, _ROW_GROUP_BYTES = 128, 32, 52
 
 
 class Arguments(ctypes.Structure):
@@ -44,6 +46,15 @@ class Arguments(ctypes.Structure):
         )
 
 
+class MatrixPart(ctypes.Structure):
+    """A `kernels.weight.CompiledPart`. MatrixPart of grouped_product.h: the fields must agree."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "form")),
+        *((name, ctypes.c_int64) for name in ("outputs", "scale_inputs")),
+    )
+
+
 def can_multiply(dtype: torch.dtype) -> bool:
     """Whether there is a kernel for weights and rows of this dtype."""
     return dtype in SUFFIXES and library.available()
@@ -54,3 +65,8 @@ def copied_rows(dtype: torch.dtype, rows: int, inputs: int) -> torch.Tensor | No
     if dtype is torch.float32 or (library.multiplies_bfloat16() and inputs % 2 == 0):
         return None
     return torch.empty(rows * (inputs + 1), dtype=torch.float32)
+
+
+def rounded_rows(rows: int, inputs: int) -> torch.Tensor:
+    """Memory for rows [rows, inputs] that are rounded for quantised weights; its content is undefined."""
+    return torch.empty(rows * -(-inputs // _GROUP_INPUTS) * _ROW_GROUP_BYTES, dtype=torch.uint8)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "float8_product.h"
 #include "gated_activation.h"
 #include "grouped_product.h"
 #include "kv_pages.h"
@@ -25,18 +26,12 @@
 namespace quire {
 namespace {
 
-// Plain data, filled by kernels/cpu/sublayers.py: the fields of these five must agree.
+// Plain data, filled by kernels/cpu/sublayers.py: the fields of these four must agree.
 
 struct Norm {
   const void* weight;  // null: the norm is left out
   int64_t width, wide_weight;
   double eps;
-};
-
-struct MatrixPart {
-  const void* weight;         // [outputs, inputs]
-  const GroupFormat* format;  // of a quantised weight; null: it is packed
-  int64_t outputs;
 };
 
 struct Matrix {
@@ -48,9 +43,15 @@ struct Matrix {
 
   int64_t bytes(int64_t element_bytes) const {
     int64_t all = 0;
-    for (const MatrixPart* part = parts; part < parts + num_parts; part++)
-      all += part->outputs * inputs * (part->format == nullptr ? 8 * element_bytes : part->format->bits) / 8;
+    for (const MatrixPart* part = parts; part < parts + num_parts; part++) all += part->bytes(inputs, element_bytes);
     return all;
+  }
+
+  // What each thread dequantises at a time.
+  template <typename T>
+  int64_t float8_elements() const {
+    const bool has_some = std::any_of(parts, parts + num_parts, [](const MatrixPart& part) { return part.is_float8(); });
+    return has_some ? quire::float8_elements<T>(inputs) : 0;
   }
 };
 
@@ -116,12 +117,14 @@ template <typename T>
 struct Buffers {
   T *normed, *wide, *inner;
   InputOf<T>* copies;
+  T* decoded;
   LoraScratch<T> lora;
 
   // False if there is not so much memory.
-  bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
-    int64_t width = 0, outputs = 0, inputs = 0;
+  bool find(Sublayers& sublayers, int64_t rows, bool has_lora, int64_t threads) {
+    int64_t width = 0, outputs = 0, inputs = 0, decoding = 0;
     for (const Sublayer& one : sublayers.all) {
+      decoding = std::max({decoding, one.into.float8_elements<T>(), one.out.float8_elements<T>()});
       width = std::max(width, one.into.inputs);
       outputs = std::max(outputs, one.into.outputs);
       inputs = std::max(inputs, one.out.inputs);
@@ -131,7 +134,8 @@ struct Buffers {
     const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
                              whole(rows * inputs * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
-                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>))};
+                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
+                             whole(std::max<int64_t>(threads, 1) * decoding * sizeof(T))};
     const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
     char* at = sublayers.memory.scratch.get();
@@ -142,6 +146,7 @@ struct Buffers {
     copies = reinterpret_cast<InputOf<T>*>(at += sizes[2]);
     lora.inner = reinterpret_cast<T*>(at += sizes[3]);
     lora.inner_copies = reinterpret_cast<InputOf<T>*>(at += sizes[4]);
+    decoded = reinterpret_cast<T*>(at += sizes[5]);
     lora.x_copies = copies;
     return true;
   }
@@ -187,8 +192,14 @@ struct Run {
       const T* bias = matrix.bias == nullptr ? nullptr : static_cast<const T*>(matrix.bias) + first;
       const LinearArguments product{to + first,    from,          part->weight,  bias,          buffers.copies, rows,
                                     matrix.inputs, part->outputs, matrix.inputs, matrix.outputs};
-      if (part->format == nullptr) linear<T>(product, worker);
-      else grouped_linear<T>(product, *part->format, worker);
+      if (part->format != nullptr) {
+        grouped_linear<T>(product, *part->format, worker);
+      } else if (part->is_float8()) {
+        const Float8Weight weight{static_cast<const uint8_t*>(part->weight), matrix.inputs, part->scale_inputs};
+        float8_linear<T>(product, weight, buffers.decoded, worker);
+      } else {
+        linear<T>(product, worker);
+      }
       first += part->outputs;
     }
     if (lora != nullptr && matrix.lora != nullptr)
@@ -289,7 +300,7 @@ Outcome run(Sublayers& sublayers, const Step& step) {
   if (has_lora && sublayers.all.back().wanted_only)
     wanted_lora.find(step.lora_slots, step.wanted, step.num_wanted, num_slots);
   Buffers<T> buffers;
-  if (!buffers.find(sublayers, step.rows, has_lora)) return kNoMemory;
+  if (!buffers.find(sublayers, step.rows, has_lora, step.threads)) return kNoMemory;
   const int64_t bytes = sublayers.mean_bytes(sizeof(T)) * (1 + step.rows / 8);
   run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
     Run<T> mine{step, buffers, sublayers.memory.attention, worker, wanted_lora, step.rows,

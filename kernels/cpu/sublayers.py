@@ -33,15 +33,6 @@ class Norm(ctypes.Structure):
     )
 
 
-class MatrixPart(ctypes.Structure):
-    """Rows of a matrix in memory, and their number; of quantised ones the address of their `GroupFormat`."""
-
-    _fields_ = (
-        *_fields(ctypes.c_void_p, "weight", "form"),
-        *_fields(ctypes.c_int64, "outputs"),
-    )
-
-
 class Matrix(ctypes.Structure):
     """A matrix in parts one after the other, its bias, and the adapters of its rows."""
 

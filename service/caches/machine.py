@@ -9,8 +9,8 @@ operation of a cache runs at a time; the others wait in order (`queues.py`, whic
 request passes). A fork of several caches waits for its turn on each. `states.py` has the states of an
 operation: usually WAITING, COMPUTING, COMMITTING, ENDED.
 
-Each kind of request has a file: `append.py`, `fork.py`, `changes.py`. The KV of a cache
-(`placement.py`) is a copy: if it is lost, it is replayed when it is next needed.
+Appends are in `append.py`, all other requests in `changes.py`. The KV of a cache (`placement.py`)
+is a copy: if it is lost, it is replayed when it is next needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import Any
 
 from service.caches.answers import Event
 from service.caches.append import Appends, continue_caches
-from service.caches.changes import Releases, Renewals, Truncations
+from service.caches.changes import Forks, Releases, Renewals, Truncations
 from service.caches.effects import Claim, Effects, ReleaseSequences
 from service.caches.entries import Operation, OperationKind, WorkerView
-from service.caches.fork import Forks
 from service.caches.kind import Parts
 from service.caches.ledger import Ledger
 from service.caches.placement import touch

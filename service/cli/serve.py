@@ -9,12 +9,11 @@ import json
 import os
 import sys
 import tempfile
-from pathlib import Path
 
 from service.auth.connections import TooFewDescriptors, with_descriptors
 from service.cli.machine import warn_of_machine
 from service.cli.one_gateway import run_gateway
-from service.config import UNQUANTISED, Config, ExtensionUnusable
+from service.config import Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
 from service.extension import Extension, find_server
@@ -24,7 +23,7 @@ from service.journal.base import Journal
 from service.logging import configure_logging
 from service.model_names import has_other_format, is_hub_model
 from service.printable import escaped
-from service.quantised import has_experts, quantised_problem
+from service.quantised import quantised_problem
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 
@@ -84,8 +83,6 @@ def _model_problem(config: Config) -> str:
     """What keeps a model from being served, as far as it is seen before workers look at it; "": nothing."""
     if config.has_remote_workers:
         return ""
-    if config.quantization != UNQUANTISED and has_experts(Path(config.model)):
-        return f"quantization = {config.quantization} is not for mixtures of experts yet: leave it out"
     return gguf_problem(config) or quantised_problem(config)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from service.caches.requests import Remembered
+from service.caches.requests import Handle, Remembered
 from service.dispatcher import Dispatcher
 from service.runtimes.base import Batch
-from service.runtimes.items import num_samples
+from service.runtimes.items import is_in_place, num_samples
 
 PROMPT, SAMPLES = "prompt", "samples"
 
@@ -21,14 +21,21 @@ def sample_part(index: int) -> str:
 class BatchCaches:
     """Owner of the caches that a batch made. A kept batch leaves them to its next run until `stop_keeping`.
 
-    Holds ids and counts, but no items: this object outlives the run, and prompts are large.
+    Caches that the caller has are not among them. Holds ids and counts, but no items: this object outlives
+    the run, and prompts are large.
     """
 
     def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
         self._dispatcher = dispatcher
         self._tenant = batch.tenant
         self._batch_key = batch.key
-        self._num_samples = {item.item_id: num_samples(item) for item in batch.items}
+        # Of each item that makes caches, and whether they are forks of one.
+        self._made = {
+            item.item_id: (num_samples(item), num_samples(item) > 1 or item.WhichOneof("prompt") == "cache")
+            for item in batch.items
+            if not is_in_place(item)
+        }
+        self._callers = {item.cache.cache_id for item in batch.items if item.WhichOneof("prompt") == "cache"}
         self._ids: set[str] = set()
         # Whether creations have request ids, and whether their caches may still be needed.
         self._has_keys = self._is_kept = batch.keep_s > 0
@@ -52,8 +59,15 @@ class BatchCaches:
         made = self._dispatcher.caches.index.made_by(key, self._tenant) if key else ()
         return next((entry.state.adapter for entry in made if entry is not None), 0)
 
+    def handle(self, cache_id: str) -> Handle | None:
+        """A cache of the tenant as it is now. None: there is none."""
+        index = self._dispatcher.caches.index
+        entry = index.find(cache_id, self._tenant or index.anonymous)
+        return None if entry is None else entry.handle
+
     def add(self, cache_id: str) -> None:
-        self._ids.add(cache_id)
+        if cache_id not in self._callers:
+            self._ids.add(cache_id)
 
     def discard(self, cache_id: str) -> None:
         self._ids.discard(cache_id)
@@ -61,6 +75,11 @@ class BatchCaches:
     def finish(self, cache_id: str) -> None:
         """This run no longer needs a cache. It is released unless the batch is kept."""
         if not self._is_kept:
+            self.release(cache_id)
+
+    def release(self, cache_id: str) -> None:
+        """No run needs a cache any more."""
+        if cache_id not in self._callers:
             self.discard(cache_id)
             self._dispatcher.release([cache_id], self._tenant)
 
@@ -79,12 +98,12 @@ class BatchCaches:
     def _release_all(self) -> None:
         self._dispatcher.release(list(self._ids), self._tenant)
         self._ids.clear()
-        if self._has_keys:
+        if self._has_keys and self._made:
             # Also caches that are not durable yet, and those of an earlier run that this one did not reach.
             self._dispatcher.forget(list(self._keys()), self._tenant)
 
     def _keys(self) -> Iterator[str]:
-        for item_id, samples in self._num_samples.items():
+        for item_id, (samples, are_forks) in self._made.items():
             parts = [sample_part(index) for index in range(samples)]
-            for part in (*parts, PROMPT, SAMPLES) if samples > 1 else parts:
+            for part in (*parts, PROMPT, SAMPLES) if are_forks else parts:
                 yield self.key(item_id, part)

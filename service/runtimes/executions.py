@@ -64,7 +64,8 @@ class Executions:
         if self._router.named(request.runtime) is not local:
             return False
         is_resumed = any(at.position for at in request.resume_after)
-        return bool(request.runtime) or self._router.runtimes == [local] or is_resumed
+        has_caches = any(item.WhichOneof("prompt") == "cache" for item in request.items)
+        return bool(request.runtime) or self._router.runtimes == [local] or is_resumed or has_caches
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
         """Ends a kept execution. Returns whether there was one. Raises InvalidArgument."""
@@ -119,6 +120,7 @@ class Executions:
                 raise InvalidArgument("BAD_KEEP", "keep", "an execution is kept by its request_id")
             if request.keep.seconds + request.keep.nanos / 1e9 <= 0:
                 raise InvalidArgument("BAD_KEEP", "keep", "the time must be longer than 0")
+            _check_positions(request)
         if request.policy not in _POLICIES:
             raise InvalidArgument("BAD_POLICY", "policy", f"policy {request.policy} has no name")
         if request.priority not in PRIORITIES:
@@ -231,6 +233,14 @@ def _check_progress(request: runner_pb2.ExecuteRequest) -> None:
         if at.sample >= samples.get(at.item_id, 0):
             text = "the batch has no such sample"
             raise InvalidArgument("BAD_RESUME_AFTER", f"resume_after[{index}]", text)
+
+
+def _check_positions(request: runner_pb2.ExecuteRequest) -> None:
+    """Raises InvalidArgument: run again after a restart, an item would append to its cache once more."""
+    for index, item in enumerate(request.items):
+        if item.WhichOneof("prompt") == "cache" and not item.cache.HasField("position"):
+            field = f"items[{index}].cache.position"
+            raise InvalidArgument("BAD_POSITION", field, "a kept execution needs it")
 
 
 def _digest(request: runner_pb2.ExecuteRequest) -> bytes:

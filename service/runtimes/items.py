@@ -26,9 +26,15 @@ def num_samples(item: runner_pb2.ExecuteItem) -> int:
     return max(1, item.n) if item.n <= MAX_SAMPLES else 1
 
 
+def is_in_place(item: runner_pb2.ExecuteItem) -> bool:
+    """Whether an item appends to a cache of the caller, not to copies or to caches of its own."""
+    return item.WhichOneof("prompt") == "cache" and item.n == 0
+
+
 def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
-    """Raises InvalidArgument if an item_id is not valid or not unique."""
+    """Raises InvalidArgument if an item_id is not valid or not unique, or two items append to one cache."""
     seen: set[str] = set()
+    held: set[str] = set()
     for index, item in enumerate(items):
         field = f"items[{index}].item_id"
         if not item.item_id or len(item.item_id) > MAX_ITEM_ID_CHARACTERS or not item.item_id.isprintable():
@@ -37,13 +43,17 @@ def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:
         if item.item_id in seen:
             raise InvalidArgument("DUPLICATE_ITEM_ID", field, "another item has the same item_id")
         seen.add(item.item_id)
+        if is_in_place(item):
+            if item.cache.cache_id in held:
+                text = "the cache occurs more than once in the batch"
+                raise InvalidArgument("DUPLICATE_CACHE_IN_BATCH", f"items[{index}].cache.cache_id", text)
+            held.add(item.cache.cache_id)
 
 
 def check(item: runner_pb2.ExecuteItem) -> None:
     """Checks all that needs no model. Raises InvalidArgument."""
     validation.refuse_unknown(item)
-    if item.WhichOneof("prompt") is None:
-        raise InvalidArgument("EMPTY_PROMPT", "prompt", "a prompt is needed: tokens, text or chat")
+    _check_prompt(item)
     if item.n > MAX_SAMPLES:
         raise InvalidArgument("TOO_MANY_SAMPLES", "n", f"at most {MAX_SAMPLES} samples of an item")
     _check_stops(item)
@@ -68,6 +78,21 @@ def _check_stops(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_STOP", "stop", "stop texts need text, which tokens_only does without")
     if len(item.stop_token_ids) > MAX_STOP_TOKENS:
         raise InvalidArgument("BAD_STOP", "stop_token_ids", f"at most {MAX_STOP_TOKENS} stop tokens")
+    if item.HasField("min_logprob") and not item.min_logprob <= 0:
+        raise InvalidArgument("BAD_STOP", "min_logprob", "a log-probability is at most 0")
+
+
+def _check_prompt(item: runner_pb2.ExecuteItem) -> None:
+    kind = item.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("EMPTY_PROMPT", "prompt", "a prompt is needed: tokens, text, chat or a cache")
+    if kind != "cache":
+        return
+    validation.check_cache_id(item.cache.cache_id, "cache.cache_id")
+    if item.adapter_id:
+        raise InvalidArgument("BAD_ADAPTER", "adapter_id", "must be empty for an existing cache")
+    if item.cache_salt:
+        raise InvalidArgument("BAD_CACHE_SALT", "cache_salt", "must be empty for an existing cache")
 
 
 def _check_speculation(speculation: runner_pb2.Speculation) -> None:

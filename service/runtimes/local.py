@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from quire.v1 import admin_pb2, runner_pb2
 
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.dispatcher import Dispatcher
-from service.errors import DeadlinePassed, NoWorker, QuireError, WeightsChanged
+from service.errors import DeadlinePassed, NoWorker, OtherShard, QuireError, WeightsChanged
 from service.pool import gpus
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import items
 from service.runtimes.base import Batch, ChunkSink
+from service.runtimes.held_caches import held_cache
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import ItemPreparer, PreparedItem
@@ -39,8 +40,13 @@ class LocalRuntime:
         loader: WeightsLoader,
         uploads: WeightUploads,
         own_gpus: Sequence[gpus.Gpu] = (),
+        is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`own_gpus`: of this machine, for the workers."""
+        """`own_gpus`: of this machine, for the workers.
+
+        `is_elsewhere`: whether another gateway has a cache.
+        """
+        self._is_elsewhere = is_elsewhere
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
@@ -114,7 +120,13 @@ class LocalRuntime:
         try:
             # Templates and grammars may wait in a queue.
             async with asyncio.timeout(timeout_s):
-                prepared = await self._preparer.prepare(item, deadline_s, kept_as, earlier_adapter)
+                held = None
+                if item.WhichOneof("prompt") == "cache":
+                    items.check(item)
+                    if self._is_elsewhere(item.cache.cache_id):
+                        raise OtherShard
+                    held = await held_cache(self._dispatcher, item.cache, batch.tenant)
+                prepared = await self._preparer.prepare(item, deadline_s, kept_as, earlier_adapter, held)
             if prepared.weights != weights:
                 raise WeightsChanged(can_be_repeated=True)
             return prepared

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from quire.v1 import runner_pb2, types_pb2
 
-from service.api.append_codec import MAX_KEPT_BYTES, done_of
+from service.api.append_codec import MAX_KEPT_BYTES, done_of, write_handle
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
 from service.caches.requests import (
@@ -32,6 +32,7 @@ from service.caches.requests import (
     Handles,
     Remembered,
     Request,
+    Source,
     Truncate,
     cache_ids,
 )
@@ -41,6 +42,7 @@ from service.errors import (
     DeadlinePassed,
     ExecutionLost,
     InternalError,
+    PositionMismatch,
     QuireError,
     WeightsChanged,
     reused_request_id,
@@ -48,6 +50,7 @@ from service.errors import (
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
+from service.runtimes.held_caches import HeldCache
 from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
@@ -114,7 +117,9 @@ class LocalRun:
                 driving = helpers.create_task(self._drive(helpers))
                 async with asyncio.TaskGroup() as tasks:
                     for item in items:
-                        tasks.create_task(self._run_item(item, tasks))
+                        of_caller = item.in_place is not None
+                        run = self._run_sample(item) if of_caller else self._run_item(item, tasks)
+                        tasks.create_task(run)
                 driving.cancel()
             self._put_chunks()
         finally:
@@ -212,6 +217,7 @@ class LocalRun:
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
                 answer_bytes=max(1, rows) * item.answer_bytes,
+                has_logits=item.has_hidden,
                 is_large=item.is_large or rows * item.answer_bytes > MAX_KEPT_BYTES,
                 weights=item.weights,
                 adapter=item.adapter,
@@ -231,8 +237,7 @@ class LocalRun:
         forked = self._caches.recall(item_id, SAMPLES)
         parts = [sample_part(index) for index in indexes]
         caches = [next(iter(self._caches.recall(item_id, part)), None) for part in parts]
-        # The first sample is charged for a shared prefix. The others found it computed.
-        cached_tokens = [0] * len(indexes)
+        cached_tokens: Sequence[int] = [0] * len(indexes)
         try:
             for cache in filter(None, forked):
                 # If no run can use one, all are released.
@@ -241,12 +246,11 @@ class LocalRun:
                 self._require_same(item, cache)
             if item_id in self._batch.resumed and not (forked or any(caches)):
                 raise ExecutionLost
-            if item.num_samples > 1 and len(item.spec.prompt) > 1 and not forked:
-                forked, reused_tokens = await self._fork_prompt(item)
-                cached_tokens = [reused_tokens] + [len(item.spec.prompt) - 1] * (len(indexes) - 1)
+            if not forked:
+                forked, cached_tokens = await self._fork(item)
         except QuireError as error:
             for index in indexes:
-                self._fail(item.sample(index), error)
+                self._fail(item, item.sample(index), error)
             return
         for index, copy in enumerate(forked[: len(indexes)]):
             # Some samples of a fork may be lost: each lease ends on its own.
@@ -255,6 +259,20 @@ class LocalRun:
         for index in indexes:
             run = self._run_sample(item, index, caches[index], parts[index], cached_tokens[index])
             tasks.create_task(run)
+
+    async def _fork(self, item: PreparedItem) -> tuple[list[Remembered | None], Sequence[int]]:
+        """A cache with the prompt for each sample, and how many of its tokens were found computed.
+
+        Empty: the sample creates its own.
+        """
+        samples = item.num_samples
+        if item.held is not None:
+            return await self._fork_held(item, item.held), [0] * samples
+        if samples == 1 or len(item.spec.prompt) == 1:
+            return [], [0] * samples
+        forked, reused_tokens = await self._fork_prompt(item)
+        # The first sample is charged for a shared prefix. The others found it computed.
+        return forked, [reused_tokens] + [len(item.spec.prompt) - 1] * (samples - 1)
 
     async def _fork_prompt(self, item: PreparedItem) -> tuple[list[Remembered | None], int]:
         """Computes the prompt without its last token once. Each sample appends that token itself.
@@ -278,10 +296,27 @@ class LocalRun:
         ]
         return [*caches], done_of(prefix).reused_tokens
 
+    async def _fork_held(self, item: PreparedItem, held: HeldCache) -> list[Remembered | None]:
+        """A copy of the caller's cache for each sample."""
+        key = self._caches.key(item.spec.item_id, SAMPLES)
+        source = Source(held.cache_id, item.num_samples, held.position)
+        forked = await self._result(self._unsent, Fork((source,), (), key))
+        assert isinstance(forked, Handles)
+        tokens = item.spec.prompt[: held.position]
+        return [
+            Remembered(handle.cache_id, tokens, handle.weights, handle.adapter, b"")
+            for handle in forked.handles
+        ]
+
     # Samples.
 
     async def _run_sample(
-        self, item: PreparedItem, index: int, cache: Remembered | None, part: str, cached_tokens: int
+        self,
+        item: PreparedItem,
+        index: int = 0,
+        cache: Remembered | None = None,
+        part: str = "",
+        cached_tokens: int = 0,
     ) -> None:
         """`cache`: its cache, if there is one. `part`: names the creation of its cache; empty: a fork."""
         await self._turn()
@@ -290,32 +325,38 @@ class LocalRun:
         try:
             await self._generate(item, sample, cache, part)
         except QuireError as error:
-            self._fail(sample, error)
-        if sample.cache_id:
+            self._fail(item, sample, error)
+        if sample.catching_up is not None:
+            self._caches.release(sample.cache_id)
+        elif sample.cache_id:
             self._caches.finish(sample.cache_id)
 
     async def _generate(
         self, item: PreparedItem, sample: Sample, cache: Remembered | None, part: str
     ) -> None:
         options = item.options(sample.index)
-        token_id, position = await self._begin(item, sample, options, cache, part)
+        if item.in_place is not None:
+            token_id, position = await self._begin_in_place(item, item.in_place, sample, options)
+        else:
+            token_id, position = await self._begin(item, sample, options, cache, part)
         while not sample.is_finished:
             if item.is_late:
                 raise DeadlinePassed
+            self._go_on_with_held(sample, position)
             if sample.matcher is not None:
                 mask = await self._result(self._to_mask, sample.matcher)
                 if sample.matcher.is_complete:
-                    self._chunks.append(sample.complete())
+                    self._put(item, sample.complete())
                     return
                 options = item.options(sample.index, mask)
-            if draft := sample.draft():
+            if draft := () if sample.catching_up else sample.draft():
                 token_id, position = await self._verify(item, sample, token_id, draft, position)
                 continue
             began_at = time.monotonic()
             appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, options, position)
             if sample.drafter is not None:
                 sample.drafter.decoded(time.monotonic() - began_at)
-            token_id, position = self._take(sample, appended)
+            token_id, position = self._take(item, sample, appended)
 
     async def _verify(
         self, item: PreparedItem, sample: Sample, token_id: int, draft: Sequence[int], position: int
@@ -331,8 +372,12 @@ class LocalRun:
         appended = await self._append(item, AppendKind.VERIFY, token_ids, sample, options, position)
         sample.drafter.verified(len(draft), appended.kept - 1, time.monotonic() - began_at)
         outputs = done_of(appended).outputs[: appended.kept]
-        for output in outputs:
-            self._chunks.append(sample.take(output.token_id, output))
+        for length, output in enumerate(outputs, position + 1):
+            chunk = sample.take(output.token_id, output)
+            if sample.is_finished and length < appended.seq_len and item.in_place is not None:
+                # The caller's cache does not keep what was accepted behind the end.
+                await self._result(self._unsent, Truncate(sample.cache_id, length, appended.seq_len))
+            self._put(item, chunk)
             if sample.is_finished:
                 break
         return outputs[-1].token_id, appended.seq_len
@@ -357,15 +402,58 @@ class LocalRun:
             appended = await self._append(item, AppendKind.PREFILL, prompt, sample, options, part=part)
             sample.cached_tokens = done_of(appended).reused_tokens
         else:
-            last = len(prompt) - 1
-            appended = await self._append(item, AppendKind.PREFILL, prompt[last:], sample, options, last)
-        return self._take(sample, appended)
+            sample.cache_id = cache.cache_id
+            appended = await self._append_rest(item, sample, options)
+        return self._take(item, sample, appended)
 
-    def _take(self, sample: Sample, appended: Appended) -> tuple[int, int]:
+    async def _append_rest(self, item: PreparedItem, sample: Sample, options: bytes) -> Appended:
+        """Appends what the sample's cache does not have of the prompt. May repeat that."""
+        first = item.first
+        return await self._append(item, item.first_kind, item.spec.prompt[first:], sample, options, first)
+
+    def _take(self, item: PreparedItem, sample: Sample, appended: Appended) -> tuple[int, int]:
         sample.cache_id = appended.cache_id
         output = done_of(appended).outputs[0]
-        self._chunks.append(sample.take(output.token_id, output))
+        if sample.catching_up is not None:
+            sample.catching_up.require_same(appended.seq_len, output.token_id)
+        self._put(item, sample.take(output.token_id, output))
         return output.token_id, appended.seq_len
+
+    def _put(self, item: PreparedItem, chunk: runner_pb2.SampleChunk) -> None:
+        """Sends a chunk; the last one of a caller's cache says what that is by now."""
+        if chunk.finish_reason and item.in_place is not None:
+            handle = self._caches.handle(item.in_place.cache_id)
+            if handle is not None:
+                write_handle(handle, chunk.kv_cache)
+        self._chunks.append(chunk)
+
+    # Caches of the caller.
+
+    async def _begin_in_place(
+        self, item: PreparedItem, held: HeldCache, sample: Sample, options: bytes
+    ) -> tuple[int, int]:
+        """Appends the item's tokens. Returns the next one, and its position.
+
+        If the cache has tokens there, the sample begins on a copy: see `held_caches`.
+        """
+        appended = item.spec.prompt[item.first :]
+        sample.cache_id = held.cache_id
+        if held.ahead:
+            if held.ahead[: len(appended)] != appended:
+                raise PositionMismatch(held.position, len(held.token_ids))
+            sample.catching_up = held
+            source = Source(held.cache_id, 1, len(held.token_ids))
+            copied = await self._result(self._unsent, Fork((source,)))
+            sample.cache_id = copied.handles[0].cache_id
+            await self._result(self._unsent, Truncate(sample.cache_id, held.position))
+        return self._take(item, sample, await self._append_rest(item, sample, options))
+
+    def _go_on_with_held(self, sample: Sample, position: int) -> None:
+        """Leaves the copy if the token at `position` is the first one that the caller's cache lacks."""
+        held = sample.catching_up
+        if held is not None and position == len(held.token_ids):
+            self._caches.release(sample.cache_id)
+            sample.cache_id, sample.catching_up = held.cache_id, None
 
     async def _resume(self, item: PreparedItem, sample: Sample, cache: Remembered) -> None:
         """Takes the tokens that a sample's cache holds after the prompt. Raises QuireError."""
@@ -386,6 +474,9 @@ class LocalRun:
 
     def _require_same(self, item: PreparedItem, cache: Remembered) -> None:
         """Raises InvalidArgument, WeightsChanged or ExecutionLost if a cache cannot continue an item."""
+        if item.held is not None:
+            # A copy of the caller's cache has what that has.
+            return
         if not self._tenant.has_salt(cache.salt, item.cache_salt):
             raise reused_request_id()
         if cache.weights != item.weights:
@@ -394,10 +485,10 @@ class LocalRun:
             # It is another adapter's, or of a version that is not there any more.
             raise ExecutionLost
 
-    def _fail(self, sample: Sample, error: QuireError) -> None:
+    def _fail(self, item: PreparedItem, sample: Sample, error: QuireError) -> None:
         if isinstance(error, DeadlinePassed):
             error = DeadlinePassed(has_begun=sample.has_begun)
-        self._chunks.append(sample.fail(to_status(error.without_traceback(), self._request_id)))
+        self._put(item, sample.fail(to_status(error.without_traceback(), self._request_id)))
 
     # Masks are computed in a process: other samples do not wait for them.
 

@@ -17,8 +17,10 @@ from service.api import validation
 from service.api.append_codec import MAX_KEPT_BYTES, last_row, rows_kept_as_sampled
 from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
-from service.errors import InvalidArgument, WeightsChanged
+from service.caches.requests import AppendKind
+from service.errors import InvalidArgument, SequenceTooLong, WeightsChanged
 from service.runtimes import items
+from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
 from service.text.constraints import Matcher
@@ -43,6 +45,30 @@ class PreparedItem:
     cache_salt: str
     _output: types_pb2.OutputOptions
     _first_mask: bytes | None
+    # The cache of the caller that it continues: itself, or copies of it.
+    held: HeldCache | None = None
+    on_copies: bool = False
+
+    @property
+    def in_place(self) -> HeldCache | None:
+        """The caller's cache, if that itself is appended to."""
+        return None if self.on_copies else self.held
+
+    @property
+    def first(self) -> int:
+        """The index in the prompt of the first token that a sample on a copy appends itself."""
+        return len(self.spec.prompt) - 1 if self.held is None else self.held.position
+
+    @property
+    def first_kind(self) -> AppendKind:
+        """That of the append from there on."""
+        is_decode = self.held is not None and len(self.spec.prompt) - self.first == 1
+        return AppendKind.DECODE if is_decode else AppendKind.PREFILL
+
+    @property
+    def has_hidden(self) -> bool:
+        """Whether its answers have hidden states."""
+        return self._output.HasField("hidden")
 
     @property
     def is_late(self) -> bool:
@@ -83,11 +109,13 @@ class ItemPreparer:
         deadline_s: float | None,
         kept_as: str = "",
         earlier_adapter: int = 0,
+        held: HeldCache | None = None,
     ) -> PreparedItem:
         """Validates and prepares an item. Raises a QuireError.
 
         `deadline_s`: of the item, on the monotonic clock. `kept_as`: the execution's key if it is kept.
-        `earlier_adapter`: of the caches that an earlier run has made for it.
+        `earlier_adapter`: of the caches that an earlier run has made for it. `held`: the cache that it
+        continues. Without it, such an item can only be estimated.
         """
         limits = self._state.limits
         if earlier_adapter:
@@ -95,18 +123,9 @@ class ItemPreparer:
         items.check(item)
         adapter = validation.check_adapter(item.adapter_id, "", limits)
         validation.check_cache_salt(item.cache_salt)
-        output = types_pb2.OutputOptions(
-            sampling=item.sampling if item.HasField("sampling") else None,
-            logprob=item.logprobs,
-            top_logprobs=item.top_logprobs,
-            sampled_logprob=item.sampled_logprobs,
-        )
-        if item.constraint.WhichOneof("kind") == "mask":
-            output.mask.CopyFrom(item.constraint.mask)
+        output = _output(item)
         answer_bytes = items.check_output(output, limits, rows=1)
-        if kept_as and output.HasField("sampling") and not output.sampling.HasField("seed"):
-            # A resumed execution must draw the same tokens again.
-            output.sampling.seed = _seed_of(kept_as, item.item_id)
+        _set_seed(output, item, kept_as, held)
         # What may take long is last: templates, long texts and grammars.
         tokenizer = None if item.tokens_only else await self._text.tokenizer()
         if item.stop and tokenizer is None:
@@ -114,6 +133,10 @@ class ItemPreparer:
                 "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
             )
         prompt = await self._prompt(item, limits)
+        if held is not None:
+            prompt = held.token_ids[: held.position] + prompt
+            if len(prompt) > limits.max_seq_tokens:
+                raise SequenceTooLong(len(prompt), limits.max_seq_tokens)
         stop_ids = await self._stop_ids(item)
         end_ids = self._end_ids(item).union(stop_ids)
         new_matcher = await self._matcher(item, end_ids)
@@ -134,6 +157,8 @@ class ItemPreparer:
                 stop_ids=stop_ids,
                 tokenizer=tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
+                min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
+                context_tokens=0 if held is None else held.position,
                 max_draft_tokens=_max_draft_tokens(item),
             ),
             num_samples=items.num_samples(item),
@@ -146,14 +171,18 @@ class ItemPreparer:
             cache_salt=item.cache_salt,
             _output=output,
             _first_mask=first_mask,
+            held=held,
+            on_copies=not items.is_in_place(item),
         )
 
-    async def _prompt(self, item: runner_pb2.ExecuteItem, limits: RequestLimits) -> Sequence[int]:
+    async def _prompt(self, item: runner_pb2.ExecuteItem, limits: RequestLimits) -> array[int]:
         kind = item.WhichOneof("prompt")
         prompt: Sequence[int]
         if kind == "tokens":
             # Not copied before the length is checked: there may be millions.
             prompt = item.tokens.token_ids
+        elif kind == "cache":
+            prompt = item.cache.token_ids
         elif kind == "text":
             prompt = await self._text.encode(item.text, max_tokens=limits.max_seq_tokens)
         else:
@@ -162,7 +191,7 @@ class ItemPreparer:
             validation.check_tokens(prompt, limits)
         except InvalidArgument as error:
             # The error names the field that the caller sent.
-            where = f"tokens.{error.field}" if kind == "tokens" else str(kind)
+            where = f"{kind}.{error.field}" if kind in ("tokens", "cache") else str(kind)
             raise InvalidArgument(error.reason, where, error.message) from None
         return array("I", prompt)
 
@@ -189,6 +218,32 @@ def _max_tokens(item: runner_pb2.ExecuteItem, prompt_tokens: int, limits: Reques
     """The last token is never appended, so there is one more than a sequence has room for."""
     room = limits.max_seq_tokens - prompt_tokens + 1
     return min(item.max_tokens or room, room)
+
+
+def _output(item: runner_pb2.ExecuteItem) -> types_pb2.OutputOptions:
+    output = types_pb2.OutputOptions(
+        sampling=item.sampling if item.HasField("sampling") else None,
+        logprob=item.logprobs or item.HasField("min_logprob"),
+        top_logprobs=item.top_logprobs,
+        sampled_logprob=item.sampled_logprobs,
+        hidden=item.hidden if item.HasField("hidden") else None,
+    )
+    if item.constraint.WhichOneof("kind") == "mask":
+        output.mask.CopyFrom(item.constraint.mask)
+    return output
+
+
+def _set_seed(
+    output: types_pb2.OutputOptions, item: runner_pb2.ExecuteItem, kept_as: str, held: HeldCache | None
+) -> None:
+    """Sets the seed of draws, if the caller gives none and the same are to be drawn once more. Mutates it."""
+    if not output.HasField("sampling") or output.sampling.HasField("seed"):
+        return
+    if held is not None and items.is_in_place(item):
+        # As a Decode draws. A copy on which the same is generated again has another seed.
+        output.sampling.seed = held.seed
+    elif kept_as:
+        output.sampling.seed = _seed_of(kept_as, item.item_id)
 
 
 def _max_draft_tokens(item: runner_pb2.ExecuteItem) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2, types_pb2
 
+from service.runtimes.held_caches import HeldCache
 from service.runtimes.speculation import Drafter
 from service.text.constraints import Matcher
 from service.text.detokenizer import Detokenizer, TokenDecoder
@@ -33,6 +34,10 @@ class SampleSpec:
     with_logprobs: bool
     # Those of `end_ids` that are a stop text: a special token, which has no text in a sample.
     stop_ids: Mapping[int, str] = field(default_factory=dict)
+    # A token that is less likely is the last one. None: no matter how likely they are.
+    min_logprob: float | None = None
+    # Tokens of the prompt that a cache of the caller had before.
+    context_tokens: int = 0
     # The most tokens of a draft. 0: no speculative decoding.
     max_draft_tokens: int = 0
 
@@ -59,6 +64,8 @@ class Sample:
         self.cached_tokens = 0
         # The cache with its tokens. Empty: none yet.
         self.cache_id = ""
+        # The caller's cache, while the sample runs on a copy of it to generate again what it has.
+        self.catching_up: HeldCache | None = None
 
     @property
     def can_prelaunch(self) -> bool:
@@ -76,16 +83,11 @@ class Sample:
         return self._num_tokens > 0
 
     def take(self, token_id: int, output: types_pb2.StepOutput | None = None) -> runner_pb2.SampleChunk:
-        """Adds the next token. `output`: its log-probabilities; None when resumed from the journal."""
+        """Adds the next token. `output`: what else is known of it; None when resumed from the journal."""
         chunk = self._chunk()
         chunk.token_ids.append(token_id)
-        if self.spec.with_logprobs and output is not None:
-            top = output.top if output.HasField("top") else None
-            added = chunk.logprobs.add(logprob=output.logprob, top=top)
-            if output.HasField("sampled_logprob"):
-                added.sampled_logprob = output.sampled_logprob
-            if self._detokenizer is not None:
-                added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
+        if output is not None:
+            self._add_output(chunk, output)
         self._num_tokens += 1
         is_end = token_id in self.spec.end_ids
         is_stopped = False
@@ -104,7 +106,26 @@ class Sample:
             chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
         elif self._num_tokens >= self.spec.max_tokens:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
+        elif self._is_unlikely(output):
+            self._finish(chunk, runner_pb2.FINISH_REASON_UNLIKELY)
         return chunk
+
+    def _add_output(self, chunk: runner_pb2.SampleChunk, output: types_pb2.StepOutput) -> None:
+        """Adds log-probabilities and hidden states."""
+        if self.spec.with_logprobs:
+            top = output.top if output.HasField("top") else None
+            added = chunk.logprobs.add(logprob=output.logprob, top=top)
+            if output.HasField("sampled_logprob"):
+                added.sampled_logprob = output.sampled_logprob
+            if self._detokenizer is not None:
+                added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
+        if output.hidden:
+            chunk.hidden.add(states=output.hidden)
+
+    def _is_unlikely(self, output: types_pb2.StepOutput | None) -> bool:
+        # One that is resumed from the journal was not the last one.
+        least = self.spec.min_logprob
+        return least is not None and output is not None and output.logprob < least
 
     def complete(self) -> runner_pb2.SampleChunk:
         """Ends it: its constraint allows no further token."""
@@ -128,13 +149,13 @@ class Sample:
             chunk.text += self._stops.push(self._detokenizer.flush())
         if self._stops.found:
             # The flushed text contained a stop text.
-            if reason == runner_pb2.FINISH_REASON_LENGTH:
+            if reason in (runner_pb2.FINISH_REASON_LENGTH, runner_pb2.FINISH_REASON_UNLIKELY):
                 reason = runner_pb2.FINISH_REASON_STOP
             chunk.stop = self._stops.found
         else:
             chunk.text += self._stops.flush()
         chunk.finish_reason = reason
-        chunk.usage.input_tokens = len(self.spec.prompt)
+        chunk.usage.input_tokens = len(self.spec.prompt) - self.spec.context_tokens
         chunk.usage.output_tokens = self._num_tokens
         chunk.usage.cached_tokens = self.cached_tokens
         if self.drafter is not None:

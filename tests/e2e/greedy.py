@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from quire.v1 import executor_pb2 as pb
@@ -31,8 +32,13 @@ def decoded(gateway: GatewayProcess, prompt: Sequence[int], count: int) -> list[
 
 def chosen_here(model: Path, prompt: Sequence[int], count: int, quantization: str | None = None) -> list[int]:
     """Those of native code with a model's files, each after a forward of the whole text."""
+    return chosen_by(load_decoder(model, pack=True, quantization=quantization), prompt, count)
+
+
+def chosen_by(decoder: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """As `chosen_here`, by a model of this process."""
     torch.set_num_threads(1)
-    decoder, text = load_decoder(model, pack=True, quantization=quantization), list(prompt)
+    text = list(prompt)
     for _ in range(count):
         inputs = new_packer(1).pack([Item(HandSequence(), text, [len(text) - 1])])
         logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))

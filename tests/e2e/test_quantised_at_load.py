@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
-from tests import quire_command
-from tests.e2e.greedy import chosen_here, decoded
+from tests.e2e.greedy import chosen_by, chosen_here, decoded
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_family_model, make_model
-from workers.common.protocol import EXIT_CONFIG
+from tests.workers.rank_threads import split_model
 
 PROMPT = [(5 * i + 2) % 97 for i in range(37)]
 COUNT = 24
@@ -39,11 +37,13 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
         assert "native code agree" in gateway.log()
 
 
-def test_experts_are_refused_before_the_port_listens(tmp_path: Path) -> None:
-    model = make_family_model(tmp_path, *settings_of("qwen3_moe"))
-    flags = ["serve", "--listen", "127.0.0.1:0", "--model", str(model), "--quantization", "q8_0"]
-    done = subprocess.run(
-        quire_command.command(*flags), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == EXIT_CONFIG
-    assert "quantization = q8_0 is not for mixtures of experts yet: leave it out" in done.stderr
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    """Each quantises its part. Of two ranks' sums there is one order."""
+    family, settings = settings_of("qwen3_moe")
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64}
+    model = make_family_model(tmp_path, family, settings | sizes)
+    expected = chosen_by(split_model(model, 2, quantization="q8_0"), PROMPT, COUNT)
+    flags = ["--quantization", "q8_0", "--device", "cpu", "--kv-pages", "64", "--tensor-parallel", "2"]
+    with GatewayProcess(model=str(model), flags=flags) as gateway:
+        assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.quantization == "q8_0"
+        assert decoded(gateway, PROMPT, COUNT) == expected

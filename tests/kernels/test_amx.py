@@ -23,8 +23,8 @@ from tests.kernels.test_experts_cpu import Case
 GROUP = 32
 # What products and experts need of the library.
 SOURCES = (
-    *("experts.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp"),
-    *("gated_activation.cpp", "threads.cpp"),
+    *("experts.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp", "grouped_product.cpp"),
+    *("float8_product.cpp", "gated_activation.cpp", "threads.cpp"),
 )
 
 

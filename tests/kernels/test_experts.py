@@ -12,9 +12,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kernels.cpu.experts import PackedWeights
-from kernels.experts import experts, experts_reference, pack_experts, route
+from kernels.experts import ExpertWeights, experts, experts_reference, pack_experts, route
 from kernels.gated_activation import ACTIVATIONS, Activation
-from kernels.linear import can_pack
+from kernels.linear import DenseWeight, can_pack
 from tests.kernels.conftest import HAS_TRITON
 from tests.kernels.cuda.poison import surrounded
 from tests.kernels.references import experts64
@@ -41,9 +41,14 @@ def assert_within(actual: torch.Tensor, exact: torch.Tensor, allowed: torch.Tens
     assert excess <= 0, f"{excess} more than was allowed"
 
 
+def pack(matrices: torch.Tensor) -> ExpertWeights:
+    """Copies of the matrices [E, O, I], packed."""
+    return pack_experts([DenseWeight(each.clone()) for each in matrices])
+
+
 def packed(*given: Any) -> torch.Tensor:
     x, gate_up, down, *others = given
-    return experts(x, pack_experts(gate_up), pack_experts(down), *others)
+    return experts(x, pack(gate_up), pack(down), *others)
 
 
 @pytest.fixture(params=[TRITON, "plain", "packed", "reference"])
@@ -151,7 +156,7 @@ def test_a_list_is_packed_in_place() -> None:
         pytest.skip("no kernels are compiled for this CPU")
     gate_up, _ = matrices(3, 16, 32, torch.bfloat16)
     held = [each.clone() for each in gate_up]
-    packed = pack_experts(held)
+    packed = pack_experts([DenseWeight(each) for each in held])
     assert isinstance(packed, PackedWeights)
     for expert, each in enumerate(held):
         assert packed[expert].data.data_ptr() == each.data_ptr()

@@ -8,20 +8,27 @@ import pytest
 import torch
 
 from kernels import experts as module
-from kernels.cpu.experts import PackedWeights
-from kernels.experts import experts, pack_experts
+from kernels.experts import experts, matrix_of, pack_experts
+from kernels.float8_weight import Float8Format, Float8Weight
 from kernels.gated_activation import ACTIVATIONS, Activation, gated_activation
-from kernels.linear import linear
+from kernels.group_formats import FORMATS, GroupFormat, integer_groups
+from kernels.linear import DenseWeight, linear
+from kernels.stacked_weight import StackedWeight
+from kernels.weight import Weight
+from kernels.weight_formats import WeightFormat
 from tests.kernels.instruction_sets import need_compiled
-from tests.kernels.test_experts import choices, matrices
+from tests.kernels.test_experts import choices, matrices, pack
+from tests.kernels.test_grouped_weight import random_weight
 
 
 @pytest.fixture(autouse=True)
 def _memory_of_nan() -> Iterator[None]:
     """What torch.empty gives is full of NaN, which must not matter."""
+    threads = torch.get_num_threads()
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
 
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -34,7 +41,7 @@ class Case:
         self, tokens: int, count: int, k: int, inner: int, width: int, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.plain = matrices(count, inner, width, dtype)
-        self.gate_up, self.down = (pack_experts(weight) for weight in self.plain)
+        self.gate_up, self.down = (pack(weight) for weight in self.plain)
         self.x = torch.randn(tokens, width + 8).to(dtype)[:, 8:]  # strided
         self.ids, self.weights = choices(tokens, count, k)
 
@@ -43,13 +50,12 @@ class Case:
 
     def one_by_one(self, activation: Activation = "silu") -> torch.Tensor:
         """Each pair of a token and an expert by itself, by the kernels for its parts."""
-        assert isinstance(self.gate_up, PackedWeights) and isinstance(self.down, PackedWeights)
         totals = []
         for row, ids, weights in zip(self.x[:, None], self.ids.tolist(), self.weights.float(), strict=True):
             total = torch.tensor(-0.0)
             for expert, weight in zip(ids, weights, strict=True):
-                inner = gated_activation(linear(row, self.gate_up[expert]), activation)
-                total = total + linear(inner, self.down[expert])[0].float() * weight
+                inner = gated_activation(linear(row, matrix_of(self.gate_up, expert)), activation)
+                total = total + linear(inner, matrix_of(self.down, expert))[0].float() * weight
             totals.append(total.to(self.x.dtype))
         return torch.stack(totals)
 
@@ -62,7 +68,7 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("not computed by the kernel")
 
-    monkeypatch.setattr(module, "linear_reference", refuse)
+    monkeypatch.setattr(module, "_one_by_one", refuse)
 
 
 @pytest.mark.usefixtures("one_call")
@@ -82,6 +88,67 @@ def test_bits_are_those_of_each_pair_by_itself(
     assert torch.equal(case.run(activation), case.one_by_one(activation))
 
 
+INT4 = integer_groups(4, 64, torch.bfloat16, zeros=True)
+# The formats of gate, up and down of one expert after the other; None: that of the rows.
+FORMS: dict[str, list[tuple[WeightFormat | None, ...]]] = {
+    "q8_0": [(FORMATS["q8_0"],) * 3],
+    "as llama.cpp has them": [(FORMATS["q4_k"], FORMATS["q4_k"], FORMATS["q6_k"])],
+    "gate and up apart": [(FORMATS["q4_k"], FORMATS["q5_k"], INT4)],
+    "some not at all": [(None, FORMATS["q3_k"], None), (INT4, INT4, FORMATS["iq4_xs"]), (None,) * 3],
+    "8-bit floats": [
+        (Float8Format(32),) * 3,
+        (Float8Format(), FORMATS["q8_0"], Float8Format(32)),
+        (None,) * 3,
+    ],
+}
+
+
+def quantised(form: WeightFormat | None, outputs: int, inputs: int, dtype: torch.dtype) -> Weight:
+    """Random rows, other ones each time, so large that results are of the size of what goes in."""
+    if form is None:
+        return DenseWeight(torch.randn(outputs, inputs).div(inputs**0.5).to(dtype))
+    if isinstance(form, Float8Format):
+        floats = Float8Weight(outputs, inputs, dtype, form, lambda size: torch.empty(size, dtype=torch.uint8))
+        values = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+        floats.write_values(0, values, (torch.rand(outputs, floats.num_scales) + 0.5) / inputs**0.5)
+        return floats
+    assert isinstance(form, GroupFormat)
+    made = random_weight(form, outputs, inputs, dtype)
+    parts = made.parts(torch.randperm(outputs))
+    size = float(made.dense().float().std()) * inputs**0.5
+    for scales in (parts.scales, parts.minima):
+        if scales is not None:
+            scales.div_(size)
+    made.write_parts(0, parts)
+    return made
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize("forms", FORMS.values(), ids=[*FORMS])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 2), (33, 3), (300, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_quantised_experts_are_those_of_each_pair_by_itself(
+    forms: list[tuple[WeightFormat | None, ...]], tokens: int, k: int, dtype: torch.dtype
+) -> None:
+    """With fewer rows of an expert than pass a weight at once, and with more; on one thread and several."""
+    case, inner, width = Case(tokens, 4, k, 96, 160, dtype), 96, 160
+    each = [forms[expert % len(forms)] for expert in range(4)]
+    gate_up: list[Weight] = []
+    for gate, up, _ in each:
+        gate_up.append(
+            quantised(gate, 2 * inner, width, dtype)
+            if gate == up
+            else StackedWeight([quantised(one, inner, width, dtype) for one in (gate, up)])
+        )
+    case.gate_up = pack_experts(gate_up)
+    case.down = pack_experts([quantised(down, width, inner, dtype) for *_, down in each])
+    together = case.run()
+    assert together.isfinite().all() and 0.01 < together.std() < 100
+    assert torch.equal(together, case.one_by_one())
+    torch.set_num_threads(3)
+    assert torch.equal(case.run(), together)
+
+
 @pytest.mark.usefixtures("one_call")
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_weights_of_bfloat16_and_ids_that_are_strided(k: int) -> None:
@@ -96,7 +163,7 @@ def test_each_product_and_each_sum_is_rounded_in_its_turn() -> None:
     case = Case(20, 3, 3, 32, 64)
     for weight in case.plain:
         weight[1:] = weight[0]
-    case.gate_up, case.down = (pack_experts(weight) for weight in case.plain)
+    case.gate_up, case.down = (pack(weight) for weight in case.plain)
     # Of three equal results the third takes the others away, and what their roundings lost is left.
     case.weights = torch.rand(20, 3)
     case.weights[:, 2] = -(case.weights[:, 0] + case.weights[:, 1])
@@ -125,7 +192,7 @@ def test_experts_without_rows_are_not_read_and_nan_stays_in_its_row() -> None:
     clean = case.run()
     for weight in case.plain:
         weight[:2], weight[4:] = torch.nan, torch.nan
-    case.gate_up, case.down = (pack_experts(weight) for weight in case.plain)
+    case.gate_up, case.down = (pack(weight) for weight in case.plain)
     case.x[4] = torch.nan
     poisoned = case.run()
     others = [row for row in range(9) if row != 4]

@@ -35,7 +35,7 @@ class Mistake:
 
 def of_experts(source: str, old: str, new: str) -> Mistake:
     tests = ("tests/kernels/test_experts_cpu.py tests/kernels/test_linear.py",)
-    return Mistake(source, old, new, tests, PRODUCTS)
+    return Mistake(source, old, new, tests, (*PRODUCTS, "quantise.cpp", "group_rows.cpp"))
 
 
 def of_adapters(source: str, old: str, new: str) -> Mistake:
@@ -59,7 +59,7 @@ MISTAKES = {
         [f"{_ATTENTION}long_trees-{dtype}-None]" for dtype in ("fp32", "bf16")],
     ),
     "a row of another token": of_experts(
-        "experts.cpp", "groups.pairs[place] / a.choices]", "groups.pairs[place] % a.tokens]"
+        "experts.cpp", "groups.pairs[place] / a.choices;", "groups.pairs[place] % a.tokens;"
     ),
     "a second tile is the first": of_experts(
         "packed_product.cpp", "sums + row * stride, stride,", "sums, stride,"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from service.extensions.conformance import PATIENCE_S, JournalConformance, appended, created, facts
 from service.journal.base import JournalUnusable, OwnershipLost
-from service.journal.conformance import PATIENCE_S, JournalConformance, appended, created, facts
 
 # A journal's frames or rows by their numbers, from 1, and what another program makes of them.
 Rows = dict[int, bytes]

@@ -1,4 +1,4 @@
-"""The journal on disk, for tests of what it has; see `service.journal.conformance` for what is committed."""
+"""The journal on disk, for tests of what it has. What is committed: see `service.extensions.conformance`."""
 
 from __future__ import annotations
 

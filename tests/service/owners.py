@@ -10,10 +10,10 @@ from typing import Any, Self
 
 from service.caches.ledger import Ledger
 from service.caches.records import Record
+from service.extensions.conformance import commit
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Leases
-from service.journal.conformance import commit
 
 # Renewals do not come between what a test does.
 _LEASE_S = 600.0

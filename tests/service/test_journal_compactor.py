@@ -11,9 +11,9 @@ import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, CacheRestated, Child, Record
+from service.extensions.conformance import Traffic, appended, caches_of, created, facts
 from service.journal.base import Journal, OnCommitted
 from service.journal.compactor import Compactor
-from service.journal.conformance import Traffic, appended, caches_of, created, facts
 
 SEGMENT_TOKENS = 4
 SCHEDULES = 80

@@ -21,9 +21,9 @@ import pytest
 
 from service.caches.ledger import Ledger
 from service.caches.records import CacheReleased, Record
+from service.extensions.conformance import appended, commit, created, facts
 from service.journal import file_journal, segments, stored
 from service.journal.base import DirectoryInUse, JournalUnusable, OwnershipLost
-from service.journal.conformance import appended, commit, created, facts
 from service.journal.file_journal import FileJournal
 from service.journal.segments import END, HEADER_BYTES, JOURNAL, Sync
 from tests.service import journal_damage as faults
@@ -603,7 +603,7 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 from service.caches.ledger import Ledger
-from service.journal.conformance import appended, commit, created
+from service.extensions.conformance import appended, commit, created
 from tests.service.journal_traffic import open_journal
 
 async def main(directory):

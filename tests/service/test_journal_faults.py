@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from service.caches.records import CacheReleased
+from service.extensions.conformance import JournalConformance, appended, created
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Leases
 from service.journal import encoding, stored
 from service.journal.base import Journal, JournalUnusable
-from service.journal.conformance import JournalConformance, appended, created
 from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply, ApplyRun
 from service.journal.segments import JOURNAL

@@ -15,7 +15,7 @@ import asyncpg
 import pytest
 
 from service.caches.ledger import Ledger
-from service.journal.conformance import Traffic, appended, commit, created, facts
+from service.extensions.conformance import Traffic, appended, commit, created, facts
 from tests.postgres_server import PostgresServer
 from tests.service.journal_traffic import open_journal, recovered
 from tests.service.owners import Owner, operator

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from service.caches.records import CacheReleased
+from service.extensions.conformance import Traffic, appended, created, facts
 from service.extensions.gateways.postgres import database
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.journal import stored
 from service.journal.base import JournalUnusable, OwnershipLost
-from service.journal.conformance import Traffic, appended, created, facts
 from tests.postgres_server import PostgresServer
 from tests.service.owners import Owner, locked, operator, until_waiting
 from tests.tcp_proxy import TcpProxy

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from service.extensions.conformance import appended, created, facts
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.leases import Leases, Owned
 from service.journal.base import OwnershipLost
-from service.journal.conformance import appended, created, facts
 from tests.postgres_server import PostgresServer
 from tests.service.owners import Owner, locked, until_waiting
 

@@ -16,7 +16,7 @@ from service.caches.records import (
     Record,
 )
 from service.caches.segments import SEGMENT_TOKENS
-from service.journal.conformance import appended, created
+from service.extensions.conformance import appended, created
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from service.auth.unix_socket import LockedUnixSocket
-from service.listening import CannotListen, binding, listening_socket, reserved
+from service.extensions.gateways.parent import reserved
+from service.listening import CannotListen, binding, listening_socket
 
 
 def test_one_server_at_a_time_has_a_unix_socket(tmp_path: Path) -> None:

@@ -93,7 +93,6 @@ def test_others_are_left_to_workers(damage: Damage, tmp_path: Path) -> None:
     ("name", "value", "says"),
     [
         ("quantization", "q8_0", " already: leave out quantization"),
-        ("tensor_parallel", 2, ", which needs tensor_parallel = 1"),
         ("device", "cuda", ", which needs device = cpu"),
         ("model_backend", "transformers", ", which needs model_backend = native"),
     ],
@@ -105,7 +104,7 @@ def test_what_quantised_weights_cannot_do_is_refused(
     config = Config(model=str(directory), **{name: value})  # type: ignore[arg-type]
     assert quantised_problem(config) == f"its weights are quantised{says}"
     assert quantised_problem(Config(model=str(directory))) == ""
-    assert with_limits(config, "it is quantised", has_experts=False) == f"it is quantised{says}"
+    assert with_limits(config, "it is quantised") == f"it is quantised{says}"
 
 
 def test_a_check_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from quire.v1 import types_pb2
 
 from service.caches.ledger import Ledger
 from service.caches.reservations import Limits
-from service.journal.conformance import commit, created
+from service.extensions.conformance import commit, created
 from service.journal.values import StoredValues
 from service.pool.model_versions import ModelVersions
 from tests.service.journal_traffic import open_journal

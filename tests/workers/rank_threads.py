@@ -50,22 +50,24 @@ class ThreadGroup:
         return found
 
 
-def split_model(directory: Path, ranks: int, dtype: str = "auto", *, pack: bool = True) -> Any:
+def split_model(
+    directory: Path, ranks: int, dtype: str = "auto", *, pack: bool = True, quantization: str | None = None
+) -> Any:
     """What tests use of a `Model`: see `SplitModel`."""
-    return SplitModel(directory, ranks, dtype, pack=pack)
+    return SplitModel(directory, ranks, dtype, pack, quantization)
 
 
 class SplitModel:
     """Runs each forward on all ranks. The pages of rank 0 are the caller's, the others have their own."""
 
-    def __init__(self, directory: Path, ranks: int, dtype: str = "auto", *, pack: bool = True) -> None:
+    def __init__(self, directory: Path, ranks: int, dtype: str, pack: bool, quantization: str | None) -> None:
         barrier = threading.Barrier(ranks)
         self._barrier = barrier
         given = [torch.empty(0)] * ranks
         self._threads = ThreadPoolExecutor(ranks)
         self.models: list[Decoder] = []
         for rank in range(ranks):
-            plan = plan_load(directory, dtype, group=ThreadGroup(rank, given, barrier))
+            plan = plan_load(directory, dtype, "cpu", ThreadGroup(rank, given, barrier), quantization)
             self.models.append(load_planned(plan, pack=pack)[0])
         self._pages: list[KvTensors] = []
         self._hidden: list[torch.Tensor] = []

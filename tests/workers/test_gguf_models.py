@@ -332,7 +332,6 @@ def test_scales_that_are_not_finite_are_refused_by_name(kind: str, tmp_path: Pat
 
 def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None:
     dense = make_model(tmp_path / "dense", TinyModel())
-    sparse = make_family_model(tmp_path / "moe", *settings_of("qwen3_moe"))
     quantised = write_gguf(tmp_path / "quantised.gguf", dense, "q8_0")
     with pytest.raises(UnsupportedError, match=r"tensor \S+ is quantised already \(q8_0\): leave out"):
         plan_load(quantised, quantization="q4_0")
@@ -344,10 +343,6 @@ def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None
     ]
     with pytest.raises(UnsupportedError, match="quantization needs device = cpu"):
         plan_load(quantised, device="cuda")
-    with pytest.raises(UnsupportedError, match="quantization is not supported for mixtures of experts"):
-        plan_load(
-            write_gguf(tmp_path / "experts.gguf", sparse, lambda name: "q8_0" if "q_proj" in name else "f16")
-        )
     with pytest.raises(ModelError, match="model_backend = transformers needs a directory with safetensors"):
         choose_backend(quantised, TRANSFORMERS)
     plan = plan_load(write_gguf(tmp_path / "dense.gguf", dense, "f16"), quantization="q4_0")

@@ -100,7 +100,7 @@ class LlmExecutor(ModelExecutor):
                 raise ModelError("batch_invariant = on needs tensor_parallel = 1 on a GPU")
             connect(ranks, device)
         try:
-            with loading(ranks, "load", directory, dtype) as on_all:
+            with loading(ranks, "load", directory, dtype, quantization) as on_all:
                 model, description = load_served(
                     directory,
                     dtype,
@@ -159,7 +159,7 @@ class LlmExecutor(ModelExecutor):
             # On a GPU they are read into main memory, and copied into place.
             on_gpu = served.model.device.type == "cuda"
             own_dtype = str(served.model.dtype).removeprefix("torch.")
-            with loading(ranks, "read_weights", source, own_dtype) as on_all:
+            with loading(ranks, "read_weights", source, own_dtype, quantization) as on_all:
                 read_model, read_description = load_served(
                     source,
                     own_dtype,

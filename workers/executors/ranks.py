@@ -44,7 +44,9 @@ def connect(ranks: RankGroup, device: torch.device) -> None:
 
 
 @contextmanager
-def loading(ranks: RankGroup | None, question: str, directory: Path, dtype: str) -> Iterator[OnAll]:
+def loading(
+    ranks: RankGroup | None, question: str, directory: Path, dtype: str, quantization: str | None
+) -> Iterator[OnAll]:
     """Let the other ranks read their parts while the body of the `with` reads that of rank 0.
 
     Args:
@@ -52,16 +54,19 @@ def loading(ranks: RankGroup | None, question: str, directory: Path, dtype: str)
         question: "load", or "read_weights" for others to replace those that are served.
         directory: The model.
         dtype: See `LlmExecutor.load`.
+        quantization: Likewise.
     """
     if ranks is None:
         yield lambda description: description
         return
-    details: dict[str, object] = {"threads": torch.get_num_threads()}
+    details: dict[str, object] = {"dtype": dtype, "quantization": quantization}
     if question == "read_weights":
         # On the one thread that reads.
         ranks.weights_read += 1
-        details = {"number": ranks.weights_read}
-    with ranks.asking(question, directory=str(directory), dtype=dtype, **details) as answers:
+        details["number"] = ranks.weights_read
+    else:
+        details["threads"] = torch.get_num_threads()
+    with ranks.asking(question, directory=str(directory), **details) as answers:
 
         def on_all(description: ModelDescription) -> ModelDescription:
             found = answers()

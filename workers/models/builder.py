@@ -13,17 +13,28 @@ from kernels.experts import ExpertWeights
 from kernels.linear import DenseWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
-from kernels.weight_formats import WeightFormat, new_weight
+from kernels.weight_formats import WeightFormat, check_cut, new_weight
 from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
+from workers.models.errors import UnsupportedError
 from workers.models.experts import Experts
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
+from workers.models.registry import FAMILIES
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
+
+_OTHER_RANKS = "use another tensor_parallel, or the model in another format"
+# They take hardly any memory, and choose experts by small differences.
+_ROUTERS = tuple(f".{family.experts.router}.weight" for family in FAMILIES.values() if family.experts)
 
 FormatOf = Callable[[str], WeightFormat | None]
 """The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
+
+
+def is_router(name: str) -> bool:
+    """Whether the tensor of a checkpoint with this name is what chooses experts."""
+    return name.endswith(_ROUTERS)
 
 
 def build_decoder(
@@ -36,7 +47,7 @@ def build_decoder(
     """Allocate a decoder, or with a group a rank's part of it. Parameters are uninitialised until filled.
 
     On the device "meta" nothing is allocated, and its `targets` list the tensors that a checkpoint must have.
-    With `formats` the matrices that have one are quantised weights, of experts' none.
+    With `formats` the matrices that have one are quantised weights.
 
     Raises UnsupportedError if the model cannot be split over the group.
     """
@@ -71,39 +82,52 @@ class _Parts:
         self._dtype = dtype
         self._device = device
         self._formats = formats
+        self._pieces = huge_pages.Pieces(device)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return huge_pages.empty(shape, self._dtype, self._device)
 
-    def matrix(self, parts: Mapping[str, int], inputs: int) -> Weight:
-        """A matrix of some tensors of a checkpoint, by their names: the rows of each."""
-        forms = [None if self._formats is None else self._formats(name) for name in parts]
-        if len({*forms}) == 1:
-            return self._matrix(sum(parts.values()), inputs, forms[0])
-        weights = zip(parts.values(), forms, strict=True)
-        return StackedWeight([self._matrix(rows, inputs, form) for rows, form in weights])
+    def matrix(self, rows: Mapping[str, int], inputs: int, taken: range | None = None) -> Weight:
+        """A matrix of some tensors of a checkpoint, by their names.
 
-    def _matrix(self, outputs: int, inputs: int, form: WeightFormat | None) -> Weight:
+        Args:
+            rows: How many of each.
+            inputs: Those of a row.
+            taken: Which of them; None: all.
+
+        Raises:
+            UnsupportedError: A format cannot be cut there.
+        """
+        taken = range(inputs) if taken is None else taken
+        forms = {name: None if self._formats is None else self._formats(name) for name in rows}
+        for name, form in forms.items():
+            try:
+                check_cut(form, taken, inputs)
+            except ValueError as error:
+                raise UnsupportedError(f"tensor {name}: {error}: {_OTHER_RANKS}") from None
+        if len({*forms.values()}) == 1:
+            return self._matrix(sum(rows.values()), inputs, taken, forms[next(iter(rows))])
+        return StackedWeight([self._matrix(rows[name], inputs, taken, form) for name, form in forms.items()])
+
+    def _matrix(self, outputs: int, inputs: int, taken: range, form: WeightFormat | None) -> Weight:
         if form is None:
-            return DenseWeight(self.empty(outputs, inputs))
-
-        def empty(size: int) -> torch.Tensor:
-            return huge_pages.empty((size,), torch.uint8, self._device)
-
-        return new_weight(form, outputs, inputs, self._dtype, empty)
+            return DenseWeight(self.empty(outputs, len(taken)))
+        return new_weight(form, outputs, inputs, taken, self._dtype, self._pieces.empty)
 
     def of_vocabulary(self, name: str) -> Weight:
         """[V, C], or a rank's rows of it, and zeros for those that it lacks."""
         matrix = self.matrix({name: self._shard.vocabulary_rows}, self._config.hidden_size)
-        missing = len(matrix) - len(self._shard.vocabulary)
-        if missing:
-            matrix.write(len(matrix) - missing, torch.zeros(missing, matrix.shape[1], device=self._device))
+        if len(matrix) > len(self._shard.vocabulary):
+            # Zeros are zeros in each format.
+            matrix.data.zero_()
         return matrix
 
-    def _linear(self, place: str, taken: Mapping[str, Slice], inputs: int, *, bias: bool) -> Linear:
-        """Projections whose names in a checkpoint begin with `place`."""
+    def _linear(self, place: str, taken: Mapping[str, Slice], *, bias: bool) -> Linear:
+        """Projections of the same inputs, whose names in a checkpoint begin with `place`."""
         rows = {f"{place}{name}.weight": part.num_rows for name, part in taken.items()}
-        return Linear(taken, self.matrix(rows, inputs), self.empty(sum(rows.values())) if bias else None)
+        one = next(iter(taken.values()))
+        matrix = self.matrix(rows, one.shape[1], one.columns)
+        return Linear(taken, matrix, self.empty(sum(rows.values())) if bias else None)
 
     def _into(
         self, place: str, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range], *, bias: bool
@@ -117,14 +141,14 @@ class _Parts:
             name: Slice((size, width), own, range(width))
             for name, size, own in zip(names, sizes, rows, strict=True)
         }
-        return self._linear(place, taken, width, bias=bias)
+        return self._linear(place, taken, bias=bias)
 
     def _back(self, place: str, name: str, size: int, part: range, *, bias: bool) -> Linear:
         """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
         taken = {name: Slice((width, size), (range(width),), part)}
         group = self._shard.group
-        return self._linear(place, taken, len(part), bias=bias and (group is None or group.rank == 0))
+        return self._linear(place, taken, bias=bias and (group is None or group.rank == 0))
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -136,7 +160,7 @@ class _Parts:
         norms = self._family.norms
         layers = self._config.layers
         sparse_before = sum(layer.sparse for layer in layers[:index])
-        mlp = self._experts(sparse_before) if layers[index].sparse else self._mlp(index)
+        mlp = self._experts(index, sparse_before) if layers[index].sparse else self._mlp(index)
         return Layer(
             self._sublayer(norms.before_attention, self._attention(index), norms.after_attention),
             self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
@@ -185,21 +209,28 @@ class _Parts:
         gate_up = self._into(place, names, [width, width], [part, part], bias=bias)
         return GatedMlp(gate_up, self._back(place, "down_proj", width, part, bias=bias), config.activation)
 
-    def _experts(self, index: int) -> Experts:
-        experts, width = self._config.experts, self._config.hidden_size
-        assert experts is not None
-        part = self._shard.part(experts.intermediate_size)
+    def _experts(self, layer: int, index: int) -> Experts:
+        """Those of a layer, which has the number `index` among those with experts."""
+        experts, names, width = self._config.experts, self._family.experts, self._config.hidden_size
+        assert experts is not None and names is not None
+        size, place = experts.intermediate_size, f"model.layers.{layer}."
+        part = self._shard.part(size)
+
+        def matrices(rows: Mapping[str, int], inputs: int, taken: range) -> ExpertWeights:
+            """Of all experts: one tensor on a GPU, elsewhere a list, to be packed one by one."""
+            if torch.device(self._device).type == "cuda":
+                return self.empty(experts.count, sum(rows.values()), len(taken))
+            named = [
+                {f"{place}{name.format(expert)}.weight": count for name, count in rows.items()}
+                for expert in range(experts.count)
+            ]
+            return [self.matrix(of_expert, inputs, taken) for of_expert in named]
+
         return Experts(
             self._config,
             part,
             index,
-            router=DenseWeight(self.empty(experts.count, width)),
-            gate_up=self._expert_weights(experts.count, 2 * len(part), width),
-            down=self._expert_weights(experts.count, width, len(part)),
+            router=self.matrix({f"{place}{names.router}.weight": experts.count}, width),
+            gate_up=matrices({names.gate: len(part), names.up: len(part)}, width, range(width)),
+            down=matrices({names.down: width}, size, part),
         )
-
-    def _expert_weights(self, count: int, outputs: int, inputs: int) -> ExpertWeights:
-        """[E, outputs, inputs]: one tensor on a GPU, elsewhere a list of matrices to be packed one by one."""
-        if torch.device(self._device).type == "cuda":
-            return self.empty(count, outputs, inputs)
-        return [self.empty(outputs, inputs) for _ in range(count)]

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from kernels.cpu import sublayers
+from kernels.cpu.linear import MatrixPart
 from kernels.gated_activation import ACTIVATIONS
 from kernels.lora import LoraTable
 from kernels.lora_pairs import SortedRows
@@ -173,6 +174,6 @@ def _matrix(linear: Linear, keep: list[object]) -> sublayers.Matrix:
     lora = linear.lora.address if isinstance(linear.lora, LoraTable) else None
     compiled = linear.weight.compiled
     assert compiled is not None
-    parts = (sublayers.MatrixPart * len(compiled))(*(sublayers.MatrixPart(*part) for part in compiled))
+    parts = (MatrixPart * len(compiled))(*(MatrixPart(*part) for part in compiled))
     keep.append(parts)
     return sublayers.Matrix(ctypes.addressof(parts), len(parts), bias, *linear.weight.shape, lora)

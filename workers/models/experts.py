@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.cpu.experts import PackedWeights
-from kernels.experts import ExpertWeights, experts, pack_experts, route
-from kernels.linear import DenseWeight, linear
+from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route
+from kernels.linear import linear
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext
@@ -55,22 +54,22 @@ class Experts:
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
-        assert not isinstance(self.gate_up, PackedWeights) and not isinstance(self.down, PackedWeights)
         whole = Slice.whole(*self.router.shape)
         yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, whole.shape, taken=whole)
         size, width = self._config.intermediate_size, self.router.shape[1]
         rows = Slice((size, width), (self._part,), range(width))
         columns = Slice((width, size), (range(width),), self._part)
+        names = self._names
         for index in range(self._config.count):
-            gate, up = self.gate_up[index].chunk(2)
-            names, parts = self._names, (gate, up, self.down[index])
-            for name, part, taken in zip(
-                (names.gate, names.up, names.down), parts, (rows, rows, columns), strict=True
+            gate_up, down = matrix_of(self.gate_up, index), matrix_of(self.down, index)
+            for name, matrix, first, taken in (
+                (names.gate, gate_up, 0, rows),
+                (names.up, gate_up, len(self._part), rows),
+                (names.down, down, 0, columns),
             ):
-                yield (
-                    f"{prefix}{name.format(index)}.weight",
-                    LoadTarget(DenseWeight(part), taken.shape, taken=taken),
-                )
+                into, at = matrix.part(first)
+                target = LoadTarget(into, taken.shape, taken=taken, first=at)
+                yield f"{prefix}{name.format(index)}.weight", target
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """None: experts take no adapters."""

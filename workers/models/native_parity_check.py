@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -24,13 +25,13 @@ from kernels.float8_weight import Float8Format
 from kernels.group_formats import FORMATS
 from kernels.rope import rope_frequencies
 from kernels.weight_formats import WeightFormat
-from workers.models.builder import build_decoder
+from workers.models.builder import build_decoder, is_router
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
 from workers.models.gguf.drawn_blocks import can_draw, drawn_blocks
 from workers.models.library.errors import library_errors
-from workers.models.library.quantised_module import put_blocks, quantise_module
+from workers.models.library.quantised_module import put_blocks, quantise_module, separate_experts
 from workers.models.library.scaled_down_model import GAIN, INNER_WIDTH, scaled_down_model
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.parts import Part
@@ -107,7 +108,7 @@ def _forms_to_check(
         name: form for name, form in forms.items() if name in shapes and _can_draw(form, shapes[name])
     }
     everywhere = [
-        {name: form for name, shape in shapes.items() if _can_draw(form, shape)}
+        {name: form for name, shape in shapes.items() if _can_draw(form, shape) and not is_router(name)}
         for name, form in sorted(left.items())
         if name not in {there.name for there in as_there.values()}
     ]
@@ -207,9 +208,6 @@ def _check_logits(
     if formats is not None:
         # In float32: the format holds what the dtype cannot.
         module.to(dtype=torch.float32)  # type: ignore[call-arg]  # as above
-    if quantization is not None:
-        quantise_module(module, recipe(quantization, config))
-    rounded = put_blocks(module, blocks)
     if device.type == "cuda":
         decoder.batch_invariant = batch_invariant
 
@@ -220,7 +218,13 @@ def _check_logits(
     # 8-bit floats are multiplied by what has the dtype.
     rounds = quantization is not None or not all(isinstance(form, Float8Format) for form in forms.values())
     names = names_of(forms) or quantization or name_of(dtype)
-    with library_errors("run a scaled-down model"), rounded:
+    with library_errors("run a scaled-down model"), ExitStack() as until_checked:
+        if formats is not None:
+            experts = separate_experts(module, config.family.experts)
+            parameters = until_checked.enter_context(experts)
+            until_checked.enter_context(put_blocks(module, parameters, blocks))
+            if quantization is not None:
+                quantise_module(module, parameters, recipe(quantization, config))
         return check_parity(
             decoder,
             plain,

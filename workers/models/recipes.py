@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.group_formats import CHUNK_GROUPS, FORMATS, GROUP_INPUTS, GroupFormat
-from workers.models.builder import FormatOf
+from workers.models.builder import FormatOf, is_router
 from workers.models.config import ModelConfig
 
 RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
@@ -18,9 +18,11 @@ _WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
 
 
 def recipe(name: str, config: ModelConfig) -> FormatOf:
-    """The format of each matrix of a model. `name`: one of `RECIPES`."""
+    """The format of each matrix of a model but routers. `name`: one of `RECIPES`."""
 
-    def format_of(tensor: str) -> GroupFormat:
+    def format_of(tensor: str) -> GroupFormat | None:
+        if is_router(tensor):
+            return None
         chosen = _mixed(tensor, config) if name == "q4_k_m" else name
         if _inputs(tensor, config) % (CHUNK_GROUPS * GROUP_INPUTS):
             chosen = _WITHOUT_SUPER_BLOCKS.get(chosen, chosen)

@@ -132,8 +132,8 @@ def plan_load(
     for note in source.notes():
         _log.info("of the quantisation in %s, %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
-    if quantization is not None or forms:
-        _check_can_quantise(config, device, group)
+    if (quantization is not None or forms) and device.type != "cpu":
+        raise UnsupportedError("quantization needs device = cpu")
     if quantization is not None and forms:
         first = min(forms)
         where = f"{entries[first].file}: tensor {entries[first].name}"
@@ -163,16 +163,6 @@ def plan_load(
     if in_memory:
         check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization, forms)
-
-
-def _check_can_quantise(config: ModelConfig, device: torch.device, group: Group | None) -> None:
-    """Raises UnsupportedError for what quantised weights cannot do yet."""
-    if device.type != "cpu":
-        raise UnsupportedError("quantization needs device = cpu")
-    if group is not None:
-        raise UnsupportedError("quantization needs tensor_parallel = 1")
-    if config.experts is not None:
-        raise UnsupportedError("quantization is not supported for mixtures of experts: leave it out")
 
 
 def check_names(directory: Path, config: ModelConfig) -> None:

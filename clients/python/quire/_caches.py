@@ -6,29 +6,24 @@ Generated from _aio_caches.py by clients/python/generate_blocking.py: change tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 from google.protobuf.message import Message
 from quire import _batches, _calls, _methods
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
 from quire._calls import CacheState, CallOptions, Decodes, Forks, Verified
-from quire._enums import Accept, accept_of
+from quire._chunks import Chunk
+from quire._enums import Accept, Priority, accept_of
+from quire._items import TextSettings, item
 from quire._methods import Method
 from quire.errors import QuireError
-from quire.v1 import executor_pb2, types_pb2
+from quire.executions import Execution
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 _Request = TypeVar("_Request", bound=Message)
 _Response = TypeVar("_Response", bound=Message)
-
-
-class _Call(Protocol):
-    """Makes one call. Raises QuireError."""
-
-    def __call__(
-        self, method: Method[_Request, _Response], request: _Request, call: CallOptions, /
-    ) -> _Response: ...
 
 
 class Caller(ABC):
@@ -39,7 +34,11 @@ class Caller(ABC):
 
     @abstractmethod
     def _call(self, method: Method[_Request, _Response], request: _Request, call: CallOptions) -> _Response:
-        """See _Call."""
+        """Makes one call. Raises QuireError."""
+
+    @abstractmethod
+    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> Execution:
+        """Starts the Execute of an item. Raises QuireError."""
 
     def prefill(
         self,
@@ -69,7 +68,7 @@ class Caller(ABC):
         )
         request = _batches.prefill_request(item)
         prefilled = self._call(_methods.PREFILL, request, call)
-        return Cache(self._call, prefilled, _calls.output_of(request))
+        return Cache(self, prefilled, _calls.output_of(request))
 
     def batch_prefill(
         self, prompts: Prompts, *, output: types_pb2.OutputOptions | None = None, **call: Unpack[CallOptions]
@@ -85,7 +84,7 @@ class Caller(ABC):
         response = self._call(_methods.BATCH_PREFILL, request, call)
         made = zip(map(_batches.result_of, response.results), requests, strict=True)
         return [
-            one if isinstance(one, QuireError) else Cache(self._call, one, _calls.output_of(its))
+            one if isinstance(one, QuireError) else Cache(self, one, _calls.output_of(its))
             for one, its in made
         ]
 
@@ -98,7 +97,7 @@ class Caller(ABC):
         request = executor_pb2.RenewCacheRequest(cache_id=cache_id)
         renewed = self._call(_methods.RENEW_CACHE, request, call)
         found = executor_pb2.PrefillResponse(kv_cache=renewed.kv_cache)
-        return Cache(self._call, found, is_owned=False)
+        return Cache(self, found, is_owned=False)
 
     def batch_decode(
         self,
@@ -151,7 +150,7 @@ class Caller(ABC):
         response = self._call(_methods.FORK_CACHES, request, call)
         return [
             [
-                Cache(self._call, copy, cache.default_output)
+                Cache(self, copy, cache.default_output)
                 for copy in cache._forked(forked)  # noqa: SLF001 - of this module
             ]
             for (cache, _), forked in zip(forks, response.results, strict=True)
@@ -209,7 +208,7 @@ class Caller(ABC):
 
     def adopt(self, cache: Cache) -> None:
         """Makes `cache` use this client or session for its calls from now on. Sends nothing."""
-        cache._call = self._call  # noqa: SLF001 - a class of this module
+        cache._use(self)  # noqa: SLF001 - a class of this module
 
 
 class Cache(CacheState):
@@ -223,7 +222,7 @@ class Cache(CacheState):
 
     def __init__(
         self,
-        call: _Call,
+        caller: Caller,
         prefilled: executor_pb2.PrefillResponse,
         default_output: types_pb2.OutputOptions | None = None,
         *,
@@ -231,7 +230,11 @@ class Cache(CacheState):
     ) -> None:
         """Created by `prefill` and `fork`."""
         super().__init__(prefilled, default_output, is_owned=is_owned)
-        self._call = call
+        self._use(caller)
+
+    def _use(self, caller: Caller) -> None:
+        self._caller = caller
+        self._call = caller._call  # noqa: SLF001 - a class of this module
 
     def decode(
         self, token_id: int, *, output: types_pb2.OutputOptions | None = None, **call: Unpack[CallOptions]
@@ -240,6 +243,38 @@ class Cache(CacheState):
         request = _calls.decode_request(self, token_id, output)
         response = self._call(_methods.DECODE, request, call)
         return self._appended(response)
+
+    def generate(
+        self,
+        token_ids: int | Sequence[int],
+        *,
+        keep_s: float = 10.0,
+        timeout_s: float | None = None,
+        priority: Priority | None = None,
+        **settings: Unpack[TextSettings],
+    ) -> Generation:
+        """Appends a token, or several, and then each token that is chosen, as a loop of `decode` does.
+
+        It is one call, whose chunks come as fast as the server computes, however far away it is:
+
+            with cache.generate(token_id) as generation: ...
+
+        With every chunk `seq_len` and `output` are as after the `decode` that returned its token: that token
+        is not appended yet, and the next `generate` or `decode` appends it. The stream resumes after a lost
+        connection or a server restart for up to `keep_s`. Raises PositionMismatch if the length of the cache
+        is not `seq_len`, unless it has tokens that were generated for this object and did not arrive: these
+        come again.
+
+        `settings` are those of `quire.item`: such as max_tokens, stop, temperature, constraint, min_logprob.
+        Unset settings of sampling are those of `default_output`. With `n` the tokens are generated on so many
+        copies, which are released, and the cache does not change.
+        """
+        if settings.get("sampling") is None and self.default_output is not None:
+            settings["sampling"] = self.default_output.sampling
+        made = item(self.prompt(token_ids), **settings)
+        options: CallOptions = {"timeout_s": timeout_s, "priority": priority}
+        execution = self._caller._execute(made, keep_s, options)  # noqa: SLF001 - a class of this module
+        return Generation(execution, self, made)
 
     def extend(
         self,
@@ -327,7 +362,7 @@ class Cache(CacheState):
             request_id=request_id or _calls.new_request_id(),
         )
         response = self._call(_methods.FORK_CACHE, request, call)
-        return [Cache(self._call, copy, self.default_output) for copy in self._forked(response)]
+        return [Cache(self._caller, copy, self.default_output) for copy in self._forked(response)]
 
     def renew(self, lease_s: float | None = None, **call: Unpack[CallOptions]) -> None:
         """Keeps the cache for `lease_s` seconds from now without use. None: restarts its lease."""
@@ -361,5 +396,47 @@ class Cache(CacheState):
             self.release()
         except QuireError:
             # Do not hide the exception of the block. The cache is released when its lease expires.
+            if error is None:
+                raise
+
+
+class Generation:
+    """What `Cache.generate` returns: chunks, one for each token.
+
+    Iterate over it, in a `with` if you may leave early. Leaving
+    the block ends it on the server, and takes back the tokens that were appended beyond those of the
+    chunks that were read.
+    """
+
+    def __init__(self, execution: Execution, cache: Cache, made: runner_pb2.ExecuteItem) -> None:
+        """Created by `generate`."""
+        self._execution = execution
+        self._cache = cache
+        # None: on copies.
+        self._base = None if made.n else made.cache.position + len(made.cache.token_ids)
+        self._has_ended = False
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Raises QuireError."""
+        for chunk in self._execution:
+            if self._base is not None:
+                self._cache._generated(self._base, chunk)  # noqa: SLF001 - a class of this module
+                self._has_ended = chunk.finish_reason is not None
+            yield chunk
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._has_ended:
+            return
+        try:
+            self._execution.cancel()
+            if self._base is not None:
+                self._cache.truncate(self._cache.seq_len)
+        except QuireError:
+            # Do not hide the exception of the block.
             if error is None:
                 raise

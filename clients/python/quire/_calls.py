@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
+from quire._chunks import Chunk
 from quire._enums import Priority, priority_of
-from quire.v1 import executor_pb2, types_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 # Requests with a request id that create caches, except batches.
 _CREATING_REQUESTS = (
@@ -178,6 +179,29 @@ class CacheState:
         """Leaves the release to others or to the lease. Returns the id, for a client's `cache`."""
         self._is_owned = False
         return self.cache_id
+
+    def prompt(self, token_ids: int | Sequence[int]) -> runner_pb2.CachePrompt:
+        """The prompt of an item of `execute` that appends a token, or several, and generates after these.
+
+        For several caches in one call. This object does not notice it: `refresh` does.
+        """
+        appended = [token_ids] if isinstance(token_ids, int) else tokens(token_ids)
+        return runner_pb2.CachePrompt(cache_id=self.cache_id, token_ids=appended, position=self.seq_len)
+
+    def _generated(self, base: int, chunk: Chunk) -> None:
+        """A chunk has come of what is generated from a length of `base` on."""
+        self.seq_len = base + chunk.position + len(chunk.token_ids) - 1
+        self.token_logprobs = self.token_is_argmax = self.samples = ()
+        if chunk.kv_cache is not None:
+            self.weights_version = chunk.kv_cache.weights_version
+        if chunk.token_ids:
+            self.output = types_pb2.StepOutput(token_id=chunk.token_ids[-1])
+        if chunk.token_ids and chunk.logprobs:
+            last = chunk.logprobs[-1]
+            self.output.logprob = last.logprob
+            self.output.top.CopyFrom(last.top)
+        if chunk.token_ids and chunk.hidden:
+            self.output.hidden.extend(chunk.hidden[-1].states)
 
     def _wanted(self, output: types_pb2.OutputOptions | None) -> types_pb2.OutputOptions | None:
         return self.default_output if output is None else output

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire._enums import FinishReason, name_of
 from quire.errors import QuireError, from_status
-from quire.v1 import runner_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Chunk:
         error: Why the sample failed, with the `finish_reason` "error".
         usage: In the last chunk.
         runtime: Of this item, if another one than that of `Execution.started` runs it.
+        kv_cache: In the last chunk of an item that continues a cache: the cache by then.
+        hidden: One for each token, if `hidden` asked for them.
     """
 
     item_id: str
@@ -43,6 +45,8 @@ class Chunk:
     error: QuireError | None
     usage: runner_pb2.Usage | None
     runtime: str
+    kv_cache: types_pb2.KvCacheHandle | None = None
+    hidden: Sequence[runner_pb2.TokenHidden] = ()
 
 
 def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
@@ -60,4 +64,6 @@ def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
         error=from_status(message.error) if message.HasField("error") else None,
         usage=message.usage if message.HasField("usage") else None,
         runtime=message.runtime,
+        kv_cache=message.kv_cache if message.HasField("kv_cache") else None,
+        hidden=tuple(message.hidden),
     )

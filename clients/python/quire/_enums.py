@@ -12,7 +12,9 @@ Priority: TypeAlias = Literal["low", "normal", "high"]
 Accept: TypeAlias = Literal["all", "greedy", "sampled", "speculative"]
 Policy: TypeAlias = Literal["order", "local_first", "cheapest"]
 Cause: TypeAlias = Literal["manual", "cuda_context_poisoned", "remote_auth_failure", "remote_config_change"]
-FinishReason: TypeAlias = Literal["stop", "length", "content_filter", "tool_calls", "error", "cancelled"]
+FinishReason: TypeAlias = Literal[
+    "stop", "length", "content_filter", "tool_calls", "error", "cancelled", "unlikely"
+]
 
 
 def number_of(parameter: str, enum: EnumTypeWrapper, word: str) -> Any:

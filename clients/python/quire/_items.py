@@ -14,8 +14,8 @@ from quire._options import sampling_params
 from quire.v1 import runner_pb2, types_pb2
 from quire.v1.sampling_settings import SamplingSettings
 
-# Token ids, a text, or messages such as {"role": "user", "content": "..."}.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
+# Token ids, a text, messages such as {"role": "user", "content": "..."}, or a cache with tokens to append.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | runner_pb2.CachePrompt
 
 _ROLES = {
     "system": runner_pb2.CHAT_ROLE_SYSTEM,
@@ -66,6 +66,8 @@ class TextSettings(SamplingSettings, total=False):
     adapter_id: str
     sampled_logprobs: bool
     cache_salt: str
+    min_logprob: float | None
+    hidden: types_pb2.HiddenStates | None
     speculation: Literal["prompt_lookup"] | runner_pb2.Speculation | SpeculationSettings | None
 
 
@@ -77,7 +79,7 @@ def item(
     Args:
         prompt: Token ids, a text to continue, or messages: mappings with `role`, `content`, and for tools
             `tool_calls` and `tool_call_id`, as in the OpenAI API, and `name` and `reasoning_content` for the
-            chat templates that use these.
+            chat templates that use these. Or a cache to continue: see the method `prompt` of a cache.
         item_id: Identifies the item in the chunks; unique in its batch.
         max_cost_usd: The maximum cost of the item. None: no limit.
         settings: Settings of sampling, such as temperature and seed, and other fields of ExecuteItem, such as
@@ -92,7 +94,9 @@ def item(
             _set(made, name, value)
     if any(value is not None for value in sampling.values()):
         made.sampling.MergeFrom(sampling_params(sampling))
-    if isinstance(prompt, str):
+    if isinstance(prompt, runner_pb2.CachePrompt):
+        made.cache.CopyFrom(prompt)
+    elif isinstance(prompt, str):
         made.text = prompt
     elif len(prompt) and isinstance(prompt[0], Mapping):
         made.chat.messages.extend(_message(message) for message in prompt)
@@ -111,7 +115,7 @@ def items_of(
 
     Raises TypeError if there are both items and settings, and the errors of `item`.
     """
-    if isinstance(asked, str) or not len(asked):
+    if isinstance(asked, str | runner_pb2.CachePrompt) or not len(asked):
         return [item(asked, **settings)]  # type: ignore[arg-type]
     if isinstance(asked[0], runner_pb2.ExecuteItem):
         if settings:
@@ -119,7 +123,7 @@ def items_of(
         if not all(isinstance(one, runner_pb2.ExecuteItem) for one in asked):
             raise TypeError("items and prompts do not go together: make each an item")
         return asked  # type: ignore[return-value]
-    if isinstance(asked[0], Sequence):
+    if isinstance(asked[0], Sequence | runner_pb2.CachePrompt):
         return [item(one, item_id=str(index), **settings) for index, one in enumerate(asked)]  # type: ignore[arg-type]
     return [item(asked, **settings)]  # type: ignore[arg-type]
 

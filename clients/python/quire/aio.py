@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -157,7 +157,7 @@ class AsyncClient(AsyncCaller):
             max_calls_per_message=max_calls_per_message,
             max_request_bytes=self._max_request_bytes,
         )
-        return AsyncSession(stream, close_timeout_s, self._priority)
+        return AsyncSession(stream, close_timeout_s, self._priority, self._execute)
 
     def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
@@ -193,8 +193,9 @@ class AsyncClient(AsyncCaller):
                 the error, and others go on.
             settings: Such as max_tokens, temperature, stop, n; see `quire.item`. For prompts only.
         """
+        made = items_of(items, settings)
         request = runner_pb2.ExecuteRequest(
-            items=items_of(items, settings),
+            items=made,
             runtime=runtime,
             request_id=request_id,
             policy=policy_of(policy),
@@ -202,7 +203,8 @@ class AsyncClient(AsyncCaller):
             max_cost_usd=max_cost_usd,
             priority=priority_of(priority or self._priority),
         )
-        target = self._gateways.next()
+        # Caches are continued by the gateway that has them. Without one it is the turn of any.
+        target = self._gateways.target(made[0].cache)
         return AsyncExecution(
             functools.partial(self._stubs[target].runner_stub.Execute, metadata=self.metadata),
             request,
@@ -211,6 +213,11 @@ class AsyncClient(AsyncCaller):
             retries=self._retries,
             raise_on_error=raise_on_error,
             proxy=self._proxies[target],
+        )
+
+    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> AsyncExecution:
+        return self.execute(
+            [item], keep_s=keep_s, timeout_s=call.get("timeout_s"), priority=call.get("priority")
         )
 
     async def generate(self, prompt: Prompt, **settings: Unpack[TextSettings]) -> str:
@@ -517,9 +524,16 @@ class AsyncSession(AsyncCaller):
     passed) may still be applied: retry an append, or undo it with `truncate` to `seq_len`.
     """
 
-    def __init__(self, stream: AsyncSessionStream, close_timeout_s: float, priority: Priority | None) -> None:
-        """Created by `AsyncClient.session`."""
+    def __init__(
+        self,
+        stream: AsyncSessionStream,
+        close_timeout_s: float,
+        priority: Priority | None,
+        execute: Callable[[runner_pb2.ExecuteItem, float, CallOptions], AsyncExecution],
+    ) -> None:
+        """Created by `AsyncClient.session`. `execute`: the client's, for streams beside this one."""
         self._stream = stream
+        self._client_execute = execute
         self._close_timeout_s = close_timeout_s
         self._priority = priority
         # The stream's tasks do not refer to the session, so that the stream of an unused session is
@@ -540,6 +554,9 @@ class AsyncSession(AsyncCaller):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> AsyncExecution:
+        return self._client_execute(item, keep_s, call)
 
     async def _call(
         self, method: Method[_Request, _Response], request: _Request, call_options: CallOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -157,7 +157,7 @@ class Client(Caller):
             max_calls_per_message=max_calls_per_message,
             max_request_bytes=self._max_request_bytes,
         )
-        return Session(stream, close_timeout_s, self._priority)
+        return Session(stream, close_timeout_s, self._priority, self._execute)
 
     def execute(  # noqa: PLR0913 - the fields of ExecuteRequest
         self,
@@ -193,8 +193,9 @@ class Client(Caller):
                 the error, and others go on.
             settings: Such as max_tokens, temperature, stop, n; see `quire.item`. For prompts only.
         """
+        made = items_of(items, settings)
         request = runner_pb2.ExecuteRequest(
-            items=items_of(items, settings),
+            items=made,
             runtime=runtime,
             request_id=request_id,
             policy=policy_of(policy),
@@ -202,7 +203,8 @@ class Client(Caller):
             max_cost_usd=max_cost_usd,
             priority=priority_of(priority or self._priority),
         )
-        target = self._gateways.next()
+        # Caches are continued by the gateway that has them. Without one it is the turn of any.
+        target = self._gateways.target(made[0].cache)
         return Execution(
             functools.partial(self._stubs[target].runner_stub.Execute, metadata=self.metadata),
             request,
@@ -211,6 +213,11 @@ class Client(Caller):
             retries=self._retries,
             raise_on_error=raise_on_error,
             proxy=self._proxies[target],
+        )
+
+    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> Execution:
+        return self.execute(
+            [item], keep_s=keep_s, timeout_s=call.get("timeout_s"), priority=call.get("priority")
         )
 
     def generate(self, prompt: Prompt, **settings: Unpack[TextSettings]) -> str:
@@ -515,9 +522,16 @@ class Session(Caller):
     may still be applied: retry an append, or undo it with `truncate` to `seq_len`.
     """
 
-    def __init__(self, stream: SessionStream, close_timeout_s: float, priority: Priority | None) -> None:
-        """Created by `Client.session`."""
+    def __init__(
+        self,
+        stream: SessionStream,
+        close_timeout_s: float,
+        priority: Priority | None,
+        execute: Callable[[runner_pb2.ExecuteItem, float, CallOptions], Execution],
+    ) -> None:
+        """Created by `Client.session`. `execute`: the client's, for streams beside this one."""
         self._stream = stream
+        self._client_execute = execute
         self._close_timeout_s = close_timeout_s
         self._priority = priority
         # The stream's threads do not refer to the session, so that the stream of an unused session is
@@ -538,6 +552,9 @@ class Session(Caller):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _execute(self, item: runner_pb2.ExecuteItem, keep_s: float, call: CallOptions) -> Execution:
+        return self._client_execute(item, keep_s, call)
 
     def _call(
         self, method: Method[_Request, _Response], request: _Request, call_options: CallOptions

@@ -13,9 +13,10 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from service.config import Config, all_settings
@@ -23,7 +24,7 @@ from service.data_directory import data_directory
 from service.extensions.gateways.one_host import LEAVE_WORKERS, STOP, Place, places
 from service.extensions.gateways.settings import needs_a_worker
 from service.journal.base import JournalUnusable
-from service.listening import CannotListen, reserved
+from service.listening import CannotListen, actual_address, binding
 from service.logging import get_logger
 from service.model_names import SHIPPED_MODELS, WEIGHTLESS_MODEL
 from service.pool import gpus
@@ -168,3 +169,17 @@ class _Parent:
         )
         self._tell(process, self._first_lines[index])
         return process
+
+
+@contextlib.contextmanager
+def reserved(address: str) -> Iterator[str]:
+    """An address for several gateways, with the chosen port for port 0. Raises CannotListen."""
+    host, _, port = address.rpartition(":")
+    with binding(address):
+        family, *_, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Without listen(), it gets no connections.
+        with binding(address):
+            held.bind(found)
+        yield actual_address(address, held.getsockname()[1])

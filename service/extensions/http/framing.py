@@ -6,6 +6,7 @@ another. So a request is refused if any other server could read its head in anot
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Any
 
@@ -85,3 +86,19 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
         headers=[*headers, (b"host", target["host"])],
         http_version=request.http_version,
     )
+
+
+def is_address(host: str) -> bool:
+    """Whether a Host header is an IP address or localhost. A port that only this machine reaches requires it.
+
+    Any other name may be DNS rebinding: a page of a browser could read all responses if the host name that
+    it comes from resolves to this machine. A page that comes from an address cannot do so.
+    """
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -21,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 from service.api.time_slice import TimeSlice
 from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
+from service.extensions.http.framing import is_address
 from service.extensions.http.server import HttpServer
 from service.extensions.metrics.collector import QuireCollector
 from service.extensions.metrics.figures import Figures
-from service.listening import is_address
 from service.logging import get_logger
 from service.setting_rules import is_private
 

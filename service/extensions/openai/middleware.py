@@ -23,9 +23,9 @@ from service.api.validation import is_request_id
 from service.auth.authenticator import AUTHORIZATION, Authenticator, current_tenant
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError
 from service.extensions.http.connection import connection_of
+from service.extensions.http.framing import is_address
 from service.extensions.openai import errors
 from service.extensions.openai.generation import event
-from service.listening import is_address
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 from service.setting_rules import is_private

@@ -167,12 +167,16 @@ class _Names:
         if family.mlp_names == ("gate_up_proj",):
             self.parts["ffn_up"] = "mlp.gate_up_proj"
         self._experts: dict[str, str] = {}
+        self._num_experts = settings.get("num_experts", settings.get("num_local_experts"))
         if family.experts is not None:
             self.parts["ffn_gate_inp"] = family.experts.router
             self._experts = _expert_parts(family.experts)
 
     def entries(self, header: FileHeader, info: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
-        """A tensor, or one for each expert, by their names in a checkpoint."""
+        """A tensor, or one for each expert, by their names in a checkpoint.
+
+        Raises ModelError for those of another number of experts, before they are made.
+        """
         entry = GgufTensor(
             info.name, header.path, _DTYPES.get(info.type, info.type), info.shape, info.begin, info.nbytes,
             header.version,
@@ -184,6 +188,9 @@ class _Names:
             yield _GLOBAL.get(info.name, info.name), entry
         elif part in self._experts and kind == "weight" and len(info.shape) == 3:
             count, size = info.shape[0], info.nbytes // info.shape[0]
+            if count != self._num_experts:
+                says = f"{count} experts, and the metadata say {self._num_experts!r}"
+                raise ModelError(f"{header.path}: tensor {info.name} is of {says}")
             for index in range(count):
                 begin = info.begin + index * size
                 name = f"model.layers.{layer}.{self._experts[part].format(index)}.weight"

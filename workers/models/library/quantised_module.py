@@ -6,9 +6,10 @@ rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,25 +26,89 @@ from workers.common.gguf.header import TYPES
 from workers.models.builder import FormatOf
 from workers.models.parts import Part
 from workers.models.quantised.drawn_rows import scale_inputs
+from workers.models.registry import ExpertNames
 
 
 @torch.inference_mode()
-def quantise_module(module: nn.Module, format_of: FormatOf) -> None:
-    """Mutates a model whose projections are all `nn.Linear`. A tied head keeps its embedding's weight."""
+def quantise_module(module: nn.Module, parameters: Mapping[str, nn.Parameter], format_of: FormatOf) -> None:
+    """Mutates a model whose projections are all `nn.Linear`. A tied head keeps its embedding's weight.
+
+    `parameters`: as `separate_experts` has them.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
     done = set[int]()
-    for name, part in module.named_modules():
+    for part in module.modules():
         if isinstance(part, nn.Linear):
             part.register_forward_pre_hook(_round)
         if isinstance(part, nn.Linear | nn.Embedding) and id(part.weight) not in done:
             done.add(id(part.weight))
-            form = format_of(f"{name}.weight")
+            form = format_of(names[id(part.weight)])
             assert isinstance(form, GroupFormat)
             part.weight.copy_(_dequantised(part.weight, form))
 
 
+class _Experts(nn.Module):
+    """Experts with a projection for each matrix, which are views of those that the library has stacked."""
+
+    def __init__(self, stacked: Any) -> None:
+        super().__init__()
+        self.activation = stacked.act_fn
+        inner = stacked.down_proj.shape[2]
+        parts = stacked.gate_up_proj[:, :inner], stacked.gate_up_proj[:, inner:], stacked.down_proj
+        self.gate, self.up, self.down = (nn.ModuleList(map(_projection, matrices)) for matrices in parts)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, C], experts [T, k] and their weights [T, k] -> [T, C], as the library computes it."""
+        total = torch.zeros_like(x)
+        for expert, (gate, up, down) in enumerate(zip(self.gate, self.up, self.down, strict=True)):
+            token, choice = torch.where(chosen == expert)
+            rows = x[token]
+            result = down(self.activation(gate(rows)) * up(rows)) if len(rows) else rows
+            total.index_add_(0, token, (result * weights[token, choice, None]).to(total.dtype))
+        return total
+
+
+def _projection(matrix: torch.Tensor) -> nn.Linear:
+    made = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(matrix, requires_grad=False)
+    return made
+
+
+@contextmanager
+def separate_experts(module: Any, names: ExpertNames | None) -> Iterator[dict[str, nn.Parameter]]:
+    """Let a model have a projection for each matrix of experts, until the end of the `with`.
+
+    Args:
+        module: A model whose layers have their experts, if any, in `mlp`. Mutated.
+        names: Those of the family.
+
+    Yields:
+        The parameters of the model, by the names in a checkpoint.
+    """
+    stacked = {}
+    parameters = dict(module.named_parameters())
+    for index, layer in enumerate(module.model.layers):
+        if names is None or not hasattr(layer.mlp, "experts"):
+            continue
+        stacked[layer.mlp] = layer.mlp.experts
+        layer.mlp.experts = made = _Experts(layer.mlp.experts)
+        place = f"model.layers.{index}."
+        parameters[f"{place}{names.router}.weight"] = layer.mlp.gate.weight
+        for name, projections in ((names.gate, made.gate), (names.up, made.up), (names.down, made.down)):
+            for expert, projection in enumerate(projections):
+                parameters[f"{place}{name.format(expert)}.weight"] = projection.weight
+    try:
+        yield parameters
+    finally:
+        for block, experts in stacked.items():
+            block.experts = experts
+
+
 @torch.inference_mode()
 def put_blocks(
-    module: nn.Module, blocks: Mapping[str, tuple[WeightFormat, Part]]
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    blocks: Mapping[str, tuple[WeightFormat, Part]],
 ) -> AbstractContextManager[object]:
     """Give parameters the values of quantised rows; of GGUF files, where it can, as the library reads them.
 
@@ -51,19 +116,21 @@ def put_blocks(
         What ends the rounding of that which they multiply.
 
     Args:
-        module: Mutated: a model whose projections are all `nn.Linear`.
-        blocks: The format of each matrix, and its rows as files have them; by the names of parameters.
+        module: Mutated: a model whose projections are `nn.Linear`, or routers.
+        parameters: Its parameters, by the names in a checkpoint.
+        blocks: The format of each matrix, and its rows as files have them; by the same names.
     """
     orders: dict[int, torch.Tensor | None] = {}
     for name, (form, rows) in blocks.items():
-        parameter = module.get_parameter(name)
+        parameter = parameters[name]
         parameter.copy_(_values(form, rows, parameter.shape[1]).view_as(parameter))
         if not isinstance(form, Float8Format):
             orders[id(parameter)] = getattr(rows, "order", None)
     hooks = ExitStack()
     for part in module.modules():
-        if isinstance(part, nn.Linear) and id(part.weight) in orders:
-            hook = partial(_round, order=orders[id(part.weight)])
+        weight = None if isinstance(part, nn.Embedding) else getattr(part, "weight", None)
+        if id(weight) in orders:
+            hook = partial(_round, order=orders[id(weight)])
             hooks.callback(part.register_forward_pre_hook(hook).remove)
     return hooks
 

@@ -41,6 +41,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+    FINISH_REASON_UNLIKELY: _ClassVar[FinishReason]
 
 class TransportKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -81,6 +82,7 @@ FINISH_REASON_CONTENT_FILTER: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
+FINISH_REASON_UNLIKELY: FinishReason
 TRANSPORT_KIND_UNSPECIFIED: TransportKind
 TRANSPORT_KIND_LOCAL_CPU: TransportKind
 TRANSPORT_KIND_LOCAL_GPU: TransportKind
@@ -116,11 +118,12 @@ class ExecuteRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., policy: _Optional[_Union[RoutingPolicy, str]] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ..., resume_after: _Optional[_Iterable[_Union[SampleProgress, _Mapping]]] = ..., keep: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ExecuteItem(_message.Message):
-    __slots__ = ("item_id", "tokens", "text", "chat", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt", "speculation")
+    __slots__ = ("item_id", "tokens", "text", "chat", "cache", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt", "min_logprob", "hidden", "speculation")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -136,11 +139,14 @@ class ExecuteItem(_message.Message):
     ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MIN_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     tokens: TokenPrompt
     text: str
     chat: Chat
+    cache: CachePrompt
     sampling: _types_pb2.SamplingParams
     max_tokens: int
     stop: _containers.RepeatedScalarFieldContainer[str]
@@ -156,8 +162,10 @@ class ExecuteItem(_message.Message):
     adapter_id: str
     sampled_logprobs: bool
     cache_salt: str
+    min_logprob: float
+    hidden: _types_pb2.HiddenStates
     speculation: Speculation
-    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., cache: _Optional[_Union[CachePrompt, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., min_logprob: _Optional[float] = ..., hidden: _Optional[_Union[_types_pb2.HiddenStates, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
 
 class Speculation(_message.Message):
     __slots__ = ("method", "max_draft_tokens")
@@ -172,6 +180,16 @@ class TokenPrompt(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CachePrompt(_message.Message):
+    __slots__ = ("cache_id", "token_ids", "position")
+    CACHE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    cache_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    position: int
+    def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "template", "tools_json")
@@ -260,7 +278,7 @@ class ExecutionStarted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., transport_kind: _Optional[_Union[TransportKind, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., resumed: _Optional[bool] = ...) -> None: ...
 
 class SampleChunk(_message.Message):
-    __slots__ = ("item_id", "sample", "position", "token_ids", "text", "logprobs", "tool_calls", "finish_reason", "stop", "error", "usage", "runtime")
+    __slots__ = ("item_id", "sample", "position", "token_ids", "text", "logprobs", "tool_calls", "finish_reason", "stop", "error", "usage", "runtime", "kv_cache", "hidden")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +291,8 @@ class SampleChunk(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     sample: int
     position: int
@@ -285,7 +305,15 @@ class SampleChunk(_message.Message):
     error: _status_pb2.Status
     usage: Usage
     runtime: str
-    def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ...) -> None: ...
+    kv_cache: _types_pb2.KvCacheHandle
+    hidden: _containers.RepeatedCompositeFieldContainer[TokenHidden]
+    def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[TokenHidden, _Mapping]]] = ...) -> None: ...
+
+class TokenHidden(_message.Message):
+    __slots__ = ("states",)
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.RepeatedCompositeFieldContainer[_types_pb2.Tensor]
+    def __init__(self, states: _Optional[_Iterable[_Union[_types_pb2.Tensor, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "top", "sampled_logprob", "text_offset")
