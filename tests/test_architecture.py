@@ -41,6 +41,7 @@ WORKER_LAYERS = (
         "steps_in_flight",
         "integrity_checks",
         "prefix_wait",
+        "kv_disk",
         "failures",
         "distribution",
         "extra_samples",
@@ -63,6 +64,8 @@ WITHOUT_TORCH = (
     "workers.operations",
     "workers.scheduler",
     "workers.kv.page_pool",
+    "workers.kv.disk_pages",
+    "workers.kv.page_files",
 )
 
 TOP_LEVEL = {
