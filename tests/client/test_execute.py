@@ -57,7 +57,8 @@ def test_a_failed_sample_is_raised_or_ends_alone(gateway: GatewayProcess) -> Non
 
 
 def test_settings_are_those_of_the_api() -> None:
-    named = set(quire.TextSettings.__annotations__) | {"item_id", "max_cost_usd", "tokens", "text", "chat"}
+    named = set(quire.TextSettings.__annotations__) | {"item_id", "max_cost_usd"}
+    named |= {"tokens", "text", "chat", "cache"}
     sampling = set(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     assert named - sampling == set(runner_pb2.ExecuteItem.DESCRIPTOR.fields_by_name)
     assert named >= sampling

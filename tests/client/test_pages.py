@@ -50,6 +50,7 @@ ELSEWHERE = {
 }
 PYTHON_AND_TOML = {
     "embedding = quire.floats": "tests/client/test_scoring.py runs it",
+    'finish_reason == "unlikely"': "tests/e2e/test_generate.py does the same",
     "routed = b": "tests/e2e/test_experts.py does the same with a mixture of experts",
     "tls=Tls(ca=": "tests/client/test_connection.py does the same with certificates of its own",
     "[tenants.alice]": "test_files_of_tokens",
@@ -119,6 +120,7 @@ TEXTS = block("docs/tutorial.md", "python", 'client.generate("12+34=")')
 DEATH = block("docs/tutorial.md", "python", "subprocess")
 OVERLOAD = block("docs/tutorial.md", "python", "ResourceExhausted")
 ITEMS = block("docs/runtimes.md", "python", "ITEMS = [")
+GENERATION = block("docs/runtimes.md", "python", "cache.generate(")
 UPLOAD = block("docs/training.md", "python", "client.upload_weights")
 OPENAI = block("docs/openai.md", "python", "from openai")
 REFLECTION = block("README.md", "sh", "Prefill")
@@ -290,6 +292,12 @@ def test_whole_texts_in_python(served: Served, tmp_path: Path) -> None:
     assert re.fullmatch("[0-9]{3}", texts["regex", "0"]) and {"samples"} == {
         item for item, sample in texts if sample == "1"
     }
+
+
+def test_generating_on_a_cache(served: Served, tmp_path: Path) -> None:
+    chunk, after = served.printed(GENERATION, tmp_path).splitlines()
+    # 4 is appended to the prompt of 6 tokens, and 6 is not.
+    assert chunk.endswith("stop") and after.startswith("7 ")
 
 
 def test_openais_client(served: Served, tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
 }
 # Refused where caches, workers or files are looked up.
 REFUSED_LATER = {
-    "TokenPrompt.token_ids", "Chat.messages", "CancelExecutionRequest.request_id",
-    "AdapterFile.name", "UnloadAdapterRequest.adapter_id",
+    "TokenPrompt.token_ids", "CachePrompt.token_ids", "CachePrompt.cache_id", "Chat.messages",
+    "CancelExecutionRequest.request_id", "AdapterFile.name", "UnloadAdapterRequest.adapter_id",
 }  # fmt: skip
 
 
