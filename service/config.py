@@ -37,6 +37,7 @@ from service.setting_rules import (
     YEAR_S,
     Range,
     Text,
+    is_absolute_path,
     is_directory,
     is_journal,
     is_listen_address,
@@ -51,6 +52,7 @@ from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 EXTENSIONS = "quire.extensions"
 
 UNQUANTISED = "none"
+QUANTIZATIONS = (UNQUANTISED, "q8_0", "q4_k_m", "q4_k", "q4_0")
 
 _DEFAULT_LEASE_S = 1800.0
 _Own = TypeVar("_Own", bound="ExtensionSettings")
@@ -145,9 +147,10 @@ class Config:
     )
     quantization: str = setting(
         UNQUANTISED,
-        "quantise the weights while they are loaded, to a format of GGUF: q8_0 takes 8.5 bits for each, q4_0"
-        " 4.5; none leaves them as they are; on the CPU",
-        (UNQUANTISED, "q8_0", "q4_0"),
+        "quantise the weights while they are loaded, as llama.cpp does: q8_0 takes 8.5 bits for each, q4_k_m"
+        " about 4.9 (q4_k, and q6_k where it matters most), q4_k and q4_0 4.5; none leaves them as they are;"
+        " on the CPU",
+        QUANTIZATIONS,
     )
     model_backend: str = setting(
         AUTO,
@@ -213,6 +216,20 @@ class Config:
         0.9,
         "fraction of a GPU's memory to use in total; it determines the number of KV pages",
         Range(0.05, 1),
+    )
+    kv_disk: str = setting(
+        "",
+        "directory in which workers on the CPU store their KV, to read it back instead of computing it again"
+        " after it was evicted, or after a restart; workers of a host share it",
+        Text(is_absolute_path, "must be an absolute path"),
+    )
+    kv_disk_gb: float = setting(
+        16.0, "maximum size of all files in kv_disk, in 10^9 bytes", Range(0.001, 1_000_000)
+    )
+    kv_disk_write_mb_per_s: float = setting(
+        256.0,
+        "how fast a worker writes to kv_disk at most, in 10^6 bytes per second",
+        Range(0.001, 1_000_000),
     )
     batch_invariant: str = setting(
         "off",

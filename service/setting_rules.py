@@ -10,6 +10,7 @@ import re
 import urllib.parse
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
+from pathlib import PurePosixPath
 
 from service.model_names import MAX_HUB_ID
 from workers.common.addresses import MAX_SOCKET_PATH_BYTES
@@ -103,6 +104,11 @@ def _host(name: str) -> object:
 def is_directory(value: str) -> bool:
     """Whether it names a directory, or nothing."""
     return not value or os.path.isdir(value)  # noqa: PTH112 - see is_file
+
+
+def is_absolute_path(value: str) -> bool:
+    """Whether it names a place that is the same from any working directory."""
+    return PurePosixPath(value).is_absolute() and "\0" not in value
 
 
 def is_path(value: str) -> bool:

@@ -27,7 +27,7 @@ needs_packages = pytest.mark.skipif(find_spec("torch") is None, reason="needs wh
 WORKER_LAYERS = (
     {"__main__"},
     {"pool_member", "follower"},
-    {"process"},
+    {"process", "convert"},
     {"server", "wire"},
     {"step_loop"},
     {"other_commands", "drawing", "answers"},
@@ -41,6 +41,7 @@ WORKER_LAYERS = (
         "steps_in_flight",
         "integrity_checks",
         "prefix_wait",
+        "kv_disk",
         "failures",
         "distribution",
         "extra_samples",
@@ -63,6 +64,8 @@ WITHOUT_TORCH = (
     "workers.operations",
     "workers.scheduler",
     "workers.kv.page_pool",
+    "workers.kv.disk_pages",
+    "workers.kv.page_files",
 )
 
 TOP_LEVEL = {
@@ -83,7 +86,7 @@ SERVICE_ROOMS = {
     "service.settings": ("service.setting_rules",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
-    "service.gguf": ("service.config",),
+    "service.gguf": ("service.config", "service.quantised"),
     "service.outbound": (),
     "service.printable": (),
     "service.memory": (),

@@ -14,6 +14,7 @@ from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
 from workers.integrity_checks import IntegrityChecks
+from workers.kv_disk import KvDisk
 from workers.models.errors import ModelError
 from workers.operations import (
     Abort,
@@ -49,7 +50,7 @@ def required(adapters: AdapterTable[Any] | None) -> AdapterTable[Any]:
 class OtherCommands:
     """Carries them out between steps, while none is in flight. Owns only the integrity checks."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a step loop
         self,
         engine: Engine,
         scheduler: Scheduler,
@@ -59,11 +60,12 @@ class OtherCommands:
         drawing: Drawing,
         adapters: AdapterTable[Any] | None,
         replacement: WeightsReplacement[Any] | None,
+        kv_disk: KvDisk | None,
     ) -> None:
-        """Take the parts of a step loop. None: the model has no adapters, or keeps its weights."""
+        """Take the parts of a step loop. None: it has no adapters, keeps its weights, stores no KV."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._window, self._answers, self._drawing = window, answers, drawing
-        self._adapters, self._replacement = adapters, replacement
+        self._adapters, self._replacement, self._kv_disk = adapters, replacement, kv_disk
         self.integrity_checks = IntegrityChecks(engine)
 
     def carry_out(self, command: Command | Internal) -> None:
@@ -123,6 +125,8 @@ class OtherCommands:
             self._engine.roll_back(forward)
         if self._adapters is not None and len(self._adapters):
             self._adapters.remove(op_id)
+        if self._kv_disk is not None:
+            self._kv_disk.remove(op_id)
         self._drawing.drop(op_id)
 
     def _drop_forwards(self) -> None:
@@ -135,6 +139,8 @@ class OtherCommands:
         self._window.clear()
         if self._adapters is not None:
             self._adapters.drop_forwards()
+        if self._kv_disk is not None:
+            self._kv_disk.drop_forwards()
 
     def _reset(self, command: Reset) -> None:
         self._drop_forwards()
@@ -159,4 +165,6 @@ class OtherCommands:
         assert self._replacement is not None
         self._drop_forwards()
         self._engine.forget_sequences()
+        if self._kv_disk is not None:
+            self._kv_disk.stop()
         self._replacement.apply()

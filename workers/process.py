@@ -178,7 +178,7 @@ def _make_executor(
 
         # Its operations are too short for a second thread.
         torch.set_num_threads(1)
-        return PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config))
+        return _stored(PagedAttentionExecutor.create(device=device, kv_pages=_kv_pages(config)), None, config)
     from workers.executors.llm import LlmExecutor
     from workers.executors.memory import StepLimits
     from workers.models.files import unchanged_settings
@@ -210,6 +210,21 @@ def _make_executor(
         )
     parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
     executor.set_threads(min(threads, max(1, parameters // _LEAST_PARAMETERS_PER_THREAD)))
+    return _stored(executor, directory, config)
+
+
+def _stored(executor: ModelExecutor, model: Path | None, config: WorkerConfig) -> ModelExecutor:
+    """The executor, which stores its KV if it is configured to. Reads the weights at `model` again."""
+    if config.kv_disk:
+        from workers.executors.stored_kv import open_kv_disk
+
+        executor.kv_disk = open_kv_disk(
+            executor,
+            model,
+            Path(config.kv_disk),
+            max_bytes=int(config.kv_disk_gb * 1e9),
+            write_bytes_per_s=config.kv_disk_write_mb_per_s * 1e6,
+        )
     return executor
 
 

@@ -148,6 +148,7 @@ class WorkerServer:
                 prelaunch_unrequested=not capabilities.device.startswith("cpu"),
                 adapters=executor.adapters,
                 replacement=executor.replacement,
+                kv_disk=executor.kv_disk,
             )
             self._loop.call_soon_threadsafe(self._on_loaded, executor, scheduler, step_loop)
             step_loop.run()
@@ -349,6 +350,7 @@ class WorkerServer:
                 memory_bytes=self._memory_bytes,
                 intact=intact,
                 lora_adapters=self._executor.lora_metrics_snapshot(),
+                kv_disk=None if self._executor.kv_disk is None else self._executor.kv_disk.usage(),
             )
         return worker_pb2.WorkerEvent(op_id=op_id, snapshot=snapshot)
 

@@ -29,8 +29,9 @@ from workers.executors.replacement import WeightsReplacement
 from workers.failures import failure_of
 from workers.inbox import Inbox
 from workers.kv.page_pool import OutOfPages
+from workers.kv_disk import KvDisk
 from workers.logging import get_logger
-from workers.operations import Chunk, Command, Failed, FailureReason, Forward
+from workers.operations import Chunk, Command, DiskReport, Failed, FailureReason, Forward
 from workers.other_commands import Internal, OtherCommands, required
 from workers.prelaunch import HOLD_TIMEOUT_S, Prelauncher
 from workers.runners.base import DeviceLostError
@@ -41,8 +42,11 @@ _log = get_logger(__name__)
 
 # How often it is asked whether the step in flight is done.
 _POLL_S = 0.0002
+# How often it is asked whether the disk still answers, while nothing else is to be done.
+_DISK_POLL_S = 1.0
 # Commands, and when they arrived.
-_Arrived = tuple[Sequence[Command | Decodes | Internal], int]
+_Submitted = Command | Decodes | Internal | DiskReport
+_Arrived = tuple[Sequence[_Submitted], int]
 _NOTHING: _Arrived = ((), 0)
 
 
@@ -62,13 +66,15 @@ class StepLoop:
         prelaunch_unrequested: bool = False,
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
+        kv_disk: KvDisk | None = None,
     ) -> None:
         """`max_seq_tokens`: the longest sequence that fits the engine.
 
-        adapters, replacement: those of the executor. None: it has no adapters, or cannot replace its weights.
-        The rest: see `Prelauncher`.
+        adapters, replacement, kv_disk: those of the executor. None: it has no adapters, cannot replace its
+        weights, stores no KV. The rest: see `Prelauncher`.
         """
         self._engine, self._scheduler, self._adapters = engine, scheduler, adapters
+        self._kv_disk = kv_disk
         self._inbox: Inbox[_Arrived] = Inbox()
         self._is_stopping = False
         self._window = CoalescingWindow()
@@ -96,16 +102,19 @@ class StepLoop:
             self._drawing,
             adapters,
             replacement,
+            kv_disk,
         )
         self._integrity_checks = self._others.integrity_checks
         if adapters is not None:
             adapters.report_to(lambda read: self.submit([read]))
         if replacement is not None:
             replacement.submit = lambda read: self.submit([read])
+        if kv_disk is not None:
+            kv_disk.report_to(lambda report: self.submit([report]))
 
     # Called by other threads.
 
-    def submit(self, commands: Sequence[Command | Decodes | Internal]) -> None:
+    def submit(self, commands: Sequence[_Submitted]) -> None:
         """Queues commands. They take effect in this order, and those of one call are taken together.
 
         Plain decodes are columns from here on, also those that are sent as forwards.
@@ -124,8 +133,8 @@ class StepLoop:
 
     @property
     def operations_in_flight(self) -> int:
-        """The forwards in the scheduler, those that wait for an adapter, and those with samples to draw."""
-        waiting = 0 if self._adapters is None else len(self._adapters)
+        """Forwards in the scheduler, those that wait for an adapter or the disk, and those with samples."""
+        waiting = sum([len(some) for some in (self._adapters, self._kv_disk) if some is not None])
         return len(self._scheduler) + len(self._drawing.forwards) + waiting
 
     # The loop's thread.
@@ -162,8 +171,7 @@ class StepLoop:
                     self._window.requests_arrived((command.sequence,), arrived_ns)
                     self._take_forward(command)
                 else:
-                    self._in_flight.finish()
-                    self._others.carry_out(command)
+                    self._carry_out(command)
             if self._inbox.items:
                 commands, arrived_ns = self._inbox.get()
                 continue
@@ -178,6 +186,14 @@ class StepLoop:
             commands, arrived_ns = _NOTHING
             with suppress(queue.Empty):
                 commands, arrived_ns = self._inbox.get(wait_ns / 1e9)
+
+    def _carry_out(self, command: Command | Internal | DiskReport) -> None:
+        if isinstance(command, DiskReport):
+            assert self._kv_disk is not None, "it reports"
+            self._take_read(self._kv_disk.take())
+        else:
+            self._in_flight.finish()
+            self._others.carry_out(command)
 
     @property
     def _has_work(self) -> bool:
@@ -208,16 +224,20 @@ class StepLoop:
                 return self._inbox.get(HOLD_TIMEOUT_S)
             except queue.Empty:
                 self._prelauncher.drop_all()
+        if self._kv_disk is not None and len(self._kv_disk):
+            with suppress(queue.Empty):
+                return self._inbox.get(_DISK_POLL_S)
+            return _NOTHING
         return self._inbox.get()
 
     def _take_decodes(self, decodes: Decodes) -> None:
         """Answers those whose results are there, and lets the others wait for a step or their adapter."""
         sequences = decodes.sequences
         if len(set(sequences)) < len(sequences):
-            # One after the other, as what was computed for one of them is not for the next.
-            for index in range(len(sequences)):
-                self._take_decodes(decodes.in_order(np.array([index])))
+            self._take_in_turn(decodes)
             return
+        if self._kv_disk is not None:
+            decodes = self._behind_reads(decodes, self._kv_disk)
         has_adapters = any(decodes.columns[ADAPTER].tolist())
         if has_adapters and self._adapters is not None:
             self._adapters.count_decodes(decodes)
@@ -233,6 +253,20 @@ class StepLoop:
             for forward in decodes.forwards():
                 self._queue(forward)
 
+    def _take_in_turn(self, decodes: Decodes) -> None:
+        """One after the other, as what was computed for one of them is not for the next."""
+        for index in range(decodes.size):
+            self._take_decodes(decodes.in_order(np.array([index])))
+
+    def _behind_reads(self, decodes: Decodes, kv_disk: KvDisk) -> Decodes:
+        """Lets decodes wait behind forwards of their sequences. Returns the others."""
+        if not len(kv_disk):
+            return decodes
+        waits = np.array([kv_disk.has(sequence) for sequence in decodes.sequences], np.bool_)
+        for forward in decodes.take(waits).forwards():
+            kv_disk.admit(forward)
+        return decodes.take(~waits)
+
     def _take_forward(self, forward: Forward) -> None:
         self._in_flight.finish_for(forward.sequence)
         if forward.sequence in self._prelauncher.expected:
@@ -240,8 +274,14 @@ class StepLoop:
             self._prelauncher.drop([forward.sequence])
         if forward.adapter and self._adapters is not None:
             self._adapters.count(forward)
-        if self._admit(forward):
-            self._queue(forward)
+        if self._kv_disk is None or self._kv_disk.admit(forward):
+            self._take_read([forward])
+
+    def _take_read(self, forwards: Sequence[Forward]) -> None:
+        """Queues forwards, whose pages are read, now or when they have their adapters."""
+        for forward in forwards:
+            if self._admit(forward):
+                self._queue(forward)
 
     def _queue(self, forward: Forward) -> None:
         try:
@@ -273,6 +313,12 @@ class StepLoop:
         for forward in ready:
             self._scheduler.add(forward)
 
+    def _advance_disk(self, kv_disk: KvDisk) -> None:
+        kv_disk.write_more()
+        for forward in kv_disk.expire(time.monotonic_ns()):
+            self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        self._take_read(kv_disk.give_up_if_stuck())
+
     def step(self) -> None:
         """Runs one forward over the chunks that the scheduler picks, and a slice of an integrity check.
 
@@ -280,6 +326,8 @@ class StepLoop:
         """
         for forward in self._scheduler.expire(time.monotonic_ns()):
             self._answers.results.append(Failed(forward.op_id, FailureReason.TIMEOUT))
+        if self._kv_disk is not None:
+            self._advance_disk(self._kv_disk)
         if self._in_flight.step is not None:
             self._in_flight.advance(self._begin, has_other_work=self._has_other_work)
             self._prelauncher.drop_expired(time.monotonic_ns())

@@ -38,6 +38,7 @@ from workers.decodes import (
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.given_experts import ONE_BYTE_EXPERTS, GivenExperts
 from workers.kv.table import PoolUsage
+from workers.kv_disk import DiskUsage
 from workers.models.text import ModelText
 from workers.operations import (
     GREEDY,
@@ -552,6 +553,7 @@ def to_snapshot(
     memory_bytes: int,
     intact: bool | None,
     lora_adapters: Sequence[LoraAdapterMetrics] = (),
+    kv_disk: DiskUsage | None = None,
 ) -> worker_pb2.WorkerSnapshot:
     """Encodes the metrics of a worker."""
     return worker_pb2.WorkerSnapshot(
@@ -566,6 +568,7 @@ def to_snapshot(
         step_expected_ns=status.step_expected_ns,
         pool_intact=intact,
         lora_adapters=[types_pb2.LoraAdapterMetrics(**_fields(adapter)) for adapter in lora_adapters],
+        kv_disk=None if kv_disk is None else types_pb2.KvDiskUsage(**_fields(kv_disk)),
     )
 
 

@@ -1,6 +1,6 @@
-// A mixture of experts with packed or quantised weights: see packed_product.h, grouped_product.h and float8_product.h. The products of all
-// experts run in one call, divided among threads by (expert, blocks of outputs). The weight of a chosen expert is read once
-// for all of its rows; other experts are not read.
+// A mixture of experts with packed or quantised weights: see packed_product.h, grouped_product.h and float8_product.h.
+// The products of all experts run in one call, divided among threads by (expert, blocks of outputs). The weight of a
+// chosen expert is read once for all of its rows; other experts are not read.
 //
 // The bits of a row depend neither on the other rows, nor on the number of threads.
 

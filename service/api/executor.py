@@ -277,6 +277,7 @@ def _worker_status(slot: WorkerSlot) -> pb.WorkerStatus:
         step_age=_duration(snapshot.step_age_ns / 1e9) if snapshot.step_age_ns else None,
         suspect=slot.suspect,
         trouble=slot.trouble,
+        kv_disk=snapshot.kv_disk if snapshot.HasField("kv_disk") else None,
     )
 
 

@@ -106,6 +106,10 @@ class Appends(BaseKind[Append]):
             request.adapter == state.adapter and entry.tenant.has_salt(state.salt, request.cache_salt)
         ):
             raise reused_request_id()
+        stated = request.weights
+        if not (request.cache_id or stated is None or self._parts.weights.current(stated) == state.weights):
+            # It was checked before the weights were replaced, and another one has created the cache since.
+            raise WeightsChanged(can_be_repeated=True)
         if creates_again:
             position = 0
         if position is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from quire.v1 import types_pb2
 
 from service.caches.requests import Appended
@@ -34,3 +36,13 @@ def test_who_lost_pages_to_an_older_operation_does_not_take_them_back_before_tha
     gateway.wait(1.0)
     gateway.work()
     assert isinstance(gateway.replies[created], Appended)
+
+
+def test_a_repeated_creation_that_was_checked_for_earlier_weights_is_asked_to_be_checked_again() -> None:
+    """Another one has created the cache with the weights of now: the options may not fit these."""
+    gateway = Gateway()
+    gateway.replace_weights(1, recompute=False)
+    gateway.append(prefill(1, 2, 3, request_id="key"))
+    late = dataclasses.replace(prefill(1, 2, 3, request_id="key"), weights=0)
+    assert gateway.reason(gateway.ask(late)) == "WEIGHTS_CHANGED"
+    assert isinstance(gateway.run(dataclasses.replace(late, weights=1)), Appended)

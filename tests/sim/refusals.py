@@ -207,9 +207,13 @@ def _check_reused(oracle: Oracle, asked: Asked, cache: Cache | None, _: QuireErr
 
 def _check_weights(oracle: Oracle, asked: Asked, cache: Cache | None, error: QuireError) -> None:
     request = asked.request
-    creates = cache is None and isinstance(request, Append) and not request.cache_id
-    assert creates or error.retry_after_s is None, "only whoever has no cache yet can ask again"
+    creates = isinstance(request, Append) and not request.cache_id
     stated = request.weights if isinstance(request, Append) else None
+    if creates and cache is not None and stated is not None and oracle.current(stated) != cache.weights:
+        # Checked before the weights were replaced, and created by another one since.
+        return
+    creates = creates and cache is None
+    assert creates or error.retry_after_s is None, "only whoever has no cache yet can ask again"
     if isinstance(request, Fork):
         forked = oracle.forked.get((asked.tenant, request.request_id))
         its = [*oracle.caches_of(asked), *(forked.children if forked is not None else ())]

@@ -23,7 +23,7 @@ from tests.model_factory import TinyModel, make_model
 from tests.soak.adapters import IDS, Adapters
 from tests.soak.callers import Caller, Stuck, Texts
 from tests.soak.checks import check_pools, until, wait_until_serving
-from tests.soak.faults import Injector, RanksInjector
+from tests.soak.faults import DiskInjector, Injector, RanksInjector
 from tests.soak.options import TINY, WEIGHTLESS, parser
 from tests.soak.server import Server
 from tests.soak.tally import Tally
@@ -110,10 +110,17 @@ def _main() -> int:
     command.add_argument(
         "--tensor-parallel", type=int, default=1, help="ranks of each worker, which also fail"
     )
+    command.add_argument(
+        "--kv-disk", action="store_true", help="KV is on disk too, and its files are damaged"
+    )
     command.add_argument("--out", type=Path, help="also write the report to this file")
     options = command.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as scratch:
         parts: tuple[Any, ...] = ()
+        if options.kv_disk:
+            # So little that files give way, too.
+            flags = ["--kv-disk", f"{scratch}/kv", "--kv-disk-gb", "0.001"]
+            parts = Server, DiskInjector, flags
         if options.tensor_parallel > 1:
             flags = ["--tensor-parallel", str(options.tensor_parallel), "--step-timeout-s", _STEP_TIMEOUT_S]
             parts = Server, RanksInjector, flags

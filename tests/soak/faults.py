@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tests.damaged_pages import FAULTS, files_in
 from tests.soak.server import Server
 from tests.soak.tally import Tally
 
@@ -31,6 +33,8 @@ _POLL_S = 0.02
 # So many faults come before the last one has healed.
 _UNHEALED_SHARE = 0.15
 _LONGEST_WAIT_S = 20.0
+# Of the files of KV, by each such fault.
+_DAMAGED_SHARE = 0.2
 
 
 class Injector:
@@ -143,6 +147,22 @@ class Injector:
             self._server.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(self._rng.uniform(0.05, 1.5))
             self._server.kill(pid, signal.SIGCONT)
+
+
+class DiskInjector(Injector):
+    """Also damages the files of KV on disk, in `kv` of the server's directory."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._kinds.append((0.5, self._damage_files))
+
+    async def _damage_files(self) -> None:
+        self._note("files of KV damaged")
+        for path in files_in(self._server.directory / "kv"):
+            if self._rng.random() < _DAMAGED_SHARE:
+                # It may be deleted, or found to be damaged, at any time.
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    self._rng.choice(FAULTS)(path, self._rng)
 
 
 class RanksInjector(Injector):

@@ -12,6 +12,7 @@ from workers.decodes import BATCH_ITEMS, CHOSEN, COMPUTE_NS, NO_DECODES, OP_ID, 
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
+from workers.kv_disk import KvDisk
 from workers.operations import Chunk, Command, Forward, Reset, Result, RowOutput
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
@@ -32,6 +33,7 @@ class Worker:
         max_seq_tokens: int = 0,
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
+        kv_disk: KvDisk | None = None,
     ) -> None:
         self.engine = engine or PagedAttentionExecutor.create(kv_pages=pages).engine
         self.steps: list[list[int]] = []
@@ -45,6 +47,7 @@ class Worker:
             prelaunch_unrequested=max_seq_tokens > 0,
             adapters=adapters,
             replacement=replacement,
+            kv_disk=kv_disk,
         )
         self._execute = self.engine.execute
         self.engine.execute = self._note  # type: ignore[method-assign]

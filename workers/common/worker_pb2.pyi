@@ -72,7 +72,7 @@ class Lease(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., silence_timeout_s: _Optional[float] = ..., config: _Optional[_Union[WorkerConfig, _Mapping]] = ..., secret: _Optional[str] = ...) -> None: ...
 
 class WorkerConfig(_message.Message):
-    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank", "workers", "tensor_parallel", "quantization")
+    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank", "workers", "tensor_parallel", "quantization", "kv_disk", "kv_disk_gb", "kv_disk_write_mb_per_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,9 @@ class WorkerConfig(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    KV_DISK_FIELD_NUMBER: _ClassVar[int]
+    KV_DISK_GB_FIELD_NUMBER: _ClassVar[int]
+    KV_DISK_WRITE_MB_PER_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     device: str
@@ -127,7 +130,10 @@ class WorkerConfig(_message.Message):
     workers: int
     tensor_parallel: int
     quantization: str
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
+    kv_disk: str
+    kv_disk_gb: float
+    kv_disk_write_mb_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_disk: _Optional[str] = ..., kv_disk_gb: _Optional[float] = ..., kv_disk_write_mb_per_s: _Optional[float] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("commands", "lease", "give_back", "refusal")
@@ -459,7 +465,7 @@ class Holding(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class WorkerSnapshot(_message.Message):
-    __slots__ = ("pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "pool_intact", "lora_adapters", "step_number", "step_expected_ns")
+    __slots__ = ("pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age_ns", "pool_intact", "lora_adapters", "step_number", "step_expected_ns", "kv_disk")
     POOL_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +477,7 @@ class WorkerSnapshot(_message.Message):
     LORA_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     STEP_NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_EXPECTED_NS_FIELD_NUMBER: _ClassVar[int]
+    KV_DISK_FIELD_NUMBER: _ClassVar[int]
     pool: _types_pb2.PoolUsage
     counts: _types_pb2.StepCounts
     operations_in_flight: int
@@ -482,4 +489,5 @@ class WorkerSnapshot(_message.Message):
     lora_adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.LoraAdapterMetrics]
     step_number: int
     step_expected_ns: int
-    def __init__(self, pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ..., lora_adapters: _Optional[_Iterable[_Union[_types_pb2.LoraAdapterMetrics, _Mapping]]] = ..., step_number: _Optional[int] = ..., step_expected_ns: _Optional[int] = ...) -> None: ...
+    kv_disk: _types_pb2.KvDiskUsage
+    def __init__(self, pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age_ns: _Optional[int] = ..., pool_intact: _Optional[bool] = ..., lora_adapters: _Optional[_Iterable[_Union[_types_pb2.LoraAdapterMetrics, _Mapping]]] = ..., step_number: _Optional[int] = ..., step_expected_ns: _Optional[int] = ..., kv_disk: _Optional[_Union[_types_pb2.KvDiskUsage, _Mapping]] = ...) -> None: ...

@@ -18,6 +18,7 @@ from workers.executors.engine import Engine
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.executors.replacement import WeightsReplacement
 from workers.kv.table import PoolUsage
+from workers.kv_disk import KvDisk
 from workers.models.active_kernels import active_kernels, active_products
 from workers.models.model import ModelDescription
 from workers.models.text import ModelText
@@ -73,6 +74,8 @@ class ModelExecutor:
         self.adapters = adapters
         # None: its weights cannot be replaced.
         self.replacement: WeightsReplacement[Any] | None = None
+        # None: its KV is not stored.
+        self.kv_disk: KvDisk | None = None
         self.text = text or ModelText()
         self._model = model
         self._capabilities = dataclasses.replace(

@@ -23,13 +23,16 @@ PAGES_PER_SLICE = 2048
 class IntegrityCheck:
     """One check of a table. Reads the table's data; the table reports all changes from the start on."""
 
-    def __init__(self, sequences: Mapping[int, KvSequence], pool: PagePool, page_size: int) -> None:
+    def __init__(
+        self, sequences: Mapping[int, KvSequence], pool: PagePool, page_size: int, held: Iterable[int] = ()
+    ) -> None:
+        """Take a table's data. `held`: pages that are held for no sequence, once for each reference."""
         self._sequences = sequences
         self._pool = pool
         self._page_size = page_size
         self._pending = list(sequences)
         self._counted: set[int] = set()
-        self._holders: Counter[int] = Counter()
+        self._holders: Counter[int] = Counter(held)
 
     def sequence_added(self, key: int) -> None:
         """Note a new sequence, which has no pages yet."""
@@ -44,6 +47,14 @@ class IntegrityCheck:
         """Note that a sequence has given pages back."""
         if key in self._counted:
             self._holders.subtract(pages)
+
+    def held(self, pages: Iterable[int]) -> None:
+        """Note that pages are held for no sequence."""
+        self._holders.update(pages)
+
+    def let_go(self, pages: Iterable[int]) -> None:
+        """Note that pages are held no more, once each."""
+        self._holders.subtract(pages)
 
     def slices(self) -> Iterator[None]:
         """Check everything, a slice at a time. Raises IntegrityError for a contradiction."""
@@ -63,8 +74,7 @@ class IntegrityCheck:
             self._pool.check_page(page)
             if self._holders[page] != self._pool.refcount(page):
                 raise IntegrityError(
-                    f"page {page} has {self._pool.refcount(page)} references,"
-                    f" {self._holders[page]} sequences hold it"
+                    f"page {page} has {self._pool.refcount(page)} references, {self._holders[page]} holders"
                 )
             if page % PAGES_PER_SLICE == PAGES_PER_SLICE - 1:
                 yield

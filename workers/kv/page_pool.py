@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -64,6 +64,8 @@ class PagePool:
             raise ValueError(f"num_pages must be at least 1, not {num_pages}")
         self.num_pages = num_pages
         self.evicted_pages = 0
+        # Told of each digest whose page is about to get other contents.
+        self.on_discard: Callable[[bytes], None] | None = None
         # One-to-one: each digest has one canonical page.
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -167,7 +169,10 @@ class PagePool:
 
     def _discard(self, page: int) -> None:
         """Remove an indexed page from the index."""
-        del self._page_of[self._digest_of.pop(page)]
+        digest = self._digest_of.pop(page)
+        del self._page_of[digest]
+        if self.on_discard is not None:
+            self.on_discard(digest)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is in exactly one state and the index agrees. O(pages)."""

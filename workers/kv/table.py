@@ -19,16 +19,23 @@ thread of the step loop owns it.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.given_experts import given_salt
+from workers.kv.disk_pages import DiskPages
 from workers.kv.integrity import IntegrityCheck
 from workers.kv.page_pool import IntegrityError, PagePool, page_digest, root_digest
 from workers.kv.page_tables import PageTables
 from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
+
+# What the gateway puts before the salt of a tenant: see `Tenant.salt` there.
+_NUMBERED_ADAPTER = re.compile(rb"a\d+/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,10 @@ class KvTable:
         self._prefix_hit_tokens = 0
         self._prefix_query_tokens = 0
         self._copied_pages = 0
+        # Where full pages are stored too; None: nowhere. See `store_on`.
+        self._disk: DiskPages | None = None
+        # Pages with references of `hold` and `take`, and how many.
+        self._held: Counter[int] = Counter()
         # Running checks, to which every page is reported that a sequence gets or gives back.
         self._checks: list[IntegrityCheck] = []
 
@@ -290,7 +301,12 @@ class KvTable:
             page_tokens = seq.token_ids[i * self.page_size : (i + 1) * self.page_size]
             digest = page_digest(_last_digest(seq), page_tokens)
             seq.digests.append(digest)
-            self._pool.publish(seq.pages[i], digest)
+            self._publish(seq, i)
+
+    def _publish(self, seq: KvSequence, i: int) -> None:
+        page, digest = seq.pages[i], seq.digests[i]
+        if self._pool.publish(page, digest) and self._disk is not None and is_lasting(seq.salt):
+            self._disk.published(page, digest)
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
@@ -307,7 +323,7 @@ class KvTable:
             page = seq.pages[i]
             if i < full_pages and self._pool.refcount(page) == 1:
                 # It may hold the same tokens as an indexed page that was evicted. Then it takes its place.
-                self._pool.publish(page, seq.digests[i])
+                self._publish(seq, i)
             self._pool.decref(page)
         for check in self._checks:
             check.pages_removed(seq.key, seq.pages[kept_pages:])
@@ -355,6 +371,70 @@ class KvTable:
         self._columns.remove(seq.row)
         return True
 
+    # Pages that are on disk too.
+
+    def store_on(self, disk: DiskPages | None) -> None:
+        """Tell `disk` from now on which pages are full, and which get other contents. None: nobody."""
+        self._disk = disk
+        self._pool.on_discard = None if disk is None else disk.discarded
+
+    def next_digests(
+        self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
+    ) -> Iterator[bytes]:
+        """The digests of the full pages that at most `limit` of `tokens` fill, at a position of a sequence.
+
+        None if it has no such position, or if the position is within a page.
+        """
+        page_size, seq = self.page_size, self._sequences.get(key)
+        if position % page_size or (position and (seq is None or len(seq) < position)):
+            return
+        digest = root_digest(self._salted(salt))
+        if position and seq is not None:
+            digest = seq.digests[position // page_size - 1]
+        for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
+            digest = page_digest(digest, tokens[start : start + page_size])
+            yield digest
+
+    def hold(self, digest: bytes) -> int | None:
+        """The page of this digest, which stays in the pool until `let_go`. None: it is not in the pool."""
+        page = self._pool.lookup(digest)
+        if page is not None:
+            self.hold_page(page)
+        return page
+
+    def hold_page(self, page: int) -> None:
+        """As `hold`, for a page that is held already."""
+        self._pool.incref(page)
+        self._note_held([page])
+
+    def take(self, count: int) -> list[int]:
+        """Pages for contents that come from elsewhere; held as by `hold`. Raises OutOfPages."""
+        pages = self._pool.allocate(count)
+        self._note_held(pages)
+        return pages
+
+    def _note_held(self, pages: Sequence[int]) -> None:
+        self._held.update(pages)
+        for check in self._checks:
+            check.held(pages)
+
+    def filled(self, page: int, digest: bytes) -> None:
+        """Index a page of `take` that has got its contents, unless another page has this digest by now."""
+        self._pool.publish(page, digest)
+
+    def let_go(self, pages: Sequence[int]) -> None:
+        """Give up one reference to each page. Without others it is cached or free. The last first.
+
+        So the end of a chain is evicted before the pages it depends on.
+        """
+        for page in reversed(pages):
+            self._pool.decref(page)
+            self._held[page] -= 1
+            if not self._held[page]:
+                del self._held[page]
+        for check in self._checks:
+            check.let_go(pages)
+
     @property
     def pages_available(self) -> int:
         """Pages free or cached."""
@@ -382,7 +462,9 @@ class KvTable:
 
     def check_integrity_in_slices(self) -> Iterator[None]:
         """As `check_integrity`, in slices. The table may be used and changed between two of them."""
-        check = IntegrityCheck(self._sequences, self._pool, self.page_size)
+        if self._disk is not None:
+            self._disk.check_integrity(self._pool.lookup)
+        check = IntegrityCheck(self._sequences, self._pool, self.page_size, self._held.elements())
         self._checks.append(check)
         try:
             yield from check.slices()
@@ -397,6 +479,14 @@ class KvTable:
     def _check_owned(self, seq: KvSequence) -> None:
         if self._sequences.get(seq.key) is not seq:
             raise ValueError(f"sequence {seq.key} is not in this table")
+
+
+def is_lasting(salt: bytes) -> bool:
+    """Whether a salt has the same meaning in every process: then pages under it can be stored.
+
+    That of an adapter whose content is not known has only its number, which another one can get later.
+    """
+    return _NUMBERED_ADAPTER.match(given_salt(salt)) is None
 
 
 def _last_digest(seq: KvSequence) -> bytes:

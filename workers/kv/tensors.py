@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.cpu.kv_write import kv_write
 from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
@@ -173,6 +176,19 @@ class KvTensors:
                 piece.index_copy_(1, destination, piece.index_select(1, source))
         if self.others is not None:
             self.others.copy_pages(pairs)
+
+    def page_views(self, page: int) -> list[memoryview]:
+        """The bytes of a page on the CPU, as they are in memory: one piece for K and one for V of each layer.
+
+        Writing to them writes the page. The order is the same for all pages of the same `layers`.
+        """
+        return [memoryview(one) for piece in self._page_bytes for one in piece[:, page]]
+
+    @cached_property
+    def _page_bytes(self) -> list[NDArray[np.uint8]]:
+        # [N, P, bytes of a page] each
+        plain = (piece.view(torch.uint8).numpy() for piece in self._pieces.values())
+        return [piece.reshape(*piece.shape[:2], -1) for piece in plain]
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the KV of single tokens, in every layer.

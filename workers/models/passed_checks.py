@@ -25,7 +25,7 @@ _DIRECTORY = library.BUILD_DIR / "checks"
 # Those that passed first are removed.
 _MOST = 256
 # Environment variables that change how torch and the libraries below it compute.
-_VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "DNNL_", "TORCH_", "TRITON_")
+VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "DNNL_", "TORCH_", "TRITON_")
 
 
 def key_of(
@@ -44,7 +44,7 @@ def key_of(
     """
     gpu = (torch.cuda.get_device_name(device), torch.version.cuda) if device.type == "cuda" else ()
     machine = library.build_name(), sorted(library.cpu_flags()), torch.get_num_threads(), gpu
-    environment = sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
+    environment = sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES))
     settings = (
         config,
         dtype,

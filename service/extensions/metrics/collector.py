@@ -35,6 +35,8 @@ _WORKER_GAUGES = {
     "quire_worker_device_memory_bytes": ("snapshot.device_memory_bytes", "Device memory."),
     "quire_worker_step_age_seconds": ("snapshot.step_age_ns", "How long the current step has run."),
     "quire_worker_sequences": ("snapshot.pool.sequences", "Caches whose KV it has."),
+    "quire_kv_disk_bytes": ("snapshot.kv_disk.bytes", "All files in its kv_disk."),
+    "quire_kv_disk_stopped": ("snapshot.kv_disk.stopped", "1 if it stores nothing more in its kv_disk."),
 }
 # Of a WorkerSnapshot.
 _WORKER_COUNTS = {
@@ -45,6 +47,14 @@ _WORKER_COUNTS = {
     "quire_prefix_cache_hits": ("pool.prefix_hit_tokens", "Prompt tokens whose KV was found."),
     "quire_kv_evicted_pages": ("pool.evicted_pages", "Cached pages that gave way to others."),
     "quire_kv_copied_pages": ("pool.copied_pages", "Pages that were copied on write."),
+    "quire_kv_disk_wanted_pages": ("kv_disk.wanted_pages", "Full pages that were not in memory."),
+    "quire_kv_disk_read_pages": ("kv_disk.read_pages", "Those of them that were read from kv_disk."),
+    "quire_kv_disk_refused_pages": ("kv_disk.refused_pages", "Files that were not what their name says."),
+    "quire_kv_disk_written_pages": ("kv_disk.written_pages", "Pages that were stored in kv_disk."),
+    "quire_kv_disk_dropped_pages": (
+        "kv_disk.dropped_pages",
+        "Pages that left the memory and were not stored.",
+    ),
 }
 # Of LoraAdapterMetrics.
 _ADAPTER_COUNTS = {

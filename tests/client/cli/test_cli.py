@@ -386,7 +386,8 @@ def test_status_shows_a_table(quire: Callable[..., int], capsys: pytest.CaptureF
         "worker": "worker-0", "pid": "4711", "epoch": "3", "device": "cpu", "runner": "eager",
         "state": "ready", "seqs": "5", "used": "25", "free": "60", "cached": "15", "pages": "100",
         "running": "2", "prefills": "10",
-        "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0", "memory": "300.0 MiB",
+        "decodes": "100", "prefill ms": "12.3", "decode ms": "1.3", "batch": "3.0",
+        "memory": "300.0 MiB", "disk": "-",
     }  # fmt: skip
     assert "starting 42%" in starting
     assert products == "matrix products of worker-0: torch: this CPU has no AVX2"

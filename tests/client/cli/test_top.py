@@ -71,6 +71,23 @@ def shown(now: Reading, before: Reading | None, width: int = 200, **more: Any) -
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
+def test_kv_on_disk_has_a_line_if_a_worker_stores_any() -> None:
+    now, before = reading(13.0, 30), reading(11.0, 20)
+    assert not any(line.startswith("KV on disk") for line in shown(now, before))
+    for one, count in ((now, 30), (before, 20)):
+        one.status.workers[0].kv_disk.CopyFrom(
+            types_pb2.KvDiskUsage(
+                bytes=3 << 20, max_bytes=1 << 30, stopped=True,
+                wanted_pages=8 * count, read_pages=6 * count, written_pages=10 * count,
+            )
+        )  # fmt: skip
+    (found,) = (line for line in shown(now, before) if line.startswith("KV on disk"))
+    assert found == (
+        "KV on disk 3.0 MiB of 1.0 GiB   pages/s read 30.0 (75% of those wanted)   written 50.0"
+        "   1 of 1 workers store nothing"
+    )
+
+
 def line(lines: list[str], title: str) -> str:
     (found,) = (line for line in lines if line.split()[0] == title)
     return found

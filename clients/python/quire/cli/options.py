@@ -109,6 +109,7 @@ each worker:
   prefills, decodes     requests since its start; `prefill ms` and `decode ms`: what one takes on average
   batch                 how many requests share a step on average
   memory                resident memory; of its process, without that of a GPU
+  disk                  files of KV in its kv_disk; -: it stores none
 """
 
 

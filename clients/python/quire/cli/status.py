@@ -56,6 +56,7 @@ _COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
     "decode ms": lambda worker: _mean_ms(worker.counts.decode_ns, worker.counts.decode_operations),
     "batch": lambda worker: _mean(worker.counts.batch_items, worker.counts.steps),
     "memory": lambda worker: size(worker.memory_bytes),
+    "disk": lambda worker: size(worker.kv_disk.bytes) if worker.HasField("kv_disk") else "-",
 }
 # Of two readings, with what they are the growth of.
 _RATES = {
@@ -68,6 +69,7 @@ _RATES = {
 _COUNTERS = {
     "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
     "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
+    "kv_disk": ["wanted_pages", "read_pages", "written_pages"],
 }
 _TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
 # The most important columns, for narrow terminals. The others are less important.

@@ -77,6 +77,29 @@ def _work(
             f"{cached:,} cached",
             f"{pages:,} in all",
         ),
+        *_on_disk(status, total, elapsed_s),
+    ]
+
+
+def _on_disk(
+    status: executor_pb2.GetStatusResponse, total: Counter[str] | None, elapsed_s: float
+) -> list[Sequence[str]]:
+    """A line about KV on disk, if a worker stores any."""
+    disks = [worker.kv_disk for worker in status.workers if worker.HasField("kv_disk")]
+    if not disks:
+        return []
+    # Workers of a host share a directory, and each reports all of it.
+    most = max(disks, key=lambda disk: disk.bytes)
+    found = "-" if total is None else _percent(total["read_pages"], total["wanted_pages"])
+    stopped = sum(disk.stopped for disk in disks)
+    return [
+        (
+            "KV on disk",
+            f"{size(most.bytes)} of {size(most.max_bytes)}",
+            f"pages/s read {_rate(total, elapsed_s, 'read_pages')} ({found} of those wanted)",
+            f"written {_rate(total, elapsed_s, 'written_pages')}",
+            f"{stopped} of {len(disks)} workers store nothing" if stopped else "",
+        )
     ]
 
 

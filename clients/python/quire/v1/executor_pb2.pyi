@@ -621,7 +621,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., caches: _Optional[int] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., version: _Optional[str] = ..., tasks: _Optional[int] = ..., longest_stall: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ..., arriving_requests: _Optional[int] = ..., sessions: _Optional[int] = ..., connections: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age", "suspect", "trouble", "address")
+    __slots__ = ("worker_id", "pid", "epoch", "state", "load_progress", "executor", "pool", "counts", "operations_in_flight", "memory_bytes", "device_memory_bytes", "device_memory_peak_bytes", "step_age", "suspect", "trouble", "address", "kv_disk")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -638,6 +638,7 @@ class WorkerStatus(_message.Message):
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_DISK_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     epoch: int
@@ -654,7 +655,8 @@ class WorkerStatus(_message.Message):
     suspect: bool
     trouble: str
     address: str
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load_progress: _Optional[float] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., suspect: _Optional[bool] = ..., trouble: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    kv_disk: _types_pb2.KvDiskUsage
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load_progress: _Optional[float] = ..., executor: _Optional[_Union[_types_pb2.ExecutorCapabilities, _Mapping]] = ..., pool: _Optional[_Union[_types_pb2.PoolUsage, _Mapping]] = ..., counts: _Optional[_Union[_types_pb2.StepCounts, _Mapping]] = ..., operations_in_flight: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., device_memory_bytes: _Optional[int] = ..., device_memory_peak_bytes: _Optional[int] = ..., step_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., suspect: _Optional[bool] = ..., trouble: _Optional[str] = ..., address: _Optional[str] = ..., kv_disk: _Optional[_Union[_types_pb2.KvDiskUsage, _Mapping]] = ...) -> None: ...
 
 class GetCacheMetricsRequest(_message.Message):
     __slots__ = ("check_integrity",)

@@ -8,7 +8,7 @@ import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Status } from "../../google/rpc/status_pb.js";
 import { file_google_rpc_status } from "../../google/rpc/status_pb.js";
-import type { Priority, SamplingParams, TokenMask, TopLogprobs } from "./types_pb.js";
+import type { HiddenStates, KvCacheHandle, Priority, SamplingParams, Tensor, TokenMask, TopLogprobs } from "./types_pb.js";
 import { file_quire_v1_types } from "./types_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/runner.proto.
  */
 export const file_quire_v1_runner: GenFile = /*@__PURE__*/
-  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKzBAoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEioKCHNhbXBsaW5nGAUgASgLMhgucXVpcmUudjEuU2FtcGxpbmdQYXJhbXMSEgoKbWF4X3Rva2VucxgGIAEoDRIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEhIKCmlnbm9yZV9lb3MYCSABKAgSEAoIbG9ncHJvYnMYCiABKAgSFAoMdG9wX2xvZ3Byb2JzGAsgASgNEgkKAW4YDCABKA0SKAoKY29uc3RyYWludBgNIAEoCzIULnF1aXJlLnYxLkNvbnN0cmFpbnQSEwoLdG9rZW5zX29ubHkYDiABKAgSKgoHdGltZW91dBgPIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYECABKAFIAYgBARISCgphZGFwdGVyX2lkGBEgASgJEhgKEHNhbXBsZWRfbG9ncHJvYnMYEiABKAgSEgoKY2FjaGVfc2FsdBgTIAEoCRIqCgtzcGVjdWxhdGlvbhgXIAEoCzIVLnF1aXJlLnYxLlNwZWN1bGF0aW9uQggKBnByb21wdEIPCg1fbWF4X2Nvc3RfdXNkIm4KC1NwZWN1bGF0aW9uEisKBm1ldGhvZBgBIAEoDjIbLnF1aXJlLnYxLlNwZWN1bGF0aW9uTWV0aG9kEh0KEG1heF9kcmFmdF90b2tlbnMYAiABKA1IAIgBAUITChFfbWF4X2RyYWZ0X3Rva2VucyIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAki0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kItsCCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAlCEAoOX2ZpbmlzaF9yZWFzb24isAEKDFRva2VuTG9ncHJvYhIUCgdsb2dwcm9iGAEgASgCSACIAQESIgoDdG9wGAIgASgLMhUucXVpcmUudjEuVG9wTG9ncHJvYnMSHAoPc2FtcGxlZF9sb2dwcm9iGAMgASgCSAGIAQESGAoLdGV4dF9vZmZzZXQYBCABKA1IAogBAUIKCghfbG9ncHJvYkISChBfc2FtcGxlZF9sb2dwcm9iQg4KDF90ZXh0X29mZnNldCK+AQoFVXNhZ2USFAoMaW5wdXRfdG9rZW5zGAEgASgNEhUKDW91dHB1dF90b2tlbnMYAiABKA0SGAoQcmVhc29uaW5nX3Rva2VucxgDIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAQgASgNEhUKCGNvc3RfdXNkGAUgASgBSACIAQESFAoMZHJhZnRfdG9rZW5zGAYgASgNEh0KFWFjY2VwdGVkX2RyYWZ0X3Rva2VucxgHIAEoDUILCglfY29zdF91c2QilQIKClJhdGVMaW1pdHMSIAoTcmVxdWVzdHNfcGVyX21pbnV0ZRgBIAEoAUgAiAEBEh4KEXRva2Vuc19wZXJfbWludXRlGAIgASgBSAGIAQESGwoObWF4X2NvbmN1cnJlbnQYAyABKA1IAogBARIaCg1yZXF1ZXN0c19sZWZ0GAQgASgBSAOIAQESGAoLdG9rZW5zX2xlZnQYBSABKAFIBIgBARIPCgdydW5uaW5nGAYgASgNQhYKFF9yZXF1ZXN0c19wZXJfbWludXRlQhQKEl90b2tlbnNfcGVyX21pbnV0ZUIRCg9fbWF4X2NvbmN1cnJlbnRCEAoOX3JlcXVlc3RzX2xlZnRCDgoMX3Rva2Vuc19sZWZ0ImgKC1Rva2VuUHJpY2VzEhEKCWlucHV0X3VzZBgBIAEoARISCgpvdXRwdXRfdXNkGAIgASgBEh0KEGNhY2hlZF9pbnB1dF91c2QYAyABKAFIAIgBAUITChFfY2FjaGVkX2lucHV0X3VzZCL3AgoHUnVudGltZRIMCgRuYW1lGAEgASgJEisKDHJ1bnRpbWVfa2luZBgCIAEoDjIVLnF1aXJlLnYxLlJ1bnRpbWVLaW5kEjQKDnRyYW5zcG9ydF9raW5kGAMgASgOMhcucXVpcmUudjEuVHJhbnNwb3J0S2luZEgAiAEBEhAKCHByb3ZpZGVyGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEikKC3JhdGVfbGltaXRzGAcgASgLMhQucXVpcmUudjEuUmF0ZUxpbWl0cxIsCgdicmVha2VyGAggASgOMhYucXVpcmUudjEuQnJlYWtlclN0YXRlSAGIAQESJQoGcHJpY2VzGAkgASgLMhUucXVpcmUudjEuVG9rZW5QcmljZXMSDwoHdHJvdWJsZRgKIAEoCRISCgpleGVjdXRpb25zGAsgASgNQhEKD190cmFuc3BvcnRfa2luZEIKCghfYnJlYWtlciIsChZDYW5jZWxFeGVjdXRpb25SZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkiLAoXQ2FuY2VsRXhlY3V0aW9uUmVzcG9uc2USEQoJY2FuY2VsbGVkGAEgASgIIhUKE0xpc3RSdW50aW1lc1JlcXVlc3QiOwoUTGlzdFJ1bnRpbWVzUmVzcG9uc2USIwoIcnVudGltZXMYASADKAsyES5xdWlyZS52MS5SdW50aW1lIkwKE0VzdGltYXRlQ29zdFJlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIkCgVpdGVtcxgCIAMoCzIVLnF1aXJlLnYxLkV4ZWN1dGVJdGVtIkEKFEVzdGltYXRlQ29zdFJlc3BvbnNlEikKCWVzdGltYXRlcxgBIAMoCzIWLnF1aXJlLnYxLkNvc3RFc3RpbWF0ZSKzAQoMQ29zdEVzdGltYXRlEg8KB3J1bnRpbWUYASABKAkSFAoMaW5wdXRfdG9rZW5zGAIgASgEEhkKEW1heF9vdXRwdXRfdG9rZW5zGAMgASgEEhkKDG1heF9jb3N0X3VzZBgEIAEoAUgAiAEBEhIKCmlzX2NvdW50ZWQYBSABKAgSIQoFZXJyb3IYBiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0IPCg1fbWF4X2Nvc3RfdXNkKoYBCg1Sb3V0aW5nUG9saWN5Eh4KGlJPVVRJTkdfUE9MSUNZX1VOU1BFQ0lGSUVEEAASGAoUUk9VVElOR19QT0xJQ1lfT1JERVIQARIeChpST1VUSU5HX1BPTElDWV9MT0NBTF9GSVJTVBACEhsKF1JPVVRJTkdfUE9MSUNZX0NIRUFQRVNUEAMqXQoRU3BlY3VsYXRpb25NZXRob2QSIgoeU1BFQ1VMQVRJT05fTUVUSE9EX1VOU1BFQ0lGSUVEEAASJAogU1BFQ1VMQVRJT05fTUVUSE9EX1BST01QVF9MT09LVVAQASp8CghDaGF0Um9sZRIZChVDSEFUX1JPTEVfVU5TUEVDSUZJRUQQABIUChBDSEFUX1JPTEVfU1lTVEVNEAESEgoOQ0hBVF9ST0xFX1VTRVIQAhIXChNDSEFUX1JPTEVfQVNTSVNUQU5UEAMSEgoOQ0hBVF9ST0xFX1RPT0wQBCrVAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEiAKHEZJTklTSF9SRUFTT05fQ09OVEVOVF9GSUxURVIQAxIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBBIXChNGSU5JU0hfUkVBU09OX0VSUk9SEAUSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBiqOAQoNVHJhbnNwb3J0S2luZBIeChpUUkFOU1BPUlRfS0lORF9VTlNQRUNJRklFRBAAEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0NQVRABEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0dQVRACEiEKHVRSQU5TUE9SVF9LSU5EX1JFTU9URV9ORVRXT1JLEAMqqwEKC1J1bnRpbWVLaW5kEhwKGFJVTlRJTUVfS0lORF9VTlNQRUNJRklFRBAAEhYKElJVTlRJTUVfS0lORF9MT0NBTBABEhwKGFJVTlRJTUVfS0lORF9PUEVOQUlfQ0hBVBACEiMKH1JVTlRJTUVfS0lORF9PUEVOQUlfQ09NUExFVElPTlMQAxIjCh9SVU5USU1FX0tJTkRfQU5USFJPUElDX01FU1NBR0VTEAQqfAoMQnJlYWtlclN0YXRlEh0KGUJSRUFLRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIYChRCUkVBS0VSX1NUQVRFX0NMT1NFRBABEhYKEkJSRUFLRVJfU1RBVEVfT1BFThACEhsKF0JSRUFLRVJfU1RBVEVfSEFMRl9PUEVOEAMyzAIKEk1vZGVsUnVubmVyU2VydmljZRJACgdFeGVjdXRlEhgucXVpcmUudjEuRXhlY3V0ZVJlcXVlc3QaGS5xdWlyZS52MS5FeGVjdXRlUmVzcG9uc2UwARJWCg9DYW5jZWxFeGVjdXRpb24SIC5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXF1ZXN0GiEucXVpcmUudjEuQ2FuY2VsRXhlY3V0aW9uUmVzcG9uc2USTQoMTGlzdFJ1bnRpbWVzEh0ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVxdWVzdBoeLnF1aXJlLnYxLkxpc3RSdW50aW1lc1Jlc3BvbnNlEk0KDEVzdGltYXRlQ29zdBIdLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlcXVlc3QaHi5xdWlyZS52MS5Fc3RpbWF0ZUNvc3RSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
+  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKtBQoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEiYKBWNhY2hlGBQgASgLMhUucXVpcmUudjEuQ2FjaGVQcm9tcHRIABIqCghzYW1wbGluZxgFIAEoCzIYLnF1aXJlLnYxLlNhbXBsaW5nUGFyYW1zEhIKCm1heF90b2tlbnMYBiABKA0SDAoEc3RvcBgHIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgIIAMoDRISCgppZ25vcmVfZW9zGAkgASgIEhAKCGxvZ3Byb2JzGAogASgIEhQKDHRvcF9sb2dwcm9icxgLIAEoDRIJCgFuGAwgASgNEigKCmNvbnN0cmFpbnQYDSABKAsyFC5xdWlyZS52MS5Db25zdHJhaW50EhMKC3Rva2Vuc19vbmx5GA4gASgIEioKB3RpbWVvdXQYDyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoMbWF4X2Nvc3RfdXNkGBAgASgBSAGIAQESEgoKYWRhcHRlcl9pZBgRIAEoCRIYChBzYW1wbGVkX2xvZ3Byb2JzGBIgASgIEhIKCmNhY2hlX3NhbHQYEyABKAkSGAoLbWluX2xvZ3Byb2IYFSABKAJIAogBARImCgZoaWRkZW4YFiABKAsyFi5xdWlyZS52MS5IaWRkZW5TdGF0ZXMSKgoLc3BlY3VsYXRpb24YFyABKAsyFS5xdWlyZS52MS5TcGVjdWxhdGlvbkIICgZwcm9tcHRCDwoNX21heF9jb3N0X3VzZEIOCgxfbWluX2xvZ3Byb2IibgoLU3BlY3VsYXRpb24SKwoGbWV0aG9kGAEgASgOMhsucXVpcmUudjEuU3BlY3VsYXRpb25NZXRob2QSHQoQbWF4X2RyYWZ0X3Rva2VucxgCIAEoDUgAiAEBQhMKEV9tYXhfZHJhZnRfdG9rZW5zIiAKC1Rva2VuUHJvbXB0EhEKCXRva2VuX2lkcxgBIAMoDSJWCgtDYWNoZVByb21wdBIQCghjYWNoZV9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SFQoIcG9zaXRpb24YAyABKA1IAIgBAUILCglfcG9zaXRpb24iVQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAki0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kIq0DCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAkSKQoIa3ZfY2FjaGUYDSABKAsyFy5xdWlyZS52MS5LdkNhY2hlSGFuZGxlEiUKBmhpZGRlbhgOIAMoCzIVLnF1aXJlLnYxLlRva2VuSGlkZGVuQhAKDl9maW5pc2hfcmVhc29uIi8KC1Rva2VuSGlkZGVuEiAKBnN0YXRlcxgBIAMoCzIQLnF1aXJlLnYxLlRlbnNvciKwAQoMVG9rZW5Mb2dwcm9iEhQKB2xvZ3Byb2IYASABKAJIAIgBARIiCgN0b3AYAiABKAsyFS5xdWlyZS52MS5Ub3BMb2dwcm9icxIcCg9zYW1wbGVkX2xvZ3Byb2IYAyABKAJIAYgBARIYCgt0ZXh0X29mZnNldBgEIAEoDUgCiAEBQgoKCF9sb2dwcm9iQhIKEF9zYW1wbGVkX2xvZ3Byb2JCDgoMX3RleHRfb2Zmc2V0Ir4BCgVVc2FnZRIUCgxpbnB1dF90b2tlbnMYASABKA0SFQoNb3V0cHV0X3Rva2VucxgCIAEoDRIYChByZWFzb25pbmdfdG9rZW5zGAMgASgNEhUKDWNhY2hlZF90b2tlbnMYBCABKA0SFQoIY29zdF91c2QYBSABKAFIAIgBARIUCgxkcmFmdF90b2tlbnMYBiABKA0SHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGAcgASgNQgsKCV9jb3N0X3VzZCKVAgoKUmF0ZUxpbWl0cxIgChNyZXF1ZXN0c19wZXJfbWludXRlGAEgASgBSACIAQESHgoRdG9rZW5zX3Blcl9taW51dGUYAiABKAFIAYgBARIbCg5tYXhfY29uY3VycmVudBgDIAEoDUgCiAEBEhoKDXJlcXVlc3RzX2xlZnQYBCABKAFIA4gBARIYCgt0b2tlbnNfbGVmdBgFIAEoAUgEiAEBEg8KB3J1bm5pbmcYBiABKA1CFgoUX3JlcXVlc3RzX3Blcl9taW51dGVCFAoSX3Rva2Vuc19wZXJfbWludXRlQhEKD19tYXhfY29uY3VycmVudEIQCg5fcmVxdWVzdHNfbGVmdEIOCgxfdG9rZW5zX2xlZnQiaAoLVG9rZW5QcmljZXMSEQoJaW5wdXRfdXNkGAEgASgBEhIKCm91dHB1dF91c2QYAiABKAESHQoQY2FjaGVkX2lucHV0X3VzZBgDIAEoAUgAiAEBQhMKEV9jYWNoZWRfaW5wdXRfdXNkIvcCCgdSdW50aW1lEgwKBG5hbWUYASABKAkSKwoMcnVudGltZV9raW5kGAIgASgOMhUucXVpcmUudjEuUnVudGltZUtpbmQSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESEAoIcHJvdmlkZXIYBCABKAkSEAoIbW9kZWxfaWQYBSABKAkSEwoLZmluZ2VycHJpbnQYBiABKAkSKQoLcmF0ZV9saW1pdHMYByABKAsyFC5xdWlyZS52MS5SYXRlTGltaXRzEiwKB2JyZWFrZXIYCCABKA4yFi5xdWlyZS52MS5CcmVha2VyU3RhdGVIAYgBARIlCgZwcmljZXMYCSABKAsyFS5xdWlyZS52MS5Ub2tlblByaWNlcxIPCgd0cm91YmxlGAogASgJEhIKCmV4ZWN1dGlvbnMYCyABKA1CEQoPX3RyYW5zcG9ydF9raW5kQgoKCF9icmVha2VyIiwKFkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSIsChdDYW5jZWxFeGVjdXRpb25SZXNwb25zZRIRCgljYW5jZWxsZWQYASABKAgiFQoTTGlzdFJ1bnRpbWVzUmVxdWVzdCI7ChRMaXN0UnVudGltZXNSZXNwb25zZRIjCghydW50aW1lcxgBIAMoCzIRLnF1aXJlLnYxLlJ1bnRpbWUiTAoTRXN0aW1hdGVDb3N0UmVxdWVzdBIPCgdydW50aW1lGAEgASgJEiQKBWl0ZW1zGAIgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0iQQoURXN0aW1hdGVDb3N0UmVzcG9uc2USKQoJZXN0aW1hdGVzGAEgAygLMhYucXVpcmUudjEuQ29zdEVzdGltYXRlIrMBCgxDb3N0RXN0aW1hdGUSDwoHcnVudGltZRgBIAEoCRIUCgxpbnB1dF90b2tlbnMYAiABKAQSGQoRbWF4X291dHB1dF90b2tlbnMYAyABKAQSGQoMbWF4X2Nvc3RfdXNkGAQgASgBSACIAQESEgoKaXNfY291bnRlZBgFIAEoCBIhCgVlcnJvchgGIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzQg8KDV9tYXhfY29zdF91c2QqhgEKDVJvdXRpbmdQb2xpY3kSHgoaUk9VVElOR19QT0xJQ1lfVU5TUEVDSUZJRUQQABIYChRST1VUSU5HX1BPTElDWV9PUkRFUhABEh4KGlJPVVRJTkdfUE9MSUNZX0xPQ0FMX0ZJUlNUEAISGwoXUk9VVElOR19QT0xJQ1lfQ0hFQVBFU1QQAypdChFTcGVjdWxhdGlvbk1ldGhvZBIiCh5TUEVDVUxBVElPTl9NRVRIT0RfVU5TUEVDSUZJRUQQABIkCiBTUEVDVUxBVElPTl9NRVRIT0RfUFJPTVBUX0xPT0tVUBABKnwKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEKvEBCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEEhcKE0ZJTklTSF9SRUFTT05fRVJST1IQBRIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAGEhoKFkZJTklTSF9SRUFTT05fVU5MSUtFTFkQByqOAQoNVHJhbnNwb3J0S2luZBIeChpUUkFOU1BPUlRfS0lORF9VTlNQRUNJRklFRBAAEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0NQVRABEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0dQVRACEiEKHVRSQU5TUE9SVF9LSU5EX1JFTU9URV9ORVRXT1JLEAMqqwEKC1J1bnRpbWVLaW5kEhwKGFJVTlRJTUVfS0lORF9VTlNQRUNJRklFRBAAEhYKElJVTlRJTUVfS0lORF9MT0NBTBABEhwKGFJVTlRJTUVfS0lORF9PUEVOQUlfQ0hBVBACEiMKH1JVTlRJTUVfS0lORF9PUEVOQUlfQ09NUExFVElPTlMQAxIjCh9SVU5USU1FX0tJTkRfQU5USFJPUElDX01FU1NBR0VTEAQqfAoMQnJlYWtlclN0YXRlEh0KGUJSRUFLRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIYChRCUkVBS0VSX1NUQVRFX0NMT1NFRBABEhYKEkJSRUFLRVJfU1RBVEVfT1BFThACEhsKF0JSRUFLRVJfU1RBVEVfSEFMRl9PUEVOEAMyzAIKEk1vZGVsUnVubmVyU2VydmljZRJACgdFeGVjdXRlEhgucXVpcmUudjEuRXhlY3V0ZVJlcXVlc3QaGS5xdWlyZS52MS5FeGVjdXRlUmVzcG9uc2UwARJWCg9DYW5jZWxFeGVjdXRpb24SIC5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXF1ZXN0GiEucXVpcmUudjEuQ2FuY2VsRXhlY3V0aW9uUmVzcG9uc2USTQoMTGlzdFJ1bnRpbWVzEh0ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVxdWVzdBoeLnF1aXJlLnYxLkxpc3RSdW50aW1lc1Jlc3BvbnNlEk0KDEVzdGltYXRlQ29zdBIdLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlcXVlc3QaHi5xdWlyZS52MS5Fc3RpbWF0ZUNvc3RSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
 
 /**
  * @generated from message quire.v1.ExecuteRequest
@@ -128,6 +128,14 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
      */
     value: Chat;
     case: "chat";
+  } | {
+    /**
+     * A cache that the caller has: what a Decode for each token would do, in one call.
+     *
+     * @generated from field: quire.v1.CachePrompt cache = 20;
+     */
+    value: CachePrompt;
+    case: "cache";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -182,7 +190,8 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
 
   /**
    * The number of samples of the prompt, which is prefilled once. 0: 1. Sample i draws with the seed `sampling.seed +
-   * i`.
+   * i`. With `cache`, 0: the tokens are appended to the cache itself. Otherwise the samples run on n copies, which are
+   * released at their end, and the cache does not change.
    *
    * @generated from field: uint32 n = 12;
    */
@@ -238,6 +247,22 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
    * @generated from field: string cache_salt = 19;
    */
   cacheSalt: string;
+
+  /**
+   * End a sample behind the first token that is less likely than this, under the model's own distribution: a
+   * log-probability, at most 0. Unset: none does. Only this server's own runtime can.
+   *
+   * @generated from field: optional float min_logprob = 21;
+   */
+  minLogprob?: number | undefined;
+
+  /**
+   * Return hidden states of each row that a token was chosen from, as OutputOptions.hidden does. Only this server's own
+   * runtime can.
+   *
+   * @generated from field: quire.v1.HiddenStates hidden = 22;
+   */
+  hidden?: HiddenStates | undefined;
 
   /**
    * Speculative decoding. The tokens, texts and log-probabilities are the same with and without. Unset: none.
@@ -305,6 +330,51 @@ export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 3);
 
 /**
+ * Tokens to append to a cache, and to generate after. Each generated token is appended with the next step, so that the
+ * last one is not, as after a Decode: to go on, pass it to the next call. The item has neither an adapter_id nor a
+ * cache_salt, which are the cache's. Only this server's own runtime has caches.
+ *
+ * A failed or cancelled item leaves what it has appended. RenewCache says how much that is.
+ *
+ * @generated from message quire.v1.CachePrompt
+ */
+export type CachePrompt = Message<"quire.v1.CachePrompt"> & {
+  /**
+   * At most once in a batch, unless each of its items has `n`.
+   *
+   * @generated from field: string cache_id = 1;
+   */
+  cacheId: string;
+
+  /**
+   * The tokens to append first: the chosen token of the last append, or others. At least one.
+   *
+   * @generated from field: repeated uint32 token_ids = 2;
+   */
+  tokenIds: number[];
+
+  /**
+   * The length that the caller expects the cache to have; otherwise the item fails with POSITION_MISMATCH. Unset: any,
+   * which is not allowed with `keep`.
+   *
+   * A repeated item continues. If the cache already has `token_ids` at this position, and after them tokens that this
+   * item generates, these are sent again, and generation goes on behind them. So after a broken stream send the last
+   * token that was received, at its position. Tokens that the item does not generate are another caller's:
+   * POSITION_MISMATCH.
+   *
+   * @generated from field: optional uint32 position = 3;
+   */
+  position?: number | undefined;
+};
+
+/**
+ * Describes the message quire.v1.CachePrompt.
+ * Use `create(CachePromptSchema)` to create a new message.
+ */
+export const CachePromptSchema: GenMessage<CachePrompt> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 4);
+
+/**
  * @generated from message quire.v1.Chat
  */
 export type Chat = Message<"quire.v1.Chat"> & {
@@ -336,7 +406,7 @@ export type Chat = Message<"quire.v1.Chat"> & {
  * Use `create(ChatSchema)` to create a new message.
  */
 export const ChatSchema: GenMessage<Chat> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 4);
+  messageDesc(file_quire_v1_runner, 5);
 
 /**
  * @generated from message quire.v1.ChatMessage
@@ -390,7 +460,7 @@ export type ChatMessage = Message<"quire.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 5);
+  messageDesc(file_quire_v1_runner, 6);
 
 /**
  * A tool call. A stream sends it in parts: first the id and the name, then `arguments_json` in pieces.
@@ -429,7 +499,7 @@ export type ToolCall = Message<"quire.v1.ToolCall"> & {
  * Use `create(ToolCallSchema)` to create a new message.
  */
 export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 6);
+  messageDesc(file_quire_v1_runner, 7);
 
 /**
  * A constraint on the generated text. Only tokens that can lead to an allowed text are sampled.
@@ -481,7 +551,7 @@ export type Constraint = Message<"quire.v1.Constraint"> & {
  * Use `create(ConstraintSchema)` to create a new message.
  */
 export const ConstraintSchema: GenMessage<Constraint> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 7);
+  messageDesc(file_quire_v1_runner, 8);
 
 /**
  * How much of a sample the client has received.
@@ -512,7 +582,7 @@ export type SampleProgress = Message<"quire.v1.SampleProgress"> & {
  * Use `create(SampleProgressSchema)` to create a new message.
  */
 export const SampleProgressSchema: GenMessage<SampleProgress> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 8);
+  messageDesc(file_quire_v1_runner, 9);
 
 /**
  * @generated from message quire.v1.ExecuteResponse
@@ -537,7 +607,7 @@ export type ExecuteResponse = Message<"quire.v1.ExecuteResponse"> & {
  * Use `create(ExecuteResponseSchema)` to create a new message.
  */
 export const ExecuteResponseSchema: GenMessage<ExecuteResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 9);
+  messageDesc(file_quire_v1_runner, 10);
 
 /**
  * The accepted execution and the chosen runtime.
@@ -596,7 +666,7 @@ export type ExecutionStarted = Message<"quire.v1.ExecutionStarted"> & {
  * Use `create(ExecutionStartedSchema)` to create a new message.
  */
 export const ExecutionStartedSchema: GenMessage<ExecutionStarted> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 10);
+  messageDesc(file_quire_v1_runner, 11);
 
 /**
  * The next part of one sample. The last chunk of a sample has a finish_reason.
@@ -681,6 +751,21 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
    * @generated from field: string runtime = 12;
    */
   runtime: string;
+
+  /**
+   * In the last chunk of a sample on a cache of the caller, unless it failed: the cache. All tokens but the last one are
+   * appended.
+   *
+   * @generated from field: quire.v1.KvCacheHandle kv_cache = 13;
+   */
+  kvCache?: KvCacheHandle | undefined;
+
+  /**
+   * One for each token, with ExecuteItem.hidden.
+   *
+   * @generated from field: repeated quire.v1.TokenHidden hidden = 14;
+   */
+  hidden: TokenHidden[];
 };
 
 /**
@@ -688,7 +773,28 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
  * Use `create(SampleChunkSchema)` to create a new message.
  */
 export const SampleChunkSchema: GenMessage<SampleChunk> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 11);
+  messageDesc(file_quire_v1_runner, 12);
+
+/**
+ * Hidden states of the row that a token was chosen from.
+ *
+ * @generated from message quire.v1.TokenHidden
+ */
+export type TokenHidden = Message<"quire.v1.TokenHidden"> & {
+  /**
+   * As in StepOutput.
+   *
+   * @generated from field: repeated quire.v1.Tensor states = 1;
+   */
+  states: Tensor[];
+};
+
+/**
+ * Describes the message quire.v1.TokenHidden.
+ * Use `create(TokenHiddenSchema)` to create a new message.
+ */
+export const TokenHiddenSchema: GenMessage<TokenHidden> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 13);
 
 /**
  * @generated from message quire.v1.TokenLogprob
@@ -728,7 +834,7 @@ export type TokenLogprob = Message<"quire.v1.TokenLogprob"> & {
  * Use `create(TokenLogprobSchema)` to create a new message.
  */
 export const TokenLogprobSchema: GenMessage<TokenLogprob> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 12);
+  messageDesc(file_quire_v1_runner, 14);
 
 /**
  * @generated from message quire.v1.Usage
@@ -783,7 +889,7 @@ export type Usage = Message<"quire.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 13);
+  messageDesc(file_quire_v1_runner, 15);
 
 /**
  * A provider's rate limits and the remaining budget. Unset: no limit.
@@ -829,7 +935,7 @@ export type RateLimits = Message<"quire.v1.RateLimits"> & {
  * Use `create(RateLimitsSchema)` to create a new message.
  */
 export const RateLimitsSchema: GenMessage<RateLimits> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 14);
+  messageDesc(file_quire_v1_runner, 16);
 
 /**
  * US dollars per million tokens.
@@ -860,7 +966,7 @@ export type TokenPrices = Message<"quire.v1.TokenPrices"> & {
  * Use `create(TokenPricesSchema)` to create a new message.
  */
 export const TokenPricesSchema: GenMessage<TokenPrices> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 15);
+  messageDesc(file_quire_v1_runner, 17);
 
 /**
  * @generated from message quire.v1.Runtime
@@ -939,7 +1045,7 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
  * Use `create(RuntimeSchema)` to create a new message.
  */
 export const RuntimeSchema: GenMessage<Runtime> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 16);
+  messageDesc(file_quire_v1_runner, 18);
 
 /**
  * @generated from message quire.v1.CancelExecutionRequest
@@ -956,7 +1062,7 @@ export type CancelExecutionRequest = Message<"quire.v1.CancelExecutionRequest"> 
  * Use `create(CancelExecutionRequestSchema)` to create a new message.
  */
 export const CancelExecutionRequestSchema: GenMessage<CancelExecutionRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 17);
+  messageDesc(file_quire_v1_runner, 19);
 
 /**
  * @generated from message quire.v1.CancelExecutionResponse
@@ -976,7 +1082,7 @@ export type CancelExecutionResponse = Message<"quire.v1.CancelExecutionResponse"
  * Use `create(CancelExecutionResponseSchema)` to create a new message.
  */
 export const CancelExecutionResponseSchema: GenMessage<CancelExecutionResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 18);
+  messageDesc(file_quire_v1_runner, 20);
 
 /**
  * @generated from message quire.v1.ListRuntimesRequest
@@ -989,7 +1095,7 @@ export type ListRuntimesRequest = Message<"quire.v1.ListRuntimesRequest"> & {
  * Use `create(ListRuntimesRequestSchema)` to create a new message.
  */
 export const ListRuntimesRequestSchema: GenMessage<ListRuntimesRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 19);
+  messageDesc(file_quire_v1_runner, 21);
 
 /**
  * @generated from message quire.v1.ListRuntimesResponse
@@ -1006,7 +1112,7 @@ export type ListRuntimesResponse = Message<"quire.v1.ListRuntimesResponse"> & {
  * Use `create(ListRuntimesResponseSchema)` to create a new message.
  */
 export const ListRuntimesResponseSchema: GenMessage<ListRuntimesResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 20);
+  messageDesc(file_quire_v1_runner, 22);
 
 /**
  * @generated from message quire.v1.EstimateCostRequest
@@ -1030,7 +1136,7 @@ export type EstimateCostRequest = Message<"quire.v1.EstimateCostRequest"> & {
  * Use `create(EstimateCostRequestSchema)` to create a new message.
  */
 export const EstimateCostRequestSchema: GenMessage<EstimateCostRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 21);
+  messageDesc(file_quire_v1_runner, 23);
 
 /**
  * @generated from message quire.v1.EstimateCostResponse
@@ -1047,7 +1153,7 @@ export type EstimateCostResponse = Message<"quire.v1.EstimateCostResponse"> & {
  * Use `create(EstimateCostResponseSchema)` to create a new message.
  */
 export const EstimateCostResponseSchema: GenMessage<EstimateCostResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 22);
+  messageDesc(file_quire_v1_runner, 24);
 
 /**
  * The maximum cost of a batch on one runtime.
@@ -1099,7 +1205,7 @@ export type CostEstimate = Message<"quire.v1.CostEstimate"> & {
  * Use `create(CostEstimateSchema)` to create a new message.
  */
 export const CostEstimateSchema: GenMessage<CostEstimate> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 23);
+  messageDesc(file_quire_v1_runner, 25);
 
 /**
  * How a runtime is chosen for a request that does not name one.
@@ -1248,6 +1354,13 @@ export enum FinishReason {
    * @generated from enum value: FINISH_REASON_CANCELLED = 6;
    */
   CANCELLED = 6,
+
+  /**
+   * A token was less likely than `min_logprob`. It is the last one.
+   *
+   * @generated from enum value: FINISH_REASON_UNLIKELY = 7;
+   */
+  UNLIKELY = 7,
 }
 
 /**

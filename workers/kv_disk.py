@@ -1,0 +1,286 @@
+"""KV on disk: which forwards wait until their pages are read, and which pages are written meanwhile.
+
+The prefix cache is the one way to reuse KV. A forward that arrives looks there for the next pages of its
+tokens. Those that are missing there and are on disk are read into pages of the pool, and put into the prefix
+cache; then the forward goes on as any other, and finds them (`Engine.begin`). What could not be read is
+computed.
+
+The other way round each full page that the pool gets is written to disk, in its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from workers.kv.disk_pages import DiskPages, ReadOutcome
+from workers.kv.disk_threads import MOST_WRITES, DiskThreads, Listed, PageReads, Report, WritesFailed, Written
+from workers.kv.page_files import PageFiles
+from workers.kv.page_pool import OutOfPages
+from workers.kv.table import KvTable
+from workers.operations import DiskReport, Forward
+
+_log = logging.getLogger(__name__)
+
+# If not one page was read for so long, the disk is given up, and what waits for it is computed.
+PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUsage:
+    """A snapshot, named as in the protos.
+
+    Attributes:
+        bytes: Of all files in the directory, those of other workers included.
+        max_bytes: The most that these may be.
+        stopped: Nothing more is stored: the disk was full or failed, or the weights were replaced.
+    """
+
+    bytes: int
+    max_bytes: int
+    stopped: bool
+    wanted_pages: int
+    read_pages: int
+    refused_pages: int
+    written_pages: int
+    dropped_pages: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A forward that waits for pages.
+
+    Attributes:
+        pages: All pages of its prefix that are held for it: first those that were in memory.
+        unread: Those of their digests that are being read.
+    """
+
+    forward: Forward
+    pages: list[int] = field(default_factory=list)
+    unread: set[bytes] = field(default_factory=set)
+
+
+class KvDisk:
+    """Owns the waiting forwards and the pages that are held for them. The thread of the step loop calls it.
+
+    Any thread may call `usage`.
+    """
+
+    def __init__(
+        self,
+        table: KvTable,
+        views: Callable[[int], list[memoryview]],
+        files: PageFiles,
+        *,
+        max_bytes: int,
+        write_bytes_per_s: float,
+    ) -> None:
+        """Store the pages of `table` from now on. `views`: the memory of a page, see `KvTensors`."""
+        self._table, self._views, self._files = table, views, files
+        self._max_bytes, self._write_bytes_per_s = max_bytes, write_bytes_per_s
+        self._pages = DiskPages()
+        self._pages.listed(*files.list_changes())
+        self._threads: DiskThreads | None = None
+        self._writes = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._reports: deque[Report] = deque()
+        # When a page was last read, or had to be. After PATIENCE_S the disk is given up.
+        self._progress_s = 0.0
+        self._reads_pages = True
+        table.store_on(self._pages)
+
+    def report_to(self, submit: Callable[[DiskReport], None]) -> None:
+        """Whom the threads tell that there is something to `take`. They start now."""
+
+        def report(one: Report) -> None:
+            self._reports.append(one)
+            submit(DiskReport())
+
+        self._threads = DiskThreads(
+            self._files, self._views, report, write_bytes_per_s=self._write_bytes_per_s
+        )
+
+    def __len__(self) -> int:
+        """The number of forwards that wait."""
+        return len(self._waiting)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether pages are still to be stored."""
+        return self._writes > 0 or self._pages.has_queued
+
+    @property
+    def known_files(self) -> int:
+        """How many pages are thought to be on disk."""
+        return self._pages.stored
+
+    # Forwards.
+
+    def admit(self, forward: Forward) -> bool:
+        """Whether a forward can be queued. If not, it waits for its pages, or behind one that does."""
+        waiting = _Waiting(forward)
+        if self.has(forward.sequence):
+            self._waiting.append(waiting)
+            return False
+        reusable = len(forward.token_ids) - max(forward.wanted_rows, 1)
+        if reusable < self._table.page_size or not self._reads_pages or self._threads is None:
+            return True
+        absent = self._hold_prefix(waiting, reusable)
+        try:
+            self._read(waiting, absent)
+        except OutOfPages:
+            # It cannot begin either, and comes again when others have made room.
+            waiting.unread.clear()
+        if not waiting.unread:
+            self._table.let_go(waiting.pages)
+            return True
+        self._waiting.append(waiting)
+        return False
+
+    def has(self, sequence: int) -> bool:
+        """Whether a forward of this sequence waits."""
+        return any(waiting.forward.sequence == sequence for waiting in self._waiting)
+
+    def _hold_prefix(self, waiting: _Waiting, reusable: int) -> list[bytes]:
+        """Hold the pages of a forward's prefix that are in memory, or are being read for others.
+
+        Returns the digests of those that are on disk only, up to the first page that is nowhere.
+        """
+        table, pages, forward = self._table, self._pages, waiting.forward
+        where = forward.sequence, forward.position, forward.salt
+        absent: list[bytes] = []
+        for digest in table.next_digests(*where, forward.token_ids, reusable):
+            if (page := table.hold(digest)) is not None:
+                waiting.pages.append(page)
+            elif (page := pages.being_read(digest)) is not None:
+                table.hold_page(page)
+                waiting.pages.append(page)
+                waiting.unread.add(digest)
+            elif pages.has(digest):
+                absent.append(digest)
+            else:
+                break
+        if forward.position % table.page_size == 0:
+            pages.counts.wanted += reusable // table.page_size - len(waiting.pages)
+        return absent
+
+    def _read(self, waiting: _Waiting, absent: Sequence[bytes]) -> None:
+        """Read pages for a forward. Raises OutOfPages, and has no effect then."""
+        if not absent:
+            return
+        fresh = self._table.take(len(absent))
+        if not self._pages.are_read:
+            self._progress_s = time.monotonic()
+        for digest, page in zip(absent, fresh, strict=True):
+            self._pages.begin_read(digest, page)
+            # Once for the read, and once for the forward, which may be dropped before the read has ended.
+            self._table.hold_page(page)
+        waiting.pages += fresh
+        waiting.unread.update(absent)
+        assert self._threads is not None
+        self._threads.read(list(zip(absent, fresh, strict=True)))
+
+    def take(self) -> list[Forward]:
+        """Take what the threads have done. Returns the forwards that can be queued, in order of arrival."""
+        while self._reports:
+            match self._reports.popleft():
+                case PageReads(outcomes):
+                    self._progress_s = time.monotonic()
+                    for digest, outcome in outcomes:
+                        self._end_read(digest, outcome)
+                case Written(write, is_stored):
+                    self._writes -= 1
+                    self._pages.written(write, is_stored=is_stored)
+                case WritesFailed(why):
+                    self._pages.stop_writes()
+                    _log.error("KV is not stored on disk until this worker starts again: %s", why)
+                case Listed(found, gone):
+                    self._pages.listed(found, gone)
+        self.write_more()
+        return self._release(lambda waiting: not waiting.unread)
+
+    def _end_read(self, digest: bytes, outcome: ReadOutcome) -> None:
+        page = self._pages.end_read(digest, outcome)
+        if outcome is ReadOutcome.READ:
+            self._table.filled(page, digest)
+        elif outcome is ReadOutcome.REFUSED and self._pages.counts.refused == 1:
+            _log.warning("a file of KV is not what its name says: such files are deleted, and counted")
+        self._table.let_go([page])
+        for waiting in self._waiting:
+            waiting.unread.discard(digest)
+
+    def _release(self, is_ready: Callable[[_Waiting], bool]) -> list[Forward]:
+        """Give up the pages of those that are ready. Those of one sequence stay in order."""
+        ready: list[Forward] = []
+        still: deque[_Waiting] = deque()
+        blocked: set[int] = set()
+        for waiting in self._waiting:
+            if waiting.forward.sequence not in blocked and is_ready(waiting):
+                self._table.let_go(waiting.pages)
+                ready.append(waiting.forward)
+            else:
+                blocked.add(waiting.forward.sequence)
+                still.append(waiting)
+        self._waiting = still
+        return ready
+
+    def write_more(self) -> None:
+        """Hand pages to the thread that writes, as many as it takes now."""
+        while self._threads is not None and self._writes < MOST_WRITES:
+            write = self._pages.next_write()
+            if write is None:
+                return
+            self._writes += 1
+            self._threads.write(write)
+
+    def give_up_if_stuck(self) -> list[Forward]:
+        """All that wait, if the disk does not answer: they are computed, and nothing is read any more."""
+        if not self._waiting or time.monotonic() - self._progress_s < PATIENCE_S:
+            return []
+        _log.error("KV is not read from disk any more: it did not answer for %d s", PATIENCE_S)
+        self._reads_pages = False
+        return self._release(lambda _: True)
+
+    # Forwards that nobody wants any more. What is being read for them goes to the prefix cache.
+
+    def remove(self, op_id: int) -> Forward | None:
+        """Drop and return a waiting forward that is aborted."""
+        return next(iter(self._remove(lambda forward: forward.op_id == op_id)), None)
+
+    def expire(self, now_ns: int) -> list[Forward]:
+        """Drop and return the waiting forwards whose deadline has passed."""
+        return self._remove(lambda forward: forward.deadline_ns is not None and forward.deadline_ns < now_ns)
+
+    def drop_forwards(self) -> None:
+        """Drop all waiting forwards, which get no answer."""
+        self._remove(lambda _: True)
+
+    def _remove(self, unwanted: Callable[[Forward], bool]) -> list[Forward]:
+        removed = [waiting for waiting in self._waiting if unwanted(waiting.forward)]
+        for waiting in removed:
+            self._table.let_go(waiting.pages)
+            self._waiting.remove(waiting)
+        return [waiting.forward for waiting in removed]
+
+    def stop(self) -> None:
+        """Read and store nothing from now on: the weights are others than those of the files."""
+        self._reads_pages = False
+        self._pages.stop_writes()
+        _log.warning("KV is not stored on disk until this worker starts again: it has other weights")
+
+    def usage(self) -> DiskUsage:
+        """The counts since the start, and what is on disk."""
+        counts = self._pages.counts
+        return DiskUsage(
+            bytes=self._files.bytes,
+            max_bytes=self._max_bytes,
+            stopped=not self._pages.takes_writes,
+            wanted_pages=counts.wanted,
+            read_pages=counts.read,
+            refused_pages=counts.refused,
+            written_pages=counts.written,
+            dropped_pages=counts.dropped,
+        )
