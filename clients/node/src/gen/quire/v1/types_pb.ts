@@ -736,8 +736,8 @@ export type ModelDescription = Message<"quire.v1.ModelDescription"> & {
   expertsPerToken: number;
 
   /**
-   * The formats of the quantised weights, such as "q8_0" or "q4_k q6_k": those of the files, or the one to
-   * which they were quantised while they were loaded. Empty: they have the dtype.
+   * The formats of the quantised weights, such as "q8_0" or "q4_k; q6_k": those of the files, or the name of
+   * the setting by which they were quantised while they were loaded. Empty: they have the dtype.
    *
    * @generated from field: string quantization = 21;
    */
