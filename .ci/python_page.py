@@ -117,9 +117,9 @@ def _parameters(signature: inspect.Signature) -> Iterator[str]:
 
 
 def _plain(annotation: str) -> str:
-    """A type without the modules of messages, with the quotes of our style."""
-    annotation = annotation.replace("'", '"')
-    return re.sub(r"\b(?:types|executor|runner|admin|duration)_pb2\.|\bUnpack\[(\w+)\]", r"\1", annotation)
+    """A type without the modules of messages."""
+    modules = r"\b(?:types|executor|runner|admin|duration)_pb2\.|\bUnpack\[(\w+)\]"
+    return re.sub(modules, r"\1", annotation).replace("'", '"')
 
 
 def _annotations(kind: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Reads the blocks of GGUF's quantised tensors into their parts.
+"""Reads the blocks of GGUF's quantised tensors into their parts, and writes those of `kernels.quantisers`.
 
 The source is ggml-quants.c of llama.cpp, and the `quants` module of the package gguf, with which tests
 compare.
@@ -8,12 +8,15 @@ Dimension letters: n rows; b blocks of a row; G groups of 32 inputs; S scales of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from kernels.group_formats import GROUP_INPUTS
 from kernels.group_layout import Parts
+
+_NOT_A_NUMBER = 255
 
 
 def parts_of(name: str, raw: torch.Tensor, inputs: int) -> Parts:
@@ -32,6 +35,29 @@ def parts_of(name: str, raw: torch.Tensor, inputs: int) -> Parts:
     if rest or raw.shape[1] != blocks * block_bytes:
         raise ValueError(f"{name}: {inputs} inputs are not {raw.shape[1]} bytes")
     return read(raw.view(-1, blocks, block_bytes))
+
+
+def blocks_of(name: str, parts: Parts) -> torch.Tensor:
+    """The rows of a file: the reverse of `parts_of`.
+
+    Args:
+        name: A format of `kernels.quantisers`.
+        parts: [n, ...] of whole blocks.
+
+    Returns:
+        [n, bytes of a row] uint8.
+
+    Raises:
+        ValueError: The rows are not of whole blocks.
+    """
+    block_inputs, block_bytes, _ = _READERS[name]
+    count, groups = parts.values.shape[:2]
+    blocks, rest = divmod(groups * GROUP_INPUTS, block_inputs)
+    if rest:
+        raise ValueError(f"{name}: {groups} groups of {GROUP_INPUTS} are not whole blocks of {block_inputs}")
+    split = {name: part.reshape(count, blocks, -1) for name, part in parts.factors().items()}
+    written = _WRITERS[name](parts.values.view(count, blocks, block_inputs), split)
+    return torch.cat([part.view(torch.uint8) for part in written], dim=2).view(count, blocks * block_bytes)
 
 
 def _float16(raw: torch.Tensor) -> torch.Tensor:
@@ -136,6 +162,15 @@ def _iq4_xs(raw: torch.Tensor) -> Parts:
     return Parts(values, _float16(raw[..., :2]), subscales=_per_row((low | high << 4) - 32))
 
 
+def _mxfp4(raw: torch.Tensor) -> Parts:
+    """An exponent e of a block is the scale 2^(e - 127), half of which multiplies the table; 255 is NaN."""
+    exponents = raw[..., 0].int()
+    scales = torch.where(
+        exponents == _NOT_A_NUMBER, torch.nan, torch.ldexp(torch.ones(exponents.shape), exponents - 128)
+    )
+    return Parts(_in_groups(_halves(raw[..., 1:])), scales.to(torch.bfloat16))
+
+
 # The inputs and bytes of a block.
 _READERS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], Parts]]] = {
     "q8_0": (32, 34, _q8_0),
@@ -150,4 +185,67 @@ _READERS: Mapping[str, tuple[int, int, Callable[[torch.Tensor], Parts]]] = {
     "q6_k": (256, 210, _q6_k),
     "iq4_nl": (32, 18, _q4_0),
     "iq4_xs": (256, 136, _iq4_xs),
+    "mxfp4": (32, 17, _mxfp4),
+}
+
+
+def _together(values: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+    """The reverse of `_planes`, of values of so many bits: [n, b, values] -> [n, b, bytes]."""
+    apart = values.view(*values.shape[:2], -1, 8 // bits, width)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (apart << shifts).sum(3, dtype=torch.uint8).flatten(2)
+
+
+def _fifth_bits_together(values: torch.Tensor) -> torch.Tensor:
+    """The reverse of `_fifth_bits`: [n, b, 32] -> [n, b, 4]."""
+    bits = (values >> 4).view(*values.shape[:2], -1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8)).sum(3, dtype=torch.uint8)
+
+
+def _six_bits_together(subscales: torch.Tensor, subminima: torch.Tensor) -> torch.Tensor:
+    """The reverse of `_six_bits`: [n, b, 8] twice -> [n, b, 12]."""
+    scales, minima = subscales.view(torch.uint8), subminima.view(torch.uint8)
+    later = scales[..., 4:], minima[..., 4:]
+    first = scales[..., :4] | later[0] >> 4 << 6, minima[..., :4] | later[1] >> 4 << 6
+    return torch.cat([*first, later[0] & 15 | later[1] << 4], dim=2)
+
+
+Factors: TypeAlias = Mapping[str, torch.Tensor]
+
+
+def _write_q8_0(values: torch.Tensor, factors: Factors) -> Sequence[torch.Tensor]:
+    return factors["scales"], values ^ 128
+
+
+def _write_q4_0(values: torch.Tensor, factors: Factors) -> Sequence[torch.Tensor]:
+    return factors["scales"], _together(values, 4, 16)
+
+
+def _write_q5_0(values: torch.Tensor, factors: Factors) -> Sequence[torch.Tensor]:
+    return factors["scales"], _fifth_bits_together(values), _together(values & 15, 4, 16)
+
+
+def _write_q4_k(values: torch.Tensor, factors: Factors) -> Sequence[torch.Tensor]:
+    beside = _six_bits_together(factors["subscales"], factors["subminima"])
+    return factors["scales"], factors["minima"], beside, _together(values, 4, 32)
+
+
+def _write_q5_k(values: torch.Tensor, factors: Factors) -> Sequence[torch.Tensor]:
+    beside = _six_bits_together(factors["subscales"], factors["subminima"])
+    fifth, low = _together(values >> 4, 1, 32), _together(values & 15, 4, 32)
+    return factors["scales"], factors["minima"], beside, fifth, low
+
+
+def _write_q6_k(values: torch.Tensor, factors: Factors) -> Sequence[torch.Tensor]:
+    low, high = _together(values & 15, 4, 64), _together(values >> 4, 2, 32)
+    return low, high, factors["subscales"], factors["scales"]
+
+
+_WRITERS: Mapping[str, Callable[[torch.Tensor, Factors], Sequence[torch.Tensor]]] = {
+    "q8_0": _write_q8_0,
+    "q5_0": _write_q5_0,
+    "q4_0": _write_q4_0,
+    "q4_k": _write_q4_k,
+    "q5_k": _write_q5_k,
+    "q6_k": _write_q6_k,
 }

@@ -5,9 +5,9 @@ for
 
     scale * (u - offset - zero) + minimum
 
-or with a table for scale * TABLE[u]. A `span` of groups shares a scale in floating point, and so a minimum
-and a zero point. Super-blocks of GGUF's "k" formats have a smaller integer for each group or half beside
-it: scale and minimum of the group are products of both, which are exact in float32.
+or with a table for scale * TABLES[table][u]. A `span` of groups shares a scale in floating point, and so a
+minimum and a zero point. Super-blocks of GGUF's "k" formats have a smaller integer for each group or half
+beside it: scale and minimum of the group are products of both, which are exact in float32.
 
 The formats of files are kept without loss: those that GGUF defines, see `kernels.gguf_blocks`, and integers
 in groups of 32, 64, 128 or more, or of a whole row, which have many names: GPTQ, AWQ, compressed-tensors.
@@ -29,8 +29,12 @@ GROUP_INPUTS = 32
 CHUNK_GROUPS = 8
 """The groups whose scales and values are next to each other in memory, which are those of a super-block."""
 
-TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the values of "iq4_nl" and "iq4_xs" stand for, as GGUF defines them."""
+TABLES = (
+    (),
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+)
+"""What values stand for: in "iq4_nl" and "iq4_xs", as GGUF defines them; and twice 4-bit floats (e2m1)."""
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -49,7 +53,7 @@ class GroupFormat:
         subscales: The integers beside a scale for a group: 0: none; 1; 2: for each half of it.
         minima: Whether a float16 is added to scaled values; with subscales less that times an integer.
         zeros: Whether a zero point is taken off each value, an integer of 8 bits.
-        table: Whether values are places in `TABLE`.
+        table: Which of `TABLES` has what values stand for; 0: they are numbers.
     """
 
     name: str
@@ -61,7 +65,7 @@ class GroupFormat:
     subscales: int = 0
     minima: bool = False
     zeros: bool = False
-    table: bool = False
+    table: int = 0
 
     @property
     def packs_subscales(self) -> bool:
@@ -112,8 +116,10 @@ FORMATS: Mapping[str, GroupFormat] = MappingProxyType(
             GroupFormat("q4_k", bits=4, span=8, subscales=1, minima=True),
             GroupFormat("q5_k", bits=5, span=8, subscales=1, minima=True),
             GroupFormat("q6_k", bits=6, offset=32, span=8, subscales=2),
-            GroupFormat("iq4_nl", bits=4, table=True),
-            GroupFormat("iq4_xs", bits=4, span=8, subscales=1, table=True),
+            GroupFormat("iq4_nl", bits=4, table=1),
+            GroupFormat("iq4_xs", bits=4, span=8, subscales=1, table=1),
+            # Its scales are powers of two, halved: 2^-128 to 2^126. So they take 16 bits, and not 8.
+            GroupFormat("mxfp4", bits=4, scale_dtype=torch.bfloat16, table=2),
         )
     }
 )

@@ -19,16 +19,14 @@ from torch.nn import functional
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import ROUNDED_ROWS, Arguments, can_multiply, rounded_rows
+from kernels.dequantise import dequantised, factors, integers
 from kernels.gguf_blocks import parts_of
-from kernels.group_formats import FORMATS, GROUP_INPUTS, TABLE, GroupFormat
+from kernels.group_formats import GROUP_INPUTS, GroupFormat
 from kernels.group_layout import Layout, Parts
+from kernels.quantisers import in_groups, quantise
 from kernels.weight import CompiledPart, Weight
 
-QUANTISERS = ("q8_0", "q4_0")
-"""The formats to which rows can be quantised."""
-
 _LEAST = 1e-30
-_MOST_HALF = 15
 # The rows that are unpacked at a time, which limits memory.
 _PART_ROWS = 1024
 
@@ -75,25 +73,9 @@ class GroupedWeight(Weight):
         return [CompiledPart(self.data.data_ptr(), self.form.address, len(self))]
 
     def write(self, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """See `Weight`: quantises rows [n, I], to `QUANTISERS`. Returns scales, finite if the rows are."""
-        self._check(first, rows, self.shape[1])
-        rows = rows if rows.dtype in SUFFIXES else rows.float()
-        if can_multiply(rows.dtype) and rows.stride(1) == 1 and self.form.name in QUANTISERS:
-            scales = self._quantise(first, rows).half()
-            self._layout.write_factors(self.data, first, {"scales": scales})
-            return scales
-        parts = quantise(rows, self.form)
-        self.write_parts(first, parts)
-        return parts.scales
-
-    def _quantise(self, first: int, rows: torch.Tensor) -> torch.Tensor:
-        """Write the values of rows as `quantise` makes them. Returns the scales [n, G] in float32."""
-        scales = torch.empty(len(rows), self._groups)
-        types = *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 5
-        run = library.function(f"quire_quantise_{SUFFIXES[rows.dtype]}", types)
-        addresses = self.data.data_ptr(), self.form.address, scales.data_ptr(), rows.data_ptr()
-        run(*addresses, rows.stride(0), first, *rows.shape, torch.get_num_threads())
-        return scales
+        """See `Weight`: quantises whole rows, to `QUANTISERS`. Returns scales and minima."""
+        self._check(first, rows, self._stored_inputs)
+        return self._write(first, quantise(rows, self._stored).cut(self._stored, self._taken))
 
     def write_blocks(self, first: int, raw: torch.Tensor) -> torch.Tensor:
         """Write rows of a GGUF file, without loss.
@@ -110,7 +92,11 @@ class GroupedWeight(Weight):
         """
         self._check(first, raw, raw.shape[1])
         parts = parts_of(self.form.name, raw, self._stored_inputs)
-        self.write_parts(first, parts.cut(self._stored, self._taken))
+        return self._write(first, parts.cut(self._stored, self._taken))
+
+    def _write(self, first: int, parts: Parts) -> torch.Tensor:
+        """Returns scales and minima, in any shape."""
+        self.write_parts(first, parts)
         return parts.scales if parts.minima is None else torch.cat([parts.scales, parts.minima], dim=1)
 
     def write_groups(
@@ -224,80 +210,13 @@ def _repeated(of_groups: torch.Tensor, form: GroupFormat, count: int) -> torch.T
     return found
 
 
-def factors(form: GroupFormat, parts: Parts) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales [n, H] in float32, exact, and minima [n, H], or None."""
-    groups = parts.values.shape[1] * max(form.subscales, 1)
-    of_a_scale = form.span * max(form.subscales, 1)
-
-    def spread(of_scales: torch.Tensor) -> torch.Tensor:
-        return of_scales.float().repeat_interleave(of_a_scale, dim=1)[:, :groups]
-
-    scales, minima = spread(parts.scales), None if parts.minima is None else spread(parts.minima)
-    subscales, subminima = parts.subscales, parts.subminima
-    if form.packs_subscales:
-        assert subscales is not None
-        both = subscales.view(torch.uint8)
-        subscales, subminima = both & _MOST_HALF, both >> 4
-    if subscales is not None:
-        scales *= subscales
-    if minima is not None and subminima is not None:
-        minima *= -subminima.float()
-    return scales, minima
-
-
-def integers(form: GroupFormat, parts: Parts) -> torch.Tensor:
-    """What scales are multiplied by: [n, G, 32] float32, all of them integers."""
-    values = torch.tensor(TABLE)[parts.values.int()] if form.table else parts.values.int() - form.offset
-    if parts.zeros is not None:
-        values -= parts.zeros.repeat_interleave(form.span, dim=1)[:, : values.shape[1], None]
-    return values.float()
-
-
-def dequantised(form: GroupFormat, parts: Parts) -> torch.Tensor:
-    """The weights [n, I] in float32, as the formats define them; I is filled up to whole groups."""
-    scales, minima = factors(form, parts)
-    shape = len(scales), scales.shape[1], -1
-    found = integers(form, parts).view(shape) * scales[:, :, None]
-    return (found if minima is None else found + minima[:, :, None]).flatten(1)
-
-
-def quantise(rows: torch.Tensor, form: GroupFormat) -> Parts:
-    """Quantise rows [n, I] as GGUF's reference code does. Raises TypeError but for `QUANTISERS`."""
-    groups = _in_groups(rows)  # [n, G, 32]
-    if form == FORMATS["q8_0"]:
-        scale = groups.abs().amax(2) / 127
-        scaled = groups * _inverse(scale)
-        # Halves are rounded away from zero.
-        whole = scaled.trunc()
-        whole += ((scaled - whole).abs() >= 0.5) * scaled.sign()
-        values = whole.add_(form.offset)
-    elif form == FORMATS["q4_0"]:
-        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))[:, :, 0]
-        scale = largest / -8
-        values = (groups * _inverse(scale)).add_(8.5).clamp_(max=_MOST_HALF)
-    else:
-        raise TypeError(f"nothing quantises to {form.name}")
-    return Parts(values.to(torch.uint8), scale.half())
-
-
-def _in_groups(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [n, I] as float32, the last group filled up with zeros: [n, G, 32]."""
-    count, inputs = rows.shape
-    filled = functional.pad(rows.float(), (0, -inputs % GROUP_INPUTS))
-    return filled.view(count, -(-inputs // GROUP_INPUTS), GROUP_INPUTS)
-
-
-def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    return torch.where(scale == 0, 0.0, scale.reciprocal())[:, :, None]
-
-
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round rows [T, I] to bytes in groups, as the compiled product does.
 
     Returns:
         Scales [T, G] float32, NaN for groups with what is not finite; and values [T, G, 32] float32.
     """
-    groups = _in_groups(x)  # [T, G, 32]
+    groups = in_groups(x)  # [T, G, 32]
     most = groups.abs().amax(2)
     usable = (most >= _LEAST) & most.isfinite()
     scale = torch.where(usable, most / 127, torch.where(most < _LEAST, 0.0, math.nan))

@@ -16,8 +16,9 @@ tokens:
   original length, results agree with transformers for all sequences; if it is larger, for sequences longer
   than the original length.
 
-Frequencies are computed with the same operations in the same order as in transformers, to the bit: one
-rounding of the fastest pair is an angle of 5e-4 at position 4,000, which can change logits by 3e-3.
+Frequencies are computed with the same operations in the same order as in transformers: one rounding of the
+fastest pair is an angle of 5e-4 at position 4,000, which can change logits by 3e-3. Only powers are those of
+float64, rounded, since torch's depend on the CPU: so 1 of 100 frequencies differs in its last bit.
 
 All types of ROPE_INIT_FUNCTIONS in transformers 5.23 are supported, except "axial", which is for images.
 
@@ -31,6 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from kernels.cosines import cosines_and_sines
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 # Types that depend on the length with which the model was trained.
@@ -130,7 +133,8 @@ def rope_frequencies(spec: RopeSpec, rotary_dim: int) -> tuple[torch.Tensor, flo
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim: must be even and at least 2, got {rotary_dim}")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim  # [R / 2]
-    periods = spec.theta**exponents  # [R / 2]
+    theta = torch.tensor(spec.theta, dtype=torch.float32).item()
+    periods = torch.tensor([theta**exponent for exponent in exponents.tolist()])  # [R / 2]
     frequencies = 1.0 / periods  # [R / 2]
     if spec.rope_type == "linear":
         return frequencies / spec.factor, 1.0
@@ -229,10 +233,10 @@ def rope_table(
     frequencies, attention_factor = rope_frequencies(spec, rotary_dim)
     half = rotary_dim // 2
     table = torch.empty(max_positions, rotary_dim, dtype=torch.float32)  # [M, R]
-    # Computed on the CPU, so that the table has the same bits on every device.
+    # Computed on the CPU, by operations that are the same on each, so that all devices have the same bits.
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)  # [M, R / 2]
-    torch.cos(angles, out=table[:, :half])
-    torch.sin(angles, out=table[:, half:])
+    cosines, sines = cosines_and_sines(angles.flatten())
+    table[:, :half], table[:, half:] = cosines.view_as(angles), sines.view_as(angles)
     if attention_factor != 1.0:
         table.mul_(attention_factor)
     return table.to(device)

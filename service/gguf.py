@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from service.config import UNQUANTISED, Config
+from service.config import Config
+from service.quantised import with_limits
 from workers.common.gguf import GgufError
 from workers.common.gguf.files import model_files
 from workers.common.gguf.header import Header, TensorInfo, read_header
@@ -41,12 +42,7 @@ def _problem(config: Config, headers: list[Header]) -> str:
     if config.model_backend == "transformers":
         return "model_backend = transformers needs a directory with safetensors"
     types = served_types(tensors) - DENSE
-    limits = (
-        (config.quantization != UNQUANTISED, "already: leave out quantization"),
-        (config.device == "cuda", "and needs device = cpu"),
-    )
-    problem = next((limit for is_so, limit in limits if is_so), "")
-    return f"it is quantised ({', '.join(sorted(types))}) {problem}" if types and problem else ""
+    return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
 
 
 def _no_factors(_: TensorInfo) -> list[float]:

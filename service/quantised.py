@@ -33,13 +33,17 @@ def quantised_problem(config: Config) -> str:
     settings = _settings(directory)
     if not is_quantised(settings):
         return ""
+    return with_limits(config, "its weights are quantised")
+
+
+def with_limits(config: Config, quantised: str) -> str:
+    """What keeps quantised weights from being served as is asked for, after `quantised`; "": nothing."""
     limits = (
-        (config.quantization != UNQUANTISED, "already: leave out quantization"),
-        (config.device == "cuda", "which needs device = cpu"),
-        (config.model_backend == "transformers", "which needs model_backend = native"),
+        (config.quantization != UNQUANTISED, " already: leave out quantization"),
+        (config.device == "cuda", ", which needs device = cpu"),
+        (config.model_backend == "transformers", ", which needs model_backend = native"),
     )
-    problem = next((limit for is_so, limit in limits if is_so), "")
-    return f"its weights are quantised, {problem}" if problem else ""
+    return next((quantised + limit for is_so, limit in limits if is_so), "")
 
 
 def quantised(directory: Path) -> str:

@@ -2,7 +2,8 @@
 
 Each setting is a run of pytest, with variables that oneDNN, torch, MKL (on Intel's CPUs) and the compiled
 kernels read, and that workers inherit. Where the CPU lacks an instruction set, our kernels for it are tested
-in plain C++ (tests/kernels/plain_intrinsics.h), by fewer tests. Arguments are pytest's.
+in plain C++ (tests/kernels/plain_intrinsics.h), by fewer tests. At last quantised models are run
+with each, and what they compute is compared. Arguments are pytest's.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ EMULATED_TESTS = (
     *("tests/kernels/test_attention.py", "tests/kernels/test_attention_properties.py", "-k", "not triton"),
     *("tests/workers/test_families.py", "tests/workers/test_packed_linear.py"),
 )
+# They compare instruction sets with each other, in processes of their own.
+COMPARISONS = (
+    *("tests/workers/test_bits_of_all_cpus.py", "tests/e2e/test_caches_on_other_cpus.py", "--thorough"),
+    *("-n", "1"),
+)
 PLAIN_INTRINSICS = Path(__file__).parent / "kernels" / "plain_intrinsics.h"
 PROCESSES = ("-n", "logical", "--maxprocesses", "4", "--dist", "worksteal")
 
@@ -82,6 +88,7 @@ def settings(flags: set[str]) -> Iterator[tuple[str, dict[str, str], tuple[str, 
     for known in library.X86_SETS[:-1]:
         if not known.cpu_flags <= flags and library.X86_SETS[-1].cpu_flags <= flags:
             yield f"emulated-{known.name}", emulated(known.name), EMULATED_TESTS
+    yield "comparisons", {}, COMPARISONS
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ needs_packages = pytest.mark.skipif(find_spec("torch") is None, reason="needs wh
 WORKER_LAYERS = (
     {"__main__"},
     {"pool_member", "follower"},
-    {"process"},
+    {"process", "convert"},
     {"server", "wire"},
     {"step_loop"},
     {"other_commands", "drawing", "answers"},
@@ -86,7 +86,7 @@ SERVICE_ROOMS = {
     "service.settings": ("service.setting_rules",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
-    "service.gguf": ("service.config",),
+    "service.gguf": ("service.config", "service.quantised"),
     "service.outbound": (),
     "service.printable": (),
     "service.memory": (),
@@ -325,8 +325,11 @@ def test_a_worker_needs_no_more_than_images_for_gpus_have() -> None:
 
 def test_only_models_their_kv_random_numbers_and_what_runs_on_a_gpu_use_kernels() -> None:
     allowed = ("workers.models", "workers.kv.tensors", "workers.counter_rng")
-    # One compiled call chooses the tokens of all rows.
-    rows = ("workers.sampling", "workers.numpy_choice", "workers.distribution", "workers.extra_samples")
+    # One compiled call chooses the tokens of all rows, or finds the probabilities of some.
+    rows = tuple(
+        f"workers.{name}"
+        for name in ("sampling", "numpy_choice", "distribution", "extra_samples", "row_outputs")
+    )
     on_a_gpu = ("workers.device_sampling", "workers.runners")
     assert offenders("workers", ("kernels",), (*allowed, *rows, *on_a_gpu)) == []
     assert [

@@ -1,7 +1,8 @@
 """The outputs of rows as plain data: log-probabilities, likely tokens, logits, hidden states and experts.
 
-Log-probabilities are those of the model's own distribution: the log-softmax, in float32, of the logits
-before any sampling setting. Each row's numbers are bitwise independent of the other rows.
+Log-probabilities are those of the model's own distribution: the log-softmax of the logits before any sampling
+setting, in float32, or where kernels are compiled in float64, rounded. Each row's numbers are bitwise
+independent of the other rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.cpu import sampling as compiled
 from workers.given_experts import ONE_BYTE_EXPERTS
 from workers.models.capture import RowCapture
 from workers.operations import DataType, OutputSpec, RowOutput
@@ -183,6 +185,8 @@ def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
     Returns:
         [n, k] float32.
     """
+    if logits.device.type == "cpu" and compiled.available():
+        return compiled.log_probabilities(logits.float().contiguous(), ids)
     return _log_softmax(logits.float()).gather(1, ids)
 
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "amx_tiles.h"
+#include "denormals.h"
 #include "packed_product.h"
 
 namespace quire {
@@ -53,17 +54,6 @@ RowGroups find_groups(const Bf16* const* rows, int64_t count, int64_t inputs) {
                   std::min(kGroupInputs, inputs - input) * sizeof(Bf16));
   return {reinterpret_cast<const char*>(copies.data()), sizeof(Group), count * static_cast<int64_t>(sizeof(Group))};
 }
-
-// While it exists, all instructions of this thread treat denormals as those for tiles do. What depends on it has to be in
-// functions that are not inlined, since compilers do not know that it matters.
-class DenormalsAsZero {
- public:
-  DenormalsAsZero() : before_(_mm_getcsr()) { _mm_setcsr(0x9fc0); }
-  ~DenormalsAsZero() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-};
 
 // Tiles 0 to 3 are sums [pair of row tiles][pair of blocks], 4 and 5 are rows, 6 and 7 are weights.
 void configure_tiles(int64_t rows, int64_t inputs) {

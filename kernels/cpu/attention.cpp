@@ -1,11 +1,12 @@
 // Causal attention over paged keys and values. kernels/paged_attention.py has the formula, and checks the arguments.
 //
 // Both products, of queries and keys and of weights and values, are those of packed_product.h: pages have its layout
-// (kv_pages.h). A row goes through blocks of 64 positions with a running maximum (online softmax). With instructions for
-// bfloat16, the softmax's weights are rounded to it before the product with bfloat16 values, as torch's own attention does.
+// (kv_pages.h). A row goes through blocks of 64 positions with a running maximum (online softmax). The softmax's weights are
+// rounded to bfloat16 before the product with bfloat16 values, as torch's own attention does.
 //
 // Blocks, and the splits of 512 positions after which sums are merged, are at fixed positions of the sequence. So the
-// bits of a row depend only on its own sequence: not on the batch, nor on how many tokens an item has, nor on threads.
+// bits of a row depend only on its own sequence: not on the batch, nor on how many tokens an item has, nor on threads. Nor
+// do they depend on the instruction set, but that AMX has products of its own.
 //
 // Items with few tokens are divided among threads by split, items with many by rows.
 //
@@ -19,6 +20,7 @@
 #include "attention_product.h"
 #include "attention_scores.h"
 #include "attention_trees.h"
+#include "denormals.h"
 #if defined(QUIRE_AMX)
 #include "amx_attention_product.h"
 #endif
@@ -113,7 +115,7 @@ struct Rows {
     for (int64_t row = 0; row < count; row++) {
       const float highest = std::max(maxima[row], from.maxima[row]);
       if (highest == kHidden) continue;
-      const float mine = std::exp2(maxima[row] - highest), theirs = std::exp2(from.maxima[row] - highest);
+      const float mine = power_of_two(maxima[row] - highest), theirs = power_of_two(from.maxima[row] - highest);
       for (int64_t d = row * width; d < (row + 1) * width; d++)
         sums[d] = std::fma(sums[d], mine, from.sums[d] * theirs);
       totals[row] = std::fma(totals[row], mine, from.totals[row] * theirs);
@@ -152,10 +154,11 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
     // Without a visible key so far there is no maximum to subtract.
     const Floats weight = highest == kHidden ? Floats{} : power_of_two(scores[v] - highest);
     total += weight;
-    store_lanes(weights + v * kLanes, weight, kLanes);
+    const Floats stored = std::is_same_v<T, InputOf<T>> ? weight : rounded(weight, static_cast<const T*>(nullptr));
+    store_lanes(weights + v * kLanes, stored, kLanes);
   }
   if (highest > before) {
-    const float shrink = std::exp2(before - highest);  // 0 for the first visible block
+    const float shrink = power_of_two(before - highest);  // 0 for the first visible block
     for (int64_t d = into * rows.width; d < (into + 1) * rows.width; d++) rows.sums[d] *= shrink;
     rows.totals[into] *= shrink;
     rows.maxima[into] = highest;
@@ -353,7 +356,7 @@ void attend(const Arguments& a, AttentionWork& work, const Worker& worker) {
 }
 
 template <bool kTrees, typename T>
-void attend_as_shaped(const Arguments& a, AttentionWork& work, const Worker& worker) {
+__attribute__((noinline)) void attend_as_shaped(const Arguments& a, AttentionWork& work, const Worker& worker) {
   if (a.softcap > 0) return attend<kTrees, T, Shaping::kSoftcap>(a, work, worker);
   if (a.slopes != nullptr) return attend<kTrees, T, Shaping::kAlibi>(a, work, worker);
   attend<kTrees, T, Shaping::kNone>(a, work, worker);
@@ -363,6 +366,7 @@ void attend_as_shaped(const Arguments& a, AttentionWork& work, const Worker& wor
 
 template <typename T>
 void paged_attention(const AttentionArguments& a, AttentionWork& work, const Worker& worker) {
+  const DenormalsOf<T> mode;
   if (a.ancestors != nullptr) return attend_as_shaped<true, T>(a, work, worker);
   attend_as_shaped<false, T>(a, work, worker);
 }

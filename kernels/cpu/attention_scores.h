@@ -64,7 +64,9 @@ struct Scores {
 // The term of a head's sink in the sum of a row's weights, which are relative to `highest`. Infinity if the sink is
 // far above all scores: the row becomes zeros.
 inline float sink_weight(const AttentionArguments& a, int64_t head, float highest) {
-  return a.sinks == nullptr ? 0.0f : std::exp2(static_cast<float>(a.sinks[head] * kLog2E) - highest);
+  if (a.sinks == nullptr) return 0.0f;
+  const float above = static_cast<float>(a.sinks[head] * kLog2E) - highest;
+  return above > 0.0f ? 1.0f / power_of_two(-above) : power_of_two(above);
 }
 
 }  // namespace quire

@@ -94,14 +94,19 @@ inline Pairs step_of_plane(const uint8_t* plane, int step) {
   return load<Pairs>(plane + step % kBits * kStepBytes) >> shift & mask;
 }
 
-// "iq4_nl"'s table, with 128 added to each number.
-alignas(16) constexpr uint8_t kTable[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+// TABLES of kernels/group_formats.py, from the second on, with 128 added to each number.
+alignas(16) constexpr uint8_t kTables[][16] = {
+    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
+    {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116},
+};
 
+template <int kTable>
 inline Pairs looked_up(Pairs places) {
+  constexpr const uint8_t(&numbers)[16] = kTables[kTable - 1];
 #if defined(__AVX512BW__) && !defined(QUIRE_INTRINSICS)
-  return (Pairs)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(kTable)), (__m512i)places);
+  return (Pairs)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(numbers)), (__m512i)places);
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
-  const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(kTable));
+  const __m256i table = _mm256_broadcastsi128_si256(load<__m128i>(numbers));
   __m256i parts[2];
   std::memcpy(parts, &places, sizeof(places));
   for (__m256i& part : parts) part = _mm256_shuffle_epi8(table, part);
@@ -109,13 +114,13 @@ inline Pairs looked_up(Pairs places) {
 #else
   uint8_t bytes[64];
   std::memcpy(bytes, &places, sizeof(bytes));
-  for (uint8_t& byte : bytes) byte = kTable[byte];
+  for (uint8_t& byte : bytes) byte = numbers[byte];
   return load<Pairs>(bytes);
 #endif
 }
 
 // Values of a plane of kLow bits and, unless it has none, of kHigh bits above them: a byte each, as of 8 bits.
-template <int kLow, int kHigh, bool kTable>
+template <int kLow, int kHigh, int kTable>
 inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to) {
   constexpr int64_t kBytes = (kLow + kHigh) * kStepBytes;
   for (int64_t group = 0; group < groups; group++, values += kBytes, to += 8 * kStepBytes) {
@@ -123,7 +128,7 @@ inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to) {
     for (int step = 0; step < 8; step++) {
       Pairs found = step_of_plane<kLow>(values, step);
       if constexpr (kHigh > 0) found |= step_of_plane<kHigh>(values + kLow * kStepBytes, step) << kLow;
-      if constexpr (kTable) found = looked_up(found);
+      if constexpr (kTable > 0) found = looked_up<kTable>(found);
       std::memcpy(to + step * kStepBytes, &found, sizeof(found));
     }
   }
@@ -131,13 +136,14 @@ inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to) {
 
 inline void unpack(const GroupFormat& format, const uint8_t* values, int64_t groups, uint8_t* to) {
   switch (format.bits) {
-    case 2: return unpack_planes<2, 0, false>(values, groups, to);
-    case 3: return unpack_planes<2, 1, false>(values, groups, to);
-    case 5: return unpack_planes<4, 1, false>(values, groups, to);
-    case 6: return unpack_planes<4, 2, false>(values, groups, to);
+    case 2: return unpack_planes<2, 0, 0>(values, groups, to);
+    case 3: return unpack_planes<2, 1, 0>(values, groups, to);
+    case 5: return unpack_planes<4, 1, 0>(values, groups, to);
+    case 6: return unpack_planes<4, 2, 0>(values, groups, to);
     default:
-      if (format.table) return unpack_planes<4, 0, true>(values, groups, to);
-      return unpack_planes<4, 0, false>(values, groups, to);
+      if (format.table == 1) return unpack_planes<4, 0, 1>(values, groups, to);
+      if (format.table == 2) return unpack_planes<4, 0, 2>(values, groups, to);
+      return unpack_planes<4, 0, 0>(values, groups, to);
   }
 }
 

@@ -6,6 +6,9 @@ sources that was built on this machine, else the wheel's. Without one `available
 compute in plain torch, with correct results. The environment variable QUIRE_CPU_ISA, which workers inherit,
 selects a lower instruction set than that of the CPU.
 
+AMX's tiles add up in an order of their own. What has to have the same bits on every CPU does without them:
+see `leave_out_tiles`.
+
 The library has a C interface and threads of its own (threads.h), and does not use torch. Nor does this
 module: `make` compiles while pip still installs torch.
 """
@@ -79,6 +82,8 @@ X86_SETS = (
 )
 INSTRUCTION_SETS = (*X86_SETS, InstructionSet("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"))
 
+# The best without tiles, for CPUs that have them.
+_WITHOUT_TILES = X86_SETS[1]
 # Names the instruction set to use; "none": no compiled kernels.
 VARIABLE = "QUIRE_CPU_ISA"
 _NONE = "none"
@@ -109,6 +114,18 @@ def multiplies_bfloat16() -> bool:
     """Whether the instruction set has products of bfloat16. Without them kernels convert rows to float32."""
     instructions = instruction_set()
     return instructions is not None and _BFLOAT16_MACRO in instructions.compiler_flags
+
+
+def leave_out_tiles() -> None:
+    """Use no tiles from now on, nor in processes that are started from this one. Before anything is packed.
+
+    Quantised models, whose products use none, have the same bits then on each CPU.
+    """
+    instructions = instruction_set()
+    if instructions is not None and "-DQUIRE_AMX" in instructions.compiler_flags:
+        os.environ[VARIABLE] = _WITHOUT_TILES.name
+        for cached in (instruction_set, load, function):
+            cached.cache_clear()
 
 
 def build_name() -> str:
@@ -293,6 +310,10 @@ def main() -> None:
     """Build. If that is impossible on this machine, report it without an error: torch is the fallback."""
     try:
         print(f"Compiled kernels: {build()}")
+        best = instruction_set()
+        leave_out_tiles()
+        if instruction_set() != best:
+            print(f"Those of quantised models: {build()}")
     except InstructionSetError as error:
         sys.exit(str(error))
     except BuildError as error:

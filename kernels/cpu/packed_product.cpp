@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "denormals.h"
 #include "product_tile.h"
 
 namespace quire {
@@ -41,7 +42,7 @@ void write(const Products<Weight>& products, int64_t row, int64_t block, int64_t
 
 // The results of the rows first..first + count and the blocks begin..end.
 template <typename Weight>
-void multiply_rows(const Products<Weight>& products, int64_t first, int64_t count, int64_t begin, int64_t end) {
+__attribute__((noinline)) void multiply_rows(const Products<Weight>& products, int64_t first, int64_t count, int64_t begin, int64_t end) {
   using P = Product<Weight>;
   alignas(64) float sums[kMostSums<Weight>];
   const InputOf<Weight>* rows[kPassRows];
@@ -78,6 +79,7 @@ void multiply_rows(const Products<Weight>& products, int64_t first, int64_t coun
 
 template <typename Weight>
 void Products<Weight>::multiply_blocks(int64_t begin, int64_t end) const {
+  const DenormalsOf<Weight> mode;
   for (int64_t row = 0; row < count; row += kPassRows)
     multiply_rows(*this, row, std::min(kPassRows, count - row), begin, end);
 }

@@ -4,9 +4,10 @@
 // bfloat16 a block is [I / 2, 16, 2], pairs of inputs: each KiB of it is a tile of AMX. I is filled up to a multiple of
 // 32, or of 2 if it is less than 32. Of float32 a block is [I, 16].
 //
-// An output is the sum over its inputs one after the other, in float32, by fused multiply-adds; with AMX in the order of
-// amx_product.cpp. So its bits depend neither on the other rows, nor on how rows and outputs are divided into tiles and
-// among threads.
+// An output is the sum over its inputs one after the other, in float32, by fused multiply-adds. Of bfloat16 each pair of
+// inputs is added as AVX512-BF16 does it, first the odd one, with denormals as zero, also where a CPU has no such
+// instructions. So its bits depend neither on the other rows, nor on how rows and outputs are divided into tiles and among
+// threads, nor on the instruction set; only AMX has an order of its own (amx_product.cpp).
 #pragma once
 
 #include <type_traits>

@@ -67,7 +67,8 @@ struct Product<Bf16> {
 
 #else
 
-// Without instructions for bfloat16: the two inputs of each output become floats, first the even, then the odd one.
+// Without instructions for bfloat16: the two inputs of each output become floats, and their products are added one after
+// the other, first the odd one, as the instruction does it.
 template <>
 struct Product<Bf16> {
   static constexpr int kStepInputs = 2, kParts = 2;
@@ -76,12 +77,12 @@ struct Product<Bf16> {
 #else
   static constexpr int kTileRows = 5, kTileBlocks = 1;
 #endif
-  static Vector weights(const Bf16* step, int vector, int odd) {
+  static Vector weights(const Bf16* step, int vector, int part) {
     typedef uint32_t Pairs __attribute__((vector_size(sizeof(Vector))));
     const Pairs pairs = load<Pairs>(step + vector * (sizeof(Vector) / sizeof(Bf16)));
-    return (Vector)(odd ? pairs & 0xffff0000u : pairs << 16);
+    return (Vector)(part == 0 ? pairs & 0xffff0000u : pairs << 16);
   }
-  static Vector inputs(const float* row, int odd) { return broadcast(row[odd]); }
+  static Vector inputs(const float* row, int part) { return broadcast(row[1 - part]); }
   static Vector add(Vector weights, Vector inputs, Vector sum) { return add_product(weights, inputs, sum); }
 };
 

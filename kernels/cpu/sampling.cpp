@@ -300,8 +300,33 @@ void choose(RowArguments& a, int64_t vocab, Memory& memory) {
   if (a.drafts > 0) a.tokens[0] = choose_with_draft(a, tokens, softmax, total, memory);
 }
 
+// The log-probabilities of some tokens of a row; NaN, if it has NaN or +infinity, or nothing but -infinity.
+void find_log_probabilities(float* out, const float* logits, int64_t vocab, const int64_t* ids, int64_t count) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  int32_t bad = 0;
+  for (int64_t i = 0; i < vocab; i++) bad |= !(logits[i] <= kMost);
+  const Softmax softmax{largest({logits, nullptr, vocab}), 1};
+  if (bad || softmax.best == kHidden) {
+    std::fill_n(out, count, std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
+  const double total = std::log(softmax.total(logits, vocab));
+  for (int64_t i = 0; i < count; i++) out[i] = static_cast<float>(softmax.log_weight(logits[ids[i]]) - total);
+}
+
 }  // namespace
 }  // namespace quire
+
+// Of rows [count, vocab] and ids [count, each]; all ids are of the vocabulary.
+extern "C" void quire_log_probabilities(float* out, const float* logits, const int64_t* ids, int64_t count, int64_t vocab,
+                                        int64_t each, int64_t threads) {
+  using namespace quire;
+  run_together(threads_for(count * vocab * 4, threads), [&](const Worker& worker) {
+    worker.for_each(count, [&](int64_t row) {
+      find_log_probabilities(out + row * each, logits + row * vocab, vocab, ids + row * each, each);
+    });
+  });
+}
 
 // `threads` at most.
 extern "C" void quire_choose_tokens(quire::RowArguments* rows, int64_t count, int64_t vocab, int64_t threads) {

@@ -130,6 +130,32 @@ def choose(logits: torch.Tensor, rows: Mapping[int, RowChoice]) -> None:
         row.candidates = filled.candidates
 
 
+def log_probabilities(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities of some tokens, added up in float64 in one order. Requires `available`.
+
+    Args:
+        logits: [R, V] float32 on the CPU, contiguous. Not modified.
+        ids: [R, k] int64, from 0 to V - 1.
+
+    Returns:
+        [R, k] float32; NaN for rows with NaN or +infinity, or only -infinity.
+
+    Raises:
+        ValueError: Something does not fit.
+    """
+    _check(logits)
+    (count, vocab), ids = logits.shape, ids.contiguous()
+    if not logits.is_contiguous() or ids.dtype != torch.int64 or ids.ndim != 2 or len(ids) != count:
+        raise ValueError(f"logits {logits.stride()}, ids {ids.dtype} {tuple(ids.shape)}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise ValueError(f"token ids beyond a vocabulary of {vocab}")
+    out = torch.empty(ids.shape)
+    run = library.function("quire_log_probabilities", (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4))
+    addresses = out.data_ptr(), logits.data_ptr(), ids.data_ptr()
+    run(*addresses, count, vocab, ids.shape[1], torch.get_num_threads())
+    return out
+
+
 def _check(logits: torch.Tensor) -> None:
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.ndim != 2:
         raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} on {logits.device}")

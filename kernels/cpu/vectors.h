@@ -55,7 +55,13 @@ inline V load(const void* from) {
 inline Words to_bf16(Floats value) {
   const Words bits = (Words)value;
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return value == value ? rounded : Words{} + 0x7fc0u;  // rounding could turn a NaN into infinity
+  // Rounding could turn a NaN into infinity. Without masks in registers GCC makes single operations of a comparison.
+#if defined(__AVX512F__)
+  return value == value ? rounded : Words{} + 0x7fc0u;
+#else
+  const Words is_nan = (Words)((Ints{} + 0x7f800000 - (Ints)(bits & 0x7fffffffu)) >> 31);  // all bits or none
+  return (rounded & ~is_nan) | (is_nan & 0x7fc0u);
+#endif
 }
 
 typedef uint16_t Halves __attribute__((vector_size(32)));
@@ -127,5 +133,7 @@ inline Floats power_of_two(Floats x) {
   Floats scaled = (Floats)((Ints)p + exponent);
   return x >= -126.0f ? scaled : Floats{};
 }
+
+inline float power_of_two(float x) { return power_of_two(splat(x))[0]; }
 
 }  // namespace quire

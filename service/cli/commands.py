@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, TypeAlias
 
-from service.config import ExtensionUnusable
+from service.config import QUANTIZATIONS, UNQUANTISED, ExtensionUnusable
 from service.config_sources import add_flags
 from service.printable import escaped
 from service.setting_rules import MAX_PORT, are_addresses
@@ -36,6 +36,25 @@ def add_serve(commands: Commands) -> None:
         add_flags(serve)
     except ExtensionUnusable as error:
         serve.exit(2, f"quire: {escaped(str(error))}\n")
+
+
+def add_convert(commands: Commands) -> None:
+    """`quire convert`."""
+    convert = commands.add_parser(
+        "convert",
+        help="write a model as a GGUF file with quantised weights",
+        description="Writes what `quire serve --quantization` makes of a model each time that it is loaded,"
+        " with its tokenizer and chat template, as a file that quire and llama.cpp read.",
+    )
+    convert.set_defaults(run="service.cli.convert:run")
+    what = "a model that `quire serve` takes, whose weights are not quantised"
+    convert.add_argument("model", metavar="MODEL", help=what)
+    convert.add_argument("out", metavar="OUT", help="the file, which must not exist: NAME.gguf")
+    formats = tuple(name for name in QUANTIZATIONS if name != UNQUANTISED)
+    which = "the formats of weights, as for `quire serve` (default: q4_k_m)"
+    convert.add_argument("--quantization", choices=formats, default="q4_k_m", help=which)
+    revision = "commit, branch or tag of a model on the hub"
+    convert.add_argument("--model-revision", metavar="REVISION", help=revision)
 
 
 def add_token(commands: Commands) -> None:

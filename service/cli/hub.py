@@ -10,6 +10,7 @@ Importing this module loads the hub's library: import it where a model of the hu
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import re
@@ -207,7 +208,8 @@ def _download_gguf(
         )
     total_bytes = sum(map(sizes.__getitem__, chosen))
     # By the name of the revision, so that the cache knows that name.
-    directory = _fetch(hub_id, revision, revision, chosen, total_bytes, on_progress)
+    patterns = [*map(glob.escape, chosen)]
+    directory = _fetch(hub_id, revision, revision, patterns, total_bytes, on_progress)
     return directory / chosen[0]
 
 

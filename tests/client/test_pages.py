@@ -76,6 +76,7 @@ COMMANDS = {
     "make dist": "tests/test_dist.py with --thorough: minutes",
     "make cluster": "occupies fixed ports; tests/e2e/test_remote_workers.py runs the same",
     "quire worker": "tests/e2e/test_remote_workers.py",
+    ".venv/bin/quire convert": "needs the hub; tests/workers/test_convert.py",
     "docker": OTHER_HOSTS,
     "kubectl": OTHER_HOSTS,
     "systemctl": OTHER_HOSTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from quire.cli.main import main
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import quire_command
 from tests.e2e.greedy import chosen_here
 from tests.e2e.test_replace_weights import described, replace
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.gguf_files import TypeOf, byte_level, write_gguf
 from tests.hub_server import COMMIT
-from tests.model_factory import make_family_model
+from tests.model_factory import TinyModel, make_family_model, make_model
+from workers.common.protocol import EXIT_CONFIG
+from workers.models.weights import plan_load
 
 QUESTION = "What is a page?"
 TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|eot|>{% endfor %}"
@@ -87,7 +91,7 @@ def test_a_quantised_model_of_the_hub(
     with GatewayProcess(model="org/tiny-GGUF:q4_k_m", flags=flags, self_check=True) as gateway:
         with Client(gateway.address) as client:
             info = client.model_info(include_tokenizer=True)
-        assert info.model.quantization == "q4_k q6_k"
+        assert info.model.quantization == "q4_k; q6_k"
         assert info.model.model_id == f"org/tiny-GGUF/{file.name}"
         found = printed_tokens(gateway, capsys)
         # Or "agreed", in an earlier start.
@@ -108,12 +112,31 @@ def test_weights_are_replaced_by_others_of_the_same_formats_only(tmp_path: Path)
     with GatewayProcess(model=str(file), flags=["--device", "cpu", "--kv-pages", "64"]) as gateway:
         assert replace(gateway, file) == described(gateway).fingerprint
         for source, said in (
-            (other, "quantization is q8_0, and that of the served weights is q4_k q6_k"),
+            (other, "quantization is q8_0, and that of the served weights is q4_k; q6_k"),
             (cut, "ends beyond the end of the file, which is cut short"),
         ):
             with pytest.raises(grpc.RpcError) as refusal:
                 replace(gateway, source)
             assert said in str(refusal.value) and str(tmp_path) not in str(refusal.value)
+
+
+def test_a_converted_model_is_whole_or_not_there(tmp_path: Path) -> None:
+    """The command by itself: tests/workers/test_convert.py has what it writes."""
+    model = make_model(tmp_path / "model", TinyModel())
+    out = tmp_path / "model.gguf"
+
+    def convert(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = quire_command.command("convert", *map(str, arguments))
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    done = convert(model, out, "--quantization", "q8_0")
+    assert done.returncode == 0 and f"quire: {out} has 0 MB" in done.stderr, done.stderr
+    assert plan_load(out).format_names == "q8_0"
+    assert "must end with .gguf" in convert(model, tmp_path / "model.bin").stderr
+    refused = convert("adder", tmp_path / "other.gguf")
+    assert refused.returncode == EXIT_CONFIG
+    assert "adder: cannot be written as GGUF: pre_tokenizer" in refused.stderr.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf"]
 
 
 def test_without_a_tokenizer_tokens_are_served(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_what_cannot_be_served_changes_nothing(
     before = described(gateway)
     for directory, why in (
         (broken, "model.safetensors: tensor "),
-        (models[3], "config.json differs from that of the weights that are served"),
+        (models[3], "the config differs from that of the weights that are served"),
     ):
         with pytest.raises(grpc.RpcError) as failed:
             replace(gateway, directory)

@@ -44,6 +44,7 @@ from tests.token_trees import random_tree
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.models.capture import RowCapture
 from workers.models.model import new_pages
+from workers.row_outputs import log_probabilities
 
 # Of which two long texts leave room for hardly more than company.
 KV_PAGES = 36
@@ -214,7 +215,8 @@ class SameBitsMachine(ParityMachine):
 
 def logprobs_of(logits: NDArray[np.float32]) -> list[float]:
     """[V] of one row."""
-    found: list[float] = torch.tensor(logits).log_softmax(-1).tolist()
+    row = torch.tensor(logits)[None]
+    found: list[float] = log_probabilities(row, torch.arange(row.shape[1])[None])[0].tolist()
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from workers import adoption, step_loop
+from workers import adoption, other_commands
 from workers.executors.engine import Engine
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
@@ -70,7 +70,7 @@ def adoptions(replace: Replace) -> None:
         shift(engine.kv, {sequence.pages[0] for sequence in engine.kv_table if len(sequence.pages)})
         return adopted
 
-    replace(step_loop, "keep_confirmed", keep_confirmed)
+    replace(other_commands, "keep_confirmed", keep_confirmed)
 
 
 PLANTS: dict[str, Callable[[Replace], None]] = {

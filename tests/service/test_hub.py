@@ -149,6 +149,7 @@ GGUF = {
     "tiny-Q8_0-00002-of-00002.gguf": b"8" * 300,
     "BF16/tiny-00001-of-00001.gguf": b"b" * 500,
     "mmproj-F16.gguf": b"images",
+    "tiny [1]-Q5_K_M.gguf": b"5" * 500,
 }
 
 
@@ -192,7 +193,9 @@ def test_one_gguf_model_is_downloaded_and_nothing_else(find: Find) -> None:
         assert all((Path(found).parent / name).read_bytes() == content for name, content in shards.items())
         assert f"quire: downloading {MODEL} from 127.0.0.1:" in said and "100% downloaded" in said
         _, said = find(model=f"{MODEL}:Q2_K", HF_ENDPOINT=endpoint)
-        assert f"{MODEL} has no GGUF file Q2_K: it has BF16, Q4_K_M, Q8_0, UD-Q4_K_M" in said
+        assert f"{MODEL} has no GGUF file Q2_K: it has BF16, Q4_K_M, Q5_K_M, Q8_0, UD-Q4_K_M" in said
+        other, _ = find(model=f"{MODEL}:Q5_K_M", HF_ENDPOINT=endpoint)
+        assert Path(other).read_bytes() == b"5" * 500, "a name is no pattern"
         _, said = find(HF_ENDPOINT=endpoint)
         assert f"{MODEL} has GGUF files: name one of them, such as {MODEL}:Q4_K_M; it has BF16" in said
     assert find(model=f"{MODEL}:Q8_0", HF_HUB_OFFLINE="1") == (found, "")

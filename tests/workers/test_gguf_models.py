@@ -137,7 +137,7 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
     make_family_model(tmp_path / "hf", family, settings)
     file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", Q4_K_M if kind == "mixed" else kind)
     decoder, description = load_served(file, "float32", CPU, None, backend=NATIVE, self_check=True)
-    assert description.quantization == ("q4_k q6_k" if kind == "mixed" else kind)
+    assert description.quantization == ("q4_k; q6_k" if kind == "mixed" else kind)
     assert isinstance(decoder, Decoder)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
@@ -314,6 +314,20 @@ def test_types_that_are_not_served_are_refused_by_name(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", "tq1_0")
     with pytest.raises(ModelError, match=r"tensor \S+ must be one of bf16, .*, got tq1_0"):
         plan_load(file)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q6_k"])
+def test_scales_that_are_not_finite_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    make_family_model(tmp_path / "hf", "llama", settings_of("llama")[1] | WIDE)
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", kind)
+    tensor = source_of(file).tensors()["model.layers.1.mlp.down_proj.weight"]
+    place = {"q8_0": 0, "q4_k": 2, "q6_k": 208}[kind]
+    content = bytearray(file.read_bytes())
+    for wrong in (b"\x00\x7c", b"\x01\xfe"):  # infinity, and not a number
+        content[tensor.begin + place : tensor.begin + place + 2] = wrong
+        file.write_bytes(content)
+        with pytest.raises(ModelError, match=r"tensor blk\.1\.ffn_down\.weight is not finite"):
+            load_decoder(file)
 
 
 def test_what_quantised_files_cannot_have_yet_is_refused(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_directories(name: str, tmp_path: Path) -> None:
     assert_same_bits(decoder, random_texts(3, LENGTHS), name)
 
 
-@pytest.mark.parametrize("format_name", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("format_name", ["q8_0", "q4_0", "q4_k_m"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_quantised_at_load_and_routers_are_not(
     family: str, format_name: str, tmp_path: Path
@@ -169,9 +169,11 @@ def test_experts_are_quantised_at_load_and_routers_are_not(
     assert description.quantization == format_name
     for name, values in matrices(load_decoder(tmp_path, quantization=format_name)).items():
         lost = (values - plain[name]).norm() / plain[name].norm()
-        assert (lost == 0) if is_router(name) else (0 < lost < {"q8_0": 0.01, "q4_0": 0.12}[format_name]), (
-            name
-        )
+        assert (
+            (lost == 0)
+            if is_router(name)
+            else (0 < lost < {"q8_0": 0.01, "q4_0": 0.12, "q4_k_m": 0.12}[format_name])
+        ), name
     need_compiled()
     assert isinstance(decoder, Decoder) and is_one_call(decoder)
 

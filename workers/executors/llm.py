@@ -228,7 +228,7 @@ def _check_same_config(
 ) -> None:
     """Raises ModelError unless other weights fit into the place of those that are served."""
     if getattr(model, "config", None) != getattr(other_model, "config", None):
-        raise ModelError("config.json differs from that of the weights that are served")
+        raise ModelError("the config differs from that of the weights that are served")
     names = {field.name for field in dataclasses.fields(ModelDescription)} - {"model_id", "fingerprint"}
     # The bytes last: they differ because something else does.
     for name in sorted(names, key=lambda name: (name == "weight_bytes", name)):

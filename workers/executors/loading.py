@@ -22,7 +22,7 @@ from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
 from workers.models import passed_checks
-from workers.models.active_kernels import check_cuda_kernels
+from workers.models.active_kernels import check_cuda_kernels, use_bits_of_all_cpus
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError, without_path
 from workers.models.files import errors_naming
@@ -153,6 +153,8 @@ def load_served(  # noqa: PLR0913 - the settings of a load
                 raise UnsupportedError("quantization needs a model that native code runs")
             return _load_library(directory, dtype, device, progress, self_check=self_check)
         plan = plan_load(directory, dtype, device, group, quantization)
+        if plan.has_integers:
+            use_bits_of_all_cpus()
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)
         return load_planned(plan, progress, pack=pack)

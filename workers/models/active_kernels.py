@@ -58,6 +58,11 @@ def active_products(
     return f"torch: {reason}; {SLOW}"
 
 
+def use_bits_of_all_cpus() -> None:
+    """Use kernels with the bits of all CPUs in this process from now on; see `library.leave_out_tiles`."""
+    library.leave_out_tiles()
+
+
 def check_instruction_set() -> None:
     """Raises ModelError if QUIRE_CPU_ISA names an instruction set that this machine lacks."""
     try:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from kernels.experts import ExpertWeights
-from kernels.group_formats import FORMATS
 from kernels.linear import DenseWeight
 from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
@@ -31,13 +30,6 @@ _ROUTERS = tuple(f".{family.experts.router}.weight" for family in FAMILIES.value
 
 FormatOf = Callable[[str], WeightFormat | None]
 """The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
-
-
-def all_of(quantization: str | None) -> FormatOf | None:
-    """The same format for all matrices but routers, by its name; None: they have the dtype."""
-    if quantization is None:
-        return None
-    return lambda name: None if is_router(name) else FORMATS[quantization]
 
 
 def is_router(name: str) -> bool:

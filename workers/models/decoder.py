@@ -19,6 +19,7 @@ from kernels.lora import row_slots
 from kernels.lora_pairs import MAX_RANK
 from kernels.packed_pages import can_pack_width, packed_width
 from kernels.rope import RopeSpec, rope_table
+from kernels.softcap import softcap
 from kernels.weight import Weight
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture, routing_of
@@ -282,7 +283,7 @@ class Decoder:
         if self.config.logits_divisor != 1.0:
             logits = logits.div_(self.config.logits_divisor)
         cap = self.config.logits_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else softcap(logits, cap)
 
     def _rotations(self, positions: torch.Tensor, kv: KvTensors) -> dict[RopeSpec, torch.Tensor]:
         """Cosines and sines [T, R] of each rotary embedding at the positions of the tokens."""

@@ -82,8 +82,10 @@ class LoadTarget:
     def _fill_taken(self, part: torch.Tensor, first: int, taken: Slice) -> Iterator[torch.Tensor]:
         for into, rows in self._rows(first, len(part)):
             source = part[rows.start : rows.stop]
-            columns = source[:, taken.columns.start : taken.columns.stop] if part.dim() > 1 else source
-            yield self.into.write(into, columns)
+            # A quantised weight takes whole rows: inputs of several ranks may share a scale.
+            if part.dim() > 1 and not isinstance(self.into, GroupedWeight):
+                source = source[:, taken.columns.start : taken.columns.stop]
+            yield self.into.write(into, source)
 
     def _rows(self, first: int, count: int) -> Iterator[tuple[int, range]]:
         """Of `count` rows of a tensor from `first` on those that are taken, and the first row for them."""

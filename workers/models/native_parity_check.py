@@ -25,7 +25,7 @@ from kernels.float8_weight import Float8Format
 from kernels.group_formats import FORMATS
 from kernels.rope import rope_frequencies
 from kernels.weight_formats import WeightFormat
-from workers.models.builder import all_of, build_decoder, is_router
+from workers.models.builder import build_decoder, is_router
 from workers.models.checkpoint import name_of
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError
@@ -36,7 +36,9 @@ from workers.models.library.scaled_down_model import GAIN, INNER_WIDTH, scaled_d
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.parts import Part
 from workers.models.quantised.drawn_rows import drawn_rows
+from workers.models.recipes import recipe
 from workers.models.self_check import check_parity
+from workers.models.weights import formats_of, names_of
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ def check_native(
         dtype: The dtype that will serve.
         device: The device that will serve.
         batch_invariant: Whether it will serve with the batch-invariant kernels of a GPU.
-        quantization: The format to which its weights are quantised; see
+        quantization: How its weights are quantised, a name of `workers.models.recipes`; see
             `workers.models.library.quantised_module`.
         forms: The formats in which its files have weights, by the names of tensors.
 
@@ -78,7 +80,7 @@ def check_native(
     """
     settings = _text_part(read_settings(directory))
     _check_same_config(directory, config, settings)
-    module = scaled_down_model(settings, _INNER_WIDTH_OF_BLOCKS if forms else INNER_WIDTH)
+    module = scaled_down_model(settings, _INNER_WIDTH_OF_BLOCKS if forms or quantization else INNER_WIDTH)
     if module is None:
         _log.warning("even the scaled-down model is too large, so native code is not checked")
         return None
@@ -189,7 +191,8 @@ def _check_logits(
         module.set_attn_implementation("eager")
         # In the layout of checkpoints: each expert by itself, projections fused or not.
         tensors = revert_weight_conversion(module, module.state_dict())
-    config, formats = _config_of(module), forms.get if forms else all_of(quantization)
+    config = _config_of(module)
+    formats = formats_of(quantization, forms, config)
     decoder = build_decoder(config, dtype, device, formats=formats)
     blocks: dict[str, tuple[WeightFormat, Part]] = {}
     with torch.inference_mode():
@@ -214,14 +217,14 @@ def _check_logits(
 
     # 8-bit floats are multiplied by what has the dtype.
     rounds = quantization is not None or not all(isinstance(form, Float8Format) for form in forms.values())
-    names = " ".join(sorted({form.name for form in forms.values()})) or quantization or name_of(dtype)
+    names = names_of(forms) or quantization or name_of(dtype)
     with library_errors("run a scaled-down model"), ExitStack() as until_checked:
         if formats is not None:
             experts = separate_experts(module, config.family.experts)
             parameters = until_checked.enter_context(experts)
             until_checked.enter_context(put_blocks(module, parameters, blocks))
-        if quantization is not None:
-            quantise_module(module, quantization)
+            if quantization is not None:
+                quantise_module(module, parameters, recipe(quantization, config))
         return check_parity(
             decoder,
             plain,

@@ -76,6 +76,13 @@ def max_seq_len(settings: Mapping[str, object]) -> int:
     return min(longest, _original_length(settings, parameters))
 
 
+def longest_text(settings: Mapping[str, object], default: int) -> int:
+    """The longest text that a config names, in tokens, also if a shorter one is served."""
+    text = settings.get("text_config")
+    inner = text if isinstance(text, Mapping) else settings
+    return integer(inner, "max_position_embeddings", default)
+
+
 def _original_length(settings: Mapping[str, object], parameters: Mapping[str, object]) -> int:
     """The longest text before the rotation was scaled, in tokens. Raises ModelError.
 

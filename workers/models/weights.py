@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
+from kernels.float8_weight import Float8Format
 from kernels.weight_formats import WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
-from workers.models.builder import FormatOf, all_of, build_decoder
+from workers.models.builder import FormatOf, build_decoder
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -28,6 +29,7 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.parts import Part
+from workers.models.recipes import recipe
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
 from workers.models.source import source_of
@@ -60,7 +62,7 @@ class LoadPlan:
         num_parameters: See `ModelDescription`.
         weight_bytes: See `ModelDescription`; in a group, of this rank.
         group: The ranks over which the model is split; None: it is not.
-        quantization: The format to which matrices are quantised while they are read; None: to none.
+        quantization: How matrices are quantised while they are read, a name of `RECIPES`; None: they are not.
         forms: The formats of matrices that the files have quantised, by their names in a text model.
     """
 
@@ -77,17 +79,32 @@ class LoadPlan:
     @property
     def formats(self) -> FormatOf | None:
         """The format of each matrix, for `build_decoder`."""
-        return formats_of(self.quantization, self.forms)
+        return formats_of(self.quantization, self.forms, self.config)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether some matrices are integers in groups, whose products have the same bits on every CPU."""
+        forms = self.forms.values()
+        return self.quantization is not None or not all(isinstance(form, Float8Format) for form in forms)
 
     @property
     def format_names(self) -> str:
-        """The names of all formats, with blanks between them; "": nothing is quantised."""
-        return self.quantization or " ".join(sorted({form.name for form in self.forms.values()}))
+        """The recipe, or the names of the files' formats; "": nothing is quantised."""
+        return self.quantization or names_of(self.forms)
 
 
-def formats_of(quantization: str | None, forms: Mapping[str, WeightFormat]) -> FormatOf | None:
+def names_of(forms: Mapping[str, WeightFormat]) -> str:
+    """The names of formats, each once, as "q4_k; q6_k"."""
+    return "; ".join(sorted({form.name for form in forms.values()}))
+
+
+def formats_of(
+    quantization: str | None, forms: Mapping[str, WeightFormat], config: ModelConfig
+) -> FormatOf | None:
     """The format of each matrix, for `build_decoder`, from the fields of a `LoadPlan`."""
-    return forms.get if forms else all_of(quantization)
+    if forms:
+        return forms.get
+    return None if quantization is None else recipe(quantization, config)
 
 
 def plan_load(
@@ -96,6 +113,8 @@ def plan_load(
     device: torch.device | str = "cpu",
     group: Group | None = None,
     quantization: str | None = None,
+    *,
+    in_memory: bool = True,
 ) -> LoadPlan:
     """Check a directory without reading its weights.
 
@@ -106,6 +125,7 @@ def plan_load(
         device: The device of the parameters.
         group: Only the part of `group.rank` is loaded; None: all of it.
         quantization: See `LoadPlan`.
+        in_memory: Whether they have to fit into memory.
 
     Raises:
         ModelError: The model is not supported or not complete, or cannot be split over the group; the message
@@ -140,14 +160,15 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    formats = formats_of(quantization, forms)
+    formats = formats_of(quantization, forms, config)
     if group is not None or formats is not None:
         targets = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     # On the CPU all ranks share the memory, of which some may have taken their part when another looks.
     shares = group.ranks if group is not None and group.rank == 0 and device.type == "cpu" else 1
-    check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
+    if in_memory:
+        check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization, forms)
 
 

@@ -45,6 +45,7 @@ DENSE = frozenset({"f32", "f16", "bf16"})
 QUANTISED = frozenset(
     {
         "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+        "mxfp4",
     }
 )  # fmt: skip
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from kernels.group_formats import FORMATS
 from workers.common.gguf.header import TYPES
 
 _BLOCKS = {name: (inputs, nbytes) for name, inputs, nbytes in TYPES.values()}
@@ -18,6 +21,10 @@ _SCALES: dict[str, tuple[int, int | None, float, float]] = {
 }  # fmt: skip
 
 
+# The standard deviation of 4-bit floats that are equally likely, and the exponent of a scale of 1.
+_SPREAD_OF_FLOATS, _EXPONENT_OF_1 = 2.93, 127
+
+
 def drawn_blocks(format_name: str, shape: tuple[int, int], deviation: float, seed: int) -> torch.Tensor:
     """Random rows of a matrix, as a file has them: uint8 [O, bytes of a row].
 
@@ -28,10 +35,14 @@ def drawn_blocks(format_name: str, shape: tuple[int, int], deviation: float, see
         seed: The same one gives the same blocks.
     """
     block_inputs, block_bytes = _BLOCKS[format_name]
-    place, place_of_minimum, ratio, spread = _SCALES[format_name]
     generator = torch.Generator().manual_seed(seed)
     count = shape[0] * shape[1] // block_inputs
     blocks = torch.randint(0, 256, (count, block_bytes), dtype=torch.uint8, generator=generator)
+    if format_name == "mxfp4":
+        # The place of its scale, which is a power of two.
+        blocks[:, 0] = round(math.log2(deviation / _SPREAD_OF_FLOATS)) + _EXPONENT_OF_1
+        return blocks.view(shape[0], -1)
+    place, place_of_minimum, ratio, spread = _SCALES[format_name]
     scales = (0.7 + 0.6 * torch.rand(count, 1, generator=generator)) * (deviation / spread)
     blocks[:, place : place + 2] = scales.half().view(torch.uint8)
     if place_of_minimum is not None:
@@ -42,4 +53,4 @@ def drawn_blocks(format_name: str, shape: tuple[int, int], deviation: float, see
 
 def can_draw(format_name: str, shape: tuple[int, ...]) -> bool:
     """Whether there is such a format, and rows of this shape are of whole blocks."""
-    return format_name in _SCALES and len(shape) == 2 and shape[1] % _BLOCKS[format_name][0] == 0
+    return format_name in FORMATS and len(shape) == 2 and shape[1] % _BLOCKS[format_name][0] == 0

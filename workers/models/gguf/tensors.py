@@ -116,18 +116,44 @@ def _changes(
     header: FileHeader, info: TensorInfo, architecture: Architecture, head_rows: int
 ) -> dict[str, Any]:
     """What differs from a checkpoint's tensor: fields of `GgufTensor`. Raises ModelError."""
-    part = info.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+    part = _module(info.name)
     if head_rows and part in _INTERLEAVED:
         if head_rows < 2 or head_rows % 2 or not info.shape or info.shape[0] % head_rows:
             raise ModelError(
                 f"{header.path}: tensor {info.name} must have rows for whole heads of {head_rows}"
             )
         return {"head_rows": head_rows}
-    if architecture.norm_offset and len(info.shape) == 1 and part.endswith("norm"):
+    if architecture.norm_offset and len(info.shape) == 1 and is_norm(info.name):
         if info.type not in _DTYPES:
             raise ModelError(f"{header.path}: tensor {info.name} must be f32, got {info.type}")
         return {"offset": architecture.norm_offset}
     return {}
+
+
+def written_name(name: str, architecture: Architecture) -> str:
+    """The name in a file of a tensor of a checkpoint, without experts. A name that is not known stays."""
+    for ours, theirs in _GLOBAL.items():
+        if name == theirs:
+            return ours
+    parts = _Names({"model_type": architecture.model_type}).parts
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
+    module, _, kind = part.rpartition(".")
+    found = next((ours for ours, theirs in parts.items() if theirs == module), module)
+    return f"blk.{layer}.{found}.{kind}"
+
+
+def is_interleaved(name: str, architecture: Architecture) -> bool:
+    """Whether a file has the rows of a tensor of a checkpoint in another order; see `GgufTensor`."""
+    return architecture.interleaved and _module(written_name(name, architecture)) in _INTERLEAVED
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor has the weights of a norm, by its name."""
+    return _module(name).endswith("norm")
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
 class _Names:
@@ -135,15 +161,15 @@ class _Names:
 
     def __init__(self, settings: Mapping[str, object]) -> None:
         family = family_of(settings["model_type"])
-        self._parts = dict(_IN_LAYER)
+        self.parts = dict(_IN_LAYER)
         if family.norms == SANDWICH_NORMS:
-            self._parts |= _WITH_NORMS_AFTER
+            self.parts |= _WITH_NORMS_AFTER
         if family.mlp_names == ("gate_up_proj",):
-            self._parts["ffn_up"] = "mlp.gate_up_proj"
+            self.parts["ffn_up"] = "mlp.gate_up_proj"
         self._experts: dict[str, str] = {}
         self._num_experts = settings.get("num_experts", settings.get("num_local_experts"))
         if family.experts is not None:
-            self._parts["ffn_gate_inp"] = family.experts.router
+            self.parts["ffn_gate_inp"] = family.experts.router
             self._experts = _expert_parts(family.experts)
 
     def entries(self, header: FileHeader, info: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
@@ -170,7 +196,7 @@ class _Names:
                 name = f"model.layers.{layer}.{self._experts[part].format(index)}.weight"
                 yield name, replace(entry, shape=info.shape[1:], begin=begin, nbytes=size)
         else:
-            known = self._parts.get(part)
+            known = self.parts.get(part)
             yield info.name if known is None else f"model.layers.{layer}.{known}.{kind}", entry
 
 

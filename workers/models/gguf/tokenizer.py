@@ -23,13 +23,14 @@ from workers.models.text import ModelText
 
 _log = logging.getLogger(__name__)
 
-_PREFIX = "tokenizer.ggml."
-TEXT_ARRAYS = (*TOKEN_ARRAYS, f"{_PREFIX}scores", f"{_PREFIX}merges")
-_TEMPLATE = "tokenizer.chat_template"
+PREFIX = "tokenizer.ggml."
+TEXT_ARRAYS = (*TOKEN_ARRAYS, f"{PREFIX}scores", f"{PREFIX}merges")
+TEMPLATE = "tokenizer.chat_template"
 
 # Types of tokens.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "\u2581"
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 # A piece has at most so many places where it can be divided; longer ones are not merged from others.
 _MAX_PIECE_CHARACTERS = 256
 # Twice those of the largest known vocabulary, that of gemma3.
@@ -54,7 +55,7 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
         _log.warning("there is no tokenizer in the file, so texts are refused and only tokens served")
         return ModelText(chat_template=_template(metadata, [], max_bytes))
     if len(tokens) > vocab_size:
-        raise GgufError(f"{_PREFIX}tokens: has {len(tokens)} tokens, and the model has {vocab_size}")
+        raise GgufError(f"{PREFIX}tokens: has {len(tokens)} tokens, and the model has {vocab_size}")
     template = _template(metadata, tokens, max_bytes)
     content = json.dumps(_tokenizer(metadata, tokens), ensure_ascii=False, separators=(",", ":")).encode()
     if len(content) > max_bytes - template.nbytes:
@@ -70,9 +71,9 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
 
 def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, Any]:
     """The content of a tokenizer.json."""
-    kinds = metadata.get(f"{_PREFIX}token_type")
+    kinds = metadata.get(f"{PREFIX}token_type")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != len(tokens)):
-        raise GgufError(f"{_PREFIX}token_type: must have a number for each of {len(tokens)} tokens")
+        raise GgufError(f"{PREFIX}token_type: must have a number for each of {len(tokens)} tokens")
     split = split_of(metadata)
     if split is None:
         parts, adds_bos = _sentencepiece(metadata, tokens), True
@@ -81,10 +82,10 @@ def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, An
     added = [
         {
             "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, "special": type_number == _CONTROL,
+            "normalized": False, "special": type_number == CONTROL,
         }
         for index, (token, type_number) in enumerate(zip(tokens, kinds or (), strict=False))
-        if type_number in (_CONTROL, _USER_DEFINED) and token
+        if type_number in (CONTROL, USER_DEFINED) and token
     ]  # fmt: skip
     return {
         "version": "1.0",
@@ -100,6 +101,23 @@ def _byte_level(
     metadata: Mapping[str, Value], tokens: list[str], split: Split
 ) -> tuple[dict[str, Any], bool]:
     """Normalizer, pre-tokenizer, decoder and model; and whether it adds a first token if nothing says so."""
+    merges = [merge.split(" ") for merge in _strings(metadata, "merges") or ()]
+    if any(len(pair) != 2 for pair in merges):
+        raise GgufError(f"{PREFIX}merges: each must be two tokens with a space between them")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if any(not {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
+        raise GgufError(f"{PREFIX}merges: each must be of tokens, and make a token")
+    parts = {
+        "normalizer": {"type": "NFC"} if split.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": split_steps(split)},
+        "decoder": _BYTE_LEVEL | {"use_regex": True},
+        "model": _bpe(vocabulary, merges) | {"ignore_merges": split.whole},
+    }
+    return parts, split.whole
+
+
+def split_steps(split: Split) -> list[dict[str, Any]]:
+    """The steps of a pre-tokenizer."""
     steps: list[dict[str, Any]] = []
     if split.digits:
         steps.append({"type": "Digits", "individual_digits": True})
@@ -107,21 +125,8 @@ def _byte_level(
         steps.append(
             {"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False}
         )
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps.append(byte_level | {"use_regex": not split.pattern})
-    merges = [merge.split(" ") for merge in _strings(metadata, "merges") or ()]
-    if any(len(pair) != 2 for pair in merges):
-        raise GgufError(f"{_PREFIX}merges: each must be two tokens with a space between them")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if any(not {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
-        raise GgufError(f"{_PREFIX}merges: each must be of tokens, and make a token")
-    parts = {
-        "normalizer": {"type": "NFC"} if split.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": byte_level | {"use_regex": True},
-        "model": _bpe(vocabulary, merges) | {"ignore_merges": split.whole},
-    }
-    return parts, split.whole
+    steps.append(_BYTE_LEVEL | {"use_regex": not split.pattern})
+    return steps
 
 
 def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, Any]:
@@ -133,15 +138,15 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str
     if is_gemma:
         scores: Sequence[float] = range(0, -len(tokens), -1)
     else:
-        given = metadata.get(f"{_PREFIX}scores")
+        given = metadata.get(f"{PREFIX}scores")
         if not isinstance(given, list) or len(given) != len(tokens):
-            raise GgufError(f"{_PREFIX}scores: must have a number for each of {len(tokens)} tokens")
+            raise GgufError(f"{PREFIX}scores: must have a number for each of {len(tokens)} tokens")
         scores = given  # type: ignore[assignment] # a number each, or the sort below fails
         if any(type(score) is not float or score != score for score in scores):  # noqa: PLR0124 - NaN
-            raise GgufError(f"{_PREFIX}scores: must be numbers")
+            raise GgufError(f"{PREFIX}scores: must be numbers")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = _token_id(metadata, "unknown_token_id", len(tokens))
-    prefix = metadata.get(f"{_PREFIX}add_space_prefix", not is_gemma)
+    prefix = metadata.get(f"{PREFIX}add_space_prefix", not is_gemma)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
@@ -199,7 +204,7 @@ def _merges(
             if first in vocabulary and second in vocabulary
         ]
         if len(found) + len(known) > _MAX_MERGES:
-            raise GgufError(f"{_PREFIX}tokens: pieces can be made of others in more than {_MAX_MERGES} ways")
+            raise GgufError(f"{PREFIX}tokens: pieces can be made of others in more than {_MAX_MERGES} ways")
         known.sort()
         found += [(score, len(tokens[first]), len(tokens[second]), first, second) for first, second in known]
     found.sort(key=lambda entry: entry[:3], reverse=True)
@@ -212,7 +217,7 @@ def _around(
     """What adds the first and the last token."""
     before, after = (
         _token_id(metadata, f"{name}_token_id", len(tokens))
-        if metadata.get(f"{_PREFIX}add_{name}_token", default) is True
+        if metadata.get(f"{PREFIX}add_{name}_token", default) is True
         else None
         for name, default in (("bos", adds_bos), ("eos", False))
     )
@@ -244,12 +249,13 @@ def _template(metadata: Mapping[str, Value], tokens: list[str], max_bytes: int) 
     """The chat templates: the default one, and those with names."""
     sources: dict[str, str] = {}
     for key, value in metadata.items():
-        name = DEFAULT if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
-        if (key == _TEMPLATE or name != key) and isinstance(value, str) and value:
+        name = DEFAULT if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}.")
+        if (key == TEMPLATE or name != key) and isinstance(value, str) and value:
             sources[name] = value
     named = {
         f"{name}_token": _token_id(metadata, f"{key}_token_id", len(tokens))
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if tokens  # else ids stand for no texts
     }
     texts = {name: tokens[index] for name, index in named.items() if index is not None}
     template = ChatTemplate(sources, texts)
@@ -261,19 +267,19 @@ def _template(metadata: Mapping[str, Value], tokens: list[str], max_bytes: int) 
 
 def _token_id(metadata: Mapping[str, Value], name: str, count: int) -> int | None:
     """A token's id; None: there is none. Raises GgufError if it is not in the vocabulary."""
-    value = metadata.get(_PREFIX + name)
+    value = metadata.get(PREFIX + name)
     if value is None:
         return None
     if type(value) is not int or not 0 <= value < count:
-        raise GgufError(f"{_PREFIX}{name}: must be the id of one of {count} tokens, got {value!r}")
+        raise GgufError(f"{PREFIX}{name}: must be the id of one of {count} tokens, got {value!r}")
     return value
 
 
 def _strings(metadata: Mapping[str, Value], name: str) -> list[str] | None:
     """An array of strings; None: there is none. Raises GgufError."""
-    value = metadata.get(_PREFIX + name)
+    value = metadata.get(PREFIX + name)
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise GgufError(f"{_PREFIX}{name}: must be an array of strings")
+        raise GgufError(f"{PREFIX}{name}: must be an array of strings")
     return value  # type: ignore[return-value] # as checked

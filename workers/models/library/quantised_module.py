@@ -15,27 +15,36 @@ import torch
 from torch import nn
 from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
 
+from kernels.dequantise import dequantised
 from kernels.float8_weight import Float8Format
 from kernels.gguf_blocks import parts_of
-from kernels.group_formats import FORMATS, GroupFormat
-from kernels.grouped_weight import dequantised, quantise, round_rows
+from kernels.group_formats import GroupFormat
+from kernels.grouped_weight import round_rows
+from kernels.quantisers import quantise
 from kernels.weight_formats import WeightFormat
 from workers.common.gguf.header import TYPES
+from workers.models.builder import FormatOf
 from workers.models.parts import Part
 from workers.models.quantised.drawn_rows import scale_inputs
 from workers.models.registry import ExpertNames
 
 
 @torch.inference_mode()
-def quantise_module(module: nn.Module, format_name: str) -> None:
-    """Mutates a model whose projections are all `nn.Linear`. A tied head keeps its embedding's weight."""
+def quantise_module(module: nn.Module, parameters: Mapping[str, nn.Parameter], format_of: FormatOf) -> None:
+    """Mutates a model whose projections are all `nn.Linear`. A tied head keeps its embedding's weight.
+
+    `parameters`: as `separate_experts` has them.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
     done = set[int]()
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.register_forward_pre_hook(_round)
         if isinstance(part, nn.Linear | nn.Embedding) and id(part.weight) not in done:
             done.add(id(part.weight))
-            part.weight.copy_(_dequantised(part.weight, FORMATS[format_name]))
+            form = format_of(names[id(part.weight)])
+            assert isinstance(form, GroupFormat)
+            part.weight.copy_(_dequantised(part.weight, form))
 
 
 class _Experts(nn.Module):

@@ -1,0 +1,256 @@
+"""Writes a model as a GGUF file with quantised weights, as `quantization` quantises them at load.
+
+The file has a temporary name beside its own until it is whole, so that a part is never taken for a model. Its
+disk space is taken first. Then the header is written, read back and compared with the model, before a weight
+is read. The peak of memory is a part of a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedRandom
+from pathlib import Path
+
+import torch
+
+from kernels.gguf_blocks import blocks_of
+from kernels.group_formats import GroupFormat
+from kernels.group_layout import Parts
+from kernels.quantisers import quantise
+from kernels.rope import RopeSpec, rope_frequencies
+from workers.common.gguf import GgufError
+from workers.common.gguf.header import Value
+from workers.common.gguf.settings import ARCHITECTURES
+from workers.common.gguf.writer import NewTensor, padded, written_header
+from workers.models.builder import build_decoder
+from workers.models.checkpoint import AUTO, PART_BYTES, StoredTensor, check_finite
+from workers.models.config import ModelConfig
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.files import unchanged_settings
+from workers.models.gguf.metadata import architecture_for, end_metadata, model_metadata, rope_factors
+from workers.models.gguf.source import GgufSource
+from workers.models.gguf.tensors import is_interleaved, is_norm, written_name
+from workers.models.gguf.vocabulary import text_metadata
+from workers.models.rope_settings import longest_text
+from workers.models.source import ModelSource, source_of
+from workers.models.text import ModelText
+from workers.models.tokenizer import MAX_BYTES
+from workers.models.weights import LoadPlan, Progress, plan_load
+
+# Of `llama_ftype`, what most tensors are; and the version of the formats.
+_FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q4_k": 14, "q4_k_m": 15}
+_FORMATS_VERSION = 2
+_MATRIX = 2
+# What a file does not say, or says in its own way.
+_NOT_COMPARED = ("model_type", "dtype", "wrapper", "layers", "eos_token_ids", "bos_token_id")
+# Numbers are float32 in files.
+_ERROR = 2.0**-22
+
+
+def convert(model: Path, out: Path, quantization: str, progress: Progress | None = None) -> int:
+    """Write a model as a file. Returns its size in bytes.
+
+    Args:
+        model: A model directory, or another `ModelSource`.
+        out: The file, which must not exist.
+        quantization: A name of `workers.models.recipes`.
+        progress: Called with the progress; see `Progress`.
+
+    Raises:
+        ModelError: The model is not complete or not supported, or a file cannot say all of it; no weight was
+            read then. Or a weight is not finite.
+        OSError: The file cannot be written, as on a full disk.
+    """
+    if os.path.lexists(out):
+        raise ModelError(f"{out}: is there already")
+    with unchanged_settings(model):
+        plan = plan_load(model, AUTO, "cpu", quantization=quantization, in_memory=False)
+        source = source_of(model)
+        text = source.text(plan.config.vocab_size, MAX_BYTES)
+        with _errors_naming(model):
+            new = _NewFile(plan, text, _metadata(plan, text, source))
+    with _temporary(out) as (file, path):
+        new.begin(file)
+        with _errors_naming(model):
+            _check_same(GgufSource(path, [path]), plan, text, new.shapes)
+        new.write_weights(file, progress)
+    return new.nbytes
+
+
+class _NewFile:
+    """A file to be written: the factors of the rotation, and then the tensors of a checkpoint.
+
+    Attributes:
+        nbytes: Its size.
+        shapes: The tensors of a checkpoint.
+    """
+
+    def __init__(self, plan: LoadPlan, text: ModelText, metadata: Mapping[str, Value]) -> None:
+        """Raises GgufError for what cannot be written."""
+        self._plan, self._text = plan, text
+        self._architecture = ARCHITECTURES[architecture_for(plan.config)]
+        self._factors = rope_factors(plan.config)
+        targets = build_decoder(plan.config, plan.dtype, "meta").targets()
+        self.shapes = {name: target.shape for name, target in targets.items()}
+        self._formats = {name: _format_of(plan, name, shape) for name, shape in self.shapes.items()}
+        of_factors = [NewTensor(name, tuple(one.shape), "f32") for name, one in self._factors.items()]
+        tensors = [
+            NewTensor(written_name(name, self._architecture), self.shapes[name], form.name if form else "f32")
+            for name, form in self._formats.items()
+        ]
+        self._header = written_header(metadata, [*of_factors, *tensors])
+        self.nbytes = len(self._header) + sum(padded(tensor.nbytes) for tensor in (*of_factors, *tensors))
+
+    def begin(self, file: BufferedRandom) -> None:
+        """Take the disk space, and write all but the weights. Raises OSError."""
+        os.posix_fallocate(file.fileno(), 0, self.nbytes)
+        file.write(self._header)
+        for factors in self._factors.values():
+            _fill_up(file, _write(file, factors))
+        file.flush()
+
+    def write_weights(self, file: BufferedRandom, progress: Progress | None) -> None:
+        """Raises ModelError for a weight that is not finite, or cannot be read, and OSError."""
+        total_bytes, done_bytes = sum(self._plan.entries[name].nbytes for name in self._formats), 0
+        for name, form in self._formats.items():
+            entry, written = self._plan.entries[name], 0
+            for rows in self._rows(name, entry):
+                parts = None if form is None else quantise(rows, form)
+                values = rows.float() if parts is None else torch.cat([*_scales(parts)], dim=1)
+                check_finite(values, f"{entry.file}: tensor {entry.name}")
+                written += _write(
+                    file, values if form is None or parts is None else blocks_of(form.name, parts)
+                )
+                done_bytes += rows.nbytes
+                if progress is not None:
+                    progress(done_bytes, total_bytes)
+            _fill_up(file, written)
+
+    def _rows(self, name: str, entry: StoredTensor) -> Iterator[torch.Tensor]:
+        """A tensor in parts, in the order and with the offset that files have. Raises ModelError."""
+        head_rows = self._plan.config.head_dim if is_interleaved(name, self._architecture) else 1
+        row_bytes = entry.nbytes // entry.shape[0]
+        step = max(1, PART_BYTES // (row_bytes * head_rows)) * head_rows
+        for first in range(0, entry.shape[0], step):
+            wanted = range(first, min(first + step, entry.shape[0]))
+            parts = [part.clone() for _, part in entry.parts(wanted) if isinstance(part, torch.Tensor)]
+            rows = torch.cat(parts)
+            if head_rows > 1:
+                halves = rows.view(-1, 2, head_rows // 2, *rows.shape[1:])
+                rows = halves.transpose(1, 2).reshape(rows.shape)
+            if is_norm(name):
+                rows = rows.float() + self._architecture.norm_offset
+            yield rows
+
+
+def _metadata(plan: LoadPlan, text: ModelText, source: ModelSource) -> dict[str, Value]:
+    """Raises GgufError and UnsupportedError."""
+    config, quantization = plan.config, plan.quantization
+    assert quantization is not None
+    longest = longest_text(source.settings(), config.max_position_embeddings)
+    ends = end_metadata(_ends(config, text), config.bos_token_id)
+    general: dict[str, Value] = {
+        "general.file_type": _FILE_TYPES[quantization],
+        "general.quantization_version": _FORMATS_VERSION,
+    }
+    of_model = model_metadata(config, source.path.name, longest)
+    return of_model | general | text_metadata(text, config.vocab_size, ends, architecture_for(config))
+
+
+def _ends(config: ModelConfig, text: ModelText) -> tuple[int, ...]:
+    """The tokens that end a text; first that of the tokenizer."""
+    own = () if text.end_id is None else (text.end_id,)
+    return (*dict.fromkeys((*own, *config.eos_token_ids)),)
+
+
+def _format_of(plan: LoadPlan, name: str, shape: tuple[int, ...]) -> GroupFormat | None:
+    if len(shape) != _MATRIX or plan.formats is None:
+        return None
+    form = plan.formats(name)
+    assert isinstance(form, GroupFormat)
+    return form
+
+
+def _check_same(
+    written: GgufSource, plan: LoadPlan, text: ModelText, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises UnsupportedError unless what a file says is the model, and ModelError."""
+    found = ModelConfig.from_settings(written.settings())
+    for field in dataclasses.fields(ModelConfig):
+        ours, theirs = getattr(plan.config, field.name), getattr(found, field.name)
+        if field.name not in _NOT_COMPARED and not _is_same(ours, theirs):
+            raise UnsupportedError(f"{field.name}: files of GGUF cannot say {ours!r}")
+    for index, (ours, theirs) in enumerate(zip(plan.config.layers, found.layers, strict=True)):
+        if (ours.window, ours.sparse) != (theirs.window, theirs.sparse):
+            raise UnsupportedError(
+                f"sliding_window: files of GGUF cannot say {ours.window} for layer {index}"
+            )
+        if not _is_same_rope(ours.rope, theirs.rope, plan.config.rotary_dim):
+            raise UnsupportedError(f"rope_parameters: files of GGUF cannot say {ours.rope}")
+    if not {*_ends(plan.config, text)} <= {*found.eos_token_ids}:
+        raise UnsupportedError(f"eos_token_id: files of GGUF cannot say {plan.config.eos_token_ids}")
+    if {name: entry.shape for name, entry in written.tensors().items()} != dict(shapes):
+        raise UnsupportedError("its tensors are not those of a file")
+    if written.text(found.vocab_size, MAX_BYTES).chat_template.sources != text.chat_template.sources:
+        raise UnsupportedError("chat_template: files of GGUF cannot say it")
+
+
+def _is_same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=_ERROR)
+    return ours == theirs
+
+
+def _is_same_rope(ours: RopeSpec | None, theirs: RopeSpec | None, rotary_dim: int) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    (one, factor), (other, other_factor) = (rope_frequencies(rope, rotary_dim) for rope in (ours, theirs))
+    return torch.allclose(one, other, rtol=_ERROR, atol=0) and _is_same(factor, other_factor)
+
+
+@contextmanager
+def _errors_naming(model: Path) -> Iterator[None]:
+    """Inside the block, errors about what a file can say become those of the model."""
+    try:
+        yield
+    except GgufError as error:
+        raise UnsupportedError(f"{model}: cannot be written as GGUF: {error}") from None
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{model}: cannot be written as GGUF: {error}") from None
+
+
+@contextmanager
+def _temporary(out: Path) -> Iterator[tuple[BufferedRandom, Path]]:
+    """A file that gets its name when the block ends, and is removed if that fails. Raises OSError."""
+    path = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        with path.open("x+b") as file:
+            yield file, path
+            file.flush()
+            os.fsync(file.fileno())
+        path.rename(out)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
+def _scales(parts: Parts) -> Iterator[torch.Tensor]:
+    """What is finite if the rows are."""
+    yield parts.scales
+    if parts.minima is not None:
+        yield parts.minima
+
+
+def _write(file: BufferedRandom, values: torch.Tensor) -> int:
+    """Returns the bytes. Raises OSError."""
+    return file.write(values.contiguous().view(torch.uint8).numpy().data)
+
+
+def _fill_up(file: BufferedRandom, written: int) -> None:
+    file.write(bytes(padded(written) - written))

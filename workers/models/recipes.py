@@ -1,0 +1,65 @@
+"""Which format each matrix gets when a model is quantised, by the names of llama.cpp for such recipes."""
+
+from __future__ import annotations
+
+from kernels.group_formats import CHUNK_GROUPS, FORMATS, GROUP_INPUTS, GroupFormat
+from workers.models.builder import FormatOf, is_router
+from workers.models.config import ModelConfig
+
+RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
+"""All matrices in one format; or "q4_k_m", which has more bits where they matter most."""
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Spellings of the families.
+_VALUES, _FUSED = ("v_proj",), ("qkv_proj",)
+_OUTPUTS, _DOWN = ("o_proj",), ("down_proj", "w2")
+# What is taken for rows that are not whole super-blocks.
+_WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
+
+
+def recipe(name: str, config: ModelConfig) -> FormatOf:
+    """The format of each matrix of a model but routers. `name`: one of `RECIPES`."""
+
+    def format_of(tensor: str) -> GroupFormat | None:
+        if is_router(tensor):
+            return None
+        chosen = _mixed(tensor, config) if name == "q4_k_m" else name
+        if _inputs(tensor, config) % (CHUNK_GROUPS * GROUP_INPUTS):
+            chosen = _WITHOUT_SUPER_BLOCKS.get(chosen, chosen)
+        return FORMATS[chosen]
+
+    return format_of
+
+
+def _mixed(tensor: str, config: ModelConfig) -> str:
+    """As `llama_tensor_get_type` of llama.cpp has it, but for models of 70 billion weights or 8 experts."""
+    if tensor == (_EMBEDDING if config.tie_word_embeddings else _HEAD):
+        return "q6_k"
+    module = _module(tensor)
+    if module in _FUSED:
+        return "q5_k"
+    if module in (*_VALUES, *_DOWN) and _has_more_bits(int(tensor.split(".")[2]), config.num_hidden_layers):
+        return "q6_k"
+    return "q4_k"
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Of the first and the last eighth of the layers all, and each third one between."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight").rpartition(".")[2]
+
+
+def _inputs(tensor: str, config: ModelConfig) -> int:
+    """The length of a matrix's rows."""
+    module = _module(tensor)
+    if module in _OUTPUTS:
+        return config.num_attention_heads * config.head_dim
+    if module in _DOWN:
+        if config.experts is not None and ".experts." in tensor:
+            return config.experts.intermediate_size
+        return config.intermediate_size
+    return config.hidden_size
