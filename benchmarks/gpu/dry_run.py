@@ -124,7 +124,8 @@ def _stack_experts(decoder: Decoder) -> None:
         if isinstance(body, Experts):
             for name in ("gate_up", "down"):
                 weights = getattr(body, name)
-                setattr(body, name, weights[0].new_empty((len(weights), *weights[0].shape)))
+                one = weights[0].plain
+                setattr(body, name, one.new_empty((len(weights), *one.shape)))
 
 
 def _run_steps(decoder: Decoder, kv: KvTensors, steps: Steps, *, lora: bool) -> None:

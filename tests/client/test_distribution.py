@@ -102,7 +102,7 @@ def test_it_has_the_command_and_the_server_adds_to_it() -> None:
     found = metadata.entry_points(group="console_scripts", name="quire")
     assert {point.dist.name for point in found if point.dist is not None} == {"quire-llm"}
     added = metadata.entry_points(group="quire.commands")
-    assert added.names == {"serve", "worker", "pool", "token"}
+    assert added.names == {"convert", "serve", "worker", "pool", "token"}
     assert {point.dist.name for point in added if point.dist is not None} == {"quire-llm-server"}
 
 

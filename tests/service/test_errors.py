@@ -69,6 +69,7 @@ ERRORS = [
     errors.NoWorker(),
     errors.Draining(),
     errors.SeveralShards(),
+    errors.OtherShard(),
     errors.SeveralGateways(),
     errors.GatewayUnavailable(),
     errors.ShardMoved(),

@@ -83,7 +83,9 @@ def as_on_a_gpu(decoder: Decoder) -> Decoder:
         for layer in decoder.layers:
             if isinstance(layer.mlp.body, Experts):
                 body: Any = layer.mlp.body
-                body.gate_up, body.down = torch.stack([*body.gate_up]), torch.stack([*body.down])
+                body.gate_up, body.down = (
+                    torch.stack([weight.plain for weight in weights]) for weights in (body.gate_up, body.down)
+                )
     return decoder
 
 
