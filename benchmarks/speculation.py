@@ -1,9 +1,10 @@
 """What drafts by prompt lookup gain, and cost where they are wrong: `python -m benchmarks.speculation`.
 
-One server; texts with and without `speculation` take turns, and have to be equal. A greedy text of random
-weights soon repeats itself, so most of its drafts are right. One that is drawn at temperature 1 hardly ever
-repeats two tokens, and from few tokens (a mask) it does all the time without its drafts being right: there
-drafts can only cost. Prints JSON: tokens a second without, the ratio of the times of each round, and drafts.
+One server; texts with and without `speculation` take turns, and have to be equal. A text of one token (a
+mask) has the drafts that are always right: the most that can be gained. One that is drawn from all tokens
+hardly ever repeats some, and has no drafts; one that is drawn from few repeats some all the time without its
+drafts being right, so that they can only cost. Prints JSON: tokens a second without, the ratio of the times
+of each round, and drafts.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from benchmarks.weights import make_model
 _PROMPT_TOKENS = 128
 _TIMEOUT_S = 600.0
 _DRAWN = types_pb2.SamplingParams(temperature=1.0, seed=7)
+_ONE = runner_pb2.Constraint(mask=types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[100])))
 _FEW = runner_pb2.Constraint(mask=types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=range(100, 132))))
 # The texts, by what their drafts are.
 _TEXTS: dict[str, dict[str, Any]] = {
-    "right": {},
+    "right": {"constraint": _ONE},
     "none": {"sampling": _DRAWN},
     "wrong": {"sampling": _DRAWN, "constraint": _FEW},
 }

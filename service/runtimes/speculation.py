@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-# Where the last four tokens occurred before, else where the last two did.
-_NGRAMS: Final = (4, 2)
+# Where the last four tokens occurred before, else where the last three did. Two often occur again by chance.
+_NGRAMS: Final = (4, 3)
 # Earlier tokens are forgotten: a lookup takes 0.05 ms, and at worst half a millisecond.
 _MAX_TOKENS: Final = 8_192
 _TOKEN_BYTES: Final = 4
@@ -26,7 +26,7 @@ _MIN_LENGTH: Final = 2
 # The weight of the last step in averages.
 _WEIGHT: Final = 0.3
 # After a draft that did not pay off: how many tokens are decoded without drafts.
-_MIN_PAUSE, _MAX_PAUSE = 8, 512
+_MIN_PAUSE, _MAX_PAUSE = 16, 512
 
 
 class PromptLookup:

@@ -72,11 +72,19 @@ def test_what_comes_is_what_a_loop_of_decodes_returns(tiny_gateway: GatewayProce
 def test_drafts_change_nothing_and_none_is_left_behind_the_end(tiny_gateway: GatewayProcess) -> None:
     with quire.Client(tiny_gateway.address) as client:
         prompt, accepted = [5, 6, 7, 8] * 6, 0
-        expected = looped(client, prompt, 5, 60, types_pb2.OutputOptions())
+        # Of two tokens a text repeats itself.
+        mask = types_pb2.TokenMask(allowed=types_pb2.TokenIds(ids=[5, 6]))
+        expected = looped(client, prompt, 5, 60, types_pb2.OutputOptions(mask=mask))
         for count in range(40, 61):
             with client.prefill(prompt) as cache:
                 chunks = list(
-                    cache.generate(5, max_tokens=count, speculation="prompt_lookup", ignore_eos=True)
+                    cache.generate(
+                        5,
+                        max_tokens=count,
+                        speculation="prompt_lookup",
+                        constraint={"mask": mask},
+                        ignore_eos=True,
+                    )
                 )
                 tokens = [token for chunk in chunks for token in chunk.token_ids]
                 assert tokens == [each.token_id for each in expected[:count]]

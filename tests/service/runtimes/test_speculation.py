@@ -12,7 +12,7 @@ from service.runtimes.speculation import Drafter, DraftLength, PromptLookup
 
 def looked_up(token_ids: Sequence[int], length: int) -> list[int]:
     """What `PromptLookup.draft` should give, by comparing all places."""
-    for ngram in (4, 2):
+    for ngram in (4, 3):
         last = token_ids[-ngram:]
         for begin in range(len(token_ids) - ngram - 1, -1, -1):
             if list(token_ids[begin : begin + ngram]) == list(last):
