@@ -96,7 +96,8 @@ SERVICE_ROOMS = {
     "service.logging": ("service.printable",),
     "service.durable_file": ("service.logging",),
     "service.uploads": ("service.errors",),
-    "service.turns": (),
+    "service.fair_queue": ("service.caches.requests",),
+    "service.turns": ("service.caches.requests", "service.fair_queue"),
     "service.budgets": ("service.caches.tenants", "service.config", "service.errors", "service.turns"),
     "service.auth": (
         "service.caches.tenants", "service.config", "service.errors", "service.handshakes", "service.logging",
@@ -167,8 +168,9 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.providers": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
-        "service.errors", "service.extension", "service.journal.values", "service.logging",
-        "service.outbound", "service.printable", "service.runtimes", "service.text", "service.token_bucket",
+        "service.errors", "service.extension", "service.fair_queue", "service.journal.values",
+        "service.logging", "service.outbound", "service.printable", "service.runtimes", "service.text",
+        "service.token_bucket",
     ),
     "service.extensions.tracing": (
         "service.api", "service.config", "service.extension", "service.logging", "service.outbound",

@@ -13,8 +13,8 @@ from service.errors import ProviderFailure
 from service.extensions.providers.clock import Clock
 from service.extensions.providers.config import ProviderConfig
 from service.extensions.providers.failures import failure
-from service.extensions.providers.fair_queue import FairQueue, Ticket
 from service.extensions.providers.spending import Spending
+from service.fair_queue import FairQueue, Ticket
 from service.token_bucket import TokenBucket
 
 _MINUTE_S = 60.0

@@ -20,9 +20,9 @@ from service.caches.tenants import Tenant
 from service.errors import ProviderFailure
 from service.extensions.providers.clock import Clock
 from service.extensions.providers.config import ProviderConfig
-from service.extensions.providers.fair_queue import HEAD_START, FairQueue, Ticket
 from service.extensions.providers.limiter import Limiter
 from service.extensions.providers.spending import Spending
+from service.fair_queue import HEAD_START, FairQueue, Ticket
 from tests.sim.virtual_loop import VirtualLoop
 
 LOW, NORMAL, HIGH = Priority.LOW, Priority.NORMAL, Priority.HIGH

@@ -1,4 +1,4 @@
-"""A fair queue of the requests that wait for a provider. It reads no clock.
+"""A fair queue of what waits for something that few can have at a time. It reads no clock.
 
 Tenants take turns, however many requests each has queued. A tenant has a virtual start, which grows by one
 with each request that it sends. The smallest is next; of equal ones, the one that reached it first. A tenant
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from service.caches.requests import Priority
@@ -115,7 +115,11 @@ class FairQueue:
     @property
     def first(self) -> Ticket | None:
         """The next request. None: the queue is empty."""
-        present = [queue for queue in self._tenants.values() if len(queue)]
+        return self.first_of(lambda _: True)
+
+    def first_of(self, may_be_next: Callable[[Hashable], bool]) -> Ticket | None:
+        """The next request of the tenants that may be next. None: there is none."""
+        present = [queue for tenant, queue in self._tenants.items() if len(queue) and may_be_next(tenant)]
         return min(present, key=lambda queue: queue.order).first if present else None
 
     def take(self, ticket: Ticket) -> None:
