@@ -31,11 +31,11 @@ class BatchCaches:
         self._batch_key = batch.key
         # Of each item that makes caches, and whether they are forks of one.
         self._made = {
-            item.item_id: (num_samples(item), num_samples(item) > 1 or item.WhichOneof("prompt") == "cache")
+            item.item_id: (num_samples(item), num_samples(item) > 1 or item.HasField("cache"))
             for item in batch.items
             if not is_in_place(item)
         }
-        self._callers = {item.cache.cache_id for item in batch.items if item.WhichOneof("prompt") == "cache"}
+        self._callers = {item.cache.cache_id for item in batch.items if item.HasField("cache")}
         self._ids: set[str] = set()
         # Whether creations have request ids, and whether their caches may still be needed.
         self._has_keys = self._is_kept = batch.keep_s > 0

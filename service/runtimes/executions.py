@@ -64,7 +64,7 @@ class Executions:
         if self._router.named(request.runtime) is not local:
             return False
         is_resumed = any(at.position for at in request.resume_after)
-        has_caches = any(item.WhichOneof("prompt") == "cache" for item in request.items)
+        has_caches = any(item.HasField("cache") for item in request.items)
         return bool(request.runtime) or self._router.runtimes == [local] or is_resumed or has_caches
 
     def cancel(self, request_id: str, tenant: Tenant | None) -> bool:
@@ -238,7 +238,7 @@ def _check_progress(request: runner_pb2.ExecuteRequest) -> None:
 def _check_positions(request: runner_pb2.ExecuteRequest) -> None:
     """Raises InvalidArgument: run again after a restart, an item would append to its cache once more."""
     for index, item in enumerate(request.items):
-        if item.WhichOneof("prompt") == "cache" and not item.cache.HasField("position"):
+        if item.HasField("cache") and not item.cache.HasField("position"):
             field = f"items[{index}].cache.position"
             raise InvalidArgument("BAD_POSITION", field, "a kept execution needs it")
 

@@ -28,7 +28,7 @@ def num_samples(item: runner_pb2.ExecuteItem) -> int:
 
 def is_in_place(item: runner_pb2.ExecuteItem) -> bool:
     """Whether an item appends to a cache of the caller, not to copies or to caches of its own."""
-    return item.WhichOneof("prompt") == "cache" and item.n == 0
+    return item.HasField("cache") and item.n == 0
 
 
 def check_ids(items: Sequence[runner_pb2.ExecuteItem]) -> None:

@@ -121,7 +121,7 @@ class LocalRuntime:
             # Templates and grammars may wait in a queue.
             async with asyncio.timeout(timeout_s):
                 held = None
-                if item.WhichOneof("prompt") == "cache":
+                if item.HasField("cache"):
                     items.check(item)
                     if self._is_elsewhere(item.cache.cache_id):
                         raise OtherShard

@@ -108,7 +108,7 @@ class Router:
         elif batch.resumed:
             # Another runtime would generate another text.
             candidates = [Candidate(self.runtimes[0], "it goes on where it was begun")]
-        elif any(item.WhichOneof("prompt") == "cache" for item in batch.items):
+        elif any(item.HasField("cache") for item in batch.items):
             candidates = [Candidate(self.runtimes[0], "the caches are there")]
         else:
             candidates = await self._candidates(request.policy, batch)
