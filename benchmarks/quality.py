@@ -58,11 +58,13 @@ _SEED = 20_261
 _TIMEOUT_S = 120.0
 _FORMATS = ("bf16", "q8_0", "q4_0", "q4_k_m")
 # Its arithmetic is that of the model's dtype, which is bfloat16; llama.cpp's is float32.
+_FLOAT32 = ["--dtype", "float32"]
 _SERVICES = {
     "Quire": ["--dtype", "bfloat16"],
-    "Quire, --dtype float32": ["--dtype", "float32"],
-    "Quire, KV in int8": ["--dtype", "bfloat16", "--kv-cache-dtype", "int8"],
-    "Quire, --dtype float32, KV in int8": ["--dtype", "float32", "--kv-cache-dtype", "int8"],
+    "KV in int8": ["--dtype", "bfloat16", "--kv-cache-dtype", "int8"],
+    "--dtype float32": _FLOAT32,
+    "--dtype float32, KV in bfloat16": [*_FLOAT32, "--kv-cache-dtype", "bfloat16"],
+    "--dtype float32, KV in int8": [*_FLOAT32, "--kv-cache-dtype", "int8"],
 }
 # GGML_TYPE_F16, the default of llama.cpp, and GGML_TYPE_Q8_0.
 _LLAMA_CPP_KV = {"llama.cpp": 1, "llama.cpp, KV in q8_0": 8}

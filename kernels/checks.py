@@ -77,7 +77,8 @@ def check_pages(
         v_pages: Pages of values.
         kv_heads: K; None: any.
         width: D.
-        other_name: The name of the argument whose dtype and device they must have.
+        other_name: The name of the argument whose dtype and device they must have; packed ones may be
+            narrower.
         other: That argument.
         value_width: The width of values; None: the same as that of keys.
 
@@ -98,6 +99,7 @@ def check_pages(
     value_shape = (*k_pages.shape[:3], width if value_width is None else value_width)
     check_tensor("v_pages", v_pages, value_shape, FLOAT_DTYPES)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        check_same(name, pages, other_name, other)
+        if isinstance(pages, torch.Tensor) or other.dtype not in pages.row_dtypes:
+            check_same(name, pages, other_name, other)
         if not pages.is_contiguous():
             raise ValueError(f"{name}: must be contiguous, got strides {pages.stride()}")

@@ -57,7 +57,8 @@ class _PackedPages(ABC):
 
     Attributes:
         shape: [P, S, K, D].
-        dtype: bfloat16 or float32: of what is written and attended to.
+        dtype: bfloat16 or float32: of the products with what is stored.
+        row_dtypes: Of what may be written, and of queries: rounded if they are wider.
         device, stride, is_contiguous: Those of the data.
         is_quantised: Whether an element is a code of 8 bits, and each key or value has a scale in float32.
         data: [P, S, K, D] contiguous of the dtype, or [P, S, K, D + 4] int8; in an order of its own.
@@ -78,6 +79,7 @@ class _PackedPages(ABC):
         self.is_quantised = data.dtype is torch.int8
         self.shape = torch.Size((*data.shape[:3], data.shape[3] - self.is_quantised * SCALE_BYTES))
         self.dtype = data.dtype if dtype is None else dtype
+        self.row_dtypes = (self.dtype, torch.float32) if self.dtype is torch.bfloat16 else (self.dtype,)
         self.data = data
         self.device = data.device
         self.stride, self.is_contiguous = data.stride, data.is_contiguous

@@ -47,8 +47,8 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
 
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; heads contiguous.
-        k_pages: [pages, S, K, D] contiguous, or packed; dtype of query.
-        v_pages: [pages, S, K, V], packed if the keys are; dtype of query.
+        k_pages: [pages, S, K, D] contiguous, of the dtype of query; or packed, which takes it.
+        v_pages: [pages, S, K, V], packed if the keys are; their dtype.
         batch: Rows and pages of the items.
         scale: Multiplies the scores.
         sliding_window: The number of positions that a token attends to, its own included; None: all.

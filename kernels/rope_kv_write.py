@@ -66,8 +66,8 @@ def rope_kv_write(
         cos_sin: [T, R] float32, the rows of `rope_table` at the positions of the tokens, R even and at most
             D: the first R elements of each head are rotated. None: no head is rotated.
         slots: [T] int32 or int64, page * S + offset; negative for a padding token, which is not written.
-        k_pages: [P, S, K, D] contiguous, or packed; dtype of qkv.
-        v_pages: [P, S, K, D], packed if the keys are; dtype of qkv.
+        k_pages: [P, S, K, D] contiguous, of the dtype of qkv; or packed, which takes it.
+        v_pages: [P, S, K, D], packed if the keys are; their dtype.
         eps: Added to the mean square; positive.
 
     Returns:

@@ -52,7 +52,7 @@ from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 EXTENSIONS = "quire.extensions"
 
 UNQUANTISED = "none"
-KV_CACHE_DTYPES = (AUTO, "int8")
+KV_CACHE_DTYPES = (AUTO, "bfloat16", "int8")
 QUANTIZATIONS = (UNQUANTISED, "q8_0", "q4_k_m", "q4_k", "q4_0")
 
 _DEFAULT_LEASE_S = 1800.0
@@ -155,8 +155,8 @@ class Config:
     )
     kv_cache_dtype: str = setting(
         AUTO,
-        "data type of the KV cache: auto is dtype; int8 takes about half of bfloat16's memory, with a scale"
-        " for each key and value of a head, and is less exact; on the CPU",
+        "data type of the KV cache: auto is dtype; bfloat16 halves that of float32; int8, with a scale for"
+        " each key and value of a head, about halves that of bfloat16, and is less exact; on the CPU",
         KV_CACHE_DTYPES,
     )
     model_backend: str = setting(

@@ -144,9 +144,9 @@ class Follower:
         return {"pages": pages}
 
     def _answer_allocate_pages(
-        self, pages: int, limits: dict[str, Any], max_seq_len: int, quantised: bool
+        self, pages: int, limits: dict[str, Any], max_seq_len: int, kv_dtype: str
     ) -> None:
-        self._kv = allocate_pages(self._model, pages, quantised=quantised)
+        self._kv = allocate_pages(self._model, pages, kv_dtype)
         runner = new_runner(self._model, self._kv, StepLimits(**limits), max_seq_len, self._collectives)
         self._runner = runner if isinstance(runner, CudaGraphRunner) else None
 

@@ -55,9 +55,7 @@ struct Head {
   // For a row of a tree this is its slot, not its position.
   int64_t position(int64_t row) const { return item.context - item.query_len + row / group; }
   TreeRow tree_row(int64_t row) const { return TreeRow(a, index, token(row)); }
-  const T* query(int64_t row) const {
-    return static_cast<const T*>(a.query) + token(row) * a.query_stride + head_of(row) * a.head_stride;
-  }
+  int64_t query_at(int64_t row) const { return token(row) * a.query_stride + head_of(row) * a.head_stride; }
 
   // The first visible block of any row, and the one after the last.
   int64_t first_block() const { return item.oldest / kBlockKeys; }
@@ -250,7 +248,18 @@ void attend_block(const Head<T>& head, const Scores<kShaping>& shape, const Inpu
 
 template <typename T>
 void copy_queries(const Head<T>& head, InputOf<T>* queries, int64_t first, int64_t count) {
-  for (int64_t row = 0; row < count; row++) copy_row(queries + row * head.a.width, head.query(first + row), head.a.width);
+  const int64_t width = head.a.width;
+  for (int64_t row = 0; row < count; row++, queries += width) {
+    const int64_t at = head.query_at(first + row);
+    if (!head.a.is_wide) {
+      copy_row(queries, static_cast<const T*>(head.a.query) + at, width);
+    } else {
+      const float* query = static_cast<const float*>(head.a.query) + at;
+      for_lanes(width, [&](int64_t d, int n) {
+        store_lanes(queries + d, rounded(load_lanes(query + d, n), static_cast<const T*>(nullptr)), n);
+      });
+    }
+  }
 }
 
 // Normalises rows of a head, from `first` on, and writes them to `out`.
@@ -258,11 +267,13 @@ template <typename T>
 __attribute__((noinline)) void write_rows(const Head<T>& head, int64_t first, const Rows& rows) {
   for (int64_t row = 0; row < rows.count; row++) {
     const int64_t q_head = head.head_of(first + row);
-    T* out = static_cast<T*>(head.a.out) + (head.token(first + row) * head.a.heads + q_head) * rows.width;
+    const int64_t at = (head.token(first + row) * head.a.heads + q_head) * rows.width;
     const float factor = 1.0f / (rows.totals[row] + sink_weight(head.a, q_head, rows.maxima[row]));
     for_lanes(rows.width, [&](int64_t d, int count) {
       // Which zero a sum is depends on how many keys of no weight were added: +0 makes it the positive one.
-      store_lanes(out + d, load<Floats>(rows.sums + row * rows.width + d) * factor + 0.0f, count);
+      const Floats result = load<Floats>(rows.sums + row * rows.width + d) * factor + 0.0f;
+      if (head.a.is_wide) store_lanes(static_cast<float*>(head.a.out) + at + d, result, count);
+      else store_lanes(static_cast<T*>(head.a.out) + at + d, result, count);
     });
   }
 }

@@ -22,6 +22,7 @@ struct AttentionArguments {
   int64_t heads, kv_heads, width, value_width, page_size;
   int64_t window;     // 0: unlimited
   int64_t is_quantised;  // whether pages have 8 bits
+  int64_t is_wide;       // whether query and out are float, and keys and values bfloat16
   double scale, softcap;  // softcap 0: none
 };
 

@@ -74,25 +74,38 @@ inline float quantise(int8_t* codes, const T* from, int64_t width) {
   return !is_finite ? std::nanf("") : factor > 0.0f ? largest / 127.0f : 0.0f;
 }
 
-// Where a head has a slot.
+// Where a head has a slot, for keys and values of type T.
 template <typename T>
 struct SlotOfHead {
   int64_t slot, part;
   bool is_quantised;  // whether pages have 8 bits
+  bool is_wide;       // whether T is float, and pages without 8 bits are bfloat16
 
   void write_key(void* pages, const T* key, int64_t width) const {
-    if (!is_quantised) return quire::write_key(static_cast<T*>(pages) + part * kPartPositions * width, slot, key, width);
-    int8_t codes[kMaxHeadWidth];
-    quire::write_key(quantised(pages, codes, key, width), slot, codes, width);
+    write(pages, key, width, [&](auto* to, const auto* elements) { quire::write_key(to, slot, elements, width); });
   }
 
   void write_value(void* pages, const T* value, int64_t width) const {
-    if (!is_quantised) return quire::write_value(static_cast<T*>(pages) + part * kPartPositions * width, slot, value, width);
-    int8_t codes[kMaxHeadWidth];
-    quire::write_value(quantised(pages, codes, value, width), slot, codes, width);
+    write(pages, value, width, [&](auto* to, const auto* elements) { quire::write_value(to, slot, elements, width); });
   }
 
  private:
+  // Calls write(part, elements) with the elements of the pages' type.
+  template <typename Write>
+  void write(void* pages, const T* from, int64_t width, Write write) const {
+    const int64_t at = part * kPartPositions * width;
+    if (is_quantised) {
+      int8_t codes[kMaxHeadWidth];
+      write(quantised(pages, codes, from, width), codes);
+    } else if (is_wide) {
+      Bf16 narrow[kMaxHeadWidth];
+      for_lanes(width, [&](int64_t d, int count) { store_lanes(narrow + d, load_lanes(from + d, count), count); });
+      write(static_cast<Bf16*>(pages) + at, narrow);
+    } else {
+      write(static_cast<T*>(pages) + at, from);
+    }
+  }
+
   // Computes codes, writes their scale, and returns the part.
   int8_t* quantised(void* pages, int8_t* codes, const T* from, int64_t width) const {
     int8_t* to = static_cast<int8_t*>(pages) + part * quantised_part_bytes(width);

@@ -20,7 +20,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "slots", "k_pages", "v_pages")),
         *((name, ctypes.c_int64) for name in ("tokens", "kv_heads", "width", "value_width", "num_slots")),
-        ("is_quantised", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("is_quantised", "is_wide")),
     )
 
 
@@ -34,8 +34,8 @@ def kv_write(
     """Write each token's key and value to its slot. Nothing is written if an argument is wrong.
 
     Args:
-        keys: [T, K, D]; dtype of the pages.
-        values: [T, K, V]; dtype of the pages.
+        keys: [T, K, D]; of a dtype that the pages take.
+        values: [T, K, V]; dtype of keys.
         k_pages: [P, S, K, D], mutated.
         v_pages: [P, S, K, V], mutated.
         slots: [T] int32 or int64, page * S + offset; negative for a padding token, which is not written.
@@ -45,7 +45,9 @@ def kv_write(
         IndexError: A slot is beyond the last page.
     """
     for name, rows, pages in (("keys", keys, k_pages), ("values", values, v_pages)):
-        check_tensor(name, rows, (*slots.shape, *pages.shape[2:]), (pages.dtype,))
+        check_tensor(name, rows, (*slots.shape, *pages.shape[2:]), pages.row_dtypes)
+    if keys.dtype != values.dtype:
+        raise TypeError(f"values: must have the dtype of keys, {keys.dtype}, got {values.dtype}")
     if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.dtype != v_pages.dtype:
         raise ValueError(f"v_pages: {list(v_pages.shape)} do not belong to keys {list(k_pages.shape)}")
     # Variables keep the memory alive that the kernel reads.
@@ -60,6 +62,7 @@ def kv_write(
         values.shape[2],
         k_pages.shape[0] * k_pages.shape[1],
         k_pages.is_quantised,
+        k_pages.dtype is not keys.dtype,
     )
     run = library.function(f"quire_kv_write_{SUFFIXES[keys.dtype]}", _TYPES, ctypes.c_bool)
     if not run(ctypes.addressof(arguments), torch.get_num_threads()):

@@ -30,7 +30,7 @@ class _Arguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("items", "table_stride", "query_stride", "head_stride")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width", "value_width", "page_size")),
-        *((name, ctypes.c_int64) for name in ("window", "is_quantised")),
+        *((name, ctypes.c_int64) for name in ("window", "is_quantised", "is_wide")),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
     )
@@ -76,9 +76,10 @@ def attend(
         k_pages.shape[1],
         scoring.sliding_window or 0,
         k_pages.is_quantised,
+        k_pages.dtype is not query.dtype,
         scoring.scale,
         scoring.softcap or 0.0,
     )
-    name = f"quire_paged_attention_{SUFFIXES[query.dtype]}"
+    name = f"quire_paged_attention_{SUFFIXES[k_pages.dtype]}"
     run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
     run(ctypes.addressof(arguments), torch.get_num_threads())

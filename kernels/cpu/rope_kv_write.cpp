@@ -47,7 +47,8 @@ void write(const RopeArguments& a, const Worker& worker) {
     for (int64_t head = 0; head < a.heads; head++) rotate_head(query + head * a.width, head);
     if (a.slots[token] < 0) return;  // a padding token
     for (int64_t head = 0; head < a.kv_heads; head++) {
-      const SlotOfHead<T> to{a.slots[token], part_of(a.slots[token], a.kv_heads, head), a.is_quantised != 0};
+      const SlotOfHead<T> to{a.slots[token], part_of(a.slots[token], a.kv_heads, head), a.is_quantised != 0,
+                             a.is_wide != 0};
       T key[kMaxHeadWidth];
       rotate_head(key, a.heads + head);
       to.write_key(a.k_pages, key, a.width);

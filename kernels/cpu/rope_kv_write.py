@@ -22,7 +22,8 @@ class _Arguments(ctypes.Structure):
             for name in ("query", "qkv", "qk_norm", "cos_sin", "slots", "k_pages", "v_pages")
         ),
         *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "rotary_dim")),
-        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "wide_norm", "is_quantised")),
+        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "wide_norm")),
+        *((name, ctypes.c_int64) for name in ("is_quantised", "is_wide")),
         ("eps", ctypes.c_double),
     )
 
@@ -64,6 +65,7 @@ def rope_kv_write(
         0 if cos_sin is None else cos_sin.stride(0),
         qk_norm is not None and qk_norm.dtype is torch.float32,
         k_pages.is_quantised,
+        k_pages.dtype is not qkv.dtype,
         eps,
     )
     run = library.function(f"quire_rope_kv_write_{SUFFIXES[qkv.dtype]}", _TYPES, ctypes.c_bool)

@@ -78,7 +78,7 @@ struct Step {
   const uint64_t* ancestors;
   const int32_t* lora_slots;  // [T]; null: no row has an adapter
   int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
-  int64_t is_quantised;  // whether pages have 8 bits
+  int64_t is_quantised, is_wide;  // of pages: see SlotOfHead
 };
 
 // What a model's sublayers share. It grows to what the largest step needs, and is kept.
@@ -239,7 +239,7 @@ struct Run {
     rope_kv_write<T>({query, buffers.wide, sublayer.head_norm.weight, rotations, step.slots,
                       step.keys[sublayer.layer], step.values[sublayer.layer], rows, sublayer.heads, sublayer.kv_heads,
                       sublayer.width, rotary_dim, row_width, rotary_dim, sublayer.head_norm.wide_weight,
-                      step.is_quantised, sublayer.head_norm.eps},
+                      step.is_quantised, step.is_wide, sublayer.head_norm.eps},
                      worker);
     if (sublayer.wanted_only && step.num_wanted == 0) {
       rows = 0;
@@ -250,7 +250,9 @@ struct Run {
     worker.for_shares(rows, [&](int64_t row) {
       if (step.slots[row] < 0) std::fill_n(attended + row * attended_width, attended_width, T{});
     });
-    paged_attention<T>(attention_arguments(sublayer, attended, query), work, worker);
+    const AttentionArguments arguments = attention_arguments(sublayer, attended, query);
+    if (step.is_wide) paged_attention<Bf16>(arguments, work, worker);
+    else paged_attention<T>(arguments, work, worker);
     if (sublayer.wanted_only) {
       T* gathered = buffers.inner;
       worker.for_shares(step.num_wanted, [&](int64_t row) {
@@ -282,6 +284,7 @@ struct Run {
     a.kv_heads = sublayer.kv_heads;
     a.page_size = step.page_size;
     a.is_quantised = step.is_quantised;
+    a.is_wide = step.is_wide;
     a.window = sublayer.window;
     a.scale = sublayer.attention_scale;
     a.softcap = sublayer.softcap;

@@ -65,7 +65,8 @@ class _Step(ctypes.Structure):
         *_fields(ctypes.c_void_p, "tables", "starts", "contexts", "roots", "ancestors"),
         *_fields(ctypes.c_void_p, "lora_slots"),
         *_fields(ctypes.c_int64, "has_x", "rows", "num_wanted", "rotary_dim", "num_slots", "page_size"),
-        *_fields(ctypes.c_int64, "items", "table_stride", "threads", "is_quantised"),
+        *_fields(ctypes.c_int64, "items", "table_stride", "threads"),
+        *_fields(ctypes.c_int64, "is_quantised", "is_wide"),
     )
 
 
@@ -93,6 +94,7 @@ class LayerPages:
         if are_used and not are_packed:
             raise ValueError("kv: the kernels need packed pages in all layers")
         first = layers[0][0]
+        self.dtype = first.dtype
         self.are_quantised = not isinstance(first, torch.Tensor) and first.is_quantised
         self.keys, self.values = (
             (ctypes.c_void_p * len(layers))(*(pages.data.data_ptr() for pages in tensors))
@@ -130,7 +132,7 @@ class Sublayers:
         new = library.function("quire_sublayers_new", types, ctypes.c_void_p)
         self._address = new(ctypes.addressof(array), len(array), memory.address)
         _delete_with(self, "quire_sublayers_delete", self._address)
-        self._keep = memory, keep
+        self._keep, self._dtype = (memory, keep), dtype
         name = f"quire_sublayers_run_{SUFFIXES[dtype]}"
         self._run = library.function(name, (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int)
 
@@ -210,6 +212,7 @@ class Sublayers:
             tables.stride(0),
             torch.get_num_threads(),
             pages.are_quantised,
+            pages.dtype is not self._dtype,
         )
         outcome = cast(int, self._run(self._address, ctypes.addressof(step)))
         if outcome != 0:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.paged_attention import paged_attention
 from tests.kernels.attention_case import (
     CAP_AND_SINKS,
     COMPILED,
@@ -20,6 +21,8 @@ from tests.kernels.attention_case import (
     make_case,
 )
 from tests.kernels.conftest import HAS_TRITON
+from tests.kernels.instruction_sets import need_compiled
+from tests.kernels.pages import packed
 from tests.kernels.tree_batches import Tree, with_trees
 
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -68,6 +71,21 @@ def test_bits_of_a_row_depend_on_its_sequence_only(
         for row in range(len(rows)):
             alone = case.part(item, item, slice(row, row + 1))
             assert torch.equal(attend(alone, COMPILED)[0], rows[row])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_queries_of_float32_over_pages_of_bfloat16(quantised: bool) -> None:
+    """They are rounded, and what is returned is not: rounded too, it is that of queries in bfloat16."""
+    need_compiled()
+    items = [(1, 1100), (5, 33), (40, 530), (1, 0)]
+    case = make_case(items, dtype=torch.bfloat16, features=["softcap"], eight_bits=quantised)
+    pages = packed(case.k_pages, case.v_pages, quantised=quantised)
+    told = {"scale": case.scoring.scale, "softcap": case.scoring.softcap}
+    narrow = paged_attention(case.query, *pages, case.batch, **told)
+    below = case.query.float() * (1 - 2**-12)  # They are nearest to those in bfloat16.
+    wide = paged_attention(below, *pages, case.batch, **told)
+    assert wide.dtype is torch.float32 and not torch.equal(wide.bfloat16().float(), wide)
+    assert torch.equal(wide.bfloat16(), narrow)
 
 
 @pytest.mark.parametrize("window", [None, 17])

@@ -31,15 +31,29 @@ def test_packed_pages(dtype: torch.dtype) -> None:
     before = k_data.clone()
     with pytest.raises(IndexError, match="slots: a slot is beyond the last page"):
         kv_write(key, key, k_pages, PackedValues(k_data.clone()), torch.tensor([0, 1, 2, 3, 4, 5, 80]))
-    wide = key.to(torch.float32 if dtype is torch.bfloat16 else torch.bfloat16)
+    other = key.to(torch.float16 if dtype is torch.bfloat16 else torch.bfloat16)
     for wrong in (key[:, :1], key[..., :16], key[:3]):
         with pytest.raises(ValueError, match="keys: shape must be"):
             PageWrites(slots).write(wrong, value, k_pages, v_pages)
     with pytest.raises(ValueError, match="values: shape must be"):
         PageWrites(slots).write(key, key, k_pages, v_pages)
     with pytest.raises(TypeError, match="keys: dtype must be"):
-        PageWrites(slots).write(wide, value, k_pages, v_pages)
+        PageWrites(slots).write(other, value, k_pages, v_pages)
     assert torch.equal(k_data.nan_to_num(), before.nan_to_num())
+
+
+def test_rows_of_float32_in_pages_of_bfloat16() -> None:
+    """They are rounded."""
+    need_compiled()
+    rows, slots = torch.randn(PAGES * PAGE_SIZE, HEADS, 32), torch.randperm(PAGES * PAGE_SIZE)
+    plain = torch.zeros(PAGES, PAGE_SIZE, HEADS, 32).bfloat16()
+    wide, narrow = packed(plain, plain), packed(plain, plain)
+    PageWrites(slots).write(rows, rows, *wide)
+    PageWrites(slots).write(rows.bfloat16(), rows.bfloat16(), *narrow)
+    for found, expected in zip(wide, narrow, strict=True):
+        assert torch.equal(found.data, expected.data)
+    with pytest.raises(TypeError, match="values: must have the dtype of keys"):
+        PageWrites(slots).write(rows, rows.bfloat16(), *wide)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

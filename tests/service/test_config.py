@@ -125,7 +125,7 @@ def test_what_quantised_weights_cannot_do_is_refused(settings: dict[str, str], s
     [
         ({"device": "cuda"}, "needs device = cpu"),
         ({"model": "paged-attention"}, "needs a model that has weights"),
-        ({"kv_cache_dtype": "fp8"}, "must be one of auto, int8"),
+        ({"kv_cache_dtype": "fp8"}, "must be one of auto, bfloat16, int8"),
     ],
 )
 def test_what_a_quantised_kv_cache_cannot_do_is_refused(settings: dict[str, str], says: str) -> None:

@@ -16,7 +16,7 @@ from tests.workers.packing import HandPacker, HandSequence, Item, random_texts
 from workers.executors.loading import NATIVE, load_served
 from workers.models.capture import RowCapture
 from workers.models.decoder import Decoder
-from workers.models.model import PAGE_SIZE, new_pages
+from workers.models.model import AUTO_KV, BFLOAT16_KV, INT8_KV, PAGE_SIZE, new_pages
 from workers.operations import OutputSpec, Sampling
 from workers.row_outputs import build_outputs
 from workers.sampling import SamplingRow, choose_tokens
@@ -44,7 +44,8 @@ def lines_of(file: Path, dtype: str, quantization: str | None, count: int) -> It
     (text,) = random_texts(3, (sum(CHUNKS),))
     with torch.inference_mode():
         yield from _layers(decoder, text[: sum(CHUNKS[:2])])
-        yield from _tokens(decoder, text, 8, quantised_kv=True)
+        yield from _tokens(decoder, text, 8, INT8_KV)
+        yield from _tokens(decoder, text, 4, BFLOAT16_KV)
         yield from _tokens(decoder, text, count)
 
 
@@ -58,11 +59,11 @@ def _layers(decoder: Decoder, text: list[int]) -> Iterator[str]:
     yield f"logits: {digest(decoder.logits(hidden))}"
 
 
-def _tokens(decoder: Decoder, text: list[int], count: int, *, quantised_kv: bool = False) -> Iterator[str]:
+def _tokens(decoder: Decoder, text: list[int], count: int, kv_dtype: str = AUTO_KV) -> Iterator[str]:
     """Sublayers are compiled here."""
     pages = (len(text) + count) // PAGE_SIZE + 1
     packer, sequence = HandPacker(PAGE_SIZE, range(pages)), HandSequence()
-    kv = new_pages(decoder, pages, quantised=quantised_kv)
+    kv = new_pages(decoder, pages, kv_dtype)
     for size in CHUNKS[:-1]:
         decoder.forward(packer.pack([Item(sequence, text[:size], ())]), kv)
         text = text[size:]

@@ -102,7 +102,7 @@ def test_quantised_pages() -> None:
     assert kv.bytes_per_page == taken_bytes // 40 == 3 * 16 * 2 * (32 + 4 + 48 + 4)
     assert sum(map(len, kv.page_views(7))) == kv.bytes_per_page
     for layer, dtype in ((LayerKv(2, 8, 16), torch.bfloat16), (LayerKv(2, 16, 16), torch.float16)):
-        with pytest.raises(ValueError, match="quantised: there are no kernels for pages of"):
+        with pytest.raises(ValueError, match="there are no kernels for such pages of"):
             KvTensors([layer], num_pages=2, page_size=16, dtype=dtype, quantised=True)
 
 

@@ -82,15 +82,15 @@ def gpu_num_pages(
     return choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
 
 
-def allocate_pages(model: Model, num_pages: int, *, quantised: bool = False) -> KvTensors:
-    """Allocate pages, of 8 bits if `quantised`. On a CPU memory is there once it is written to.
+def allocate_pages(model: Model, num_pages: int, kv_dtype: str) -> KvTensors:
+    """Allocate pages. On a CPU memory is there once it is written to.
 
-    Raises KvSizingError on a GPU, and ModelError if the model has no quantised pages.
+    Raises KvSizingError on a GPU, and ModelError if the model has no pages of this `kv_dtype`.
     """
     try:
-        return new_pages(model, num_pages, quantised=quantised)
+        return new_pages(model, num_pages, kv_dtype)
     except ValueError as error:
-        raise ModelError(f"kv_cache_dtype = int8: {error}") from error
+        raise ModelError(f"kv_cache_dtype = {kv_dtype}: {error}") from error
     except torch.OutOfMemoryError as error:
         needed_bytes = num_pages * page_bytes(model)
         raise KvSizingError(

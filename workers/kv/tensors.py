@@ -87,6 +87,7 @@ class KvTensors:
         device: torch.device | str = "cpu",
         pack: bool = True,
         quantised: bool = False,
+        row_dtype: torch.dtype | None = None,
     ) -> None:
         """Allocate. On the CPU the system provides memory when it is first written.
 
@@ -94,13 +95,14 @@ class KvTensors:
             layers: The shape of each layer; they may differ.
             num_pages: P.
             page_size: S.
-            dtype: Of keys and values.
+            dtype: Of keys and values, or with 8 bits of the products with them.
             device: Their device.
             pack: Pack the pages of layers for which there are compiled kernels.
             quantised: Store keys and values in 8 bits with a scale each, in packed pages.
+            row_dtype: Of what is written, and of queries; None: the dtype. Packed pages may be narrower.
 
         Raises:
-            ValueError: A size is below 1, there are no layers, or no kernels for quantised pages of one.
+            ValueError: A size is below 1, there are no layers, or no kernels for such pages of one.
         """
         for name, size in (("layers", len(layers)), ("num_pages", num_pages), ("page_size", page_size)):
             _check_size(name, size)
@@ -126,11 +128,12 @@ class KvTensors:
         for layer in layers:
             keys, values = next(unused[layer.key_shape]), next(unused[layer.value_shape])
             packs = pack and can_pack(keys, dtype) and can_pack(values, dtype)
-            if quantised and not packs:
-                raise ValueError(f"quantised: there are no kernels for pages of {layer} in {dtype}")
-            self._layers.append(
-                (PackedKeys(keys, dtype), PackedValues(values, dtype)) if packs else (keys, values)
-            )
+            both = (PackedKeys(keys, dtype), PackedValues(values, dtype)) if packs else (keys, values)
+            takes = both[0].row_dtypes if isinstance(both[0], PackedKeys) else () if quantised else (dtype,)
+            if (row_dtype or dtype) not in takes:
+                rows = f"{row_dtype or dtype} on {self.device}"
+                raise ValueError(f"there are no kernels for such pages of {layer} with {rows}")
+            self._layers.append(both)
 
     @property
     def num_layers(self) -> int:

@@ -108,22 +108,34 @@ class Model(Protocol):
         """Replace the adapter of a slot, or empty it: for forwards after this. On their thread."""
 
 
-def page_bytes(model: Model, *, quantised: bool = False) -> int:
-    """The bytes of one page: keys and values of all layers, in 8 bits if `quantised`."""
-    return KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=model.dtype, quantised=quantised)
+# How pages are stored: in the model's dtype, in bfloat16, or in 8 bits that are multiplied as bfloat16.
+AUTO_KV, BFLOAT16_KV, INT8_KV = "auto", "bfloat16", "int8"
 
 
-def new_pages(model: Model, num_pages: int, *, quantised: bool = False) -> KvTensors:
-    """Allocate pages for a model, in its dtype, or 8 bits if `quantised`, and on its device.
+def page_bytes(model: Model, kv_dtype: str = AUTO_KV) -> int:
+    """The bytes of one page: keys and values of all layers."""
+    dtype, quantised = _kv_format(model, kv_dtype)
+    return KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=dtype, quantised=quantised)
 
-    Raises ValueError if there are no quantised pages for it.
+
+def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensors:
+    """Allocate pages for a model, on its device.
+
+    Raises ValueError if there are no kernels for this model with such pages.
     """
+    dtype, quantised = _kv_format(model, kv_dtype)
     return KvTensors(
         model.kv_layers,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
-        dtype=model.dtype,
+        dtype=dtype,
         device=model.device,
         pack=model.packs_kv,
         quantised=quantised,
+        row_dtype=model.dtype,
     )
+
+
+def _kv_format(model: Model, kv_dtype: str) -> tuple[torch.dtype, bool]:
+    """The dtype of products with pages, and whether these have 8 bits."""
+    return model.dtype if kv_dtype == AUTO_KV else torch.bfloat16, kv_dtype == INT8_KV
