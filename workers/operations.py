@@ -164,6 +164,8 @@ class OutputSpec:
     sampled_logprob: bool = False
     hidden: HiddenSpec | None = None
     experts: bool = False
+    # Nothing is prelaunched after one of these tokens.
+    end_token_ids: frozenset[int] = frozenset()
 
     # How many plain rows this row costs, by the data that is read, copied and sent. Logits of a vocabulary
     # take hundreds of kilobytes, a hidden state tens. Short lists are free.
@@ -247,8 +249,9 @@ class Forward:
     # It expires if it has not begun by this time.monotonic_ns(). None: never.
     deadline_ns: int | None = None
     arrived_ns: int = 0
-    # The caller will probably append the chosen token next, with the same output: see `prelaunch`.
-    prelaunch: bool = False
+    # How many chosen tokens the caller will probably append next, one after another and with the same output:
+    # see `prelaunch`.
+    prelaunch: int = 0
     scored: int = 0
     # One for each token, or empty.
     choices: Sequence[RowChoice] = ()
@@ -315,8 +318,11 @@ class Forward:
     samples: Sequence[RowOutput] = field(default=(), init=False)
     # For a tree: the indexes of the kept tokens. Only these are appended to the sequence.
     kept_path: Sequence[int] = field(default=(), init=False)
-    # The number of tokens that are kept in the sequence.
+    # The number of tokens that are kept in the sequence, with those of `appended`.
     kept: int = field(default=0, init=False)
+    # Of a decode: chosen tokens that were appended behind it before they were requested, see `prelaunch`. Each
+    # has an output, too.
+    appended: Sequence[int] = field(default=(), init=False)
     queue_ns: int = field(default=0, init=False)
     compute_ns: int = field(default=0, init=False)
 

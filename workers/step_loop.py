@@ -22,7 +22,7 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
-from workers.decodes import ADAPTER, NO_DECODES, Decodes
+from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -244,9 +244,9 @@ class StepLoop:
         if self._in_flight.step is not None:
             decodes = self._in_flight.consume(decodes)
         if decodes.size and self._prelauncher.expected:
-            done, decodes = self._prelauncher.consume(decodes)
-            if done.size:
-                self._answers.decodes(done)
+            answers, answered, decodes = self._prelauncher.consume(decodes)
+            if answers:
+                self._answers.ready(answers, answered)
         if has_adapters:
             decodes = self._admitted(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
@@ -447,9 +447,12 @@ class StepLoop:
         if self._prelauncher.queued:
             prelaunched = decodes.prelaunched
             ahead = decodes.take(prelaunched)
-            self._prelauncher.mark_ready(ahead)
+            wanted = prelaunched | (decodes.columns[PRELAUNCH] > 0)
+            is_shared = self._scheduler.has_others or not all(wanted.tolist())
+            self._prelauncher.mark_ready(ahead, go_on=not is_shared)
             # Their callers were answered when they were queued, so their next requests may arrive soon.
-            self._answers.answered += ahead.sequences
+            queued = self._prelauncher.queued
+            self._answers.answered += [each for each in ahead.sequences if each not in queued]
             decodes = decodes.take(~prelaunched)
         if decodes.size:
             self._engine.count_decodes(decodes)

@@ -17,6 +17,7 @@ from service.token_bucket import TokenBucket
 
 # Retry delay when too many requests are in flight: when one ends is not known.
 _RETRY_S = 0.1
+_UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,14 @@ class Tenant:
             raise QuotaExceeded("max_caches", quota.max_caches)
         if quota.max_tokens is not None and self.tokens + tokens > quota.max_tokens:
             raise QuotaExceeded("max_tokens", quota.max_tokens)
+
+    @property
+    def most_at_once(self) -> int:
+        """How many tokens a request may append of which each could have been a request: at least 1."""
+        if self.quota.max_per_s is not None:
+            return 1
+        most = self.quota.max_tokens
+        return _UNLIMITED if most is None else max(1, most - self.tokens)
 
     def give_back(self, requests: int, now_s: float) -> None:
         """Requests that were admitted will be admitted again."""

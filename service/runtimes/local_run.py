@@ -222,11 +222,21 @@ class LocalRun:
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
-                prelaunch=sample is not None and not is_verify and sample.can_prelaunch,
+                prelaunch=0 if sample is None or is_verify else self._prelaunch(item, sample, position),
             ),
         )
         assert isinstance(appended, Appended)
         return appended
+
+    def _prelaunch(self, item: PreparedItem, sample: Sample, position: int | None) -> int:
+        """How many of the next tokens a worker may append with this one, or at least compute."""
+        most = min(sample.can_prelaunch, self._tenant.most_at_once - 1)
+        if item.in_place is None or sample.ends_by_tokens:
+            held = sample.catching_up
+            # On a copy none is appended behind what the caller's cache has.
+            return most if held is None else max(0, min(most, len(held.token_ids) - (position or 0) - 1))
+        # The caller's cache must not have tokens behind the end.
+        return min(most, 1)
 
     # Prompts.
 
@@ -355,7 +365,7 @@ class LocalRun:
             began_at = time.monotonic()
             appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, options, position)
             if sample.drafter is not None:
-                sample.drafter.decoded(time.monotonic() - began_at)
+                sample.drafter.decoded((time.monotonic() - began_at) / appended.kept)
             token_id, position = self._take(item, sample, appended)
 
     async def _verify(
@@ -393,10 +403,9 @@ class LocalRun:
             await self._resume(item, sample, cache)
         if len(token_ids) > len(prompt):
             last = len(token_ids) - 1
-            if sample.drafter is not None and not sample.is_finished:
-                # The last append may have been a draft, of which this is one token.
+            if not sample.is_finished:
+                # It is appended once more, for the token chosen after it: others may have been appended with it.
                 await self._result(self._unsent, Truncate(sample.cache_id, last))
-            # Otherwise the last append is repeated: its stored answer holds the token chosen after it.
             return token_ids[-1], last
         if cache is None or (part and len(token_ids) == len(prompt)):
             appended = await self._append(item, AppendKind.PREFILL, prompt, sample, options, part=part)
@@ -412,12 +421,16 @@ class LocalRun:
         return await self._append(item, item.first_kind, item.spec.prompt[first:], sample, options, first)
 
     def _take(self, item: PreparedItem, sample: Sample, appended: Appended) -> tuple[int, int]:
+        """Takes the token that was chosen, or several. Returns the last one, and its position."""
         sample.cache_id = appended.cache_id
-        output = done_of(appended).outputs[0]
-        if sample.catching_up is not None:
-            sample.catching_up.require_same(appended.seq_len, output.token_id)
-        self._put(item, sample.take(output.token_id, output))
-        return output.token_id, appended.seq_len
+        outputs = done_of(appended).outputs
+        for position, output in enumerate(outputs, appended.seq_len - len(outputs) + 1):
+            if sample.catching_up is not None:
+                sample.catching_up.require_same(position, output.token_id)
+            self._put(item, sample.take(output.token_id, output))
+            if sample.is_finished:
+                break
+        return outputs[-1].token_id, appended.seq_len
 
     def _put(self, item: PreparedItem, chunk: runner_pb2.SampleChunk) -> None:
         """Sends a chunk; the last one of a caller's cache says what that is by now."""

@@ -80,7 +80,8 @@ class PreparedItem:
 
     def options(self, index: int, mask: bytes | None = None) -> bytes:
         """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
-        return last_row(self._output_of(index, self._first_mask if mask is None else mask))
+        output = self._output_of(index, self._first_mask if mask is None else mask)
+        return last_row(output, sorted(self.spec.end_ids))
 
     def verify_options(self, index: int, rows: int) -> bytes:
         """The same for a step that verifies a draft: an output for each of `rows` tokens."""

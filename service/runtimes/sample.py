@@ -19,6 +19,10 @@ from service.text.detokenizer import Detokenizer, TokenDecoder
 from service.text.stops import StopMatcher
 
 
+# How many tokens of a sample a worker may compute before they are requested. As many can come at once.
+MAX_PRELAUNCHED = 16
+
+
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
     """The settings that all samples of an item share."""
@@ -68,11 +72,17 @@ class Sample:
         self.catching_up: HeldCache | None = None
 
     @property
-    def can_prelaunch(self) -> bool:
-        """Whether the next token alone determines the request after it, unless that token ends the sample."""
-        if self.drafter is not None and self.drafter.expects_draft:
-            return False
-        return self.matcher is None and self.spec.max_tokens - self._num_tokens > 1
+    def can_prelaunch(self) -> int:
+        """How many further requests follow from the tokens alone, if none of these ends the sample."""
+        if self.matcher is not None or (self.drafter is not None and self.drafter.expects_draft):
+            return 0
+        most = MAX_PRELAUNCHED if self.drafter is None else 1
+        return min(self.spec.max_tokens - self._num_tokens - 1, most)
+
+    @property
+    def ends_by_tokens(self) -> bool:
+        """Whether only the number of tokens or one of `end_ids` ends it, which a worker can tell, too."""
+        return not self.spec.stops and self.spec.min_logprob is None
 
     def draft(self) -> Sequence[int]:
         """Tokens that may follow. The one after them is still a token of the sample."""
