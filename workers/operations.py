@@ -164,6 +164,8 @@ class OutputSpec:
     sampled_logprob: bool = False
     hidden: HiddenSpec | None = None
     experts: bool = False
+    # The entropy of the model's own distribution.
+    entropy: bool = False
     # Nothing is prelaunched after one of these tokens.
     end_token_ids: frozenset[int] = frozenset()
 
@@ -186,7 +188,13 @@ class OutputSpec:
         needs_history = self.sampling is not None and self.sampling.has_penalty
         object.__setattr__(self, "needs_history", needs_history)
         object.__setattr__(self, "is_plain", weight == 1)
-        wants = self.top_logprobs or self.logprob_token_ids or self.logprob or self.sampled_logprob
+        wants = (
+            self.top_logprobs
+            or self.logprob_token_ids
+            or self.logprob
+            or self.sampled_logprob
+            or self.entropy
+        )
         object.__setattr__(self, "is_token_only", not (wants or needs_more) and self.logits is None)
 
 
@@ -212,6 +220,7 @@ class RowOutput:
     hidden_format: DataType | None = field(default=None, init=False)
     # See StepOutput in types.proto.
     experts: bytes = field(default=b"", init=False)
+    entropy: float | None = field(default=None, init=False)
 
 
 # Without slots, as RowOutput.

@@ -362,6 +362,7 @@ def _to_output(
         logprob=message.logprob,
         sampled_logprob=message.sampled_logprob,
         experts=message.experts,
+        entropy=message.entropy,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
         hidden=_to_hidden(message.hidden, num_layers) if message.HasField("hidden") else None,
@@ -496,7 +497,10 @@ def _sample(row: RowOutput) -> types_pb2.SampledToken:
 
 def _row(row: RowOutput) -> types_pb2.StepOutput:
     message = types_pb2.StepOutput(
-        token_id=row.token_id, logprob=row.logprob, sampled_logprob=row.sampled_logprob
+        token_id=row.token_id,
+        logprob=row.logprob,
+        sampled_logprob=row.sampled_logprob,
+        entropy=row.entropy,
     )
     if row.top_ids:
         message.top.token_ids.extend(row.top_ids)
