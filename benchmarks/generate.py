@@ -10,17 +10,19 @@ the ratio of the rates of each round.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import functools
 import json
 import queue
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import grpc
 from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc
@@ -30,11 +32,11 @@ from benchmarks.gateway_process import CHANNEL_OPTIONS, GatewayProcess
 from benchmarks.in_process import LlmExecutor
 from benchmarks.shapes import SHAPES
 from benchmarks.weights import make_model
-from tests.tcp_proxy import TcpProxy
-from workers import process
+from workers.common.switching import switch_often
 from workers.decodes import CHOSEN, Decodes
 from workers.machine_limits import threads_of
 from workers.operations import Forward, Kind, Release, Result
+from workers.process import LEAST_PARAMETERS_PER_THREAD
 from workers.scheduler import Scheduler
 from workers.step_loop import StepLoop
 
@@ -44,15 +46,43 @@ _FAR_S = 0.01
 _KV_PAGES = 512
 _TIMEOUT_S = 600.0
 
+# Takes a prompt and how many tokens are wanted. Seconds from the first to the last of them, and all.
+Way: TypeAlias = Callable[[Sequence[int], int], tuple[float, list[int]]]
 
-class OwnRate:
-    """The worker's step loop, without a gateway."""
+
+class SlowNetwork:
+    """A network to a server, in which everything arrives this late, in each direction."""
+
+    def __init__(self, target: str, delay_s: float) -> None:
+        self._target, self._delay_s = target.rsplit(":", 1), delay_s
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.address = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+
+    async def _listen(self) -> str:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _connected(self, near: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
+        host, port = self._target
+        far, far_out = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(self._carry(near, far_out), self._carry(far, near_out))
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            self._loop.call_later(self._delay_s, sink.write, data)
+        self._loop.call_later(self._delay_s, sink.close)
+
+
+class StepLoopAlone:
+    """The worker's step loop, without a gateway. In a process of its own, which `main` starts."""
 
     def __init__(self, model: Path) -> None:
+        switch_often()
         executor = LlmExecutor.load(model, kv_pages=_KV_PAGES)
         executor.warmup()
         # As a worker's.
-        most = executor.info().num_parameters // process._LEAST_PARAMETERS_PER_THREAD
+        most = executor.info().num_parameters // LEAST_PARAMETERS_PER_THREAD
         self._threads = min(threads_of(1), max(1, most))
         self._executor = executor
         self._loop = StepLoop(executor.engine, Scheduler(2048, 256, 256), self._told, 1 << 20)
@@ -67,7 +97,7 @@ class OwnRate:
         self._executor.set_threads(self._threads)
         self._loop.run()
 
-    def __call__(self, prompt: Sequence[int], count: int) -> tuple[float, list[int]]:
+    def decode(self, prompt: Sequence[int], count: int) -> tuple[float, list[int]]:
         """Seconds from the first token to the last, and all of them."""
         self._tokens, self._prompt_tokens, self._count = [], len(prompt), count
         self._sequence += 1
@@ -78,19 +108,16 @@ class OwnRate:
 
     def _request(self, kind: Kind, position: int, token_ids: Sequence[int]) -> None:
         is_last = len(self._tokens) + 1 == self._count
-        self._loop.submit(
-            [
-                Forward(
-                    2 + position,
-                    self._sequence,
-                    position,
-                    token_ids,
-                    kind=kind,
-                    prompt_len=self._prompt_tokens,
-                    prelaunch=not is_last,
-                )
-            ]
+        forward = Forward(
+            2 + position,
+            self._sequence,
+            position,
+            token_ids,
+            kind=kind,
+            prompt_len=self._prompt_tokens,
+            prelaunch=not is_last,
         )
+        self._loop.submit([forward])
 
     def _told(self, results: Sequence[Result | Decodes]) -> None:
         """Called by the loop, on its thread."""
@@ -107,6 +134,38 @@ class OwnRate:
             else:
                 position = self._prompt_tokens + len(self._tokens) - 1
                 self._request(Kind.DECODE, position, self._tokens[-1:])
+
+    @classmethod
+    def serve(cls, model: Path) -> None:
+        """Answers what `OwnRate` asks, until that closes the pipe."""
+        own = cls(model)
+        for line in sys.stdin:
+            sys.stdout.write(json.dumps(own.decode(*json.loads(line))) + "\n")
+            sys.stdout.flush()
+
+
+class OwnRate:
+    """The process of a `StepLoopAlone`. Use as a context manager."""
+
+    def __init__(self, model: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.generate", "--serve-step-loop", str(model)]
+        # A session of its own, as a worker has: Linux shares cores among sessions.
+        self._process = subprocess.Popen(  # noqa: S603 - this program
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=_TIMEOUT_S)
+
+    def __call__(self, prompt: Sequence[int], count: int) -> tuple[float, list[int]]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([prompt, count]) + "\n")
+        self._process.stdin.flush()
+        took_s, tokens = json.loads(self._process.stdout.readline())
+        return took_s, tokens
 
 
 def _generate(channel: grpc.Channel, prompt: Sequence[int], count: int) -> tuple[float, list[int]]:
@@ -137,7 +196,7 @@ def _spread(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def _compare(
-    ways: dict[str, Callable[[Sequence[int], int], tuple[float, list[int]]]],
+    ways: dict[str, Way],
     rounds: int,
     count: int,
     vocab_size: int,
@@ -171,7 +230,11 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, default=Path("build/benchmarks/models"), help="where models are kept"
     )
+    parser.add_argument("--serve-step-loop", type=Path, metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve_step_loop:
+        StepLoopAlone.serve(options.serve_step_loop)
+        return
     model = _STORYTELLER
     if options.shape:
         options.cache.mkdir(parents=True, exist_ok=True)
@@ -179,11 +242,12 @@ def main() -> None:
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     before = machine.times_s()
     found: dict[str, Any] = {"machine": machine.describe(), "arguments": sys.argv[1:]}
-    with GatewayProcess(model=str(model)) as server, TcpProxy(server.address, _FAR_S) as network:
+    with GatewayProcess(model=str(model)) as server, OwnRate(model) as own:
         assert server.channel is not None
+        network = SlowNetwork(server.address, _FAR_S)
         near, far = server.channel, grpc.insecure_channel(network.address, options=CHANNEL_OPTIONS)
-        ways = {
-            "worker": OwnRate(model),
+        ways: dict[str, Way] = {
+            "worker": own,
             "local": functools.partial(_generate, near),
             "far": functools.partial(_generate, far),
         }

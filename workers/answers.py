@@ -49,7 +49,7 @@ class Answers:
     def forward(self, forward: Forward) -> None:
         """Answers a forward that is complete, and prelaunches the next one of its sequence."""
         self.results.append(forward)
-        if self._prelauncher.may_follow(wanted=forward.prelaunch):
+        if self._prelauncher.may_follow(wanted=forward.prelaunch > 0):
             if may_be_continued(forward):
                 self._follow(Decodes.done([forward]))
                 return

@@ -188,13 +188,8 @@ class OutputSpec:
         needs_history = self.sampling is not None and self.sampling.has_penalty
         object.__setattr__(self, "needs_history", needs_history)
         object.__setattr__(self, "is_plain", weight == 1)
-        wants = (
-            self.top_logprobs
-            or self.logprob_token_ids
-            or self.logprob
-            or self.sampled_logprob
-            or self.entropy
-        )
+        wants_logprobs = self.top_logprobs or self.logprob_token_ids or self.logprob or self.sampled_logprob
+        wants = wants_logprobs or self.entropy
         object.__setattr__(self, "is_token_only", not (wants or needs_more) and self.logits is None)
 
 
@@ -329,8 +324,8 @@ class Forward:
     kept_path: Sequence[int] = field(default=(), init=False)
     # The number of tokens that are kept in the sequence, with those of `appended`.
     kept: int = field(default=0, init=False)
-    # Of a decode: chosen tokens that were appended behind it before they were requested, see `prelaunch`. Each
-    # has an output, too.
+    # Of a decode: chosen tokens that were appended behind it before they were requested, see `prelaunch`.
+    # Each has an output, too.
     appended: Sequence[int] = field(default=(), init=False)
     queue_ns: int = field(default=0, init=False)
     compute_ns: int = field(default=0, init=False)

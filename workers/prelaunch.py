@@ -248,7 +248,7 @@ class Prelauncher:
         return begun
 
     def mark_ready(self, decodes: Decodes, *, go_on: bool) -> None:
-        """Keep the results of prelaunched decodes. `go_on`: prelaunch those that may follow before a request."""
+        """Keep the results of prelaunched decodes. `go_on`: prelaunch what may follow before a request."""
         now_ns, sequences = time.monotonic_ns(), decodes.sequences
         for sequence in sequences:
             del self.queued[sequence]

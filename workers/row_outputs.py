@@ -1,4 +1,4 @@
-"""The outputs of rows as plain data: log-probabilities, entropies, likely tokens, logits, hidden states and experts.
+"""The outputs of rows: log-probabilities, entropy, likely tokens, logits, hidden states and experts.
 
 Log-probabilities are those of the model's own distribution: the log-softmax of the logits before any sampling
 setting, in float32, or where kernels are compiled in float64, rounded. Each row's numbers are bitwise
@@ -193,7 +193,10 @@ def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> float:
-    """The entropy of softmax(logits) in nats, for one row ([V]). In float64: as good as the same on each CPU."""
+    """The entropy of softmax(logits) in nats, for one row ([V]).
+
+    In float64, so that the order of sums, which depends on the CPU, hardly ever shows in float32.
+    """
     shifted = logits.double() - logits.max().double()
     weights = shifted.exp()
     total = weights.sum()

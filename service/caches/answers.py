@@ -12,7 +12,7 @@ from service.errors import QuireError
 class ForwardDone(Protocol):
     """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
 
-    Of a decode more can be kept than it has: then those of `appended`, which the worker has chosen, follow it.
+    Of a decode more can be kept: behind its token those of `appended`, which the worker has chosen.
     Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
     """
 

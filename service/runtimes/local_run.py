@@ -404,7 +404,7 @@ class LocalRun:
         if len(token_ids) > len(prompt):
             last = len(token_ids) - 1
             if not sample.is_finished:
-                # It is appended once more, for the token chosen after it: others may have been appended with it.
+                # For the token chosen after it. The last append may have been of more tokens than this.
                 await self._result(self._unsent, Truncate(sample.cache_id, last))
             return token_ids[-1], last
         if cache is None or (part and len(token_ids) == len(prompt)):

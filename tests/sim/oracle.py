@@ -333,7 +333,7 @@ class Oracle:
         cache.prompt_len, cache.last = prompt_len, Applied(base, append, kept, self.gateway_epoch)
         self._recorded(cache)
         asked.done = Done(cache, len(cache.tokens), before + tokens, prompt_len, list(record.token_ids))
-        self.seen[f"applied {asked.request.kind.name.lower()}"] += 1
+        self.seen[f"applied {append.kind.name.lower()}"] += 1
 
     def _truncate(self, cache: Cache, new_len: int, asked: Asked) -> None:
         request = asked.request

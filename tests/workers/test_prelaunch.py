@@ -342,7 +342,7 @@ class Generating(Callers):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(3, 40))]
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 40))]
 )
 def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: bool) -> None:
     """Whatever comes between, and if pages are scarce."""
@@ -357,7 +357,7 @@ def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: b
         found = workers[0].answers(*asked)
         alone = workers[1].answers(*asked)
         for request in asked:
-            done, next_one = found[request.op_id], alone[request.op_id]  # type: ignore[union-attr]
+            done, next_one = found[request.op_id], alone[request.op_id]
             if isinstance(done, Failed) and done.reason is FailureReason.KV_EXHAUSTED:
                 # There the other worker has it; nothing is asked of this sequence any more.
                 assert isinstance(request, Forward)
@@ -382,7 +382,7 @@ def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: b
             assert done.kept <= 1 + request.prelaunch or request.kind is Kind.PREFILL
             assert answers({1: done}) == answers({1: next_one})
         callers.took(
-            [one for one in asked if not isinstance(found[one.op_id], Failed)],  # type: ignore[union-attr]
+            [one for one in asked if not isinstance(found[one.op_id], Failed)],
             found,
         )
         for _ in range(dice.choice([0, 0, 1, 4, 20])):
