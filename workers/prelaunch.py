@@ -9,7 +9,9 @@ pause between two steps, and the round trip overlaps with the computation.
 `prelaunch` says how many forwards will follow so. If a step is shorter than the round trip, the next ones are
 prelaunched one after another, and a request is answered with all results that are there, as far as it allows:
 their tokens are appended with it. So the answers become longer until the round trip is hidden. This is only
-done in steps of such sequences alone: beside others it would take more steps for as many tokens.
+done in steps of such sequences alone: beside others it would take more steps for as many tokens. While steps
+are far shorter than a message's way, a request is *held* for a moment, so that its answer has several tokens:
+messages take their time from the steps.
 
 Callers with a loop of their own do not set `prelaunch`. After several such appends in a row, the next one is
 prelaunched too, if that is enabled. On a CPU it is slower: steps compete with the senders of requests.
@@ -61,6 +63,10 @@ HOLD_TIMEOUT_S = 1.0
 # After so many appends of the chosen token in a row, the next one is prelaunched without `prelaunch`.
 _REPEATS_BEFORE_PRELAUNCH = 3
 
+# For how long a request is held, and the longest step beside which that is done.
+_HOLD_REQUEST_NS = 4_000_000
+_LONGEST_STEP_NS = _HOLD_REQUEST_NS // 2
+
 # What a request must have: position, token, output and prompt_len. The priority does not matter any more.
 _Expected = tuple[int, int, OutputSpec, int]
 
@@ -101,6 +107,9 @@ class Prelauncher:
         # positions. Of the sequences those that were ready first come first.
         self.queued: dict[int, int] = {}
         self.ready: dict[int, deque[_Ready]] = {}
+        # Requests that are held, by sequence, and until when. How long the last prelaunched step took.
+        self.held: dict[int, tuple[Decodes, int]] = {}
+        self._step_ns = _HOLD_REQUEST_NS
         # One that has begun in this step, and so holds pages.
         self._begun: Forward | None = None
         # A requested forward needs pages of prelaunched ones: none begins in this step, or in the next.
@@ -258,6 +267,7 @@ class Prelauncher:
         results = map(_Ready, positions, tokens, outputs, compute_ns, items, repeat(now_ns))
         for sequence, result in zip(sequences, results, strict=False):
             self.ready.setdefault(sequence, deque()).append(result)
+        self._step_ns = max(compute_ns, default=self._step_ns)
         if go_on:
             last = np.array([self._last.get(sequence, 0) for sequence in sequences])
             may_follow = (decodes.columns[POSITION] < last) & (decodes.columns[ADAPTER] == 0)
@@ -277,6 +287,38 @@ class Prelauncher:
             for sequence, one, request in zip(sequences, known, _requests(requests), strict=True)
         ]
         return np.array(found, np.bool_)
+
+    def hold(self, decodes: Decodes, now_ns: int) -> Decodes:
+        """Hold requests for which more is about to be ready. Returns the others."""
+        if self._step_ns > _LONGEST_STEP_NS or not (self.queued and decodes.size):
+            return decodes
+        zipped = zip(decodes.sequences, _requests(decodes), decodes.column(PRELAUNCH), strict=True)
+        is_held = [
+            sequence in self.queued
+            and self.expected.get(sequence) == request
+            and 0 < prelaunch >= len(self.ready.get(sequence, ()))
+            for sequence, request, prelaunch in zipped
+        ]
+        for index, sequence in enumerate(decodes.sequences):
+            if is_held[index]:
+                self.held[sequence] = decodes.in_order(np.array([index])), now_ns + _HOLD_REQUEST_NS
+        return decodes.take(~np.array(is_held, np.bool_))
+
+    def release_held(self, now_ns: int | None = None) -> Decodes:
+        """Hold some requests no longer, and return them: those that are due at `now_ns`. None: all."""
+        if not self.held:
+            return NO_DECODES
+        released = [
+            sequence
+            for sequence, (request, until_ns) in self.held.items()
+            if now_ns is None
+            or now_ns >= until_ns
+            or sequence not in self.queued
+            or len(self.ready.get(sequence, ())) > request.columns[PRELAUNCH, 0]
+        ]
+        if not released:
+            return NO_DECODES
+        return Decodes.joined([self.held.pop(sequence)[0] for sequence in released])
 
     def consume(self, decodes: Decodes) -> tuple[Sequence[Decodes | Forward], Decodes, Decodes]:
         """Take the results of requested decodes that were prelaunched and are ready.

@@ -135,7 +135,8 @@ class StepLoop:
     def operations_in_flight(self) -> int:
         """Forwards in the scheduler, those that wait for an adapter or the disk, and those with samples."""
         waiting = sum([len(some) for some in (self._adapters, self._kv_disk) if some is not None])
-        return len(self._scheduler) + len(self._drawing.forwards) + waiting
+        held = len(self._prelauncher.held)
+        return len(self._scheduler) + len(self._drawing.forwards) + waiting + held
 
     # The loop's thread.
 
@@ -155,7 +156,9 @@ class StepLoop:
 
         If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
-        commands, arrived_ns = _NOTHING if self._has_work else self._wait()
+        self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
+        has_work = self._has_work or self._answers.results
+        commands, arrived_ns = _NOTHING if has_work else self._wait()
         decodes: list[Decodes] = []
         while True:
             for command in commands:
@@ -188,6 +191,7 @@ class StepLoop:
                 commands, arrived_ns = self._inbox.get(wait_ns / 1e9)
 
     def _carry_out(self, command: Command | Internal | DiskReport) -> None:
+        self._take_now(self._prelauncher.release_held())
         if isinstance(command, DiskReport):
             assert self._kv_disk is not None, "it reports"
             self._take_read(self._kv_disk.take())
@@ -236,18 +240,28 @@ class StepLoop:
         if len(set(sequences)) < len(sequences):
             self._take_in_turn(decodes)
             return
+        if not self._prelauncher.held.keys().isdisjoint(sequences):
+            self._take_now(self._prelauncher.release_held())
         if self._kv_disk is not None:
             decodes = self._behind_reads(decodes, self._kv_disk)
-        has_adapters = any(decodes.columns[ADAPTER].tolist())
-        if has_adapters and self._adapters is not None:
+        if self._adapters is not None and any(decodes.columns[ADAPTER].tolist()):
             self._adapters.count_decodes(decodes)
+        if not self._engine.runner.can_launch:
+            # Where steps are launched, they are while requests for them arrive.
+            decodes = self._prelauncher.hold(decodes, time.monotonic_ns())
+        self._take_now(decodes)
+
+    def _take_now(self, decodes: Decodes) -> None:
+        """As `_take_decodes`, for those that are not held, or not any more: see `prelaunch`."""
+        if not decodes.size:
+            return
         if self._in_flight.step is not None:
             decodes = self._in_flight.consume(decodes)
         if decodes.size and self._prelauncher.expected:
             answers, answered, decodes = self._prelauncher.consume(decodes)
             if answers:
                 self._answers.ready(answers, answered)
-        if has_adapters:
+        if any(decodes.columns[ADAPTER].tolist()):
             decodes = self._admitted(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
@@ -268,6 +282,7 @@ class StepLoop:
         return decodes.take(~waits)
 
     def _take_forward(self, forward: Forward) -> None:
+        self._take_now(self._prelauncher.release_held())
         self._in_flight.finish_for(forward.sequence)
         if forward.sequence in self._prelauncher.expected:
             # What is prelaunched is a plain decode, and this is none.

@@ -15,6 +15,7 @@ from service.caches.requests import Append, AppendKind, Truncate
 from service.errors import PositionMismatch, QuireError
 from service.runtimes.base import Batch
 from service.runtimes.held_caches import HeldCache, held_cache
+from service.runtimes.held_samples import HeldSamples
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from tests.error_details import status_reason
@@ -224,11 +225,17 @@ def tokens_ahead_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def the_copy_is_left_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LocalRun._go_on_with_held
-    monkeypatch.setattr(LocalRun, "_go_on_with_held", lambda run, sample, at: right(run, sample, at + 2))
+    right = HeldSamples.go_on
+    monkeypatch.setattr(HeldSamples, "go_on", lambda held, sample, at: right(held, sample, at + 2))
 
 
-@pytest.mark.parametrize("plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early])
+def more_is_computed_than_the_cache_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldSamples, "most_prelaunched", lambda *asked: asked[-1])
+
+
+@pytest.mark.parametrize(
+    "plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early, more_is_computed_than_the_cache_has]
+)
 async def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
