@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2
@@ -22,9 +24,11 @@ from tests.error_details import status_reason
 from tests.service.runtimes.test_kept_run import Reading
 from tests.service.runtimes.test_local_run import SEEDS, prepared, run_to_end
 from tests.sim.harness import Gateway
-from tests.sim.model_worker import Pool
+from tests.sim.model_worker import ModelWorker, Pool
 from tests.sim.toy_model import VOCAB
 
+# With answers of 17 tokens. As in `tests/test_size.py`: whoever makes it smaller lowers it.
+CALLS_PER_TOKEN = 43.8
 # A draw of the toy model depends on the seed and on where the penalties begin.
 DRAWN = types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1, seed=5))
 
@@ -218,6 +222,26 @@ async def test_an_item_waits_for_the_operations_before_it() -> None:
     assert not finding.done()
     gateway.work()
     assert list((await finding).token_ids) == [1, 2, 3, 4]
+
+
+async def test_a_token_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Python functions in the gateway, if a worker is ahead of it by as much as it may be."""
+    monkeypatch.setattr(ModelWorker, "_goes_on", lambda *_: True)
+    gateway, count = Gateway(pool=Pool(1000)), 52
+    caller = Caller(gateway, gateway.create(1, 2, 3), [4], count)
+    task, calls = await caller.begin(), 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and "/service/" in frame.f_code.co_filename
+
+    sys.setprofile(profile)
+    try:
+        await caller.finish(task)
+    finally:
+        sys.setprofile(None)
+    assert len(caller.received) == count
+    assert calls / count <= CALLS_PER_TOKEN, f"{calls / count:.1f}"
 
 
 def tokens_ahead_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
