@@ -156,9 +156,7 @@ class StepLoop:
 
         If there is, it may wait for requests that are about to arrive; see `CoalescingWindow`.
         """
-        self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
-        has_work = self._has_work or self._answers.results
-        commands, arrived_ns = _NOTHING if has_work else self._wait()
+        commands, arrived_ns = _NOTHING if self._has_work else self._wait()
         decodes: list[Decodes] = []
         while True:
             for command in commands:
@@ -218,6 +216,10 @@ class StepLoop:
 
     def _wait(self) -> _Arrived:
         """Waits for commands, or until the step in flight is to be gone on with or the loop ends."""
+        if self._prelauncher.held:
+            # Nothing is computed for these any more.
+            self._take_now(self._prelauncher.release_held())
+            return _NOTHING
         if self._in_flight.step is not None:
             while self._in_flight.waits_for_requests:
                 with suppress(queue.Empty):
@@ -228,11 +230,10 @@ class StepLoop:
                 return self._inbox.get(HOLD_TIMEOUT_S)
             except queue.Empty:
                 self._prelauncher.drop_all()
-        if self._kv_disk is not None and len(self._kv_disk):
-            with suppress(queue.Empty):
-                return self._inbox.get(_DISK_POLL_S)
-            return _NOTHING
-        return self._inbox.get()
+        has_reads = self._kv_disk is not None and len(self._kv_disk)
+        with suppress(queue.Empty):
+            return self._inbox.get(_DISK_POLL_S if has_reads else None)
+        return _NOTHING
 
     def _take_decodes(self, decodes: Decodes) -> None:
         """Answers those whose results are there, and lets the others wait for a step or their adapter."""
@@ -246,7 +247,7 @@ class StepLoop:
             decodes = self._behind_reads(decodes, self._kv_disk)
         if self._adapters is not None and any(decodes.columns[ADAPTER].tolist()):
             self._adapters.count_decodes(decodes)
-        if not self._engine.runner.can_launch:
+        if self._prelauncher.queued and not self._engine.runner.can_launch:
             # Where steps are launched, they are while requests for them arrive.
             decodes = self._prelauncher.hold(decodes, time.monotonic_ns())
         self._take_now(decodes)
@@ -468,6 +469,7 @@ class StepLoop:
             # Their callers were answered when they were queued, so their next requests may arrive soon.
             queued = self._prelauncher.queued
             self._answers.answered += [each for each in ahead.sequences if each not in queued]
+            self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
             decodes = decodes.take(~prelaunched)
         if decodes.size:
             self._engine.count_decodes(decodes)

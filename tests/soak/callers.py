@@ -189,6 +189,7 @@ class Caller:
             item.cache.token_ids.append(text[length])
             if has_drafts:
                 item.speculation.method = runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
+            chunk = runner_pb2.SampleChunk()
             async for answer in self._runner.Execute(runner_pb2.ExecuteRequest(items=[item]), **settings):
                 for chunk in answer.chunks:
                     if chunk.HasField("error"):
