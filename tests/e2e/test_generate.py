@@ -190,7 +190,7 @@ def test_it_goes_on_after_kills_of_a_worker_and_of_the_gateway(
     tiny_model: Path, tiny_gateway: GatewayProcess, tmp_path: Path, keeps: bool
 ) -> None:
     """Each token comes once, and is in the cache once."""
-    prompt, first, count = [5, 6, 7], 9, 80
+    prompt, first, count = [5, 6, 7], 9, 500
     sampling = types_pb2.SamplingParams(temperature=1.0)
     received: list[int] = []
 
@@ -222,13 +222,14 @@ def test_it_goes_on_after_kills_of_a_worker_and_of_the_gateway(
         with quire.Client(gateway.address) as client:
             cache_id = client.prefill(prompt).detach()
         call = gateway.runner.Execute(request(cache_id), timeout=PATIENCE_S)
-        read(itertools.islice(call, 10))
+        # A response has several tokens.
+        read(itertools.islice(call, 3))
         next(iter(gateway.worker_processes())).send_signal(signal.SIGKILL)
-        read(itertools.islice(call, 5))
+        read(itertools.islice(call, 2))
         gateway.process.send_signal(signal.SIGKILL)
         with contextlib.suppress(grpc.RpcError):
             # Some of what was sent does not arrive.
-            next(call)
+            next(call, None)
         gateway.process.wait(PATIENCE_S)
     with GatewayProcess(model=str(tiny_model), workers=2, flags=flags) as gateway:
         last = read(gateway.runner.Execute(request(cache_id), timeout=PATIENCE_S))

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import random
 import struct
+import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -414,7 +415,7 @@ class ModelWorker:
             path = accepted_path(job.tokens, parents, chosen)
         tokens[:] = [*before, *(job.tokens[index] for index in path)]
         appended: list[int] = []
-        while len(appended) < body.prelaunch and self._goes_on(body, options, len(tokens)):
+        while len(appended) < body.prelaunch and self._goes_on(body, options, tokens):
             appended.append(chosen[-1])
             tokens.append(chosen[-1])
             chosen.append(next_token(tokens, salt, self.weights, body.adapter))
@@ -435,12 +436,13 @@ class ModelWorker:
             self.plain.add(job.op_id)
 
     def _goes_on(
-        self, body: worker_pb2.ForwardCommand, options: worker_pb2.ForwardOptions, length: int
+        self, body: worker_pb2.ForwardCommand, options: worker_pb2.ForwardOptions, tokens: Sequence[int]
     ) -> bool:
         """Whether it has computed the next token before that was asked for, too."""
+        length = len(tokens)
         has_room = length < self._capacity_tokens and (length % self.pool.page_tokens or self.pages_left)
         is_plain = options.rows == 1 and not (body.ephemeral or options.output.logits)
-        return bool(has_room and is_plain and self.rng.random() < 0.6)
+        return bool(has_room and is_plain and zlib.crc32(bytes(tokens)) % 5)
 
     def _end(self, job: _Job, reason: int, **pages: int) -> None:
         del self._jobs[job.op_id]
