@@ -296,7 +296,7 @@ class Prelauncher:
         is_held = [
             sequence in self.queued
             and self.expected.get(sequence) == request
-            and 0 < prelaunch >= len(self.ready.get(sequence, ()))
+            and prelaunch > max(1, len(self.ready.get(sequence, ())))
             for sequence, request, prelaunch in zipped
         ]
         for index, sequence in enumerate(decodes.sequences):
@@ -314,7 +314,7 @@ class Prelauncher:
             if now_ns is None
             or now_ns >= until_ns
             or sequence not in self.queued
-            or len(self.ready.get(sequence, ())) > request.columns[PRELAUNCH, 0]
+            or len(self.ready.get(sequence, ())) >= request.columns[PRELAUNCH, 0]
         ]
         if not released:
             return NO_DECODES
@@ -349,7 +349,7 @@ class Prelauncher:
         """The answers to these, and the last decode that was answered of each."""
         taken = [
             self._take_results(sequence, most)
-            for sequence, most in zip(done.sequences, (done.columns[PRELAUNCH] + 1).tolist(), strict=True)
+            for sequence, most in zip(done.sequences, done.column(PRELAUNCH), strict=True)
         ]
         last = [results[-1] for results in taken]
         done.columns[CHOSEN] = [result.token_id for result in last]
@@ -373,7 +373,7 @@ class Prelauncher:
 
     def _take_results(self, sequence: int, most: int) -> list[_Ready]:
         results = self.ready[sequence]
-        taken = [results.popleft() for _ in range(min(most, len(results)))]
+        taken = [results.popleft() for _ in range(min(max(1, most), len(results)))]
         if not results:
             del self.ready[sequence]
         return taken

@@ -221,18 +221,22 @@ class StepLoop:
             self._take_now(self._prelauncher.release_held())
             return _NOTHING
         if self._in_flight.step is not None:
-            while self._in_flight.waits_for_requests:
-                with suppress(queue.Empty):
-                    return self._inbox.get(_POLL_S)
-            return _NOTHING
+            return self._wait_for_step()
         if self._prelauncher.ready:
             try:
                 return self._inbox.get(HOLD_TIMEOUT_S)
             except queue.Empty:
                 self._prelauncher.drop_all()
-        has_reads = self._kv_disk is not None and len(self._kv_disk)
+        if self._kv_disk is None or not len(self._kv_disk):
+            return self._inbox.get()
         with suppress(queue.Empty):
-            return self._inbox.get(_DISK_POLL_S if has_reads else None)
+            return self._inbox.get(_DISK_POLL_S)
+        return _NOTHING
+
+    def _wait_for_step(self) -> _Arrived:
+        while self._in_flight.waits_for_requests:
+            with suppress(queue.Empty):
+                return self._inbox.get(_POLL_S)
         return _NOTHING
 
     def _take_decodes(self, decodes: Decodes) -> None:

@@ -15,7 +15,7 @@ from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.placement import touch
 from service.caches.records import CacheCreated, TokensAppended
-from service.caches.requests import PREFILL, Append, Appended, Result
+from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
@@ -31,7 +31,8 @@ class Appends(BaseKind[Append]):
 
     def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
-        size_bytes = TOKEN_BYTES * (len(request.token_ids) + request.prelaunch)
+        ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+        size_bytes = TOKEN_BYTES * (len(request.token_ids) + ahead)
         if request.cache_id:
             # As `index.find`: this runs for each token.
             entry = self._parts.index.by_id.get(request.cache_id)
@@ -88,7 +89,8 @@ class Appends(BaseKind[Append]):
                         begun.append((operation, answer))
                     continue
                 tokens = len(request.token_ids)
-                admission.reserve(operation, tokens + request.prelaunch)
+                ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+                admission.reserve(operation, tokens + ahead)
                 # After a prefill, all tokens count as prompt.
                 prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
                 attempts.begin(operation, length, prompt_len)

@@ -17,7 +17,8 @@ from service.token_bucket import TokenBucket
 
 # Retry delay when too many requests are in flight: when one ends is not known.
 _RETRY_S = 0.1
-_UNLIMITED = 1 << 30
+# With fewer tokens left a tenant nearly has what it may.
+_NEARLY_FULL = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +115,13 @@ class Tenant:
             raise QuotaExceeded("max_tokens", quota.max_tokens)
 
     @property
-    def most_at_once(self) -> int:
-        """How many tokens a request may append of which each could have been a request: at least 1."""
-        if self.quota.max_per_s is not None:
-            return 1
+    def may_append_ahead(self) -> bool:
+        """Whether a request may append tokens for which there would have been others.
+
+        Not if each request counts, or if what is reserved for one could be missing to another.
+        """
         most = self.quota.max_tokens
-        return _UNLIMITED if most is None else max(1, most - self.tokens)
+        return self.quota.max_per_s is None and (most is None or self.tokens + _NEARLY_FULL <= most)
 
     def give_back(self, requests: int, now_s: float) -> None:
         """Requests that were admitted will be admitted again."""

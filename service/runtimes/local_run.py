@@ -232,7 +232,7 @@ class LocalRun:
 
     def _prelaunch(self, item: PreparedItem, sample: Sample, position: int | None) -> int:
         """How many of the next tokens a worker may append with this one, or at least compute."""
-        most = min(sample.can_prelaunch, self._tenant.most_at_once - 1)
+        most = sample.can_prelaunch if self._tenant.may_append_ahead else min(sample.can_prelaunch, 1)
         return most if item.in_place is None else self._held.most_prelaunched(sample, position or 0, most)
 
     # Prompts.

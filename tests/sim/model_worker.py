@@ -415,7 +415,7 @@ class ModelWorker:
             path = accepted_path(job.tokens, parents, chosen)
         tokens[:] = [*before, *(job.tokens[index] for index in path)]
         appended: list[int] = []
-        while len(appended) < body.prelaunch and self._goes_on(body, options, tokens):
+        while len(appended) + 1 < body.prelaunch and self._goes_on(body, options, tokens):
             appended.append(chosen[-1])
             tokens.append(chosen[-1])
             chosen.append(next_token(tokens, salt, self.weights, body.adapter))

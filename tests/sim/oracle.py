@@ -316,7 +316,7 @@ class Oracle:
         self._check_stated(append, cache)
         if kept > len(tokens):
             # What it was answered says whether the model chooses these.
-            assert append.kind is AppendKind.DECODE and kept <= len(tokens) + append.prelaunch
+            assert append.kind is AppendKind.DECODE and kept < len(tokens) + append.prelaunch
             tokens += record.token_ids[len(tokens) :]
             append = run_of(append, tokens)
         assert base + len(tokens) <= self.capacity_tokens
