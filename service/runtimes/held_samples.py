@@ -66,8 +66,8 @@ class HeldSamples:
         if held is not None:
             # A copy gets none that the caller's cache lacks.
             most = max(0, min(most, len(held.token_ids) - position - 1))
-        # The cache must not have tokens behind the end. One may be computed: only a request appends it.
-        return most if sample.ends_by_tokens else min(most, 1)
+        # The cache must not have tokens behind a stop text. One may be computed: only a request appends it.
+        return min(most, 1) if sample.spec.stops else most
 
     async def cut(self, sample: Sample, length: int, found: int) -> None:
         """Removes tokens behind the end of a sample from a cache that is `found` long."""

@@ -78,13 +78,10 @@ class Sample:
         """How many further requests follow from the tokens alone, if none of these ends the sample."""
         if self.matcher is not None or (self.drafter is not None and self.drafter.expects_draft):
             return 0
-        most = MAX_PRELAUNCHED if self.drafter is None else 1
+        # Whether a condition was met is not in the journal: none may be appended behind such a token.
+        has_condition = self.spec.min_logprob is not None or self.spec.max_entropy is not None
+        most = 1 if has_condition or self.drafter is not None else MAX_PRELAUNCHED
         return min(self.spec.max_tokens - self._num_tokens - 1, most)
-
-    @property
-    def ends_by_tokens(self) -> bool:
-        """Whether only the number of tokens or one of `end_ids` ends it, which a worker can tell, too."""
-        return not self.spec.stops and self.spec.min_logprob is self.spec.max_entropy is None
 
     def draft(self) -> Sequence[int]:
         """Tokens that may follow. The one after them is still a token of the sample."""
