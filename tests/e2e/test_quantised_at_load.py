@@ -31,7 +31,7 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
             capabilities.executor.products
         )
         info = gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model
-        assert (info.quantization, info.dtype) == (format_name, types_pb2.DATA_TYPE_BF16)
+        assert (info.quantization, info.dtype) == (format_name, types_pb2.DATA_TYPE_F32)
         assert decoded(gateway, PROMPT, COUNT) == expected
         # Or "agreed", in an earlier start.
         assert "native code agree" in gateway.log()

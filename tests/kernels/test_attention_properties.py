@@ -80,7 +80,7 @@ def test_queries_of_float32_over_pages_of_bfloat16(quantised: bool) -> None:
     items = [(1, 1100), (5, 33), (40, 530), (1, 0)]
     case = make_case(items, dtype=torch.bfloat16, features=["softcap"], eight_bits=quantised)
     pages = packed(case.k_pages, case.v_pages, quantised=quantised)
-    told = {"scale": case.scoring.scale, "softcap": case.scoring.softcap}
+    told: dict[str, Any] = {"scale": case.scoring.scale, "softcap": case.scoring.softcap}
     narrow = paged_attention(case.query, *pages, case.batch, **told)
     below = case.query.float() * (1 - 2**-12)  # They are nearest to those in bfloat16.
     wide = paged_attention(below, *pages, case.batch, **told)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from kernels.packed_pages import PackedKeys
 from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
@@ -26,7 +27,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
-from workers.models.model import AUTO_KV, Model, ModelDescription, page_bytes
+from workers.models.model import AUTO_KV, BFLOAT16_KV, Model, ModelDescription, new_pages, page_bytes
 from workers.models.source import source_of
 from workers.models.text import ModelText
 from workers.models.tokenizer import MAX_BYTES
@@ -125,6 +126,7 @@ class LlmExecutor(ModelExecutor):
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
         served = Served(model)
+        kv_dtype = kv_dtype if dtype != AUTO else _kv_dtype_for(model, description, kv_dtype)
         kv = _pages(model, description, kv_pages, limits, ranks, kv_dtype)
         own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
@@ -256,6 +258,17 @@ def model_id_of(directory: Path) -> str:
         return directory.name
     # Of the files of a repository with several models, each has a name of its own.
     return found[1].replace("--", "/") + (found[2] or "")
+
+
+def _kv_dtype_for(model: Model, description: ModelDescription, asked: str) -> str:
+    """How pages are stored if the dtype of a model was left open.
+
+    Quantised models get float32 between products, which is no reason for KV in float32.
+    """
+    if asked != AUTO_KV or not description.quantization or model.dtype is not torch.float32:
+        return asked
+    keys, _ = new_pages(model, 1).layer(0)
+    return BFLOAT16_KV if isinstance(keys, PackedKeys) else AUTO_KV
 
 
 def _pages(

@@ -21,7 +21,7 @@ from kernels.weight_formats import WeightFormat
 from workers.kv.sizing import check_weights_fit
 from workers.machine_limits import available_bytes
 from workers.models import checkpoint
-from workers.models.builder import FormatOf, build_decoder
+from workers.models.builder import FormatOf, build_decoder, is_router
 from workers.models.checkpoint import AUTO, Staging, StoredTensor
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
@@ -121,7 +121,8 @@ def plan_load(
     Args:
         directory: A Hugging Face model directory, or another `ModelSource`.
         dtype: A torch dtype or its name (float32, bfloat16, float16); "auto": the dtype that the config
-            names, else that of the embedding in the files; on a CPU float32 for float16.
+            names, else that of the embedding in the files; on a CPU float32 for float16, and where all
+            matrices are quantised.
         device: The device of the parameters.
         group: Only the part of `group.rank` is loaded; None: all of it.
         quantization: See `LoadPlan`.
@@ -148,6 +149,11 @@ def plan_load(
     stored = entries[_EMBEDDING].dtype if _EMBEDDING in entries else None
     chosen = checkpoint.choose_dtype(dtype, config.dtype, stored, device)
     targets = _targets(config, directory, entries, chosen)
+    formats = formats_of(quantization, forms, config)
+    if dtype == AUTO and formats is not None and _are_integers(targets, formats):
+        # Nothing is larger for it but rows, and bfloat16 would lose more than 8 bits of weights do.
+        chosen = torch.float32
+        targets = _targets(config, directory, entries, chosen)
     _check_shapes(targets, entries)
     if _has_own_head(config, entries):
         _log.warning(
@@ -160,7 +166,7 @@ def plan_load(
         targets = build_decoder(config, chosen, "meta").targets()
         _check_shapes(targets, entries)
     num_parameters = sum(math.prod(target.shape) for target in targets.values())
-    formats = formats_of(quantization, forms, config)
+    formats = formats_of(quantization, forms, config)  # of a config that may have changed
     if group is not None or formats is not None:
         targets = build_decoder(config, chosen, "meta", group, formats).targets()
     weight_bytes = sum(target.nbytes for target in targets.values())
@@ -170,6 +176,12 @@ def plan_load(
     if in_memory:
         check_weights_fit(str(directory), shares * weight_bytes, free_bytes)
     return LoadPlan(config, chosen, device, entries, num_parameters, weight_bytes, group, quantization, forms)
+
+
+def _are_integers(targets: Mapping[str, LoadTarget], formats: FormatOf) -> bool:
+    """Whether all matrices are integers in groups, but routers."""
+    matrices = (name for name, target in targets.items() if len(target.shape) > 1 and not is_router(name))
+    return not any(isinstance(formats(name), Float8Format | None) for name in matrices)
 
 
 def check_names(directory: Path, config: ModelConfig) -> None:
