@@ -13,6 +13,7 @@ from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_family_model, make_model
 from tests.workers.rank_threads import split_model
+from workers.models.model import BFLOAT16_KV
 
 PROMPT = [(5 * i + 2) % 97 for i in range(37)]
 COUNT = 24
@@ -23,7 +24,7 @@ COUNT = 24
 def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path: Path) -> None:
     """It has proved itself before: with the self-check, which is not skipped."""
     model = make_model(tmp_path, TinyModel(tied=format_name == "q4_0", dtype="bfloat16"))
-    expected = chosen_here(model, PROMPT, COUNT, format_name)
+    expected = chosen_here(model, PROMPT, COUNT, format_name, BFLOAT16_KV)
     flags = ["--quantization", format_name, "--device", "cpu", "--kv-pages", "64"]
     with GatewayProcess(model=str(model), flags=flags, self_check=True) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest())
@@ -42,7 +43,7 @@ def test_experts_on_two_ranks(tmp_path: Path) -> None:
     family, settings = settings_of("qwen3_moe")
     sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64}
     model = make_family_model(tmp_path, family, settings | sizes)
-    expected = chosen_by(split_model(model, 2, quantization="q8_0"), PROMPT, COUNT)
+    expected = chosen_by(split_model(model, 2, quantization="q8_0"), PROMPT, COUNT, BFLOAT16_KV)
     flags = ["--quantization", "q8_0", "--device", "cpu", "--kv-pages", "64", "--tensor-parallel", "2"]
     with GatewayProcess(model=str(model), flags=flags) as gateway:
         assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.quantization == "q8_0"

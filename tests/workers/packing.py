@@ -14,7 +14,7 @@ from tests.token_trees import random_tree
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
-from workers.models.model import Model, new_pages
+from workers.models.model import AUTO_KV, Model, new_pages
 
 PAGES = 60
 
@@ -97,8 +97,8 @@ def poison(kv: KvTensors) -> None:
             pages.data.fill_(float("nan"))
 
 
-def poisoned_pages(model: Any, pages: int = PAGES) -> KvTensors:
-    kv = new_pages(model, pages)
+def poisoned_pages(model: Any, pages: int = PAGES, kv_dtype: str = AUTO_KV) -> KvTensors:
+    kv = new_pages(model, pages, kv_dtype)
     poison(kv)
     return kv
 
