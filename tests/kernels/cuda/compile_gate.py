@@ -8,8 +8,8 @@ two processes. Prints one JSON object a line, a `Report`. Must run without TRITO
 Compiling everything takes minutes, so what the compiler made of unchanged input is read from compiled.json
 beside this file, by a digest of that input. --anew compiles it nevertheless. --record writes it after
 a change of a kernel, of its configurations or of Triton; its diff shows what the change did to registers and
-memory. It holds what the pinned Triton made. With another version everything is compiled, as `make test-torch`
-does with the lowest one that is supported.
+memory. It holds what the pinned Triton made. With another version everything is compiled, as `make
+test-torch` does with the lowest one that is supported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kernels.cuda.variant import EARLY_FROM, SHARED_BYTES
 from tests.kernels.cuda.shipped import Case
 
 PROCESSES = 2
-# The versions of Triton whose results are checked: that of the lowest torch that is supported, and the pinned one.
+# Whose results are checked: the Triton of the lowest torch that is supported, and the pinned one.
 VERSIONS = ("3.6.0", "3.7.1")
 # The pinned one.
 RECORDED = VERSIONS[-1]
