@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from workers.kv import integrity
 from workers.kv import table as sequence_module
 from workers.kv.page_pool import IntegrityError, OutOfPages, page_digest
-from workers.kv.sequence import KvSequence, Rows, SequenceColumns
+from workers.kv.sequence import KvSequence, Rows
 from workers.kv.table import KvTable
 
 PAGE = 4
@@ -325,99 +325,6 @@ def grow(table: KvTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[i
     copies = table.reserve(seq, len(tokens))
     table.append(seq, tokens)
     return copies
-
-
-def test_a_released_sequence_is_found_again() -> None:
-    table = KvTable(8, PAGE)
-    tokens = list(range(14))
-    grow(table, table.create(1, b"a"), tokens)
-    first = table.get(1)
-    assert first is not None
-    pages = first.pages[:]
-    assert table.release(1)
-    assert table.usage().pages_cached == 3
-    stranger = table.create(2, b"b")
-    assert table.match_prefix(stranger, tokens, 14) == 0
-    again = table.create(3, b"a")
-    assert table.match_prefix(again, tokens, 11) == 8
-    assert table.match_prefix(again, tokens[8:], 6) == 4
-    assert again.pages == pages[:3]
-    assert again.token_ids == tokens[:12]
-
-
-def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
-    table = KvTable(4, PAGE)
-    tokens = list(range(16))
-    grow(table, table.create(1), tokens)
-    table.release(1)
-    grow(table, table.create(2), [99] * 5)
-    assert table.usage().evicted_pages == 2
-    assert table.match_prefix(table.create(3), tokens, 16) == 8
-
-
-def test_a_chain_with_a_hole_heals() -> None:
-    table = KvTable(4, PAGE)
-    tokens = list(range(12))
-    seq = table.create(1)
-    grow(table, seq, tokens)
-    middle = seq.pages[1]
-    (keeper,) = table.fork(seq, [2])
-    table.release(1)
-    # Rewrite the middle: the tail goes to the cache first, then the middle loses its content.
-    table.truncate(keeper, 5)
-    grow(table, keeper, [77])
-    assert keeper.pages[1] == middle
-    finder = table.create(3)
-    assert table.match_prefix(finder, tokens, 12) == 4
-    grow(table, finder, tokens[4:8])
-    assert table.match_prefix(finder, tokens[8:], 4) == 4
-    table.check_integrity()
-
-
-def test_a_twin_takes_over_when_the_indexed_page_is_gone() -> None:
-    table = KvTable(4, PAGE)
-    tokens = [1, 2, 3, 4]
-    first, twin = table.create(1), table.create(2)
-    grow(table, first, tokens)
-    grow(table, twin, tokens)
-    assert first.pages != twin.pages
-    table.truncate(first, 2)
-    grow(table, first, [9])
-    assert table.match_prefix(table.create(3), tokens, 4) == 0
-    table.release(2)
-    assert table.match_prefix(table.create(4), tokens, 4) == 4
-
-
-def test_a_sequence_within_a_page_or_with_room_reserved_is_not_matched() -> None:
-    table = KvTable(8, PAGE)
-    grow(table, table.create(1), [1, 2, 3, 4, 5, 6, 7, 8])
-    seq = table.create(2)
-    table.reserve(seq, 1)
-    assert table.match_prefix(seq, [1, 2, 3, 4], 4) == 0
-    table.append(seq, [1])
-    assert table.match_prefix(seq, [2, 3, 4, 5], 4) == 0
-
-
-def test_wrong_calls_change_nothing() -> None:
-    table = KvTable(4, PAGE)
-    seq = table.create(1)
-    grow(table, seq, [1, 2, 3])
-    before = table.usage()
-    with pytest.raises(ValueError, match="exists"):
-        table.create(1)
-    for keys in ([2, 1], [2, 2]):
-        with pytest.raises(ValueError, match="exists"):
-            table.fork(seq, keys)
-    for new_len in (-1, 4):
-        with pytest.raises(ValueError, match="cannot be cut"):
-            table.truncate(seq, new_len)
-    with pytest.raises(ValueError, match="not in this table"):
-        table.fork(KvSequence(1, b"", SequenceColumns(PAGE)), [2])
-    assert not table.release(7)
-    assert table.usage() == before
-    assert table.get(1) is seq
-    with pytest.raises(ValueError, match="page_size"):
-        KvTable(4, 0)
 
 
 def open_an_indexed_page(table: KvTable, seq: KvSequence) -> None:

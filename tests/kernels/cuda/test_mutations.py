@@ -2,7 +2,7 @@
 
 Each mutation of `mutations.txt` is made in a copy of `kernels`, and its test is run with that copy. It must
 fail, or crash on an address that is wrong; and pass on the kernels as they are. There is one for each
-test of each module. The first is made in every run, the others with --thorough.
+test of each module. They are made with --thorough.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ def copy_kernels(to: Path) -> None:
     shutil.copytree(ROOT / "kernels", to / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def test_each_can_be_made_and_its_test_exists(forked: ForkedTests) -> None:
+def test_each_can_be_made() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
     for mutation in MUTATIONS:
         text = source_of(mutation, ROOT).read_text(encoding="utf-8")
         assert text.count(mutation.old) == 1, mutation.name
+
+
+@pytest.mark.thorough
+def test_the_test_of_each_exists(forked: ForkedTests) -> None:
     outcome = forked.run(ROOT, "--collect-only", *sorted({mutation.test for mutation in MUTATIONS}))
     assert outcome.returncode == pytest.ExitCode.OK, outcome.output
 
 
+@pytest.mark.thorough
 def test_a_copy_without_a_mistake_passes(forked: ForkedTests, tmp_path: Path) -> None:
     """What is noticed is the mistake, and not that the tests are run with a copy, or forked."""
     copy_kernels(tmp_path)
@@ -47,13 +52,8 @@ def test_a_copy_without_a_mistake_passes(forked: ForkedTests, tmp_path: Path) ->
     assert outcome.returncode == pytest.ExitCode.OK and "passed" in outcome.output, outcome.output
 
 
-TRIES = [
-    pytest.param(mutation, id=mutation.name, marks=[pytest.mark.thorough] if number else [])
-    for number, mutation in enumerate(MUTATIONS)
-]
-
-
-@pytest.mark.parametrize("mutation", TRIES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_is_noticed(mutation: Mutation, forked: ForkedTests, tmp_path: Path) -> None:
     copy_kernels(tmp_path)
     source = source_of(mutation, tmp_path)
