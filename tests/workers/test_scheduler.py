@@ -362,88 +362,6 @@ def test_what_runs_in_each_step(name: str) -> None:
     assert [run_step(scheduler) for _ in steps] == steps
 
 
-def test_reuse_makes_a_prefill_short() -> None:
-    scheduler = Scheduler(64, 8, 8)
-    scheduler.add(forward(1, 100))
-    scheduler.add(forward(2, 100))
-
-    def begin(op: Forward) -> bool:
-        return accept(op, 96 if op.op_id == 2 else 0)
-
-    assert layout(scheduler.next_batch(begin)) == [(1, 0, 64)]
-    scheduler.remove(1)
-    scheduler.add(forward(3, 100))
-    assert layout(scheduler.next_batch(begin)) == [(2, 96, 4), (3, 0, 48)]
-
-
-def test_a_forward_that_fails_to_begin_makes_room_for_the_next_of_its_sequence() -> None:
-    scheduler = Scheduler(64, 8, 8)
-    scheduler.add(forward(1, sequence=5))
-    scheduler.add(forward(2, sequence=5))
-    seen = []
-
-    def begin(op: Forward) -> bool:
-        seen.append(op.op_id)
-        return op.op_id != 1 and accept(op)
-
-    assert layout(scheduler.next_batch(begin)) == [(2, 0, 1)]
-    assert seen == [1, 2]
-    assert len(scheduler) == 1
-
-
-def test_a_begin_that_raises_loses_nothing() -> None:
-    scheduler = Scheduler(64, 8, 8)
-    scheduler.add(forward(1))
-    scheduler.add(forward(2))
-
-    def begin(op: Forward) -> bool:
-        if op.op_id == 2:
-            raise RuntimeError
-        return accept(op)
-
-    with pytest.raises(RuntimeError):
-        scheduler.next_batch(begin)
-    check_invariants(scheduler)
-    assert run_step(scheduler) == [(1, 0, 1), (2, 0, 1)]
-
-
-def test_begin_must_leave_a_token() -> None:
-    scheduler = Scheduler(64, 8, 8)
-    scheduler.add(forward(1))
-
-    with pytest.raises(ValueError, match="no tokens left"):
-        scheduler.next_batch(lambda op: accept(op, 1))
-    assert len(scheduler) == 0
-    check_invariants(scheduler)
-
-
-def test_a_deadline_counts_until_a_forward_is_begun() -> None:
-    scheduler = Scheduler(16, 8, 8)
-    begun, late, behind = (
-        forward(1, 40, deadline_ns=10),
-        forward(2, 40, deadline_ns=10),
-        forward(3, sequence=1, deadline_ns=9),
-    )
-    for op in (begun, late, behind):
-        scheduler.add(op)
-    assert scheduler.expire(9) == [] and run_step(scheduler) == [(1, 0, 16)]
-    assert scheduler.expire(11) == [behind, late]
-    assert layout(scheduler.next_batch(accept)) == [(1, 16, 16)]
-    assert len(scheduler) == 1
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_an_op_id_can_be_used_again(is_done: bool) -> None:
-    scheduler = Scheduler(16, 8, 8)
-    scheduler.add(forward(1, deadline_ns=5))
-    if is_done:
-        run_step(scheduler)
-    else:
-        scheduler.remove(1)
-    scheduler.add(forward(1))
-    assert scheduler.expire(9) == [] and len(scheduler) == 1
-
-
 def test_a_step_looks_only_at_what_it_takes() -> None:
     scheduler = Scheduler(64, 4, 64)
     for op_id in range(5000):
@@ -456,22 +374,6 @@ def test_a_step_looks_only_at_what_it_takes() -> None:
 
     scheduler.next_batch(begin)
     assert len(begun) == 4
-
-
-def test_wrong_calls_are_refused() -> None:
-    scheduler = Scheduler(16, 8, 8)
-    scheduler.add(forward(1))
-    with pytest.raises(ValueError, match="queued already"):
-        scheduler.add(forward(1))
-    for tokens, rows in ((0, 0), (3, 4), (3, -1)):
-        with pytest.raises(ValueError, match=f"{rows} rows of {tokens} tokens"):
-            scheduler.add(forward(2, tokens, rows=rows))
-    with pytest.raises(ValueError, match="not due"):
-        advance(scheduler, Chunk(forward(3), 0, 1))
-    with pytest.raises(ValueError, match="max_rows"):
-        Scheduler(1, 1, 0)
-    assert scheduler.remove(7) is None
-    assert len(scheduler) == 1
 
 
 def test_a_prefill_beside_decodes_is_bounded() -> None:
