@@ -80,7 +80,6 @@ def all_parts() -> list[Part]:
         Part("batch-invariance", (OWN + "test_batch_invariance.py",)),
         Part("lora", (OWN + "test_lora.py",)),
         Part("large-pools", (OWN + "test_large_pools.py",)),
-        Part("operations", (OWN + "test_operations.py",)),
         Part("memory", (OWN + "test_device_memory.py",), alone=True),
     ]
     files = sorted(path.name for path in (ROOT / KERNELS).glob("cuda/test_*.py"))
