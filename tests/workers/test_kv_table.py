@@ -327,6 +327,24 @@ def grow(table: KvTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[i
     return copies
 
 
+def test_a_released_sequence_is_found_again() -> None:
+    table = KvTable(8, PAGE)
+    tokens = list(range(14))
+    grow(table, table.create(1, b"a"), tokens)
+    first = table.get(1)
+    assert first is not None
+    pages = first.pages[:]
+    assert table.release(1)
+    assert table.usage().pages_cached == 3
+    stranger = table.create(2, b"b")
+    assert table.match_prefix(stranger, tokens, 14) == 0
+    again = table.create(3, b"a")
+    assert table.match_prefix(again, tokens, 11) == 8
+    assert table.match_prefix(again, tokens[8:], 6) == 4
+    assert again.pages == pages[:3]
+    assert again.token_ids == tokens[:12]
+
+
 def open_an_indexed_page(table: KvTable, seq: KvSequence) -> None:
     table.truncate(seq, 6)
     table._columns.writable[seq.row] = 8

@@ -362,6 +362,20 @@ def test_what_runs_in_each_step(name: str) -> None:
     assert [run_step(scheduler) for _ in steps] == steps
 
 
+def test_reuse_makes_a_prefill_short() -> None:
+    scheduler = Scheduler(64, 8, 8)
+    scheduler.add(forward(1, 100))
+    scheduler.add(forward(2, 100))
+
+    def begin(op: Forward) -> bool:
+        return accept(op, 96 if op.op_id == 2 else 0)
+
+    assert layout(scheduler.next_batch(begin)) == [(1, 0, 64)]
+    scheduler.remove(1)
+    scheduler.add(forward(3, 100))
+    assert layout(scheduler.next_batch(begin)) == [(2, 96, 4), (3, 0, 48)]
+
+
 def test_a_step_looks_only_at_what_it_takes() -> None:
     scheduler = Scheduler(64, 4, 64)
     for op_id in range(5000):

@@ -123,11 +123,13 @@ def _code_of(kernel: Any) -> tuple[str, ...]:
 @functools.cache
 def recorded() -> dict[str, Compiled]:
     """What was compiled before, by digest."""
-    return {line["digest"]: Compiled(**line["compiled"]) for line in _lines()}
+    made = [made for line in _lines() for made in line["on"].values()]
+    return {one["digest"]: Compiled(**one["compiled"]) for one in made}
 
 
 @functools.cache
 def _lines() -> list[dict[str, Any]]:
+    """A line for each configuration; `on` has what was made of it, with its digest, by architecture."""
     lines: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
     return lines
 
@@ -254,15 +256,14 @@ def reports_of(where: str, *, anew: bool) -> list[Report]:
 
 
 def write_record(reports: list[Report], record: Path = RECORD) -> None:
-    """Write a record: a line for each configuration that compiles."""
-    lines = []
-    for report in reports:
+    """Write a record of what compiles: a line for each configuration."""
+    on = dict[str, dict[str, Any]]()
+    for report in sorted(reports, key=lambda report: (report.name, -report.architecture)):
         if report.compiled is not None:
-            told = dataclasses.asdict(report)
-            del told["faults"]
-            lines.append(told)
-    lines.sort(key=lambda line: (line["name"], -line["architecture"]))
-    record.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n", encoding="utf-8")
+            made = {"digest": report.digest, "compiled": dataclasses.asdict(report.compiled)}
+            on.setdefault(report.name, {})[str(report.architecture)] = made
+    lines = [json.dumps({"name": name, "on": made}) for name, made in on.items()]
+    record.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
 def main() -> None:
