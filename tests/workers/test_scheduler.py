@@ -390,6 +390,22 @@ def test_a_step_looks_only_at_what_it_takes() -> None:
     assert len(begun) == 4
 
 
+def test_wrong_calls_are_refused() -> None:
+    scheduler = Scheduler(16, 8, 8)
+    scheduler.add(forward(1))
+    with pytest.raises(ValueError, match="queued already"):
+        scheduler.add(forward(1))
+    for tokens, rows in ((0, 0), (3, 4), (3, -1)):
+        with pytest.raises(ValueError, match=f"{rows} rows of {tokens} tokens"):
+            scheduler.add(forward(2, tokens, rows=rows))
+    with pytest.raises(ValueError, match="not due"):
+        advance(scheduler, Chunk(forward(3), 0, 1))
+    with pytest.raises(ValueError, match="max_rows"):
+        Scheduler(1, 1, 0)
+    assert scheduler.remove(7) is None
+    assert len(scheduler) == 1
+
+
 def test_a_prefill_beside_decodes_is_bounded() -> None:
     scheduler = Scheduler(512, 64, 64, max_mixed_prefill_tokens=32)
     scheduler.add(Forward(1, 1, 0, range(1000), kind=Kind.PREFILL))
