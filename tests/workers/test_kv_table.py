@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from workers.kv import integrity
 from workers.kv import table as sequence_module
 from workers.kv.page_pool import IntegrityError, OutOfPages, page_digest
-from workers.kv.sequence import KvSequence, Rows
+from workers.kv.sequence import KvSequence, Rows, SequenceColumns
 from workers.kv.table import KvTable
 
 PAGE = 4
@@ -343,6 +343,28 @@ def test_a_released_sequence_is_found_again() -> None:
     assert table.match_prefix(again, tokens[8:], 6) == 4
     assert again.pages == pages[:3]
     assert again.token_ids == tokens[:12]
+
+
+def test_wrong_calls_change_nothing() -> None:
+    table = KvTable(4, PAGE)
+    seq = table.create(1)
+    grow(table, seq, [1, 2, 3])
+    before = table.usage()
+    with pytest.raises(ValueError, match="exists"):
+        table.create(1)
+    for keys in ([2, 1], [2, 2]):
+        with pytest.raises(ValueError, match="exists"):
+            table.fork(seq, keys)
+    for new_len in (-1, 4):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            table.truncate(seq, new_len)
+    with pytest.raises(ValueError, match="not in this table"):
+        table.fork(KvSequence(1, b"", SequenceColumns(PAGE)), [2])
+    assert not table.release(7)
+    assert table.usage() == before
+    assert table.get(1) is seq
+    with pytest.raises(ValueError, match="page_size"):
+        KvTable(4, 0)
 
 
 def open_an_indexed_page(table: KvTable, seq: KvSequence) -> None:
