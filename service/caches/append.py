@@ -159,7 +159,6 @@ class Appends(BaseKind[Append]):
                 asked,
             )
             changes.append([appended] if entry.creation is None else [entry.creation, appended])
-        self._parts.rate.completions += len(operations)
         return changes
 
     def _not_kept(self, operation: Operation, request: Append, done: ForwardDone) -> Result:
@@ -168,7 +167,6 @@ class Appends(BaseKind[Append]):
         if entry.ephemeral:
             of_model = operation.weights, state.adapter
             return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
-        self._parts.rate.completions -= 1
         touch((entry,), self._parts.context.now_s)
         return _answers([(operation, done, state.last_kept, self._kept_path(entry, request))])[0]
 
@@ -179,9 +177,9 @@ class Appends(BaseKind[Append]):
             assert request is not None and done is not None
             if not entry.visible:
                 self._show(entry)
-            # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
+            # Not of weights that were replaced meanwhile.
             is_current = operation.weights == entry.state.weights
-            if is_current and not (request.has_logits or request.is_large):
+            if is_current and request.is_kept:
                 entry.answer, entry.answered = done, request.options
             else:
                 entry.answer = None

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from service.caches.effects import Context, ReleaseSequences, TruncateSequence
 from service.caches.entries import CacheEntry, Need, Operation, WorkerView
+from service.caches.worker_load import TYPICAL_PROMPT_TOKENS
 from service.errors import NoWorker
 
 # A cache that was not used for so long is idle. It is longer than the pause between two steps of a caller.
@@ -212,6 +213,11 @@ class Workers:
         """Those of them that are not silent, if there are any."""
         there = self.open_workers(weights)
         return [worker for worker in there if not worker.suspect] or there
+
+    def expected_wait_s(self, weights: int, tokens: int = TYPICAL_PROMPT_TOKENS) -> float:
+        """The estimated queueing delay of a new sequence. inf: no worker takes it."""
+        workers = self.open_workers(weights)
+        return min((worker.load.expected_wait_s(tokens) for worker in workers), default=math.inf)
 
     def choose(self, token_ids: Sequence[int], salt: bytes = b"", weights: int = 0) -> WorkerView:
         """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.

@@ -23,7 +23,7 @@ from service.errors import DeadlinePassed, Overloaded
 # The longest short forward. As in the worker.
 _SHORT_TOKENS = 16
 # For the expected wait of a new sequence.
-_TYPICAL_PROMPT_TOKENS = 256
+TYPICAL_PROMPT_TOKENS = 256
 # The weight of older answers is multiplied by this at each new one.
 _DECAY = 0.98
 # With less weight than this there is no estimate.
@@ -108,32 +108,6 @@ class _Queue:
 def retry_after_s(wait_s: float) -> float:
     """When a client that was refused should retry, if it would have waited for so long."""
     return min(max(wait_s, 0.05), 5.0)
-
-
-class CompletionRate:
-    """How fast operations complete. Tells clients that a full queue refuses when to retry."""
-
-    def __init__(self) -> None:
-        self._interval_s = 0.01
-        self._last_s: float | None = None
-        # Since the last `update`.
-        self.completions = 0
-
-    def update(self, now_s: float) -> None:
-        """Takes the completions since the last update into account."""
-        if not self.completions:
-            return
-        if self._last_s is not None:
-            # Idle time says nothing about speed.
-            interval_s = min(now_s - self._last_s, 1.0)
-            self._interval_s += 0.02 * (interval_s - self._interval_s)
-        # The others come after no time.
-        self._interval_s *= 0.98 ** (self.completions - 1)
-        self._last_s, self.completions = now_s, 0
-
-    def retry_after_s(self, queued: int) -> float:
-        """When to retry if `queued` operations are in the queue."""
-        return retry_after_s(queued * self._interval_s)
 
 
 class End(enum.Enum):
@@ -246,8 +220,7 @@ class WorkerLoad:
         _, normal, high = queue.cost
         return min(cost + normal + high, cost * (len(queue.by_caller) + 1))
 
-    def expected_wait_s(self) -> float:
-        """The estimated wait of a new caller with a prompt of typical length."""
-        total = self.total_for(_TYPICAL_PROMPT_TOKENS)
-        times = self._queues[True].times[Priority.NORMAL]
-        return times.expected_s(total) if total > _TYPICAL_PROMPT_TOKENS + 1 else 0.0
+    def expected_wait_s(self, tokens: int = TYPICAL_PROMPT_TOKENS) -> float:
+        """The estimated wait of a new caller with so many tokens."""
+        total, times = self.total_for(tokens), self._queues[tokens > _SHORT_TOKENS].times[Priority.NORMAL]
+        return times.expected_s(total) if total > tokens + 1 else 0.0
