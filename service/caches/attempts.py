@@ -352,14 +352,11 @@ class Attempts:
         replays: bool = False,
     ) -> None:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
-        entry, append, context, load = operation.entry, operation.append, self._context, worker.load
+        entry, append, context = operation.entry, operation.append, self._context
         assert append is not None
         tokens, now_s = len(token_ids), context.now_s
-        load.estimate(operation, tokens, rows, append.priority, now_s)
-        timeout_s = operation.submitted_s + self._max_wait_s - now_s
-        if operation.deadline_s is not None or operation.is_long:
-            timeout_s = load.require_time(operation, timeout_s, now_s)
-        load.enter(operation)
+        wait_s = operation.submitted_s + self._max_wait_s - now_s
+        timeout_s = worker.load.enter(operation, tokens, rows, append.priority, wait_s, now_s)
         copy_number = operation.copy_number
         if copy_number is not None and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (copy_number,)))
