@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Sequence
 
 from service.caches.answers import ForwardDone
@@ -21,7 +20,6 @@ from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
-_entry_of = operator.attrgetter("entry")
 # What an answer is made of: also what the worker said, how many tokens were kept, and of a tree which path.
 _Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
@@ -184,7 +182,6 @@ class Appends(BaseKind[Append]):
             else:
                 entry.answer = None
             found.append((operation, done, done.kept, tuple(done.kept_path) if request.parents else ()))
-        self._parts.kv.extended(map(_entry_of, operations))
         return _answers(found)
 
     def _show(self, entry: CacheEntry) -> None:
