@@ -180,8 +180,8 @@ class Appends(BaseKind[Append]):
             assert request is not None and done is not None
             if not entry.visible:
                 self._show(entry)
-            # Kept for a repetition: not of weights that were replaced meanwhile, nor of several tokens, which only
-            # this process asks for.
+            # Kept for a repetition: not of weights that were replaced meanwhile, nor of several tokens, for
+            # which only this process asks.
             is_current = operation.weights == entry.state.weights
             if is_current and request.is_kept and not done.appended:
                 entry.answer, entry.answered = done, request.options
