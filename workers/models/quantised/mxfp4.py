@@ -25,7 +25,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES, _GROUP_BYTES = ("U8",), GROUP_INPUTS // 2
 _BLOCK_DIMENSIONS = 4
 # The next ones are beyond float32 when they multiply 6, or NaN.
-_MOST_EXPONENT = 251
+_MOST_EXPONENT = 252
 
 
 class Mxfp4Matrix(StoredTensor):
