@@ -73,6 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "phi3": {},
     "phi3 with longrope": {},
+    "gpt_oss": {},
 }
 
 
