@@ -361,6 +361,11 @@ class StepLoop:
     def _begin(self, forward: Forward) -> bool:
         """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
         try:
+            states = self._engine.kv_table.states
+            if states is not None and states.room < 1:
+                # Until the next step, as it has not begun itself.
+                forward.waits_for = forward
+                return False
             # A forward of one token shares no page with others.
             if len(forward.token_ids) > 1 and self._engine.prefix_waits.must_wait(forward):
                 return False

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from kernels.cpu.kv_write import kv_write
 from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
 from workers import huge_pages
+from workers.kv.state_tensors import StateTensors
 
 # Pages copied at once. Limits the temporary memory of `copy_pages`.
 _COPY_BATCH_PAGES = 16
@@ -75,6 +76,7 @@ class KvTensors:
 
     Attributes:
         others: Of rank 0, the others, which copy what this one copies; None: there are none.
+        states: Of a model with recurrent layers; None: it has none.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class KvTensors:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         pack: bool = True,
+        states: StateTensors | None = None,
     ) -> None:
         """Allocate. On the CPU the system provides memory when it is first written.
 
@@ -96,11 +99,13 @@ class KvTensors:
             dtype: Of keys and values.
             device: Their device.
             pack: Pack the pages of layers for which there are compiled kernels.
+            states: What recurrent layers keep. With it there may be no other layers: pages then hold nothing.
 
         Raises:
             ValueError: A size is below 1, or there are no layers.
         """
-        for name, size in (("layers", len(layers)), ("num_pages", num_pages), ("page_size", page_size)):
+        kinds = len(layers) + (states is not None)
+        for name, size in (("layers", kinds), ("num_pages", num_pages), ("page_size", page_size)):
             _check_size(name, size)
         self.layers = tuple(layers)
         self.num_pages = num_pages
@@ -108,6 +113,7 @@ class KvTensors:
         self.dtype = dtype
         self.device = torch.device(device)
         self.others: OtherRanks | None = None
+        self.states = states
         # All tensors of one shape share one piece of memory, so that one operation copies a page in all of
         # them. If keys, values and layers have the same shape, that is the whole cache.
         shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))

@@ -47,6 +47,7 @@ class Decoder:
     has_hidden_states = True
     takes_trees = True
     packs_kv = True
+    state_shapes = ()
     graphable = True
 
     def __init__(

@@ -72,6 +72,7 @@ class EmbeddingAttention(WithoutLora):
     has_hidden_states = False
     takes_trees = True
     packs_kv = True
+    state_shapes = ()
     batch_invariant = True
     graphable = False
 
