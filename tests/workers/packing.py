@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.token_trees import random_tree
-from workers.kv.states import EMPTY, Held, StateRun
+from workers.kv.states import FROM_START, Held, StateRun
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
@@ -28,7 +28,7 @@ class HandSequence:
     length: int = 0
     lora_slot: int = -1
     # Of a model with recurrent layers.
-    state: Held = Held(0, EMPTY)
+    state: Held = FROM_START
 
 
 @dataclass
@@ -51,7 +51,9 @@ class HandPacker:
         # The states that are written, one after the other over all slots.
         self._states = 0
 
-    def run(self, model: Model, items: Sequence[Item], kv: KvTensors, capture: RowCapture | None = None) -> Any:
+    def run(
+        self, model: Model, items: Sequence[Item], kv: KvTensors, capture: RowCapture | None = None
+    ) -> Any:
         """The logits of a forward."""
         inputs = self.pack(items)
         if kv.states is not None:

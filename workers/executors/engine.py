@@ -113,7 +113,7 @@ class Engine:
         # The least time for each token of a step so far; short steps take more. 0: no step yet.
         self._ns_per_token = 0.0
 
-    def begin(self, forward: Forward) -> None:
+    def begin(self, forward: Forward) -> None:  # noqa: C901 - it runs for each forward, as few calls
         """Reuses pages of the prefix cache for a forward, and reserves pages for the rest.
 
         Truncates the sequence to the forward's position if it is longer. Creates an unknown sequence at
@@ -141,9 +141,7 @@ class Engine:
             if copies:
                 self._copy_pages(sequence, copies)
             if table.states is not None:
-                if not table.states.is_near(sequence):
-                    raise KvMissing(f"the recurrent state of {forward.sequence}")
-                table.states.begin(sequence)
+                self._begin_from_state(table.states, sequence)
         except Exception:
             self._restore(forward)
             raise
@@ -169,6 +167,11 @@ class Engine:
             for sequence in decodes.take(begun).sequences:
                 self.kv_table.states.begin(self._known(sequence))
         return begun
+
+    def _begin_from_state(self, states: StateSlots, sequence: KvSequence) -> None:
+        if not states.is_near(sequence):
+            raise KvMissing(f"the recurrent state of {sequence.key}")
+        states.begin(sequence)
 
     def _with_states(self, states: StateSlots, decodes: Decodes, allowed: Mask | None) -> Mask:
         """Those of `allowed` whose recurrent state is there, as many as there is room for."""
@@ -351,9 +354,9 @@ class Engine:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
         if self.kv_table.states is not None:
-            items = [(self._known(sequence), 1) for sequence in decodes.sequences]
-            items += [(chunk.forward.kv, chunk.count) for chunk in chunks]
-            inputs.states = self.kv_table.states.run(items)
+            parts = [(self._known(sequence), 1) for sequence in decodes.sequences]
+            parts += [(chunk.forward.kv, chunk.count) for chunk in chunks]
+            inputs.states = self.kv_table.states.run(parts)
         try:
             rows = sampling_rows(chunks, decodes, self._history_of)
             # Nothing is made of each row if nobody wants more than tokens.

@@ -10,8 +10,8 @@ tokens. It is in a slot, and does not change there: a forward reads one slot and
 
 So what the last forward appended is undone by forgetting the tip, and forks share slots. After any other
 truncation the state is that of the last snapshot before: it is *behind* the sequence. The tokens between are
-computed again with the next forward if they are few (`MAX_BEHIND`); otherwise the sequence has to be replayed,
-as after an eviction of its pages. A prefix is reused up to a snapshot only.
+computed again with the next forward if they are few (`MAX_BEHIND`); otherwise the sequence has to be
+replayed, as after an eviction of its pages. A prefix is reused up to a snapshot only.
 
 All slots but those of running forwards are a cache: the least recently used are taken first. Not thread-safe;
 the `KvTable` owns it. The memory is in `state_tensors`.
@@ -42,7 +42,7 @@ class Held:
     slot: int
 
 
-_NOTHING = Held(0, EMPTY)
+FROM_START = Held(0, EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StateSlots:
         self._free = list(range(num_slots - 1, -1, -1))
         # Least recently used first.
         self._used: OrderedDict[int, None] = OrderedDict()
-        # By key, in order of position, without `_NOTHING`; by slot, which sequences hold it.
+        # By key, in order of position, without `FROM_START`; by slot, which sequences hold it.
         self._held: dict[int, list[Held]] = {}
         self._holders: list[set[int]] = [set() for _ in range(num_slots)]
         # The snapshots. One-to-one.
@@ -138,7 +138,7 @@ class StateSlots:
             return
         begin = run.source.position + len(run.before)
         first = next((held for held in run.writes if held.position == begin), None)
-        base = first or next(iter(self._held.get(seq.key, ())), _NOTHING)
+        base = first or next(iter(self._held.get(seq.key, ())), FROM_START)
         self._written.difference_update(held.slot for held in run.writes)
         self._set(seq.key, [base, run.writes[-1]])
         for held in run.writes:
@@ -212,7 +212,7 @@ class StateSlots:
 
     def _last(self, key: int) -> Held:
         states = self._held.get(key)
-        return states[-1] if states else _NOTHING
+        return states[-1] if states else FROM_START
 
     def _is_behind(self, seq: KvSequence) -> bool:
         return self._last(seq.key).position < len(seq)

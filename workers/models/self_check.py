@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from workers.kv.states import EMPTY, Held, StateRun
+from workers.kv.states import FROM_START, Held, StateRun
 from workers.models.checkpoint import name_of
 from workers.models.errors import ModelError
 from workers.models.inputs import AttentionBatch, ForwardInputs
@@ -107,7 +107,7 @@ def _run_paged(model: Model, sequences: list[list[int]]) -> list[torch.Tensor]:
     for tensor in kv.states.tensors if kv.states is not None else ():
         tensor.fill_(torch.nan)
     lengths, rows = [0, 0], [[], []]  # type: tuple[list[int], list[list[torch.Tensor]]]
-    states = [Held(0, EMPTY), Held(0, EMPTY)]
+    states = [FROM_START, FROM_START]
     for number, step in enumerate(_STEPS):
         parts = [min(step[i], len(sequences[i]) - lengths[i]) for i in range(2)]
         taken = [i for i in range(2) if parts[i]]

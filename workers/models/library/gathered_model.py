@@ -1,9 +1,9 @@
 """A model of the transformers library that runs one sequence at a time, on KV gathered from pages.
 
-It is for models with attention code of their own (bloom, falcon, mpt, gptj), which does not support pages, and
-for those with recurrent layers. Their code gets a cache of the library's interface. Its layers of attention
-copy keys and values from the pages, and its recurrent layers get copies of a state. A step runs at least one
-forward for each of its sequences, so sequences do not share a batch.
+It is for models with attention code of their own (bloom, falcon, mpt, gptj), which does not support pages,
+and for those with recurrent layers. Their code gets a cache of the library's interface: layers of attention
+copy keys and values from the pages, recurrent layers have a copy of a state. A step runs at least one forward
+for each of its sequences, so sequences do not share a batch.
 
 Dimension letters: T tokens of a forward; C positions of its sequence; K key-value heads; D width of a head; R
 wanted rows; V vocabulary.
@@ -50,9 +50,7 @@ class _Keys:
     # The tokens that are there before the forward.
     length = 0
 
-    def extend(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes new keys and values [1, K, T, D], and returns those of the whole sequence [1, K, C, D]."""
         raise NotImplementedError
 
@@ -76,9 +74,7 @@ class _PagedKeys(_Keys):
         self._known = max(0, self._first - start)
         self._writes = PageWrites(self._slots[max(start, self._first) - self._first : end - self._first])
 
-    def extend(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kv, (k_pages, v_pages) = self._kv, self._kv.layer(layer)
         keys, values = (new[0, :, self._known :].transpose(0, 1).to(kv.dtype) for new in (key, value))
         if len(keys):
@@ -96,9 +92,7 @@ class _ProbedKeys(_Keys):
     def __init__(self) -> None:
         self.seen: dict[int, LayerKv] = {}
 
-    def extend(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if layer in self.seen or key.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise ModelError(f"layer {layer} stores more than keys and values")
         self.seen[layer] = LayerKv(key.shape[1], key.shape[3], value.shape[3])
@@ -123,11 +117,11 @@ class _Stored:
         return self.keys_at[0].length + query_length, 0
 
 
-class _AttentionLayer(_Stored, DynamicLayer):
+class _AttentionLayer(_Stored, DynamicLayer):  # type: ignore[no-untyped-call]
     pass
 
 
-class _BothLayer(_Stored, LinearAttentionAndFullAttentionLayer):
+class _BothLayer(_Stored, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc,no-untyped-call,override]
     pass
 
 
@@ -227,7 +221,7 @@ class GatheredModel(LibraryModel):
                 kv.states.store(slot, self._state_of(cache))
 
     def _parts(self, run: StateRun) -> Iterator[tuple[int, int, int]]:
-        """The forwards of an item: its first position and the one after its last, and where its state goes."""
+        """The forwards of an item: the first position, that after the last, and where the state goes."""
         start = run.source.position
         for held in run.writes:
             if start and not self._goes_on_at_once:
@@ -238,7 +232,12 @@ class GatheredModel(LibraryModel):
             start = held.position
 
     def _call(
-        self, cache: Cache, tokens: torch.Tensor, start: int, index: torch.Tensor, layers: tuple[int, ...] = ()
+        self,
+        cache: Cache,
+        tokens: torch.Tensor,
+        start: int,
+        index: torch.Tensor,
+        layers: tuple[int, ...] = (),
     ) -> Any:
         """Run the model's forward over tokens [T] from position `start` on, for the rows `index` [R]."""
         positions = torch.arange(start, start + len(tokens), device=self.device)
@@ -257,12 +256,13 @@ class GatheredModel(LibraryModel):
         stored = 0
         for kind, states in self._kinds:
             if kind is DummyLayer:
-                layers.append(DummyLayer())
+                layers.append(DummyLayer())  # type: ignore[no-untyped-call]
                 continue
             if kind in _RECURRENT:
                 layers.append(LinearAttentionLayer(states))
                 continue
-            layer = _BothLayer(states) if kind in _BOTH else _AttentionLayer()
+            layer: Any = _BothLayer if kind in _BOTH else _AttentionLayer
+            layer = layer(states) if kind in _BOTH else layer()
             layer.keys_at = keys, stored
             stored += 1
             layers.append(layer)
@@ -284,7 +284,10 @@ class GatheredModel(LibraryModel):
 
     @torch.inference_mode()
     def _probe(self) -> tuple[LayerKv, ...]:
-        """The shapes of the keys and values that a forward stores. Finds those of states. Raises ModelError."""
+        """The shapes of the keys and values that a forward stores. Finds those of states.
+
+        Raises ModelError.
+        """
         keys = _ProbedKeys()
         cache, tokens = self._new_cache(keys), torch.zeros(2, dtype=torch.int64, device=self.device)
         self._call(cache, tokens, 0, torch.zeros(0, dtype=torch.int64))
@@ -292,7 +295,7 @@ class GatheredModel(LibraryModel):
         self.has_hidden_states = self._outputs_hidden_states(
             **one, **{self._cache_name: self._new_cache(_ProbedKeys())}
         )
-        places, shapes, with_keys = [], list[StateShape](), 0
+        places, shapes, with_keys = list[tuple[int, str, int]](), list[StateShape](), 0
         for index, layer in enumerate(cache.layers):
             found = len(places)
             with_keys += isinstance(layer, _Stored)
@@ -314,19 +317,15 @@ class GatheredModel(LibraryModel):
     def _can_go_on(self) -> bool:
         """Whether a forward of several tokens goes on from a state; some families' code begins anew."""
         vocab_size = self.module.config.get_text_config(decoder=True).vocab_size
-        total = _FIRST_TOKENS + _MORE_TOKENS
-        tokens = torch.arange(1, 1 + total, device=self.device) * 31 % vocab_size
-        last, none = torch.tensor([_MORE_TOKENS - 1]), torch.zeros(0, dtype=torch.int64)
-        rows = []
+        tokens = torch.arange(_FIRST_TOKENS + _MORE_TOKENS, device=self.device) * 31 % vocab_size
+        rows, logits = list[torch.Tensor](), torch.empty(0)
         for sizes in ((_FIRST_TOKENS, _MORE_TOKENS), (_FIRST_TOKENS, *[1] * _MORE_TOKENS)):
-            cache, start = DynamicCache(config=self.module.config), 0
-            for size in sizes:
-                row = none if start + size < total else last - _MORE_TOKENS + size
-                answer = self._call(cache, tokens[start : start + size], start, row)
-                start += size
-            rows.append(answer.logits[0, -1].float())
+            cache = DynamicCache(config=self.module.config)
+            for start, end in pairwise(accumulate(sizes, initial=0)):
+                logits = self._call(cache, tokens[start:end], start, torch.tensor([end - start - 1])).logits
+            rows.append(logits[0, -1].float())
         error = (rows[0] - rows[1]).norm() / rows[1].norm()
-        return error.item() <= tolerance(self.dtype)
+        return bool(error <= tolerance(self.dtype))
 
 
 def is_recurrent(module: PreTrainedModel) -> bool:

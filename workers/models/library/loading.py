@@ -149,7 +149,9 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
     try:
         with library_errors("run a batch of the model"):
             if is_recurrent(module):
-                raise ModelError(f"{type(module).__name__} has recurrent layers, so sequences cannot be packed")
+                raise ModelError(
+                    f"{type(module).__name__} has recurrent layers, so sequences cannot be packed"
+                )
             return PackedModel(module)
     except ModelError as error:
         why_not_packed = str(error)

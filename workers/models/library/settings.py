@@ -101,7 +101,9 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
         for name, value in _drop_oversized(settings, CONFIG_MAPPING[model_type]).items()
         if name != QUANTISATION and not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
-    config = CONFIG_MAPPING[model_type].from_dict(_with_plain_dtypes(settings))
+    # Infinities are objects in the library's files.
+    decoded: Any = PreTrainedConfig._decode_special_floats(_with_plain_dtypes(settings))  # noqa: SLF001
+    config = CONFIG_MAPPING[model_type].from_dict(decoded)
     text = config.get_text_config(decoder=True)
     if not isinstance(text, PreTrainedConfig):
         raise ModelError(f"text_config: must be an object, got {text!r}")

@@ -1,0 +1,180 @@
+"""An engine of models with recurrent layers: random operations, against the library's plain forward."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from tests.recurrent import RECURRENT
+from tests.workers.packing import poison
+from tests.workers.test_library_model import tiny_model
+from workers.executors.engine import Engine
+from workers.executors.errors import KvMissing
+from workers.executors.memory import new_table
+from workers.kv.state_tensors import StateTensors
+from workers.kv.states import MAX_BEHIND
+from workers.kv.tensors import KvTensors
+from workers.models.library.loading import make_library_model
+from workers.operations import Accept, Chunk, DataType, Forward, Kind, OutputSpec
+from workers.runners.eager import EagerRunner
+
+VOCAB, PAGES, PAGE_SIZE = 97, 80, 16
+# float32 against float32, in another order of summation. The issue of exactness: under 1e-4.
+MAX_RELATIVE_ERROR = 1e-4
+WITH_LOGITS = OutputSpec(logits=DataType.F32)
+# Few enough that states of idle sequences are taken, and close enough that there are snapshots.
+SLOTS, SPACING = 14, 32
+LONGEST = 200
+
+
+@dataclass
+class Callers:
+    """What a gateway does: it knows the tokens of each sequence, and replays what the engine has lost."""
+
+    engine: Engine
+    dice: random.Random
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    numbers: int = 0
+    replayed: int = 0
+    reused: int = 0
+
+    def new(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def begin(self, forward: Forward) -> None:
+        try:
+            self.engine.begin(forward)
+        except KvMissing:
+            known = self.texts[forward.sequence][: forward.position]
+            replay = Forward(0, forward.sequence, 0, known, rows=0)
+            self.run([replay])
+            self.replayed += len(known) - replay.reused
+            self.engine.begin(forward)
+
+    def run(self, forwards: list[Forward], failing: Forward | None = None) -> None:
+        """Several forwards in shared steps of chunks. One of them may be given up on the way."""
+        for forward in forwards:
+            self.begin(forward)
+            self.reused += forward.reused
+        left = list(forwards)
+        while left:
+            if failing in left and self.dice.random() < 0.5:
+                assert failing is not None
+                self.engine.roll_back(failing)
+                left.remove(failing)
+                continue
+            self.engine.execute(
+                [
+                    Chunk(one, one.computed, min(one.remaining, self.dice.choice((1, 7, 16, 33))))
+                    for one in left
+                ]
+            )
+            for forward in [one for one in left if not one.remaining]:
+                assert forward.failure is None
+                self.engine.complete(forward)
+                left.remove(forward)
+
+
+@functools.cache
+def model_of(model_type: str):  # type: ignore[no-untyped-def]  # of the library
+    return make_library_model(tiny_model(model_type, **RECURRENT[model_type]))
+
+
+def engine_of(model_type: str, slots: int = SLOTS) -> Engine:
+    model = model_of(model_type)
+    kv = KvTensors(
+        model.kv_layers,
+        num_pages=PAGES,
+        page_size=PAGE_SIZE,
+        dtype=model.dtype,
+        pack=False,
+        states=StateTensors(model.state_shapes, slots, SPACING),
+    )
+    poison(kv)
+    return Engine(new_table(kv), kv, EagerRunner(model, kv), takes_trees=False)
+
+
+def check(model_type: str, text: list[int], forward: Forward) -> None:
+    """The outputs are those after the last tokens of a text."""
+    exact = model_of(model_type).plain_logits(torch.tensor(text))[-len(forward.outputs) :].numpy()
+    found = np.stack([np.frombuffer(output.logits, "<f4") for output in forward.outputs])
+    assert np.abs(found - exact).max() / np.abs(exact).max() < MAX_RELATIVE_ERROR
+
+
+def one_operation(callers: Callers, model_type: str) -> None:
+    dice, texts, engine = callers.dice, callers.texts, callers.engine
+    tokens = lambda count: [dice.randrange(VOCAB) for _ in range(count)]  # noqa: E731
+    kind = dice.choice(("prefill", "append", "decode", "decode", "verify", "fork", "truncate", "release"))
+    picked = dice.sample(sorted(texts), min(len(texts), dice.randint(1, 4)))
+    picked = [number for number in picked if len(texts[number]) < LONGEST]
+    if kind == "prefill" or not picked:
+        # Prompts that start alike, so that snapshots are found again.
+        text = [*(i % VOCAB for i in range(dice.choice((0, 40, 70, 100)))), *tokens(dice.randint(1, 30))]
+        number = callers.new()
+        texts[number] = []
+        forwards = {number: text}
+    elif kind in ("append", "verify"):
+        forwards = {number: tokens(dice.randint(1, 40 if kind == "append" else 8)) for number in picked}
+    elif kind == "decode":
+        forwards = {number: tokens(1) for number in picked}
+    else:
+        number = picked[0]
+        if kind == "fork":
+            child = callers.new()
+            engine.fork(number, [child])
+            texts[child] = list(texts[number])
+        elif kind == "truncate":
+            length = dice.randint(0, len(texts[number]))
+            engine.truncate(number, length)
+            del texts[number][length:]
+        elif len(texts) > 3:
+            engine.release(number)
+            del texts[number]
+        return
+    accept = Accept.CHOSEN if kind == "verify" else Accept.ALL
+    made = {
+        number: Forward(
+            0,
+            number,
+            len(texts[number]),
+            added,
+            rows=len(added) if kind == "verify" else 1,
+            output=WITH_LOGITS,
+            accept=accept,
+            kind=Kind.VERIFY if kind == "verify" else Kind.DECODE if kind == "decode" else Kind.PREFILL,
+        )
+        for number, added in forwards.items()
+    }
+    failing = made[dice.choice(sorted(made))] if kind != "prefill" and dice.random() < 0.2 else None
+    callers.run(list(made.values()), failing)
+    for number, forward in made.items():
+        if forward.remaining:
+            continue
+        whole = texts[number] + forwards[number]
+        check(model_type, whole, forward)
+        texts[number] = whole[: len(texts[number]) + forward.kept]
+
+
+# A convolution and Mamba 2 between attention; the delta rule; no attention, and tokens one by one.
+ALWAYS = ("granitemoehybrid", "lfm2", "mamba", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough) for name in RECURRENT],
+)
+def test_random_operations_compute_what_the_library_does(model_type: str) -> None:
+    engine = engine_of(model_type)
+    callers = Callers(engine, random.Random(model_type))
+    for _ in range(60):
+        one_operation(callers, model_type)
+        engine.kv_table.check_integrity()
+    engine.release_all()
+    engine.kv_table.check_integrity()
+    assert engine.kv_table.usage().pages_referenced == 0
