@@ -27,19 +27,24 @@ class RecurrentMachine(ParityMachine):
     takes_trees = False
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=() if name == "granitemoehybrid" else pytest.mark.thorough)
-        for name in RECURRENT
-    ],
-)
+def recurrent_model(model_type: str, directory: Path) -> Path:
+    tiny_model(model_type, **RECURRENT[model_type]).save_pretrained(directory)
+    return directory
+
+
+# In every run: the same operations in an engine, in tests/workers/test_recurrent_engine.py.
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", RECURRENT)
 def test_any_sequence_of_operations_matches_transformers(model_type: str, tmp_path: Path) -> None:
-    """Their logits, after each; and those after a cut that no state was kept for, and after a kill."""
-    model = tmp_path / "model"
-    tiny_model(model_type, **RECURRENT[model_type]).save_pretrained(model)
+    model = recurrent_model(model_type, tmp_path / "model")
     with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
         run_parity_machine(gateway, model, examples=3, steps=15, machine=RecurrentMachine)
+
+
+def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(tmp_path: Path) -> None:
+    """Its state is that of its last append, of a snapshot, and computed again from all tokens."""
+    model = recurrent_model("granitemoehybrid", tmp_path / "model")
+    with GatewayProcess(model=str(model), workers=1, flags=FLAGS, self_check=True) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
         text = [(3 * i + 1) % 97 for i in range(240)]

@@ -306,10 +306,10 @@ class GatheredModel(LibraryModel):
                         shapes.append(StateShape(tuple(tensor.shape[1:]), tensor.dtype))
             if isinstance(layer, LinearAttentionLayer) and len(places) == found:
                 raise ModelError(f"layer {index} of {self.name} keeps a state outside of the library's cache")
-        if len(keys.seen) != with_keys or not (places or with_keys):
-            raise ModelError(f"{self.name} stores keys and values for {len(keys.seen)} of {with_keys} layers")
         if getattr(self.module, "_is_stateful", False) and not places:
             raise ModelError(f"{self.name} has a state that is not in the library's cache")
+        if len(keys.seen) != with_keys or not (places or with_keys):
+            raise ModelError(f"{self.name} stores keys and values for {len(keys.seen)} of {with_keys} layers")
         self._state_places, self.state_shapes = tuple(places), tuple(shapes)
         return tuple(keys.seen[layer] for layer in range(with_keys))
 
