@@ -44,7 +44,7 @@ def test_any_sequence_of_operations_matches_transformers(model_type: str, tmp_pa
 def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(tmp_path: Path) -> None:
     """Its state is that of its last append, of a snapshot, and computed again from all tokens."""
     model = recurrent_model("granitemoehybrid", tmp_path / "model")
-    with GatewayProcess(model=str(model), workers=1, flags=FLAGS, self_check=True) as gateway:
+    with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
         text = [(3 * i + 1) % 97 for i in range(240)]

@@ -240,12 +240,16 @@ def test_a_model_that_hands_out_none_is_served_without(model_type: str) -> None:
 
 def directory_of(model_type: str, directory: Path, **more: Any) -> Path:
     """A sharded checkpoint."""
+    more = RECURRENT.get(model_type, {}) | more
     tiny_model(model_type, **more).save_pretrained(directory, max_shard_size="60KB")
     return directory
 
 
-# One with tied weights, one whose experts are stacked while loading, one with biases and fused projections.
-@pytest.mark.parametrize("model_type", ["cohere", "mixtral", "gpt2", "bloom", "deepseek_v3"])
+# One with tied weights, one whose experts are stacked while loading, one with biases and fused projections;
+# one with recurrent layers, whose config has an infinity.
+@pytest.mark.parametrize(
+    "model_type", ["cohere", "mixtral", "gpt2", "bloom", "deepseek_v3", "granitemoehybrid"]
+)
 def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: Path) -> None:
     directory = directory_of(model_type, tmp_path)
     told: list[tuple[int, int]] = []
@@ -253,7 +257,9 @@ def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: P
     model, description = load_library_model(plan, lambda *both: told.append(both))
     tokens = torch.tensor([5, 9, 2, 77, 30])
     with torch.inference_mode():
-        expected = tiny_model(model_type)(input_ids=tokens[None], use_cache=False).logits[0]
+        expected = tiny_model(model_type, **RECURRENT.get(model_type, {}))(
+            input_ids=tokens[None], use_cache=False
+        ).logits[0]
     assert torch.allclose(model.plain_logits(tokens), expected, rtol=0, atol=1e-4)
     assert told[-1][0] == told[-1][1] and [done for done, _ in told] == sorted(done for done, _ in told)
     assert description.vocab_size == VOCAB and description.eos_token_ids == (2,)

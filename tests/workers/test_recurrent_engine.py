@@ -139,7 +139,7 @@ def one_operation(callers: Callers, model_type: str) -> None:
             engine.fork(number, [child])
             texts[child] = list(texts[number])
         elif kind == "truncate":
-            length = dice.randint(0, len(texts[number]))
+            length = dice.randint(1, len(texts[number]))
             engine.truncate(number, length)
             del texts[number][length:]
         elif len(texts) > 3:

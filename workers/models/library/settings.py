@@ -43,8 +43,14 @@ _KNOWN_LAYERS = names(
     """
 )
 
-# The names of the longest sequence. Some models with ALiBi, which has no limit, have none of them.
-_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
+# The names of the longest sequence. Models without positions, or with ALiBi, may have none of them.
+_LENGTHS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "model_max_length",
+)
 _DEFAULT_LENGTH = 2048
 
 # The names of the number of experts, and of the number of experts for each token.
