@@ -60,18 +60,18 @@ class StateSizes:
 
     Attributes:
         bytes_per_state: Of all layers. 0: there are no recurrent layers.
-        kv_bytes_per_token: Of all layers with keys and values.
+        kv_bytes_per_page: Of all layers with keys and values.
         page_size: Tokens.
     """
 
     bytes_per_state: int
-    kv_bytes_per_token: int
+    kv_bytes_per_page: int
     page_size: int
 
     @property
     def spacing(self) -> int:
         """The tokens from one snapshot to the next: full pages."""
-        tokens = self.bytes_per_state // max(1, self.kv_bytes_per_token)
+        tokens = self.bytes_per_state * self.page_size // max(1, self.kv_bytes_per_page)
         pages = -(-min(tokens, _MAX_STATE_SPACING) // self.page_size)
         return max(1, pages) * self.page_size
 
@@ -79,7 +79,7 @@ class StateSizes:
     def bytes_per_page(self) -> int:
         """Those of a page, and its share of the states."""
         states = -(-self.bytes_per_state * self.page_size // self.spacing)
-        return self.kv_bytes_per_token * self.page_size + states
+        return self.kv_bytes_per_page + states
 
     @property
     def fixed_bytes(self) -> int:

@@ -112,22 +112,30 @@ class Model(Protocol):
         """Replace the adapter of a slot, or empty it: for forwards after this. On their thread."""
 
 
-def state_sizes(model: Model) -> StateSizes:
+def state_sizes(model: Model, *, quantised: bool = False) -> StateSizes:
     """How many states a model needs beside its pages, and how far apart."""
-    kv_bytes = KvTensors.page_bytes(model.kv_layers, page_size=1, dtype=model.dtype)
+    kv_bytes = KvTensors.page_bytes(
+        model.kv_layers, page_size=PAGE_SIZE, dtype=model.dtype, quantised=quantised
+    )
     return StateSizes(state_bytes(model.state_shapes), kv_bytes, PAGE_SIZE)
 
 
-def page_bytes(model: Model) -> int:
-    """The bytes of one page: keys and values of all layers, and its share of the states."""
-    return state_sizes(model).bytes_per_page
+def page_bytes(model: Model, *, quantised: bool = False) -> int:
+    """The bytes of one page: keys and values of all layers, and its share of the states.
+
+    `quantised`: keys and values have 8 bits.
+    """
+    return state_sizes(model, quantised=quantised).bytes_per_page
 
 
-def new_pages(model: Model, num_pages: int) -> KvTensors:
-    """Allocate pages for a model, in its dtype and on its device; and states, if it has recurrent layers."""
+def new_pages(model: Model, num_pages: int, *, quantised: bool = False) -> KvTensors:
+    """Allocate pages for a model, in its dtype, or 8 bits if `quantised`, and on its device.
+
+    And states, if it has recurrent layers. Raises ValueError if there are no quantised pages for it.
+    """
     states = None
     if model.state_shapes:
-        sizes = state_sizes(model)
+        sizes = state_sizes(model, quantised=quantised)
         states = StateTensors(model.state_shapes, sizes.num_states(num_pages), sizes.spacing, model.device)
     return KvTensors(
         model.kv_layers,
@@ -137,4 +145,5 @@ def new_pages(model: Model, num_pages: int) -> KvTensors:
         device=model.device,
         pack=model.packs_kv,
         states=states,
+        quantised=quantised,
     )
