@@ -143,8 +143,6 @@ class GatheredModel(LibraryModel):
         self._cache_name = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
         # By layer of the library's cache: its kind, and how many states of each kind it may have.
         self._kinds = [(type(layer), getattr(layer, "number_of_states", 0)) for layer in _layers_of(module)]
-        # The layers with keys and values, in order.
-        self._stored: tuple[int, ...] = ()
         # Where in the cache each tensor of a state is: the layer, the name of the attribute, and the index.
         self._state_places: tuple[tuple[int, str, int], ...] = ()
         self.kv_layers = self._probe()
