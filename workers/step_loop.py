@@ -381,8 +381,13 @@ class StepLoop:
     def _begin(self, forward: Forward) -> bool:
         """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
         try:
+            states = self._engine.kv_table.states
+            lacks_state = states is not None and states.room < 1
+            if lacks_state:
+                # Until the next step, as it has not begun itself.
+                forward.waits_for = forward
             # A forward of one token shares no page with others.
-            if len(forward.token_ids) > 1 and self._engine.prefix_waits.must_wait(forward):
+            if lacks_state or (len(forward.token_ids) > 1 and self._engine.prefix_waits.must_wait(forward)):
                 return False
             if forward.is_prelaunched and not self._prelauncher.may_begin(forward):
                 self._prelauncher.forget(forward)

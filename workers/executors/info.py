@@ -33,6 +33,8 @@ class Capabilities:
     max_lora_adapters: int = 0
     # The setting or tensor because of which the transformers library runs the model and not native code.
     backend_reason: str = ""
+    # The recurrent state of a sequence. 0: the model has none.
+    bytes_per_state: int = 0
 
 
 @dataclass(slots=True)

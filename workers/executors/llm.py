@@ -17,16 +17,22 @@ from workers.executors.base import ModelExecutor
 from workers.executors.engine import Engine
 from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served
 from workers.executors.lora_slots import adapter_table
-from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages, new_runner
+from workers.executors.memory import (
+    LoraLimits,
+    StepLimits,
+    allocate_pages,
+    gpu_num_pages,
+    new_runner,
+    new_table,
+)
 from workers.executors.ranks import connect, loading, ranked_adapters, ranked_pages
 from workers.executors.replacement import Served, WeightsReplacement
 from workers.kv.sizing import KvSizingError, choose_num_pages
-from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
-from workers.models.model import Model, ModelDescription, page_bytes
+from workers.models.model import Model, ModelDescription, page_bytes, state_sizes
 from workers.models.source import source_of
 from workers.models.text import ModelText
 from workers.models.tokenizer import MAX_BYTES
@@ -135,9 +141,8 @@ class LlmExecutor(ModelExecutor):
             else:
                 adapters = ranked_adapters(served, lora, ranks, own)
         described = _described(description, directory, text)
-        table = KvTable(kv.num_pages, kv.page_size)
         engine = Engine(
-            table,
+            new_table(kv),
             kv,
             runner,
             takes_trees=model.takes_trees,
@@ -276,7 +281,8 @@ def _pages(
     if ranks is not None:
         return ranked_pages(model, description, kv_pages, limits, ranks, quantised=quantised)
     if model.device.type != "cuda":
-        num_pages = choose_num_pages(kv_pages, page_bytes(model, quantised=quantised))
+        fixed_bytes = state_sizes(model).fixed_bytes
+        num_pages = choose_num_pages(kv_pages, page_bytes(model, quantised=quantised), fixed_bytes)
     else:
         sizes = {"max_seq_len": description.max_seq_len, "vocab_size": description.vocab_size}
         num_pages = gpu_num_pages(model, kv_pages, limits, **sizes)

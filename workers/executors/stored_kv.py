@@ -28,6 +28,9 @@ def open_kv_disk(
     if kv.device.type != "cpu" or kv.others is not None:
         _log.warning("KV is not stored on disk: that needs one rank on the CPU")
         return None
+    if kv.states is not None:
+        _log.warning("KV is not stored on disk: recurrent states would be missing")
+        return None
     try:
         identity = kv_identity(
             kv,
