@@ -45,7 +45,7 @@ _ROUND_S = 20.0
 
 def stored_files(directory: Path) -> list[Path]:
     """The files of pages."""
-    return [path for path in directory.rglob("*") if len(path.name) == 32 and path.is_file()]
+    return [path for path in directory.rglob("*") if len(path.name) == 64 and path.is_file()]
 
 
 def plain_read_s(files: Sequence[Path]) -> float:

@@ -7,14 +7,14 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from workers.kv.page_files import IDENTITY_BYTES
+from workers.kv.page_directory import IDENTITY_BYTES
 
 Fault = Callable[[Path, random.Random], None]
 
 
 def files_in(directory: Path) -> list[Path]:
     """The files of pages, of any identity."""
-    return sorted(path for path in directory.rglob("*") if len(path.name) == 32 and path.is_file())
+    return sorted(path for path in directory.rglob("*") if len(path.name) == 64 and path.is_file())
 
 
 def cut(path: Path, rng: random.Random) -> None:

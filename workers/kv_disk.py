@@ -17,7 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from workers.kv.disk_pages import DiskPages, ReadOutcome
-from workers.kv.disk_threads import MOST_WRITES, DiskThreads, Listed, PageReads, Report, WritesFailed, Written
+from workers.kv.disk_threads import (
+    MOST_WRITES,
+    DiskThreads,
+    Listed,
+    PageRead,
+    PageReads,
+    Report,
+    WritesFailed,
+    Written,
+)
 from workers.kv.page_files import PageFiles
 from workers.kv.page_pool import OutOfPages
 from workers.kv.table import KvTable
@@ -37,11 +46,13 @@ class DiskUsage:
         bytes: Of all files in the directory, those of other workers included.
         max_bytes: The most that these may be.
         stopped: Nothing more is stored: the disk was full or failed, or the weights were replaced.
+        unwritten_pages: In memory, and still to be stored.
     """
 
     bytes: int
     max_bytes: int
     stopped: bool
+    unwritten_pages: int
     wanted_pages: int
     read_pages: int
     refused_pages: int
@@ -107,16 +118,6 @@ class KvDisk:
         """The number of forwards that wait."""
         return len(self._waiting)
 
-    @property
-    def has_writes(self) -> bool:
-        """Whether pages are still to be stored."""
-        return self._writes > 0 or self._pages.has_queued
-
-    @property
-    def known_files(self) -> int:
-        """How many pages are thought to be on disk."""
-        return self._pages.stored
-
     # Forwards.
 
     def admit(self, forward: Forward) -> bool:
@@ -144,15 +145,15 @@ class KvDisk:
         """Whether a forward of this sequence waits."""
         return any(waiting.forward.sequence == sequence for waiting in self._waiting)
 
-    def _hold_prefix(self, waiting: _Waiting, reusable: int) -> list[bytes]:
+    def _hold_prefix(self, waiting: _Waiting, reusable: int) -> list[tuple[bytes, bytes]]:
         """Hold the pages of a forward's prefix that are in memory, or are being read for others.
 
-        Returns the digests of those that are on disk only, up to the first page that is nowhere.
+        Returns the digests and parents of those that are on disk only, up to the first page that is nowhere.
         """
         table, pages, forward = self._table, self._pages, waiting.forward
         where = forward.sequence, forward.position, forward.salt
-        absent: list[bytes] = []
-        for digest in table.next_digests(*where, forward.token_ids, reusable):
+        absent: list[tuple[bytes, bytes]] = []
+        for digest, parent in table.next_digests(*where, forward.token_ids, reusable):
             if (page := table.hold(digest)) is not None:
                 waiting.pages.append(page)
             elif (page := pages.being_read(digest)) is not None:
@@ -160,28 +161,29 @@ class KvDisk:
                 waiting.pages.append(page)
                 waiting.unread.add(digest)
             elif pages.has(digest):
-                absent.append(digest)
+                absent.append((digest, parent))
             else:
                 break
         if forward.position % table.page_size == 0:
             pages.counts.wanted += reusable // table.page_size - len(waiting.pages)
         return absent
 
-    def _read(self, waiting: _Waiting, absent: Sequence[bytes]) -> None:
+    def _read(self, waiting: _Waiting, absent: Sequence[tuple[bytes, bytes]]) -> None:
         """Read pages for a forward. Raises OutOfPages, and has no effect then."""
         if not absent:
             return
         fresh = self._table.take(len(absent))
         if not self._pages.are_read:
             self._progress_s = time.monotonic()
-        for digest, page in zip(absent, fresh, strict=True):
-            self._pages.begin_read(digest, page)
+        reads = [PageRead(digest, parent, page) for (digest, parent), page in zip(absent, fresh, strict=True)]
+        for read in reads:
+            self._pages.begin_read(read.digest, read.page)
             # Once for the read, and once for the forward, which may be dropped before the read has ended.
-            self._table.hold_page(page)
+            self._table.hold_page(read.page)
         waiting.pages += fresh
-        waiting.unread.update(absent)
+        waiting.unread.update(digest for digest, _ in absent)
         assert self._threads is not None
-        self._threads.read(list(zip(absent, fresh, strict=True)))
+        self._threads.read(reads)
 
     def take(self) -> list[Forward]:
         """Take what the threads have done. Returns the forwards that can be queued, in order of arrival."""
@@ -275,9 +277,10 @@ class KvDisk:
         """The counts since the start, and what is on disk."""
         counts = self._pages.counts
         return DiskUsage(
-            bytes=self._files.bytes,
+            bytes=self._files.size_bytes,
             max_bytes=self._max_bytes,
             stopped=not self._pages.takes_writes,
+            unwritten_pages=self._pages.unwritten,
             wanted_pages=counts.wanted,
             read_pages=counts.read,
             refused_pages=counts.refused,
