@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.damaged_pages import FAULTS, Fault, files_in, flip, swap, tear
+from tests.damaged_pages import FAULTS, Fault, files_in, flip, make_foreign, swap, tear
 from tests.model_factory import TinyModel, make_model
 from tests.workers.stepping import Worker
 from workers import kv_disk
@@ -232,6 +232,24 @@ def ignore_digest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageFiles, "_header", lambda self, _digest, views: header(self, bytes(16), views))
 
 
+def ignore_identity(patch: pytest.MonkeyPatch) -> None:
+    header = PageFiles._header
+
+    def of_any(self: PageFiles, digest: bytes, views: list[memoryview]) -> bytes:
+        return AnyIdentity(header(self, digest, views))
+
+    patch.setattr(PageFiles, "_header", of_any)
+
+
+class AnyIdentity(bytes):
+    """The beginning of a file, which is equal to that of other weights."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, bytes) and self[:8] + self[24:] == other[:8] + other[24:]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def ignore_checksums(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("zlib.crc32", lambda _: 0)
 
@@ -249,7 +267,12 @@ def publish_what_was_refused(patch: pytest.MonkeyPatch) -> None:
 
 
 # With the faults that are dangerous then.
-PLANTED = ((ignore_digest, [swap]), (ignore_checksums, [tear, flip]), (publish_what_was_refused, FAULTS))
+PLANTED = (
+    (ignore_digest, [swap]),
+    (ignore_identity, [make_foreign]),
+    (ignore_checksums, [tear, flip]),
+    (publish_what_was_refused, FAULTS),
+)
 
 
 @pytest.mark.parametrize(("plant", "faults"), PLANTED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.damaged_pages import files_in
+from tests.damaged_pages import SPOILT, THEIRS, files_in, put_in_place_of
 from workers.kv import page_directory, page_files
 from workers.kv.disk_pages import PageWrite, ReadOutcome
 from workers.kv.eviction_order import EvictionOrder
@@ -149,74 +148,10 @@ def test_texts_are_lost_from_their_ends(tmp_path_factory: pytest.TempPathFactory
         assert all(one // 2 in there for one in there if one > 1)
 
 
-# Directories that someone has spoilt. Each of these is done while two workers use the directory.
-
-# A file elsewhere, whose name is that of a page.
-THEIRS = Path("0" * 32, "01", "01" * 16 + "02" * 16)
+# Directories that someone has spoilt.
 
 
-def _replace(path: Path, make: Callable[[Path], object]) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    make(path)
-
-
-def pipe(root: Path, _outside: Path) -> None:
-    _replace(files_in(root)[0], os.mkfifo)
-
-
-def link(root: Path, outside: Path) -> None:
-    _replace(files_in(root)[0], lambda path: path.symlink_to(outside / THEIRS))
-
-
-def subdirectory(root: Path, _outside: Path) -> None:
-    _replace(files_in(root)[0], lambda path: (path / "more").mkdir(parents=True))
-
-
-def huge(root: Path, _outside: Path) -> None:
-    os.truncate(files_in(root)[0], 1 << 42)
-
-
-def pipe_to_write(root: Path, _outside: Path) -> None:
-    (root / "tmp").unlink(missing_ok=True)
-    os.mkfifo(root / "tmp")
-
-
-def linked_folder(root: Path, outside: Path) -> None:
-    _replace(files_in(root)[0].parent, lambda path: path.symlink_to((outside / THEIRS).parent))
-
-
-def linked_identity(root: Path, outside: Path) -> None:
-    (root / ("11" * 16)).symlink_to((outside / THEIRS).parents[1])
-
-
-def names(root: Path, _outside: Path) -> None:
-    """Of pages that are elsewhere, that continue themselves or each other, and of none."""
-    folder = files_in(root)[0].parent
-    for name in ("AB" * 32, "zz" * 32, "0" * 63, "0" * 65, "0" * 64, " " * 64, "\n", "..."):
-        (folder / name).write_bytes(b"0" * 4096)
-    (root / ("22" * 16) / "aa").mkdir(parents=True)
-    (root / ("22" * 16) / "aa" / ("aa" * 32)).write_bytes(b"0" * 4096)
-
-
-def deleted(root: Path, _outside: Path) -> None:
-    shutil.rmtree(root)
-
-
-def deleted_lock(root: Path, _outside: Path) -> None:
-    _replace(root / "lock", os.mkfifo)
-
-
-def wrong_count(root: Path, _outside: Path) -> None:
-    (root / "lock").write_bytes(b"\xff" * 100)
-
-
-HOSTILE = (
-    pipe, link, subdirectory, huge, pipe_to_write, linked_folder, linked_identity, names, deleted,
-    deleted_lock, wrong_count,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("spoil", HOSTILE)
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_a_spoilt_directory_stops_nobody_and_leads_nowhere(
     tmp_path: Path, spoil: Callable[[Path, Path], None]
 ) -> None:
@@ -256,7 +191,7 @@ def test_a_directory_that_cannot_be_locked_is_only_read(tmp_path: Path) -> None:
     """As one of a file system that is read-only."""
     assert Memory(tmp_path).write(1)
     lock = tmp_path / "quire-kv" / "lock"
-    _replace(lock, lambda path: path.symlink_to(tmp_path / "elsewhere"))
+    put_in_place_of(lock, lambda path: path.symlink_to(tmp_path / "elsewhere"))
     memory = Memory(tmp_path)
     assert memory.read(1) is ReadOutcome.READ
     with pytest.raises(OSError, match="Read-only"):
