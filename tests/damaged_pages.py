@@ -14,8 +14,9 @@ Fault = Callable[[Path, random.Random], None]
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The files of pages, of any identity."""
-    return sorted(path for path in directory.rglob("*") if len(path.name) == 64 and path.is_file())
+    """The files of pages, of any identity. Directories may be removed meanwhile."""
+    found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return sorted(path for path in found if len(path.name) == 64 and path.is_file())
 
 
 def cut(path: Path, rng: random.Random) -> None:

@@ -12,6 +12,8 @@ from service.errors import QuireError
 class ForwardDone(Protocol):
     """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
 
+    `reused_tokens` of them were not computed: their KV was in shared pages, or was read from disk.
+
     Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
     """
 
@@ -20,6 +22,9 @@ class ForwardDone(Protocol):
 
     @property
     def kept_path(self) -> Sequence[int]: ...
+
+    @property
+    def reused_tokens(self) -> int: ...
 
 
 class _DecodesRow(NamedTuple):
@@ -36,6 +41,7 @@ class DecodeDone(_DecodesRow):
     __slots__ = ()
     kept = 1
     kept_path = ()
+    reused_tokens = 0
 
 
 @frozen_struct

@@ -168,6 +168,8 @@ class Attempts:
         if isinstance(answer, CommandFailed):
             return self._attempt_failed(operation, answer)
         if operation.state is REPLAYING:
+            assert entry.worker is not None
+            entry.worker.load.replayed(len(operation.token_ids), answer.reused_tokens)
             entry.has_computed(operation.base)
             operation.replayed_tokens += len(operation.token_ids)
             self._context.counts["replayed_tokens"] += len(operation.token_ids)
@@ -355,7 +357,7 @@ class Attempts:
         entry, append, context, load = operation.entry, operation.append, self._context, worker.load
         assert append is not None
         tokens, now_s = len(token_ids), context.now_s
-        load.estimate(operation, tokens, rows, append.priority, now_s)
+        load.estimate(operation, tokens, rows, append.priority, now_s, is_replay=replays)
         timeout_s = operation.submitted_s + self._max_wait_s - now_s
         if operation.deadline_s is not None or operation.is_long:
             timeout_s = load.require_time(operation, timeout_s, now_s)

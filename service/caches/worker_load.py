@@ -24,6 +24,10 @@ from service.errors import DeadlinePassed, Overloaded
 _SHORT_TOKENS = 16
 # For the expected wait of a new sequence.
 _TYPICAL_PROMPT_TOKENS = 256
+# What a token costs whose KV is read from disk: a page of 16 tokens as much as one that is computed.
+_READ_COST = 1 / 16
+# The weight of the latest replay beside that of all before it.
+_REPLAY_NEWS = 0.25
 # The weight of older answers is multiplied by this at each new one.
 _DECAY = 0.98
 # With less weight than this there is no estimate.
@@ -169,10 +173,23 @@ class WorkerLoad:
     def __init__(self) -> None:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
+        # What a token of a replay costs: 1, or less if recent ones were not computed.
+        self._replay_cost = 1.0
 
-    def estimate(self, forward: Forward, tokens: int, rows: int, priority: Priority, now_s: float) -> None:
+    def estimate(
+        self,
+        forward: Forward,
+        tokens: int,
+        rows: int,
+        priority: Priority,
+        now_s: float,
+        *,
+        is_replay: bool = False,
+    ) -> None:
         """Writes how a forward counts if it is sent now: after those that come before it."""
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
+        if is_replay:
+            cost = math.ceil(tokens * self._replay_cost) + rows
         queue = self._queues[is_long]
         low, normal, high = queue.cost
         before = high
@@ -182,6 +199,11 @@ class WorkerLoad:
         callers = len(queue.by_caller) + (own is None)
         forward.priority, forward.is_long, forward.cost, forward.since_s = priority, is_long, cost, now_s
         forward.total = min(cost + before, (cost + (own or 0)) * callers)
+
+    def replayed(self, tokens: int, reused_tokens: int) -> None:
+        """Takes into account that so many of the tokens of a replay were not computed, but read."""
+        cost = 1 - reused_tokens / tokens * (1 - _READ_COST)
+        self._replay_cost += _REPLAY_NEWS * (cost - self._replay_cost)
 
     def enter(self, forward: Forward) -> None:
         """A forward is sent, as it was estimated: it counts until it leaves."""
