@@ -72,16 +72,18 @@ class DiskWorker(Worker):
         self.computed: list[int] = []
         self._op_id = 0
 
-    def forward(self, sequence: int, tokens: list[int], position: int = 0) -> Forward:
+    def forward(
+        self, sequence: int, tokens: list[int], position: int = 0, salt: bytes = b"tenant"
+    ) -> Forward:
         """Computes the logits of its last row."""
         self._op_id += 1
         return Forward(
-            self._op_id, sequence, position, tokens, rows=1, output=LOGITS, kind=Kind.REPLAY, salt=b"tenant"
+            self._op_id, sequence, position, tokens, rows=1, output=LOGITS, kind=Kind.REPLAY, salt=salt
         )
 
-    def append(self, sequence: int, tokens: list[int], position: int = 0) -> bytes:
+    def append(self, sequence: int, tokens: list[int], position: int = 0, salt: bytes = b"tenant") -> bytes:
         """The logits, once they are computed. `computed` gets the number of tokens that were."""
-        asked = self.forward(sequence, tokens, position)
+        asked = self.forward(sequence, tokens, position, salt)
         answer = self.answers(asked)[asked.op_id]
         assert isinstance(answer, Forward)
         self.computed.append(len(tokens) - answer.reused)
@@ -178,6 +180,18 @@ def test_the_prefix_of_a_text_is_read_and_the_rest_computed(tmp_path: Path) -> N
     assert worker.append(3, tokens[2 * PAGE :], 2 * PAGE) == undisturbed(tokens)
     # As always, at least one token is computed.
     assert worker.computed[-1] == PAGE
+
+
+def test_a_tenant_does_not_get_what_another_one_has_computed(tmp_path: Path) -> None:
+    """Nor can it find out what others ask for, by how fast it is answered."""
+    worker, tokens = DiskWorker(tmp_path), text(1, 8 * PAGE + 1)
+    for number, (salt, computed) in enumerate(
+        [(b"one", 129), (b"other", 129), (b"", 129), (b"one", 1), (b"other", 1)]
+    ):
+        assert worker.append(number, tokens, salt=salt) == undisturbed(tokens)
+        assert worker.computed[-1] == computed
+        worker.store()
+        worker.evict(number)
 
 
 def test_forwards_with_the_same_prefix_share_one_read(tmp_path: Path) -> None:

@@ -135,6 +135,8 @@ def test_texts_are_lost_from_their_ends(tmp_path_factory: pytest.TempPathFactory
     # A page follows the half of its number: there are forks, and beginnings in common.
     for _ in range(40):
         memory, number = rng.choice(both), rng.randrange(1, 40)
+        # As each does from time to time.
+        memory.files.list_changes()
         chain = [number >> shift for shift in range(number.bit_length())][::-1]
         if rng.random() < 0.6:
             for one in chain:

@@ -39,8 +39,9 @@ _UNIT_BYTES = 4096
 # How long a write waits for the lock: a process that has it may be stopped, and must stop no other.
 _LOCK_S = 1.0
 _LOCK_POLL_S = 0.005
-# If there is no room, this part of the bound is freed at once: before that, directories are listed.
-_FREED_SHARE = 0.005
+# If there is no room, all files are counted again, but not more often than this, nor for more of the time.
+_RECOUNT_S = 2.0
+_RECOUNT_SHARE = 0.05
 # A directory that has changed so recently may change again with the same time.
 _RECENT_NS = 100_000_000
 # When a file was used that cannot be deleted: it gives way last.
@@ -86,6 +87,8 @@ class PageDirectory:
         # Since the last `list_changes`, but for what was stored here.
         self._come: set[bytes] = set()
         self._gone: set[bytes] = set()
+        # When all files may be counted again.
+        self._recount_s = 0.0
         # Of all files, when it was last known here.
         self.size_bytes = 0
         # File descriptors, so that what others put in the place of the directory is never used. No lock, -1:
@@ -94,6 +97,7 @@ class PageDirectory:
         self._open()
         with contextlib.suppress(OSError), self._locked() as is_locked:
             if is_locked:
+                self._recount()
                 self._free(0)
 
     def open_page(self, key: bytes, parent: bytes) -> int:
@@ -287,32 +291,45 @@ class PageDirectory:
             return True
         if size_bytes > self._max_bytes:
             return False
-        self._free(max(size_bytes, int(_FREED_SHARE * self._max_bytes)))
-        return self.size_bytes + size_bytes <= self._max_bytes
+        if time.monotonic() < self._recount_s and self._free(size_bytes):
+            return True
+        self._recount()
+        return self._free(size_bytes)
 
-    def _free(self, room_bytes: int) -> None:
-        """Count the bytes of all files again, and delete files until there is so much room."""
+    def _recount(self) -> None:
+        """Count the bytes of all files again: some may have been deleted by who counts nothing."""
+        began_s = time.monotonic()
         self._refresh()
-        most_bytes = self._max_bytes - room_bytes
-        while self._order.size_bytes > most_bytes and (page := self._order.next()):
+        self._set_count(self._order.size_bytes)
+        done_s = time.monotonic()
+        self._recount_s = done_s + max(_RECOUNT_S, (done_s - began_s) / _RECOUNT_SHARE)
+
+    def _free(self, room_bytes: int) -> bool:
+        """Delete files until there is so much room. False: there is not so much."""
+        count_bytes = self.size_bytes
+        while count_bytes + room_bytes > self._max_bytes and (page := self._order.next()):
             if page.used_ns >= _NEVER_NS:
                 break
-            self._delete_unless_used(page)
-        self._set_count(self._order.size_bytes)
+            if self._delete_unless_used(page):
+                count_bytes -= page.size_bytes
+        self._set_count(count_bytes)
+        return count_bytes + room_bytes <= self._max_bytes
 
-    def _delete_unless_used(self, page: StoredPage) -> None:
-        path = _path(page.key, page.parent[IDENTITY_BYTES:])
+    def _delete_unless_used(self, page: StoredPage) -> bool:
+        """Whether the bytes of a file are free now. If not, it is not next in the order any more."""
+        path, is_deleted = _path(page.key, page.parent[IDENTITY_BYTES:]), True
         try:
             used_ns = os.stat(path, dir_fd=self._root, follow_symlinks=False).st_mtime_ns
             if used_ns > page.used_ns:
                 self._order.use(page.key, used_ns)
-                return
+                return False
             os.unlink(path, dir_fd=self._root)
         except FileNotFoundError:
-            pass
+            # Who has deleted it may have counted that, or not: then it is found by the next count of all.
+            is_deleted = False
         except OSError:
             self._order.use(page.key, _NEVER_NS)
-            return
+            return False
         self._order.remove(page.key)
         self._gone.add(page.key)
         self._come.discard(page.key)
@@ -323,6 +340,7 @@ class PageDirectory:
                 # It may not be empty.
                 with contextlib.suppress(OSError):
                     os.rmdir(folder, dir_fd=self._root)
+        return is_deleted
 
 
 def _path(key: bytes, parent: bytes) -> str:
