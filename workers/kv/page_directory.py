@@ -311,7 +311,7 @@ class PageDirectory:
             if page.used_ns >= _NEVER_NS:
                 break
             if self._delete_unless_used(page):
-                count_bytes -= page.size_bytes
+                count_bytes = max(0, count_bytes - page.size_bytes)
         self._set_count(count_bytes)
         return count_bytes + room_bytes <= self._max_bytes
 
