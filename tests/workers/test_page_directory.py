@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,14 @@ def test_what_others_put_in_the_place_of_the_directory_is_not_used(tmp_path: Pat
     assert memory.write(2) and not files_in(root) and len(files_in(tmp_path / "mine")) == 2
     with pytest.raises(PermissionError):
         Memory(tmp_path)
+    # Nor when ours is not there any more.
+    (planted,) = [path for path in files_in(tmp_path / "mine") if path.name.startswith("01")]
+    (root / planted.parents[1].name / "01").mkdir(parents=True)
+    planted.rename(root / planted.parents[1].name / "01" / planted.name)
+    shutil.rmtree(tmp_path / "mine")
+    with pytest.raises(PermissionError):
+        memory.write(3)
+    assert memory.read(1) is ReadOutcome.MISSING
 
 
 def test_a_directory_that_cannot_be_locked_is_only_read(tmp_path: Path) -> None:

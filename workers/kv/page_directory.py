@@ -141,12 +141,14 @@ class PageDirectory:
         root = self._directory / "quire-kv"
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.mkdir(mode=0o700, exist_ok=True)
-        self._root = _opened_as(self._root, os.open(root, _OPEN_DIRECTORY))
-        status = os.fstat(self._root)
+        opened = os.open(root, _OPEN_DIRECTORY)
+        status = os.fstat(opened)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            os.close(opened)
             raise PermissionError(
                 errno.EACCES, "it must be of this user, and no other may enter it", str(root)
             )
+        self._root = _opened_as(self._root, opened)
         with contextlib.suppress(OSError):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._lock = _opened_as(self._lock, os.open("lock", flags, 0o600, dir_fd=self._root))
@@ -195,8 +197,10 @@ class PageDirectory:
         come, gone = keys - folder.keys, folder.keys - keys
         for key in gone:
             self._order.remove(key)
-        self._come = (self._come | come) - gone
-        self._gone = (self._gone | gone) - come
+        self._come |= come
+        self._come -= gone
+        self._gone |= gone
+        self._gone -= come
         is_recent = time.time_ns() - changed_ns < _RECENT_NS
         folder.changed_ns, folder.keys = 0 if is_recent else changed_ns, keys
         if not keys:
