@@ -192,6 +192,8 @@ class DiskInjector(Injector):
         for path in self._rng.sample(sorted(self._stale), len(self._stale) // 2):
             content = self._stale.pop(path)
             with contextlib.suppress(OSError):
+                # Not what is there now: it may be a pipe, or a link.
+                path.unlink(missing_ok=True)
                 path.write_bytes(content)
 
     async def _spoil_directory(self) -> None:
