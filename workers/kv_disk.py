@@ -25,6 +25,7 @@ from workers.kv.disk_threads import (
     PageReads,
     Report,
     WritesFailed,
+    WritesGoOn,
     Written,
 )
 from workers.kv.page_files import PageFiles
@@ -45,7 +46,7 @@ class DiskUsage:
     Attributes:
         bytes: Of all files in the directory, those of other workers included.
         max_bytes: The most that these may be.
-        stopped: Nothing more is stored: the disk was full or failed, or the weights were replaced.
+        stopped: Nothing is stored: the disk is full or has failed, or the weights were replaced.
         unwritten_pages: In memory, and still to be stored.
     """
 
@@ -101,6 +102,8 @@ class KvDisk:
         # When a page was last read, or had to be. After PATIENCE_S the disk is given up.
         self._progress_s = 0.0
         self._reads_pages = True
+        # Whether the last write has failed, and whether there are to be no more.
+        self._has_failed = self._is_stopped = False
         table.store_on(self._pages)
 
     def report_to(self, submit: Callable[[DiskReport], None]) -> None:
@@ -196,9 +199,16 @@ class KvDisk:
                 case Written(write, is_stored):
                     self._writes -= 1
                     self._pages.written(write, is_stored=is_stored)
+                    if is_stored and self._has_failed:
+                        self._has_failed = False
+                        _log.info("KV is stored on disk again")
                 case WritesFailed(why):
                     self._pages.stop_writes()
-                    _log.error("KV is not stored on disk until this worker starts again: %s", why)
+                    if not self._has_failed:
+                        _log.error("KV is not stored on disk: %s", why)
+                    self._has_failed = True
+                case WritesGoOn():
+                    self._pages.takes_writes = not self._is_stopped
                 case Listed(found, gone):
                     self._pages.listed(found, gone)
         self.write_more()
@@ -269,7 +279,7 @@ class KvDisk:
 
     def stop(self) -> None:
         """Read and store nothing from now on: the weights are others than those of the files."""
-        self._reads_pages = False
+        self._reads_pages, self._is_stopped = False, True
         self._pages.stop_writes()
         _log.warning("KV is not stored on disk until this worker starts again: it has other weights")
 
@@ -279,7 +289,7 @@ class KvDisk:
         return DiskUsage(
             bytes=self._files.size_bytes,
             max_bytes=self._max_bytes,
-            stopped=not self._pages.takes_writes,
+            stopped=self._has_failed or not self._pages.takes_writes,
             unwritten_pages=self._pages.unwritten,
             wanted_pages=counts.wanted,
             read_pages=counts.read,

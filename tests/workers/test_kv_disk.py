@@ -21,7 +21,7 @@ from workers import kv_disk
 from workers.executors.llm import LlmExecutor
 from workers.executors.weightless import PagedAttentionExecutor
 from workers.given_experts import GivenExperts
-from workers.kv import page_files
+from workers.kv import disk_threads, page_files
 from workers.kv.disk_pages import DiskPages, PageWrite
 from workers.kv.page_directory import IDENTITY_BYTES, PageDirectory
 from workers.kv.page_files import PageFiles
@@ -308,30 +308,39 @@ def test_planted_bugs_are_found(
 # A disk that fails.
 
 
-def test_a_full_disk_ends_writes_with_one_line_and_nothing_else(
+def test_a_full_disk_ends_writes_until_it_has_room_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(disk_threads, "_RETRY_S", 0.0)
     worker = DiskWorker(tmp_path)
-    first, second = text(1, 10 * PAGE), text(2, 10 * PAGE)
-    worker.append(1, first)
+    assert worker.disk is not None
+    texts = [text(number, 10 * PAGE) for number in range(5)]
+    worker.append(0, texts[0])
     worker.store()
 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(page_files, "_write_all", fail)
-    assert worker.append(2, second) == undisturbed(second)
-    worker.store()
-    worker.evict(1)
-    assert worker.append(3, text(3, 10 * PAGE)) == undisturbed(text(3, 10 * PAGE))
-    worker.store()
-    assert worker.disk is not None and worker.disk.usage().stopped
+    with monkeypatch.context() as full:
+        full.setattr(page_files, "_write_all", fail)
+        for number in (1, 2):
+            assert worker.append(number, texts[number]) == undisturbed(texts[number])
+            worker.store()
+            worker.evict(number - 1)
+        assert worker.disk.usage().stopped
+        # What is there is still read.
+        worker.evict(2)
+        assert worker.append(3, texts[0]) == undisturbed(texts[0])
+        assert worker.computed[-1] == PAGE
+        worker.evict(3)
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "No space left on device" in line.getMessage()
-    # What is there is still read.
-    worker.evict(2, 3)
-    assert worker.append(4, first) == undisturbed(first)
-    assert worker.computed[-1] == PAGE
+    # The thread that writes tries again by itself.
+    while worker.computed[-1] != PAGE or worker.disk.usage().stopped:
+        assert worker.append(4, texts[4]) == undisturbed(texts[4])
+        worker.store()
+        worker.evict(4)
+    assert len(files_in(tmp_path)) == 20
 
 
 # Forwards that wait.

@@ -76,7 +76,7 @@ class DiskPages:
 
     def __init__(self) -> None:
         self.counts = DiskCounts()
-        # False: nothing is stored any more. What is on disk is still read.
+        # False: nothing is stored. What is on disk is still read.
         self.takes_writes = True
         self._on_disk: set[bytes] = set()
         # In the order in which they were filled: their parents and pages.
@@ -128,7 +128,7 @@ class DiskPages:
         self._queued.pop(digest, None)
 
     def stop_writes(self) -> None:
-        """Store nothing from now on. Writes that are under way end as they can."""
+        """Store nothing until `takes_writes` is set again. Writes that are under way end as they can."""
         self.takes_writes = False
         self._queued.clear()
 

@@ -5,7 +5,7 @@ these by `report`, which has to be quick and safe on any thread.
 
 The thread that writes keeps to a bandwidth and gives way to all others: it has a low priority, and what it
 has not written in time is only computed again. It also looks about once a second which files other processes
-have written or deleted. A failed write ends all writes, since a disk that is full or read-only stays so.
+have written or deleted. After a failed write it writes nothing for a minute: the disk is full, or read-only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _PORTION_PAGES = 16
 _LIST_S = 1.0
 # Of the time, for lists of very many files.
 _LISTING_SHARE = 0.05
+# After a failed write.
+_RETRY_S = 60.0
 # Of the thread that writes: steps should not notice it.
 _NICENESS = 10
 
@@ -53,9 +55,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class WritesFailed:
-    """The disk takes no writes any more. `why` is for the log."""
+    """The disk takes no writes. `why` is for the log."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WritesGoOn:
+    """It may take writes again by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class Listed:
     gone: set[bytes]
 
 
-Report = Written | WritesFailed | PageReads | Listed
+Report = Written | WritesFailed | WritesGoOn | PageReads | Listed
 
 
 class DiskThreads:
@@ -114,10 +121,13 @@ class DiskThreads:
         if sys.platform == "linux":
             # Of this thread alone.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        failed = False
+        retry_s: float | None = None
         next_s = list_s = time.monotonic()
         while True:
             now_s = time.monotonic()
+            if retry_s is not None and now_s >= retry_s:
+                retry_s = None
+                self._report(WritesGoOn())
             if now_s >= list_s:
                 self._list_changes()
                 done_s = time.monotonic()
@@ -128,13 +138,13 @@ class DiskThreads:
                 continue
             time.sleep(max(0.0, next_s - time.monotonic()))
             is_stored = False
-            if not failed and not write.is_stale:
+            if retry_s is None and not write.is_stale:
                 views = self._views(write.page)
                 next_s = max(next_s, time.monotonic()) + sum(map(len, views)) / self._bytes_per_s
                 try:
                     is_stored = self._files.write(write, views)
                 except OSError as error:
-                    failed = True
+                    retry_s = time.monotonic() + _RETRY_S
                     self._report(WritesFailed(error.strerror or repr(error)))
             self._report(Written(write, is_stored))
 
