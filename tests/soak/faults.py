@@ -197,8 +197,9 @@ class DiskInjector(Injector):
             content = self._stale.pop(path)
             with contextlib.suppress(OSError):
                 # Not what is there now: it may be a pipe, or a link.
-                path.unlink(missing_ok=True)
-                path.write_bytes(content)
+                if not path.parent.is_symlink():
+                    path.unlink(missing_ok=True)
+                    path.write_bytes(content)
 
     async def _spoil_directory(self) -> None:
         spoil = self._rng.choice(SPOILT)

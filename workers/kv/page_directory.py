@@ -263,7 +263,8 @@ class PageDirectory:
             # Something else may be in its place, which a file does not replace if it is a directory.
             if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
                 return stat.S_ISREG(status.st_mode)
-        if not self._make_room(size_bytes):
+        # Folders last: those that are empty are deleted when room is made.
+        if not (self._make_room(size_bytes) and self._make_folders(path)):
             return False
         descriptor = self._open_temporary()
         try:
@@ -271,15 +272,21 @@ class PageDirectory:
                 return False
         finally:
             os.close(descriptor)
-        for folder in _folders(path):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700, dir_fd=self._root)
         # Before it has its name: if this process is killed between the two, the count is rather too high.
         self._set_count(self.size_bytes + size_bytes)
         os.rename("tmp", path, src_dir_fd=self._root, dst_dir_fd=self._root)
         self._folders.setdefault(_folders(path)[1], _Folder()).keys.add(key)
         self._gone.discard(key)
         self._order.add(key, key[:IDENTITY_BYTES] + parent, size_bytes, time.time_ns())
+        return True
+
+    def _make_folders(self, path: str) -> bool:
+        """Whether the directories of a file are there. False: something else is, such as a link."""
+        for folder in _folders(path):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700, dir_fd=self._root)
+            if not stat.S_ISDIR(os.stat(folder, dir_fd=self._root, follow_symlinks=False).st_mode):
+                return False
         return True
 
     def _open_temporary(self) -> int:
