@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -10,13 +11,22 @@ from pathlib import Path
 
 from workers.kv.page_directory import IDENTITY_BYTES
 
+# A file of this size takes no room on disk, as nothing is in it.
+_HUGE_BYTES = 1 << 42
+
 Fault = Callable[[Path, random.Random], None]
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The files of pages, of any identity. Directories may be removed meanwhile."""
+    """The files of pages, of any identity, but for huge ones. All of them may be removed meanwhile."""
     found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
-    return sorted(path for path in found if len(path.name) == 64 and path.is_file())
+    return sorted(path for path in found if len(path.name) == 64 and _can_be_read(path))
+
+
+def _can_be_read(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_file() and path.stat().st_size < _HUGE_BYTES
+    return False
 
 
 def cut(path: Path, rng: random.Random) -> None:
@@ -92,7 +102,7 @@ def subdirectory(root: Path, _outside: Path) -> None:
 
 
 def huge(root: Path, _outside: Path) -> None:
-    os.truncate(files_in(root)[0], 1 << 42)
+    os.truncate(files_in(root)[0], _HUGE_BYTES)
 
 
 def pipe_to_write(root: Path, _outside: Path) -> None:

@@ -43,8 +43,6 @@ _LONGEST_WAIT_S = 20.0
 # Of the files of KV, by each such fault.
 _DAMAGED_SHARE = 0.2
 _KEPT_SHARE = 0.1
-# Of a page. A huge file cannot be read whole.
-_MOST_BYTES = 1 << 20
 
 
 class Injector:
@@ -187,8 +185,6 @@ class DiskInjector(Injector):
         for path in files_in(self._root):
             # It may be deleted, or found to be damaged, at any time.
             with contextlib.suppress(OSError, ValueError, IndexError):
-                if path.stat().st_size > _MOST_BYTES:
-                    continue
                 if self._rng.random() < _KEPT_SHARE:
                     self._stale[path] = path.read_bytes()
                 if self._rng.random() < _DAMAGED_SHARE:
