@@ -13,7 +13,7 @@ class ForwardDone(Protocol):
     """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
 
     `reused_tokens` of them were not computed: their KV was in shared pages, or was read from disk.
-
+    Of a decode more can be kept: behind its token those of `appended`, which the worker has chosen.
     Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
     """
 
@@ -25,6 +25,9 @@ class ForwardDone(Protocol):
 
     @property
     def reused_tokens(self) -> int: ...
+
+    @property
+    def appended(self) -> Sequence[int]: ...
 
 
 class _DecodesRow(NamedTuple):
@@ -40,7 +43,7 @@ class DecodeDone(_DecodesRow):
 
     __slots__ = ()
     kept = 1
-    kept_path = ()
+    kept_path = appended = ()
     reused_tokens = 0
 
 

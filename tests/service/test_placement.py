@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -148,8 +149,7 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
         if rng.random() < 0.6:
             load = rng.choice(views).load
             queued = forward_for(caller)
-            load.estimate(queued, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1)
-            load.enter(queued)
+            load.enter(queued, rng.randint(1, 60), 1, Priority.NORMAL, math.inf, caller - 0.1)
             if rng.random() < 0.5:
                 load.leave([queued], float(caller), End.ANSWERED)
 
@@ -171,8 +171,7 @@ def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
         chosen = placement.choose(tokens)
         held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
         queued = forward_for(caller)
-        chosen.load.estimate(queued, len(tokens) - held, 1, Priority.NORMAL, 0.0)
-        chosen.load.enter(queued)
+        chosen.load.enter(queued, len(tokens) - held, 1, Priority.NORMAL, math.inf, 0.0)
         computed[chosen] += len(tokens) - held
         placement.affinity.record(tokens, chosen)
     # A quarter of all that is computed, and at most one prompt more than another.
@@ -188,17 +187,14 @@ def test_replays_that_are_read_from_disk_do_not_refuse_others() -> None:
             # Ten milliseconds a token; half of the prompts wait for another one.
             others = [forward_for(1000 + n) for n in range(number % 2)]
             for forward in (*others, forward_for(number + 1)):
-                load.estimate(forward, 99, 1, Priority.NORMAL, number * 10.0)
-                load.enter(forward)
+                load.enter(forward, 99, 1, Priority.NORMAL, 1000.0, number * 10.0)
             load.leave([*others, forward], number * 10.0 + 1 + number % 2, End.ANSWERED)
             load.replayed(32_000, reused_tokens)
         replay, prompt = forward_for(1), forward_for(2)
-        load.estimate(replay, 32_000, 0, Priority.NORMAL, 5000.0, is_replay=True)
-        load.enter(replay)
-        load.estimate(prompt, 20_000, 1, Priority.NORMAL, 5000.0)
+        load.enter(replay, 32_000, 0, Priority.NORMAL, 1000.0, 5000.0, is_replay=True)
         prompt.deadline_s = 5000.0 + 400
         try:
-            load.require_time(prompt, 1000.0, 5000.0)
+            load.enter(prompt, 20_000, 1, Priority.NORMAL, 1000.0, 5000.0)
         except Overloaded:
             return False
         return True
