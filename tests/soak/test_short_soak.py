@@ -12,7 +12,6 @@ from tests.forks import for_a_soak
 from tests.soak.__main__ import on_disk, soak
 from tests.soak.faults import DiskInjector
 from tests.soak.options import TINY
-from tests.soak.server import Server
 
 
 @pytest.mark.timeout(280)
@@ -22,7 +21,7 @@ def test_a_few_faults_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     options = Namespace(
         model=TINY, faults=10, minutes=3.5, seed=7, callers=2, texts=8, workers=2, kv_pages=40, interval_s=0.2
     )
-    tally = asyncio.run(soak(options, tmp_path, Server, DiskInjector, on_disk(tmp_path)))
+    tally = asyncio.run(soak(options, tmp_path, DiskInjector, on_disk(tmp_path)))
     assert tally.is_clean(), tally.details
     assert tally.num_faults > tally.num_gateway_faults > 0, "of workers, too"
     assert tally.sequences and tally.had_adapters and tally.generated
