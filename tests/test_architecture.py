@@ -65,6 +65,8 @@ WITHOUT_TORCH = (
     "workers.scheduler",
     "workers.kv.page_pool",
     "workers.kv.disk_pages",
+    "workers.kv.eviction_order",
+    "workers.kv.page_directory",
     "workers.kv.page_files",
 )
 

@@ -36,6 +36,7 @@ FAILING = {
         "e2e/test_rolling_upgrade.py",
         "e2e/test_shared_shards.py",
     ),
+    "files": ("e2e/test_kv_disk.py",),
 }
 CASES = [(plant, file) for plant, files in FAILING.items() for file in files]
 

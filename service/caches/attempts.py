@@ -171,6 +171,8 @@ class Attempts:
         if isinstance(answer, CommandFailed):
             return self._attempt_failed(operation, answer)
         if operation.state is REPLAYING:
+            assert entry.worker is not None
+            entry.worker.load.replayed(len(operation.token_ids), answer.reused_tokens)
             entry.has_kv(operation.base)
             operation.replayed_tokens += len(operation.token_ids)
             self._context.counts["replayed_tokens"] += len(operation.token_ids)
@@ -353,7 +355,9 @@ class Attempts:
         assert append is not None
         tokens, now_s = len(token_ids), context.now_s
         wait_s = operation.submitted_s + self._max_wait_s - now_s
-        timeout_s = worker.load.enter(operation, tokens, rows, append.priority, wait_s, now_s)
+        timeout_s = worker.load.enter(
+            operation, tokens, rows, append.priority, wait_s, now_s, is_replay=replays
+        )
         copy_number = operation.copy_number
         if copy_number is not None and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (copy_number,)))

@@ -24,6 +24,10 @@ from service.errors import DeadlinePassed, Overloaded
 _SHORT_TOKENS = 16
 # For the expected wait of a new sequence.
 TYPICAL_PROMPT_TOKENS = 256
+# What a token costs whose KV is read from disk: a page of 16 tokens as much as one that is computed.
+_READ_COST = 1 / 16
+# The weight of the latest replay beside that of all before it.
+_REPLAY_NEWS = 0.25
 # The weight of older answers is multiplied by this at each new one.
 _DECAY = 0.98
 # With less weight than this there is no estimate.
@@ -143,9 +147,19 @@ class WorkerLoad:
     def __init__(self) -> None:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
+        # What a token of a replay costs: 1, or less if recent ones were not computed.
+        self._replay_cost = 1.0
 
     def enter(
-        self, forward: Forward, tokens: int, rows: int, priority: Priority, wait_s: float, now_s: float
+        self,
+        forward: Forward,
+        tokens: int,
+        rows: int,
+        priority: Priority,
+        wait_s: float,
+        now_s: float,
+        *,
+        is_replay: bool = False,
     ) -> float:
         """A forward is sent now, after those that come before it: it counts until it leaves.
 
@@ -153,6 +167,8 @@ class WorkerLoad:
         would not be done in time: then it does not count.
         """
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
+        if is_replay:
+            cost = math.ceil(tokens * self._replay_cost) + rows
         queue, caller = self._queues[is_long], forward.caller or -forward.ticket
         low, normal, high = queue.cost
         before = high
@@ -167,6 +183,11 @@ class WorkerLoad:
         queue.cost[priority] += cost
         queue.by_caller[caller] = own + cost
         return wait_s
+
+    def replayed(self, tokens: int, reused_tokens: int) -> None:
+        """Takes into account that so many of the tokens of a replay were not computed, but read."""
+        cost = 1 - reused_tokens / tokens * (1 - _READ_COST)
+        self._replay_cost += _REPLAY_NEWS * (cost - self._replay_cost)
 
     def leave(self, forwards: Iterable[Forward], now_s: float, end: End) -> None:
         """Forwards that had entered have ended."""

@@ -103,6 +103,11 @@ async def soak(
     return tally
 
 
+def on_disk(scratch: Path) -> list[str]:
+    """Flags with which KV is on disk, too: so little that files give way."""
+    return ["--kv-disk", str(scratch / "kv"), "--kv-disk-gb", "0.001"]
+
+
 def _machine() -> str:
     found = machine.describe()
     return f"{found['cpu']} ({found['cores']} cores)"
@@ -114,16 +119,14 @@ def _main() -> int:
         "--tensor-parallel", type=int, default=1, help="ranks of each worker, which also fail"
     )
     command.add_argument(
-        "--kv-disk", action="store_true", help="KV is on disk too, and its files are damaged"
+        "--kv-disk", action="store_true", help="KV is on disk too; its files and directory are damaged"
     )
     command.add_argument("--out", type=Path, help="also write the report to this file")
     options = command.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as scratch:
         parts: tuple[Any, ...] = ()
         if options.kv_disk:
-            # So little that files give way, too.
-            flags = ["--kv-disk", f"{scratch}/kv", "--kv-disk-gb", "0.001"]
-            parts = DiskInjector, flags
+            parts = DiskInjector, on_disk(Path(scratch))
         if options.tensor_parallel > 1:
             flags = ["--tensor-parallel", str(options.tensor_parallel), "--step-timeout-s", _STEP_TIMEOUT_S]
             parts = RanksInjector, flags

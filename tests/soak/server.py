@@ -65,9 +65,11 @@ class MarkedGateway:
         """The ends at marked points since the last call: when, of what, and in which phase."""
         lines = self._marks_path.read_bytes().splitlines()
         for line in lines[self._marks_seen :]:
-            at_s, point = json.loads(line)
-            where, _, phase = point.partition(": ")
-            yield at_s, where, phase
+            # A worker that may write no large files may have written a part of one.
+            with contextlib.suppress(json.JSONDecodeError):
+                at_s, point = json.loads(line)
+                where, _, phase = point.partition(": ")
+                yield at_s, where, phase
         self._marks_seen = len(lines)
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -338,7 +338,7 @@ class KvTable:
     def _publish(self, seq: KvSequence, i: int) -> None:
         page, digest = seq.pages[i], seq.digests[i]
         if self._pool.publish(page, digest) and self._disk is not None and is_lasting(seq.salt):
-            self._disk.published(page, digest)
+            self._disk.published(page, digest, seq.digests[i - 1] if i else root_digest(seq.salt))
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
@@ -418,10 +418,11 @@ class KvTable:
 
     def next_digests(
         self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
-    ) -> Iterator[bytes]:
-        """The digests of the full pages that at most `limit` of `tokens` fill, at a position of a sequence.
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """The full pages that at most `limit` of `tokens` fill, at a position of a sequence.
 
-        None if it has no such position, or if the position is within a page.
+        Of each its digest, and that of the page before it, or the root's. None if it has no such position, or
+        if the position is within a page.
         """
         page_size, seq = self.page_size, self._sequences.get(key)
         if position % page_size or (position and (seq is None or len(seq) < position)):
@@ -430,8 +431,8 @@ class KvTable:
         if position and seq is not None:
             digest = seq.digests[position // page_size - 1]
         for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
-            digest = page_digest(digest, tokens[start : start + page_size])
-            yield digest
+            parent, digest = digest, page_digest(digest, tokens[start : start + page_size])
+            yield digest, parent
 
     def hold(self, digest: bytes) -> int | None:
         """The page of this digest, which stays in the pool until `let_go`. None: it is not in the pool."""

@@ -366,7 +366,7 @@ class PoolUsage(_message.Message):
     def __init__(self, sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
 
 class KvDiskUsage(_message.Message):
-    __slots__ = ("bytes", "max_bytes", "stopped", "wanted_pages", "read_pages", "refused_pages", "written_pages", "dropped_pages")
+    __slots__ = ("bytes", "max_bytes", "stopped", "wanted_pages", "read_pages", "refused_pages", "written_pages", "dropped_pages", "unwritten_pages")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,7 @@ class KvDiskUsage(_message.Message):
     REFUSED_PAGES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_PAGES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_PAGES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     max_bytes: int
     stopped: bool
@@ -383,7 +384,8 @@ class KvDiskUsage(_message.Message):
     refused_pages: int
     written_pages: int
     dropped_pages: int
-    def __init__(self, bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., stopped: _Optional[bool] = ..., wanted_pages: _Optional[int] = ..., read_pages: _Optional[int] = ..., refused_pages: _Optional[int] = ..., written_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ...) -> None: ...
+    unwritten_pages: int
+    def __init__(self, bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., stopped: _Optional[bool] = ..., wanted_pages: _Optional[int] = ..., read_pages: _Optional[int] = ..., refused_pages: _Optional[int] = ..., written_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ..., unwritten_pages: _Optional[int] = ...) -> None: ...
 
 class StepCounts(_message.Message):
     __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items", "replay_operations", "replay_ns")
