@@ -42,6 +42,7 @@ WORKER_LAYERS = (
         "integrity_checks",
         "prefix_wait",
         "kv_disk",
+        "drafting",
         "failures",
         "distribution",
         "extra_samples",

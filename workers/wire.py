@@ -323,6 +323,7 @@ def _to_options(
         "choices": [_to_choice(row, vocab_size) for row in options.verify_rows],
         "sample_seeds": tuple(options.sample_seeds),
         "parents": tuple(options.parents),
+        "draft_tokens": options.draft_tokens,
         "experts": _to_experts(options, *experts) if options.experts else None,
     }
     return fields, draws
@@ -478,6 +479,7 @@ def _forward_done(result: Forward) -> worker_pb2.ForwardDone:
         token_is_argmax=result.token_is_argmax,
         samples=map(_sample, result.samples),
         kept_path=result.kept_path,
+        draft_token_ids=result.drafts,
     )
 
 

@@ -54,6 +54,7 @@ from service.runtimes.held_caches import HeldCache
 from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
+from service.runtimes.speculation import Drafter
 from service.text.constraints import Matcher
 from service.text.task_process import TaskFailed, TaskProcess
 
@@ -352,10 +353,11 @@ class LocalRun:
             if draft := () if sample.catching_up else sample.draft():
                 token_id, position = await self._verify(item, sample, token_id, draft, position)
                 continue
-            began_at = time.monotonic()
-            appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, options, position)
+            began_at, wanted = time.monotonic(), sample.wanted_drafts
+            own = item.options(sample.index, draft_tokens=wanted) if wanted else options
+            appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, own, position)
             if sample.drafter is not None:
-                sample.drafter.decoded(time.monotonic() - began_at)
+                _decoded(sample.drafter, appended, wanted, time.monotonic() - began_at)
             token_id, position = self._take(item, sample, appended)
 
     async def _verify(
@@ -366,12 +368,14 @@ class LocalRun:
         Returns the last one, and its position.
         """
         assert sample.drafter is not None
-        began_at = time.monotonic()
+        began_at, wanted = time.monotonic(), sample.wanted_drafts
         token_ids = array("I", (token_id, *draft))
-        options = item.verify_options(sample.index, len(token_ids))
+        options = item.verify_options(sample.index, len(token_ids), wanted)
         appended = await self._append(item, AppendKind.VERIFY, token_ids, sample, options, position)
+        done = done_of(appended)
         sample.drafter.verified(len(draft), appended.kept - 1, time.monotonic() - began_at)
-        outputs = done_of(appended).outputs[: appended.kept]
+        sample.drafter.offer(done.draft_token_ids, wanted)
+        outputs = done.outputs[: appended.kept]
         for length, output in enumerate(outputs, position + 1):
             chunk = sample.take(output.token_id, output)
             if sample.is_finished and length < appended.seq_len and item.in_place is not None:
@@ -502,6 +506,14 @@ class LocalRun:
             for (_, future), mask in zip(batch, masks, strict=False):
                 self._continue(future, mask)
             batch = batch[len(masks) :]
+
+
+def _decoded(drafter: Drafter, appended: Appended, wanted: int, took_s: float) -> None:
+    """Tells a drafter of a step that had no draft. `wanted`: how many tokens a draft model was to draft."""
+    if wanted:
+        drafter.offer(done_of(appended).draft_token_ids, wanted)
+    else:
+        drafter.decoded(took_s)
 
 
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:

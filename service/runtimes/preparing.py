@@ -18,7 +18,7 @@ from service.api.append_codec import MAX_KEPT_BYTES, last_row, rows_kept_as_samp
 from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
-from service.errors import InvalidArgument, SequenceTooLong, WeightsChanged
+from service.errors import InvalidArgument, SequenceTooLong, Unsupported, WeightsChanged
 from service.runtimes import items
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
@@ -78,13 +78,16 @@ class PreparedItem:
         """A sample without tokens."""
         return Sample(self.spec, index, None if self.new_matcher is None else self.new_matcher())
 
-    def options(self, index: int, mask: bytes | None = None) -> bytes:
-        """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
-        return last_row(self._output_of(index, self._first_mask if mask is None else mask))
+    def options(self, index: int, mask: bytes | None = None, draft_tokens: int = 0) -> bytes:
+        """The encoded output options for a step of a sample. `mask`: None: that of the first step.
 
-    def verify_options(self, index: int, rows: int) -> bytes:
+        `draft_tokens`: how many a draft model is to draft behind the chosen one.
+        """
+        return last_row(self._output_of(index, self._first_mask if mask is None else mask), draft_tokens)
+
+    def verify_options(self, index: int, rows: int, draft_tokens: int = 0) -> bytes:
         """The same for a step that verifies a draft: an output for each of `rows` tokens."""
-        return rows_kept_as_sampled(self._output_of(index, None), rows)
+        return rows_kept_as_sampled(self._output_of(index, None), rows, draft_tokens=draft_tokens)
 
     def _output_of(self, index: int, mask: bytes | None) -> types_pb2.OutputOptions:
         output = types_pb2.OutputOptions()
@@ -160,6 +163,7 @@ class ItemPreparer:
                 min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
                 context_tokens=0 if held is None else held.position,
                 max_draft_tokens=_max_draft_tokens(item),
+                has_draft_model=self._has_draft_model(item),
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -174,6 +178,14 @@ class ItemPreparer:
             held=held,
             on_copies=not items.is_in_place(item),
         )
+
+    def _has_draft_model(self, item: runner_pb2.ExecuteItem) -> bool:
+        """Whether drafts come from a draft model. Raises Unsupported if there is none."""
+        if item.speculation.method != runner_pb2.SPECULATION_METHOD_DRAFT_MODEL:
+            return False
+        if not self._state.first_ready.executor.draft_model:
+            raise Unsupported("this server has no draft model", field="speculation.method")
+        return True
 
     async def _prompt(self, item: runner_pb2.ExecuteItem, limits: RequestLimits) -> array[int]:
         kind = item.WhichOneof("prompt")

@@ -40,6 +40,8 @@ class SampleSpec:
     context_tokens: int = 0
     # The most tokens of a draft. 0: no speculative decoding.
     max_draft_tokens: int = 0
+    # They come from a draft model, and not from the prompt.
+    has_draft_model: bool = False
 
 
 class Sample:
@@ -59,7 +61,7 @@ class Sample:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
         self.drafter: Drafter | None = None
         if spec.max_draft_tokens and matcher is None:
-            self.drafter = Drafter(spec.prompt, spec.max_draft_tokens)
+            self.drafter = Drafter(spec.prompt, spec.max_draft_tokens, has_model=spec.has_draft_model)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
         # The cache with its tokens. Empty: none yet.
@@ -73,6 +75,13 @@ class Sample:
         if self.drafter is not None and self.drafter.expects_draft:
             return False
         return self.matcher is None and self.spec.max_tokens - self._num_tokens > 1
+
+    @property
+    def wanted_drafts(self) -> int:
+        """How many tokens the draft model is to draft behind that which the next append chooses."""
+        if self.drafter is None or self.catching_up is not None:
+            return 0
+        return self.drafter.wanted(self.spec.max_tokens - self._num_tokens - 2)
 
     def draft(self) -> Sequence[int]:
         """Tokens that may follow. The one after them is still a token of the sample."""

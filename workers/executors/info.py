@@ -33,6 +33,8 @@ class Capabilities:
     max_lora_adapters: int = 0
     # The setting or tensor because of which the transformers library runs the model and not native code.
     backend_reason: str = ""
+    # The name of the model that drafts; "": none does.
+    draft_model: str = ""
 
 
 @dataclass(slots=True)

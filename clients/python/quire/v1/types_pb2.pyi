@@ -290,7 +290,7 @@ class ChatTemplate(_message.Message):
     def __init__(self, sources: _Optional[_Mapping[str, str]] = ..., special_tokens: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
-    __slots__ = ("executor", "runner", "kernels", "device", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "bytes_per_page", "kv_capacity_tokens", "max_lora_adapters", "max_batch_tokens", "max_batch_items", "supports_token_trees", "supports_hidden_states", "products", "batch_invariant", "backend_reason")
+    __slots__ = ("executor", "runner", "kernels", "device", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "bytes_per_page", "kv_capacity_tokens", "max_lora_adapters", "max_batch_tokens", "max_batch_items", "supports_token_trees", "supports_hidden_states", "products", "batch_invariant", "backend_reason", "draft_model")
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     RUNNER_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +312,7 @@ class ExecutorCapabilities(_message.Message):
     PRODUCTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     BACKEND_REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     executor: str
     runner: str
     kernels: _containers.RepeatedScalarFieldContainer[str]
@@ -333,7 +334,8 @@ class ExecutorCapabilities(_message.Message):
     products: str
     batch_invariant: bool
     backend_reason: str
-    def __init__(self, executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_lora_adapters: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., supports_token_trees: _Optional[bool] = ..., supports_hidden_states: _Optional[bool] = ..., products: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., backend_reason: _Optional[str] = ...) -> None: ...
+    draft_model: str
+    def __init__(self, executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_lora_adapters: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., supports_token_trees: _Optional[bool] = ..., supports_hidden_states: _Optional[bool] = ..., products: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., backend_reason: _Optional[str] = ..., draft_model: _Optional[str] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
     __slots__ = ("sequences", "tokens", "pages_total", "pages_free", "pages_cached", "pages_referenced", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages")
