@@ -173,20 +173,21 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
     )
 
 
-def last_row(output: types_pb2.OutputOptions, draft_tokens: int = 0) -> bytes:
+def last_row(output: types_pb2.OutputOptions) -> bytes:
     """Options of an append with one output, for its last token."""
-    return serialized(worker_pb2.ForwardOptions(rows=1, output=output, draft_tokens=draft_tokens))
+    return serialized(worker_pb2.ForwardOptions(rows=1, output=output))
 
 
-def rows_kept_as_sampled(
+def sampled_rows(
     output: types_pb2.OutputOptions, rows: int, masks: Sequence[bytes] = (), draft_tokens: int = 0
 ) -> bytes:
     """Options of an append of a token and its draft, with an output for each: see VERIFY_ACCEPT_SAMPLED.
 
-    `masks`: one for each row, packed, or none.
+    `masks`: one for each row, packed, or none. `draft_tokens`: how many a draft model drafts behind them.
     """
     options = worker_pb2.ForwardOptions(rows=rows, output=output, draft_tokens=draft_tokens)
-    options.accept = types_pb2.VERIFY_ACCEPT_SAMPLED
+    if rows > 1:
+        options.accept = types_pb2.VERIFY_ACCEPT_SAMPLED
     for mask in masks:
         options.verify_rows.add().mask.packed = mask
     return serialized(options)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api import validation
-from service.api.append_codec import MAX_KEPT_BYTES, last_row, rows_kept_as_sampled
+from service.api.append_codec import MAX_KEPT_BYTES, last_row, sampled_rows
 from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
@@ -78,16 +78,13 @@ class PreparedItem:
         """A sample without tokens."""
         return Sample(self.spec, index, None if self.new_matcher is None else self.new_matcher())
 
-    def options(self, index: int, mask: bytes | None = None, draft_tokens: int = 0) -> bytes:
-        """The encoded output options for a step of a sample. `mask`: None: that of the first step.
+    def options(self, index: int, mask: bytes | None = None) -> bytes:
+        """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
+        return last_row(self._output_of(index, self._first_mask if mask is None else mask))
 
-        `draft_tokens`: how many a draft model is to draft behind the chosen one.
-        """
-        return last_row(self._output_of(index, self._first_mask if mask is None else mask), draft_tokens)
-
-    def verify_options(self, index: int, rows: int, draft_tokens: int = 0) -> bytes:
-        """The same for a step that verifies a draft: an output for each of `rows` tokens."""
-        return rows_kept_as_sampled(self._output_of(index, None), rows, draft_tokens=draft_tokens)
+    def draft_options(self, index: int, rows: int, masks: Sequence[bytes], draft_tokens: int) -> bytes:
+        """The same for a step that verifies a draft, or after which one is made; see `sampled_rows`."""
+        return sampled_rows(self._output_of(index, None), rows, masks, draft_tokens)
 
     def _output_of(self, index: int, mask: bytes | None) -> types_pb2.OutputOptions:
         output = types_pb2.OutputOptions()

@@ -60,7 +60,7 @@ class Sample:
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
         self.drafter: Drafter | None = None
-        if spec.max_draft_tokens and matcher is None:
+        if spec.max_draft_tokens:
             self.drafter = Drafter(spec.prompt, spec.max_draft_tokens, has_model=spec.has_draft_model)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
@@ -83,9 +83,17 @@ class Sample:
             return 0
         return self.drafter.wanted(self.spec.max_tokens - self._num_tokens - 2)
 
+    @property
+    def most_drafts(self) -> int:
+        """How many tokens a draft may have now. The one after them is still a token of the sample."""
+        if self.drafter is None or self.catching_up is not None:
+            return 0
+        return self.drafter.most(self.spec.max_tokens - self._num_tokens - 1)
+
     def draft(self) -> Sequence[int]:
-        """Tokens that may follow. The one after them is still a token of the sample."""
-        return () if self.drafter is None else self.drafter.draft(self.spec.max_tokens - self._num_tokens - 1)
+        """Tokens that may follow, at most `most_drafts`."""
+        most = self.most_drafts
+        return self.drafter.draft(most) if self.drafter is not None and most else ()
 
     @property
     def has_begun(self) -> bool:

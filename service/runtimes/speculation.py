@@ -161,7 +161,7 @@ class Drafter:
 
     def wanted(self, room: int) -> int:
         """How many tokens the draft model is to draft behind that which the next append chooses."""
-        return max(0, min(self._length.current, room)) if self._lookup is None else 0
+        return self.most(room) if self._lookup is None else 0
 
     def offer(self, token_ids: Sequence[int], wanted: int) -> None:
         """What the draft model expects behind the last token, of which so many were `wanted`."""
@@ -171,10 +171,14 @@ class Drafter:
             self._missed = 0
             self._length.pause()
 
+    def most(self, room: int) -> int:
+        """How many tokens are drafted now: at most `room`."""
+        return max(0, min(self._length.current, room))
+
     def draft(self, room: int) -> Sequence[int]:
-        """The tokens that are verified behind the last one: at most `room`."""
-        length = min(self._length.current, room)
-        if length <= 0:
+        """The tokens that are verified behind the last one, as many as `most` says or fewer."""
+        length = self.most(room)
+        if not length:
             return ()
         return self._offered[:length] if self._lookup is None else self._lookup.draft(length)
 
