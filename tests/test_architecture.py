@@ -83,6 +83,7 @@ SERVICE_ROOMS = {
     "service.errors": ("service.printable",),
     "service.model_names": (),
     "service.quantised": ("service.config", "service.model_names"),
+    "service.draft_model": ("service.config", "service.model_names"),
     "service.setting_rules": ("service.model_names",),
     "service.settings": ("service.setting_rules",),
     "service.config": ("service.model_names",),

@@ -75,7 +75,8 @@ class Drafting:
             self._drop_unknown(table)
             begun = self._begin(forwards, table)
             self._run([own for _, own in begun])
-            self._follow([pair for pair in begun if pair[1].outputs], until_ns)
+            if drafting := [pair for pair in begun if pair[1].outputs]:
+                self._follow(drafting, until_ns)
         except DeviceLostError:
             raise
         except Exception as error:

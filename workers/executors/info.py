@@ -54,6 +54,9 @@ class StepCounts:
     steps: int = 0
     step_tokens: int = 0
     batch_items: int = 0
+    # Of verifies that keep accepted drafts only.
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def add_operation(self, kind: Kind, took_ns: int, operations: int = 1) -> None:
         """Count completed operations, which took so long in all."""

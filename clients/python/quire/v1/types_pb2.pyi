@@ -382,7 +382,7 @@ class KvDiskUsage(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., stopped: _Optional[bool] = ..., wanted_pages: _Optional[int] = ..., read_pages: _Optional[int] = ..., refused_pages: _Optional[int] = ..., written_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ...) -> None: ...
 
 class StepCounts(_message.Message):
-    __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items", "replay_operations", "replay_ns")
+    __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items", "replay_operations", "replay_ns", "draft_tokens", "accepted_draft_tokens")
     PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +396,8 @@ class StepCounts(_message.Message):
     BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     REPLAY_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     REPLAY_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_operations: int
     prefill_ns: int
     decode_operations: int
@@ -409,7 +411,9 @@ class StepCounts(_message.Message):
     batch_items: int
     replay_operations: int
     replay_ns: int
-    def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., replay_operations: _Optional[int] = ..., replay_ns: _Optional[int] = ...) -> None: ...
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., replay_operations: _Optional[int] = ..., replay_ns: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class LoraAdapterMetrics(_message.Message):
     __slots__ = ("adapter_id", "rank", "sequences", "operations", "tokens", "version", "resident", "size_bytes", "loads", "evictions", "waiting")
