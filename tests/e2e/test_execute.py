@@ -135,25 +135,6 @@ def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> 
     assert tiny_gateway.status().caches == before
 
 
-def test_drafts_change_no_text_of_a_grammar(shipped_gateway: GatewayProcess) -> None:
-    schema = (
-        '{"type": "object", "properties": {"name": {"enum": ["ab", "cd"]}, "count": {"type": "integer"}},'
-    )
-    schema += ' "required": ["name", "count"], "additionalProperties": false}'
-    hot = types_pb2.SamplingParams(temperature=2, seed=3)
-    ask = runner_pb2.ExecuteItem(item_id="json", text="12+30=", sampling=hot, max_tokens=60, n=4)
-    ask.constraint.json_schema = schema
-    plain = execute(shipped_gateway, ask)
-    ask.speculation.CopyFrom(SPECULATION)
-    drafted = execute(shipped_gateway, ask)
-    assert plain.keys() == drafted.keys()
-    for key, chunks in drafted.items():
-        assert tokens(chunks) == tokens(plain[key])
-        assert chunks[-1].finish_reason == plain[key][-1].finish_reason
-    usages = [chunks[-1].usage for chunks in drafted.values()]
-    assert sum(usage.accepted_draft_tokens for usage in usages) > 10
-
-
 def test_without_a_draft_model_it_is_refused(shipped_gateway: GatewayProcess) -> None:
     ask = runner_pb2.ExecuteItem(item_id="one", text="12+30=", speculation=SPECULATIONS[1])
     (chunks,) = execute(shipped_gateway, ask).values()

@@ -65,8 +65,8 @@ def distribution(engine: Engine, tokens: Sequence[int], mask: TokenMask) -> NDAr
     logits = np.frombuffer(forward.outputs[0].logits or b"", np.float32).tolist()
     spec = settings_of(0)
     values = np.array(adjust(logits, SamplingRow(spec, mask=mask, history=list(tokens)))) / spec.temperature
-    weights = np.exp(values - values.max())
-    return weights / weights.sum()
+    weights: NDArray[np.float64] = np.exp(values - values.max())
+    return np.divide(weights, weights.sum())
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])

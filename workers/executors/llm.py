@@ -61,6 +61,7 @@ class LlmExecutor(ModelExecutor):
         self_check: bool = True,
         batch_invariant: bool = False,
         quantization: str | None = None,
+        quantised_kv: bool = False,
         max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
         ranks: RankGroup | None = None,
@@ -78,6 +79,7 @@ class LlmExecutor(ModelExecutor):
         batch_invariant: refuse a model whose rows depend on the rest of the batch. On a GPU this selects
             other, slower kernels.
         quantization: a format to which native weights are quantised on a CPU; None: they are not.
+        quantised_kv: whether keys and values are stored in 8 bits, on a CPU.
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
         ranks: over which the model is split; None: this process runs all of it.
@@ -125,7 +127,7 @@ class LlmExecutor(ModelExecutor):
         served = Served(model)
         drafting = load_draft_model(draft, text, dtype, device, self_check=self_check)
         beside_bytes = 0 if drafting is None else page_bytes(drafting[0])
-        kv = _pages(model, description, kv_pages, limits, ranks, beside_bytes)
+        kv = _pages(model, description, kv_pages, limits, ranks, beside_bytes, quantised=quantised_kv)
         own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
         adapters = _adapters(served, lora if backend == NATIVE else None, own, ranks)
@@ -292,15 +294,20 @@ def _pages(
     limits: StepLimits,
     ranks: RankGroup | None,
     beside_bytes: int,
+    *,
+    quantised: bool,
 ) -> KvTensors:
-    """A pool that fits the memory of the device, or of all ranks. Raises KvSizingError.
+    """A pool that fits the memory of the device, or of all ranks.
 
-    `beside_bytes`: what is allocated with each page; with ranks nothing is.
+    `beside_bytes`: what is allocated with each page; with ranks nothing is. Raises KvSizingError, and
+    ModelError if pages are to be `quantised` and there are none for the model.
     """
+    if quantised and model.device.type != "cpu":
+        raise ModelError("kv_cache_dtype = int8 needs device = cpu")
     if ranks is not None:
-        return ranked_pages(model, description, kv_pages, limits, ranks)
+        return ranked_pages(model, description, kv_pages, limits, ranks, quantised=quantised)
     if model.device.type != "cuda":
-        num_pages = choose_num_pages(kv_pages, page_bytes(model) + beside_bytes)
+        num_pages = choose_num_pages(kv_pages, page_bytes(model, quantised=quantised) + beside_bytes)
     else:
         sizes = {
             "max_seq_len": description.max_seq_len,
@@ -308,4 +315,4 @@ def _pages(
             "beside_bytes": beside_bytes,
         }
         num_pages = gpu_num_pages(model, kv_pages, limits, **sizes)
-    return allocate_pages(model, num_pages)
+    return allocate_pages(model, num_pages, quantised=quantised)
