@@ -66,7 +66,7 @@ def distribution(engine: Engine, tokens: Sequence[int], mask: TokenMask) -> NDAr
     spec = settings_of(0)
     values = np.array(adjust(logits, SamplingRow(spec, mask=mask, history=list(tokens)))) / spec.temperature
     weights: NDArray[np.float64] = np.exp(values - values.max())
-    return np.divide(weights, weights.sum())
+    return weights / float(weights.sum())
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
