@@ -372,8 +372,8 @@ class LocalRun:
                 step = _DraftStep(draft, masks, began_at)
                 token_id, position = await self._verify(item, sample, token_id, step, position)
                 continue
-            own = options
-            if drafts := sample.wanted_drafts:
+            own, drafts = options, 0
+            if sample.drafter is not None and (drafts := sample.wanted_drafts):
                 own = item.draft_options(sample.index, 1, masks, drafts)
             appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, own, position)
             if sample.drafter is not None:

@@ -92,8 +92,9 @@ class Sample:
 
     def draft(self) -> Sequence[int]:
         """Tokens that may follow, at most `most_drafts`."""
-        most = self.most_drafts
-        return self.drafter.draft(most) if self.drafter is not None and most else ()
+        if self.drafter is None:
+            return ()
+        return self.drafter.draft(self.most_drafts)
 
     @property
     def has_begun(self) -> bool:
