@@ -204,6 +204,7 @@ SERVICE_ROOMS = {
         "service.errors", "service.journal", "service.logging", "service.extension",
         "service.pool.pool_files", "service.outbound", "service.printable", "service.gateway",
         "service.server", "service.uploads", "service.gguf", "service.model_names", "service.quantised",
+        "service.draft_model",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

@@ -252,7 +252,7 @@ async def test_masks_along_a_draft_are_those_of_its_tokens(
 async def test_what_a_grammar_forces_is_drafted(shared: Constraints) -> None:
     matcher = (await factory(shared, "regex", "a(bab|bab1)"))()
     drafted, _ = await matcher.in_turn(lambda process: matcher.allowed_along(process, b"b", 9))
-    assert bytes(drafted) == b"aba"
+    assert bytes(drafted) == b"abab", "then it may end"
 
 
 async def test_a_token_that_the_mask_forbids_is_an_error(shared: Constraints) -> None:
