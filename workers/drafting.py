@@ -70,7 +70,6 @@ class Drafting:
         Raises:
             DeviceLostError: The device has failed.
         """
-        begun: list[tuple[Forward, Forward]] = []
         try:
             self._drop_unknown(table)
             begun = self._begin(forwards, table)
@@ -81,9 +80,9 @@ class Drafting:
             raise
         except Exception as error:
             _log.error("tokens could not be drafted", exc_info=error)
-            for forward, own in begun:
+            for forward in forwards:
                 forward.drafts = ()
-                self._drop(own.sequence)
+                self._drop(forward.sequence)
 
     def _drop_unknown(self, table: KvTable) -> None:
         for sequence in [one for one in self._used if table.get(one) is None]:
