@@ -344,6 +344,7 @@ def test_an_execution_goes_on_after_kills_and_an_orderly_restart(
     """A worker and then the gateway are killed; the next gateway is stopped."""
     whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
     flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
+    flags += ["--draft-model", str(tiny_model)]
     flags += ["--data-dir", str(tmp_path), "--orphan-grace-s", "30", "--drain-grace-s", "0"]
     request = kept("killed", *long_items())
     seen: Samples = defaultdict(list)
