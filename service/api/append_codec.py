@@ -173,9 +173,10 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
     )
 
 
-def last_row(output: types_pb2.OutputOptions) -> bytes:
+def last_row(output: types_pb2.OutputOptions, end_token_ids: Sequence[int] = ()) -> bytes:
     """Options of an append with one output, for its last token."""
-    return serialized(worker_pb2.ForwardOptions(rows=1, output=output))
+    options = worker_pb2.ForwardOptions(rows=1, output=output, end_token_ids=end_token_ids)
+    return serialized(options)
 
 
 def sampled_rows(

@@ -15,7 +15,7 @@ from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.placement import touch
 from service.caches.records import CacheCreated, TokensAppended
-from service.caches.requests import PREFILL, Append, Appended, Result
+from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
@@ -31,7 +31,8 @@ class Appends(BaseKind[Append]):
 
     def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
-        size_bytes = TOKEN_BYTES * len(request.token_ids)
+        ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+        size_bytes = TOKEN_BYTES * (len(request.token_ids) + ahead)
         if request.cache_id:
             # As `index.find`: this runs for each token.
             entry = self._parts.index.by_id.get(request.cache_id)
@@ -88,7 +89,8 @@ class Appends(BaseKind[Append]):
                         begun.append((operation, answer))
                     continue
                 tokens = len(request.token_ids)
-                admission.reserve(operation, tokens)
+                ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+                admission.reserve(operation, tokens + ahead)
                 # After a prefill, all tokens count as prompt.
                 prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
                 attempts.begin(operation, length, prompt_len)
@@ -146,6 +148,9 @@ class Appends(BaseKind[Append]):
             if request.parents:
                 asked = fingerprint(token_ids, request.parents)
                 token_ids = [token_ids[index] for index in done.kept_path]
+            elif done.kept > len(token_ids):
+                # As if all had been requested: a decode of the first one alone does not repeat this.
+                token_ids = [*token_ids, *done.appended]
             elif done.kept != len(token_ids):
                 asked = fingerprint(token_ids)
                 token_ids = token_ids[: done.kept]
@@ -181,7 +186,7 @@ class Appends(BaseKind[Append]):
                 self._show(entry)
             # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
             is_current = operation.weights == entry.state.weights
-            if is_current and not (request.has_logits or request.is_large):
+            if is_current and not (request.has_logits or request.is_large or done.appended):
                 entry.answer, entry.answered = done, request.options
             else:
                 entry.answer = None

@@ -70,8 +70,9 @@ class Append:
     is_large: bool = False
     # The adapter of a new cache. 0: none.
     adapter: int = 0
-    # The chosen token is expected to be appended next, with the same output.
-    prelaunch: bool = False
+    # So many chosen tokens are expected to be appended next, one after another and with the same output. All
+    # but the last of them may be appended and answered with a decode: see `ForwardDone`. Less than 256.
+    prelaunch: int = 0
 
     @property
     def is_scoring(self) -> bool:

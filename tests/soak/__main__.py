@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.v1 import executor_pb2_grpc
+from quire.v1 import executor_pb2_grpc, runner_pb2_grpc
 
 from benchmarks import machine
 from tests.adapter_factory import make_adapter
@@ -75,7 +75,11 @@ async def soak(
             await adapters.load(adapter_id, name)
         stop, no_more = asyncio.Event(), asyncio.Event()
         injector = injector_type(server, tally, options.seed, options.interval_s)
-        callers = [Caller(n, stub, texts, adapters, tally, options.seed) for n in range(options.callers)]
+        runner = runner_pb2_grpc.ModelRunnerServiceStub(channel)
+        callers = [
+            Caller(n, stub, texts, adapters, tally, options.seed, runner=runner)
+            for n in range(options.callers)
+        ]
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(injector.watch())
