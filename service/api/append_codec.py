@@ -226,6 +226,7 @@ def _append(
     if output is not None or samples or options.verify_rows:
         worker_bytes = _worker_bytes(options, limits)
     packed = options.SerializeToString(deterministic=True)
+    has_rows = output is not None and (bool(output.logits) or output.HasField("hidden"))
     return Append(
         cache_id=cache_id,
         position=position,
@@ -237,8 +238,7 @@ def _append(
         priority=priority,
         answer_bytes=answer_bytes,
         worker_bytes=worker_bytes,
-        has_logits=output is not None and (bool(output.logits) or output.HasField("hidden")),
-        is_large=answer_bytes + len(packed) > MAX_KEPT_BYTES,
+        is_kept=not (has_rows or answer_bytes + len(packed) > MAX_KEPT_BYTES),
         weights=limits.weights,
         **rest,
     )

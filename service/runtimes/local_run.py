@@ -222,6 +222,7 @@ class LocalRun:
         rows = len(token_ids) if is_verify else int(sample is not None)
         timeout_s = None if item.deadline_s is None else item.deadline_s - time.monotonic()
         prelaunch = 0 if sample is None or is_verify else self._prelaunch(item, sample, position)
+        kept_bytes = rows * item.answer_bytes + len(options)
         appended = await self._ask(
             Append(
                 kind,
@@ -236,8 +237,7 @@ class LocalRun:
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
                 answer_bytes=(max(1, rows) + prelaunch) * item.answer_bytes,
-                has_logits=item.has_hidden,
-                is_large=item.is_large or rows * item.answer_bytes + len(options) > MAX_KEPT_BYTES,
+                is_kept=not (item.has_hidden or item.is_large or kept_bytes > MAX_KEPT_BYTES),
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
