@@ -20,7 +20,7 @@ from benchmarks.weights import MODEL_FILE, Bits, bfloat16, make_model, read_mode
 
 # An embedding is no large part of a small model then.
 _VOCAB_SIZE = 8192
-_SCALE = 0.125
+_SCALE = 1 / 32
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

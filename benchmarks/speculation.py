@@ -5,8 +5,8 @@ mask) has the drafts that are always right: the most that can be gained. One tha
 hardly ever repeats some, and has no drafts; one that is drawn from few repeats some all the time without its
 drafts being right, so that they can only cost.
 
-With `--draft-layers` the first layers of the model are its draft model instead (`draft_pair`). It is often
-right, and at a high temperature hardly ever.
+With `--draft-layers` the first layers of the model are its draft model instead (`draft_pair`), which is often
+right. At a high temperature it nearly always is: the draws are the same, and the models hardly matter.
 
 Prints JSON: tokens a second without, the ratio of the times of each round, and drafts.
 """
@@ -47,7 +47,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
 _TEXTS_OF_MODEL: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"sampling": types_pb2.SamplingParams(temperature=0.6, seed=7)},
-    "wrong": {"sampling": types_pb2.SamplingParams(temperature=50.0, seed=7)},
+    "hot": {"sampling": types_pb2.SamplingParams(temperature=50.0, seed=7)},
 }
 
 
