@@ -325,6 +325,7 @@ def _to_options(
         "choices": [_to_choice(row, vocab_size) for row in options.verify_rows],
         "sample_seeds": tuple(options.sample_seeds),
         "parents": tuple(options.parents),
+        "draft_tokens": options.draft_tokens,
         "experts": _to_experts(options, *experts) if options.experts else None,
     }
     return fields, draws
@@ -485,6 +486,7 @@ def _forward_done(result: Forward) -> worker_pb2.ForwardDone:
         samples=map(_sample, result.samples),
         kept_path=result.kept_path,
         appended=result.appended,
+        draft_token_ids=result.drafts,
     )
 
 

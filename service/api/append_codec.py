@@ -179,10 +179,19 @@ def last_row(output: types_pb2.OutputOptions, end_token_ids: Sequence[int] = ())
     return serialized(options)
 
 
-def rows_kept_as_sampled(output: types_pb2.OutputOptions, rows: int) -> bytes:
-    """Options of an append of a token and its draft, with an output for each: see VERIFY_ACCEPT_SAMPLED."""
-    accept = types_pb2.VERIFY_ACCEPT_SAMPLED
-    return serialized(worker_pb2.ForwardOptions(rows=rows, output=output, accept=accept))
+def sampled_rows(
+    output: types_pb2.OutputOptions, rows: int, masks: Sequence[bytes] = (), draft_tokens: int = 0
+) -> bytes:
+    """Options of an append of a token and its draft, with an output for each: see VERIFY_ACCEPT_SAMPLED.
+
+    `masks`: one for each row, packed, or none. `draft_tokens`: how many a draft model drafts behind them.
+    """
+    options = worker_pb2.ForwardOptions(rows=rows, output=output, draft_tokens=draft_tokens)
+    if rows > 1:
+        options.accept = types_pb2.VERIFY_ACCEPT_SAMPLED
+    for mask in masks:
+        options.verify_rows.add().mask.packed = mask
+    return serialized(options)
 
 
 def serialized(options: worker_pb2.ForwardOptions) -> bytes:

@@ -492,6 +492,9 @@ class Engine:
     def count(self, forward: Forward) -> None:
         """Counts a forward that was requested and is complete."""
         self._counts.add_operation(forward.kind, forward.compute_ns)
+        if forward.kind is Kind.VERIFY and forward.accept is Accept.CHOSEN:
+            self._counts.draft_tokens += len(forward.token_ids) - 1
+            self._counts.accepted_draft_tokens += forward.kept - 1
 
     def complete(self, forward: Forward) -> None:
         """Completes the answer of a forward whose tokens are all computed. Truncates rejected drafts."""

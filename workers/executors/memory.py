@@ -53,11 +53,17 @@ class LoraLimits:
 
 
 def gpu_num_pages(
-    model: Model, kv_pages: int | None, limits: StepLimits, *, max_seq_len: int, vocab_size: int
+    model: Model,
+    kv_pages: int | None,
+    limits: StepLimits,
+    *,
+    max_seq_len: int,
+    vocab_size: int,
+    beside_bytes: int = 0,
 ) -> int:
     """The pages that fit into the memory that the weights and the largest step leave. Runs such a step.
 
-    Raises KvSizingError.
+    `beside_bytes`: what is allocated with each page. Raises KvSizingError.
     """
     try:
         trial = new_pages(model, -(-limits.max_tokens // PAGE_SIZE))
@@ -78,10 +84,11 @@ def gpu_num_pages(
         ) from error
     free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
     # The rotations of all positions that fit the pages also need memory; the trial had those of a few.
-    positions = min(max_seq_len, free_bytes // page_bytes(model) * PAGE_SIZE)
+    bytes_per_page = page_bytes(model) + beside_bytes
+    positions = min(max_seq_len, free_bytes // bytes_per_page * PAGE_SIZE)
     working_bytes += positions * model.rotation_bytes + state_sizes(model).fixed_bytes
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
-    return choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
+    return choose_num_gpu_pages(kv_pages, bytes_per_page, memory)
 
 
 def allocate_pages(model: Model, num_pages: int, *, quantised: bool = False) -> KvTensors:

@@ -23,6 +23,7 @@ class SpeculationMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SPECULATION_METHOD_UNSPECIFIED: _ClassVar[SpeculationMethod]
     SPECULATION_METHOD_PROMPT_LOOKUP: _ClassVar[SpeculationMethod]
+    SPECULATION_METHOD_DRAFT_MODEL: _ClassVar[SpeculationMethod]
 
 class ChatRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -71,6 +72,7 @@ ROUTING_POLICY_LOCAL_FIRST: RoutingPolicy
 ROUTING_POLICY_CHEAPEST: RoutingPolicy
 SPECULATION_METHOD_UNSPECIFIED: SpeculationMethod
 SPECULATION_METHOD_PROMPT_LOOKUP: SpeculationMethod
+SPECULATION_METHOD_DRAFT_MODEL: SpeculationMethod
 CHAT_ROLE_UNSPECIFIED: ChatRole
 CHAT_ROLE_SYSTEM: ChatRole
 CHAT_ROLE_USER: ChatRole
