@@ -25,7 +25,7 @@ from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgumen
 from service.extensions.http.connection import connection_of
 from service.extensions.http.framing import is_address
 from service.extensions.openai import errors
-from service.extensions.openai.generation import event
+from service.extensions.openai.responses import event
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 from service.setting_rules import is_private

@@ -62,9 +62,10 @@ class Part:
     """The next part of an answer; one field is set.
 
     Attributes:
-        begun: The id and the name of the next call.
-        arguments: A piece of the arguments of the call that has begun last.
-        broken: The text of that call, which is malformed.
+        begun: The id and the name of a call.
+        arguments: A piece of its arguments.
+        broken: Its text, which is malformed.
+        index: Of the call, in the order in which they have begun.
     """
 
     content: str = ""
@@ -72,12 +73,12 @@ class Part:
     begun: tuple[str, str] | None = None
     arguments: str = ""
     broken: str = ""
+    index: int = 0
 
 
-def _kind(part: Part) -> str:
-    return next(
-        name for name in ("content", "thoughts", "arguments", "begun", "broken") if getattr(part, name)
-    )
+def _kind(part: Part) -> tuple[str, int]:
+    kinds = ("content", "thoughts", "arguments", "begun", "broken")
+    return next(kind for kind in kinds if getattr(part, kind)), part.index
 
 
 # Receives characters, and an empty text at the end; sends nothing.
@@ -148,10 +149,10 @@ class OutputParser:
         """The parts so far, with neighbours of one kind as one."""
         parts, self._parts = self._parts, []
         merged: list[Part] = []
-        for kind, group in groupby(parts, _kind):
+        for (kind, index), group in groupby(parts, _kind):
             if kind in ("content", "thoughts", "arguments"):
                 texts: dict[str, Any] = {kind: "".join(getattr(part, kind) for part in group)}
-                merged.append(Part(**texts))
+                merged.append(Part(**texts, index=index))
             else:
                 merged.extend(group)
         return merged
@@ -311,7 +312,7 @@ class OutputParser:
                 self._say(marker)
                 return
         except _Broken:
-            self._add_to_call(Part(broken=begin + "".join(self._read_text)))
+            self._add_to_call(broken=begin + "".join(self._read_text))
             return
         # Models may leave it out.
         yield from self._match(form.closing)
@@ -347,14 +348,15 @@ class OutputParser:
             raise _NoCall
         self._spaces, self._drops_spaces = "", True
         self.num_calls += 1
-        self._add_to_call(Part(begun=(given_id or _new_id(form), name)))
+        self._add_to_call(begun=(given_id or _new_id(form), name))
 
-    def _add_to_call(self, part: Part) -> None:
+    def _add_to_call(self, **what: Any) -> None:
+        """Adds a part of the call that has begun last."""
         if self.num_calls <= self._max_calls:
-            self._parts.append(part)
+            self._parts.append(Part(**what, index=self.num_calls - 1))
 
     def _add_arguments(self, text: str) -> None:
-        self._add_to_call(Part(arguments=text))
+        self._add_to_call(arguments=text)
 
     def _arguments(self, form: ToolFormat, name: str, given_id: str = "") -> _Reading:
         """A call whose arguments are an object. Raises _NoCall or _Broken."""

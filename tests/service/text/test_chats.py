@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -51,9 +52,12 @@ class InProcess(ChatTemplates):
         *,
         name: str = "default",
         tools: Sequence[Any] | None = None,
+        further: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
         tenant: str = "",
     ) -> str:
-        variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        variables = {**further, "messages": messages, "tools": tools, "documents": None}
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
             return render(template.sources[name], {**template.special_tokens, **variables}, PLENTY)
         except FAILURES as error:

@@ -23,7 +23,7 @@ from service.extensions.openai.output_formats import (
 )
 from service.extensions.openai.output_parser import MAX_CALLS, OutputParser, Part
 
-TOOLS = {
+TOOLS: dict[str, dict[str, Any]] = {
     "look_up": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     "stop": {"properties": {}},
 }
