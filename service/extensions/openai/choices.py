@@ -37,6 +37,8 @@ class Choice:
         self.begin = begin
         self.num_tokens = 0
         self.finish: str | None = None
+        # The stop text that has ended it.
+        self.stop = ""
         self.reasoning_tokens = 0
         self._parser = parser
         self._open_calls: set[int] = set()
@@ -65,7 +67,7 @@ class Choice:
                 self._open_calls.add(part.index)
             elif part.broken:
                 self._open_calls.discard(part.index)
-        self.finish = _FINISH.get(chunk.finish_reason)
+        self.finish, self.stop = _FINISH.get(chunk.finish_reason), chunk.stop
         if self.finish == "stop" and self._open_calls:
             self.finish = "tool_calls"
         return parts

@@ -19,12 +19,15 @@ from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
 from service.extensions.http.server import HttpServer
 from service.extensions.openai import requests
+from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.generate import GenerateResponse, generate
 from service.extensions.openai.generation import CompletionHandler, Forward
-from service.extensions.openai.middleware import HEALTH, Middleware
+from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
+from service.extensions.openai.responses_api import ResponsesResponse, responses
 from service.extensions.openai.settings import OpenAiSettings
+from service.extensions.openai.tokenize import BodyHandler, Tokens
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 
@@ -68,11 +71,25 @@ class OpenAiFront(Extension):
         of_tokens = functools.partial(generate, is_processed=is_processed)
         shared = executions, self._models, self._state, text, self.bodies, forward
         by_tokens = GenerateResponse, False
+        tokens = Tokens(self._models, self._state, text)
+        answers = {
+            "/tokenize": tokens.tokenize,
+            "/detokenize": tokens.detokenize,
+            f"{MESSAGES}/count_tokens": tokens.count,
+        }
         routes = [
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
             Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
+            Route(
+                "/v1/responses", CompletionHandler(responses, *shared, ResponsesResponse), methods=["POST"]
+            ),
+            Route(MESSAGES, CompletionHandler(messages, *shared, MessageResponse), methods=["POST"]),
+            *(
+                Route(path, BodyHandler(each, self.bodies), methods=["POST"])
+                for path, each in answers.items()
+            ),
             Route("/v1/chat/completions", CompletionHandler(requests.chat, *shared), methods=["POST"]),
             Route(
                 "/inference/v1/generate", CompletionHandler(of_tokens, *shared, *by_tokens), methods=["POST"]

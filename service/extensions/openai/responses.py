@@ -31,7 +31,7 @@ _CHUNK_BYTES = 48
 to_json = json.JSONEncoder(separators=(",", ":"), default=list).encode
 
 
-def event(value: object) -> str:
+def event(value: Any) -> str:
     """A server-sent event."""
     return f"data: {to_json(value)}\n\n"
 
@@ -159,12 +159,12 @@ class CompletionResponse:
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self._request.with_usage:
-            yield {**self._head, "choices": [], "usage": self.usage()}
+            yield {**self._head, "choices": [], "usage": self.reported_usage()}
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "choices": [choice]}
         if self._request.with_usage:
-            event["usage"] = self.usage() if self._request.usage_in_all else None
+            event["usage"] = self.reported_usage() if self._request.usage_in_all else None
         return event
 
     # In one piece.
@@ -180,7 +180,8 @@ class CompletionResponse:
 
     def pieces(self) -> Iterator[str]:
         """The response as JSON, after all samples have ended. Other tasks can run between its pieces."""
-        return json_pieces({**self._head, "usage": self.usage(), **self._of_prompts(), **self._body()})
+        head = {**self._head, "usage": self.reported_usage()}
+        return json_pieces({**head, **self._of_prompts(), **self._body()})
 
     def _body(self) -> dict[str, Any]:
         """What follows the head and the usage, with iterators for what may be large."""
@@ -285,6 +286,10 @@ class CompletionResponse:
             self._usage[key] = chunk.usage
         return choice, choice.parts(chunk)
 
+    def reported_usage(self) -> dict[str, Any]:
+        """The usage in the form of the route."""
+        return self.usage()
+
     def usage(self) -> dict[str, Any]:
         """That of all samples so far; a prompt counts once."""
         usages = self._usage.items()
@@ -317,7 +322,7 @@ class _Text:
 
 def json_pieces(value: object) -> Iterator[str]:
     """JSON of a value in which an iterator is a list, whose entries are one piece each."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         separator = "{"
         for name, inner in value.items():
             yield f'{separator}"{name}":'
