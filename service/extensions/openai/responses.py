@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,7 +309,7 @@ class CompletionResponse:
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": thoughts},
+            "completion_tokens_details": {"reasoning_tokens": thoughts, **_of_drafts(self._usage.values())},
         }
 
 
@@ -349,6 +349,16 @@ def json_pieces(value: object) -> Iterator[str]:
         yield "]"
     else:
         yield to_json(value)
+
+
+def _of_drafts(usages: Iterable[runner_pb2.Usage]) -> dict[str, int]:
+    """The tokens that were predicted, and in how far rightly; nothing if there were none."""
+    usages = list(usages)
+    drafted = sum(usage.draft_tokens for usage in usages)
+    accepted = sum(usage.accepted_draft_tokens for usage in usages)
+    if not drafted:
+        return {}
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
 def _of_chat(entry: _Entry) -> dict[str, Any]:

@@ -19,7 +19,10 @@ from service.extensions.openai.output_formats import FORCED, OutputFormats, Reas
 from service.extensions.openai.output_parser import MAX_CALLS, OutputParser
 
 _Schema = Mapping[str, Any]
-_NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
+_NO_ARGUMENTS = {"properties": {}}
+# Keywords whose schemas are true of the value that the schema around them is true of.
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
+_NOT_CLOSED = _COMBINING | {"$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,8 @@ def _schema_of_calls(tools: Mapping[str, _Schema], max_calls: int, path: str) ->
     try:
         for index, (name, parameters) in enumerate(tools.items()):
             place = f"#/$defs/{index}"
-            definitions[str(index)] = {"type": "object", **_moved(parameters or _NO_ARGUMENTS, place)}
+            own = _moved(_closed(parameters or _NO_ARGUMENTS), place)
+            definitions[str(index)] = {"type": "object", **own}
             properties = {"name": {"const": name}, "arguments": {"$ref": place}}
             required = ["name", "arguments"]
             calls.append(
@@ -162,3 +166,19 @@ def _moved(schema: Any, place: str) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = place + reference[1:]
     return moved
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it declares, unless it says so.
+
+    Where several schemas are true of one value, each declares only some of its properties.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(each) for name, each in schema.items() if name not in _COMBINING}
+    closed |= {name: each for name, each in schema.items() if name in _COMBINING}
+    if isinstance(schema.get("properties"), dict) and not _NOT_CLOSED & schema.keys():
+        closed["additionalProperties"] = False
+    return closed

@@ -28,7 +28,6 @@ WEATHER = {
         "type": "object",
         "properties": {"city": {"$ref": "#/$defs/City"}},
         "required": ["city"],
-        "additionalProperties": False,
         "$defs": {"City": {"enum": ["Bern", "Rome"]}},
     },
 }
@@ -39,19 +38,23 @@ CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool
 
 
 class Writer(FakeRuntime):
-    """This server's own runtime, which writes a text in small pieces, and keeps what it was asked."""
+    """This server's own runtime, which writes a text in small pieces, and keeps what it was asked.
 
-    def __init__(self, text: str, size: int = 3) -> None:
+    Of several texts, one for each request.
+    """
+
+    def __init__(self, text: str | list[str], size: int = 3) -> None:
         super().__init__(self._write, "local")
         self.text, self._size = text, size
         self.items: list[runner_pb2.ExecuteItem] = []
 
     async def _write(self, batch: Batch, sink: ChunkSink) -> None:
         self.items = list(batch.items)
-        for begin in range(0, len(self.text), self._size):
-            piece = self.text[begin : begin + self._size]
+        text = self.text if isinstance(self.text, str) else self.text.pop(0)
+        for begin in range(0, len(text), self._size):
+            piece = text[begin : begin + self._size]
             sink.put([runner_pb2.SampleChunk(item_id="0", position=begin, token_ids=[1], text=piece)])
-        usage = runner_pb2.Usage(input_tokens=7, output_tokens=-(-len(self.text) // self._size))
+        usage = runner_pb2.Usage(input_tokens=7, output_tokens=-(-len(text) // self._size))
         sink.put(
             [runner_pb2.SampleChunk(item_id="0", finish_reason=runner_pb2.FINISH_REASON_STOP, usage=usage)]
         )
@@ -65,7 +68,7 @@ class Writer(FakeRuntime):
 
 @asynccontextmanager
 async def answering(
-    text: str, template: str = TEMPLATE, special: Sequence[str] = (), **settings: Any
+    text: str | list[str], template: str = TEMPLATE, special: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[tuple[Any, Writer]]:
     """A client of a server whose model writes a text. `special`: special tokens of its tokenizer."""
     runtime = Writer(text)
@@ -159,6 +162,7 @@ async def test_forced_calls_have_a_grammar(template: str) -> None:
         is_valid = jsonschema.Draft202012Validator(schema).is_valid
         assert is_valid(written) and is_valid(written[1:])
         wrong = [{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "stop", "arguments": {"a": 1}}]
+        wrong += [{"name": "weather", "arguments": {"city": "Rome", "a": 1}}]
         wrong += [{"name": "other", "arguments": {}}, {"name": "stop"}]
         assert not any(is_valid([each]) for each in wrong) and not is_valid([])
         runtime.text = json.dumps(written[:1])
