@@ -5,7 +5,6 @@ Each raises an error if the answer is not what the package promises.
 
 # mypy: ignore-errors
 
-
 from __future__ import annotations
 
 import json
@@ -135,9 +134,8 @@ metric_list: [{metric: acc}]
         row = {"question": "Once upon a time there", "choices": ["was", "xq"], "answer": 0}
         data.write_text(json.dumps(row) + "\n")
         Path(directory, "pets.yaml").write_text(task % data)
-        arguments = (
-            f"base_url={url}/completions,model={MODEL},tokenizer_backend=None,tokenized_requests=False"
-        )
+        tokenizer = Path(__file__).parents[2] / "workers/models/storyteller"
+        arguments = f"base_url={url}/completions,model={MODEL},tokenizer={tokenizer}"
         command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "pets"]
         command += ["--include_path", directory, "--model_args", arguments, "--output_path", directory]
         subprocess.run(command, check=True)

@@ -20,7 +20,7 @@ from tests.service.extensions.openai.test_tools import answering
 PYTHON = ROOT / "build/clients/bin/python"
 SCRIPTS = Path(__file__).with_name("client_scripts.py")
 TIMEOUT_S = 300
-WITH_MODEL = ["instructor", "langchain", "pydantic_ai", "pydantic_ai_anthropic", "anthropic"]
+WITH_MODEL = ["instructor", "langchain", "pydantic_ai", "pydantic_ai_anthropic", "anthropic", "lm_eval"]
 # What the model writes, one answer after the other.
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 WITH_SCRIPT = {

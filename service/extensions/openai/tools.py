@@ -19,7 +19,7 @@ from service.extensions.openai.output_formats import FORCED, OutputFormats, Reas
 from service.extensions.openai.output_parser import MAX_CALLS, OutputParser
 
 _Schema = Mapping[str, Any]
-_NO_ARGUMENTS = {"properties": {}}
+_NO_ARGUMENTS: _Schema = {"properties": {}}
 # Keywords whose schemas are true of the value that the schema around them is true of.
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
 _NOT_CLOSED = _COMBINING | {"$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"}
