@@ -58,7 +58,14 @@ _SEED = 20_261
 _TIMEOUT_S = 120.0
 _FORMATS = ("bf16", "q8_0", "q4_0", "q4_k_m")
 # Its arithmetic is that of the model's dtype, which is bfloat16; llama.cpp's is float32.
-_SERVICES = {"Quire": ["--dtype", "bfloat16"], "Quire, --dtype float32": ["--dtype", "float32"]}
+_SERVICES = {
+    "Quire": ["--dtype", "bfloat16"],
+    "Quire, --dtype float32": ["--dtype", "float32"],
+    "Quire, KV in int8": ["--dtype", "bfloat16", "--kv-cache-dtype", "int8"],
+    "Quire, --dtype float32, KV in int8": ["--dtype", "float32", "--kv-cache-dtype", "int8"],
+}
+# GGML_TYPE_F16, the default of llama.cpp, and GGML_TYPE_Q8_0.
+_LLAMA_CPP_KV = {"llama.cpp": 1, "llama.cpp, KV in q8_0": 8}
 
 Logits = list[NDArray[np.float32]]
 """Of each text [tokens, vocabulary]."""
@@ -83,8 +90,13 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n| --- | --- | {' | '.join(['---:'] * len(columns[2:]))} |")
     for form in _FORMATS:
         path = source if form == "bf16" else make_quantised(llama, source, form)
-        theirs = reference.compare(_by_llama_cpp(llama, path, texts))
-        print(f"| {form} | llama.cpp | {theirs} | |")
+        of_llama_cpp = {
+            name: reference.compare(_by_llama_cpp(llama, path, texts, kv_type))
+            for name, kv_type in _LLAMA_CPP_KV.items()
+        }
+        for name, found in of_llama_cpp.items():
+            print(f"| {form} | {name} | {found} | |")
+        theirs = of_llama_cpp["llama.cpp"]
         for name, flags in _SERVICES.items():
             ours = reference.compare(_by_service(path, flags, texts))
             more = ours.kl - theirs.kl
@@ -198,12 +210,15 @@ def _by_service(path: Path, flags: Sequence[str], texts: Sequence[_Text]) -> Log
     ]
 
 
-def _by_llama_cpp(llama: Any, path: Path, texts: Sequence[_Text]) -> Logits:
+def _by_llama_cpp(llama: Any, path: Path, texts: Sequence[_Text], kv_type: int) -> Logits:
     llama.llama_log_set(_IGNORE, ctypes.c_void_p())
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     parameters = llama.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = _WIDE.max_position_embeddings
+    parameters.type_k = parameters.type_v = kv_type
+    # Values are quantised only with it.
+    parameters.flash_attn_type = 1
     parameters.n_threads = parameters.n_threads_batch = 1
     context = llama.llama_init_from_model(model, parameters)
     batch = llama.llama_batch_init(_WIDE.max_position_embeddings, 0, 1)

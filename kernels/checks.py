@@ -17,7 +17,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 def check_tensor(
     name: str,
-    tensor: torch.Tensor,
+    tensor: Pages,
     shape: Sequence[int | None],
     dtypes: Sequence[torch.dtype],
 ) -> None:
@@ -47,7 +47,7 @@ def check_tensor(
         raise ValueError(f"{name}: the last dimension must be contiguous, got strides {tensor.stride()}")
 
 
-def check_same(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+def check_same(name: str, tensor: Pages, other_name: str, other: torch.Tensor) -> None:
     """Check that two arguments agree in dtype and device.
 
     Raises:
@@ -83,14 +83,16 @@ def check_pages(
 
     Raises:
         ValueError: A shape differs, or pages are not contiguous.
-        TypeError: Dtype or device differ, or one is packed and the other is not.
+        TypeError: Dtype or device differ, or one is packed or quantised and the other is not.
     """
     if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
-        k_pages, v_pages = k_pages.data, v_pages.data
-    if not isinstance(k_pages, torch.Tensor) or not isinstance(v_pages, torch.Tensor):
+        fit = k_pages.is_quantised == v_pages.is_quantised
+    else:
+        fit = isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
+    if not fit:
         raise TypeError(
-            f"v_pages: must be packed if k_pages are, and only then, got {type(v_pages).__name__}"
-            f" and {type(k_pages).__name__}"
+            f"v_pages: must be packed and quantised if k_pages are, and only then, got"
+            f" {type(v_pages).__name__} and {type(k_pages).__name__}"
         )
     check_tensor("k_pages", k_pages, (None, None, kv_heads, width), FLOAT_DTYPES)
     value_shape = (*k_pages.shape[:3], width if value_width is None else value_width)

@@ -1,6 +1,6 @@
 """Pages of keys and values in the layout of the compiled attention of the CPU: see kernels/cpu/kv_pages.h.
 
-Dimension letters: P pages; S tokens per page; K key-value heads; D width of a head; T tokens.
+Dimension letters: P pages; S tokens per page; K key-value heads; D width of a head; T slots.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from kernels.cpu.dtypes import SUFFIXES
 
 # The tokens whose elements are interleaved, and the elements of a value that are together.
 _PART = 16
+# Of a key or a value in 8 bits, after its codes.
+SCALE_BYTES = 4
 _MAX_WIDTH = 256  # kMaxHeadWidth of kernels/cpu/vectors.h
 
 
@@ -33,14 +35,19 @@ def packed_width(width: int, dtype: torch.dtype, device: torch.device) -> int:
     return filled_up if is_possible and library.available() else width
 
 
-def can_pack(pages: torch.Tensor) -> bool:
-    """Whether there are compiled kernels for pages like these, [P, S, K, D]."""
+def can_pack(pages: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether there are compiled kernels for pages like these, [P, S, K, D], or [P, S, K, D + 4] int8.
+
+    dtype: for int8 that of the elements, else that of the pages.
+    """
+    is_quantised = pages.dtype is torch.int8
     return (
         pages.device.type == "cpu"
-        and pages.dtype in SUFFIXES
+        and (pages.dtype if dtype is None else dtype) in SUFFIXES
+        and (is_quantised or dtype in (None, pages.dtype))
         and pages.is_contiguous()
         and pages.shape[1] % _PART == 0
-        and can_pack_width(pages.shape[3])
+        and can_pack_width(pages.shape[3] - is_quantised * SCALE_BYTES)
         and library.available()
     )
 
@@ -50,31 +57,58 @@ class _PackedPages(ABC):
 
     Attributes:
         shape: [P, S, K, D].
-        dtype: bfloat16 or float32.
-        data: [P, S, K, D] contiguous; its elements are in an order of their own.
+        dtype: bfloat16 or float32: of what is written and attended to.
+        device, stride, is_contiguous: Those of the data.
+        is_quantised: Whether an element is a code of 8 bits, and each key or value has a scale in float32.
+        data: [P, S, K, D] contiguous of the dtype, or [P, S, K, D + 4] int8; in an order of its own.
     """
 
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Take memory. Its contents stay as they are.
+
+        Args:
+            data: See there.
+            dtype: For int8 that of the elements, else that of the data.
 
         Raises:
             ValueError: There are no compiled kernels for such pages: see `can_pack`.
         """
-        if not can_pack(data):
+        if not can_pack(data, dtype):
             raise ValueError(f"data: there are no kernels for {data.dtype} pages {list(data.shape)}")
-        self.shape = data.shape
-        self.dtype = data.dtype
+        self.is_quantised = data.dtype is torch.int8
+        self.shape = torch.Size((*data.shape[:3], data.shape[3] - self.is_quantised * SCALE_BYTES))
+        self.dtype = data.dtype if dtype is None else dtype
         self.data = data
+        self.device = data.device
+        self.stride, self.is_contiguous = data.stride, data.is_contiguous
         self._adjacent = 4 // data.element_size()
 
-    def rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """The keys or values of existing slots [T] int64, page * S + offset: [T, K, D], a new tensor."""
-        return self._in_order()[self._place(slots)].flatten(2)
+    def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy slots [T] int64, page * S + offset, to others. All are read before any is written."""
+        for view, place in ((self._in_order(), self._place), (self._scales(), _place_of_scale)):
+            view[place(destination)] = view[place(source)]
 
     def dense(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys or values of pages [n] in plain order: [n, S, K, D], a new tensor."""
-        chosen = type(self)(self.data.index_select(0, pages))
-        return chosen._in_order().reshape(chosen.shape)  # noqa: SLF001 - of its own class
+        chosen = type(self)(self.data.index_select(0, pages), self.dtype)
+        elements = chosen._in_order().reshape(chosen.shape)  # noqa: SLF001 - of its own class
+        if not self.is_quantised:
+            return elements
+        scales = chosen._scales().reshape(*chosen.shape[:3], 1)  # noqa: SLF001
+        return (elements * scales).to(self.dtype)
+
+    def _parts(self) -> torch.Tensor:
+        """What each head has of 16 tokens, [P * S / 16, K, 16 * D]."""
+        kv_heads, width = self.shape[2:]
+        return self.data.view(-1, kv_heads, _PART * self.data.shape[3])[..., : _PART * width]
+
+    def _scales(self) -> torch.Tensor:
+        """A view of the scales, [P * S / 16, 16, K]; without elements, if there are none."""
+        kv_heads, width = self.shape[2:]
+        if not self.is_quantised:
+            return torch.empty(self.shape[0] * self.shape[1] // _PART, _PART, 0)
+        behind = self.data.view(-1, kv_heads, _PART * self.data.shape[3])[..., _PART * width :]
+        return behind.view(torch.float32).transpose(1, 2)
 
     @abstractmethod
     def _in_order(self) -> torch.Tensor:
@@ -85,11 +119,19 @@ class _PackedPages(ABC):
         """The indices of tokens in that view."""
 
 
+def _place_of_scale(slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return slots // _PART, slots % _PART
+
+
 class PackedKeys(_PackedPages):
-    """Keys: of each head of 16 tokens [D / 2, 16, 2] in bfloat16, and [D, 16] in float32."""
+    """Keys: of each head of 16 tokens [D / 2, 16, 2] in bfloat16, and [D, 16] in float32.
+
+    In int8 [D / 4, 16, 4].
+    """
 
     def _in_order(self) -> torch.Tensor:
-        parts = self.data.view(-1, self.shape[2], self.shape[3] // self._adjacent, _PART, self._adjacent)
+        parts = self._parts()  # [P * S / 16, K, 16 * D]
+        parts = parts.view(*parts.shape[:2], -1, _PART, self._adjacent)
         return parts.permute(0, 3, 1, 2, 4)
 
     def _place(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -97,11 +139,14 @@ class PackedKeys(_PackedPages):
 
 
 class PackedValues(_PackedPages):
-    """Values: of each head of 16 tokens [D / 16, 8, 16, 2] in bfloat16, and [D / 16, 16, 16] in float32."""
+    """Values: of each head of 16 tokens [D / 16, 8, 16, 2] in bfloat16, [D / 16, 16, 16] in float32.
+
+    In int8 [D / 16, 4, 16, 4].
+    """
 
     def _in_order(self) -> torch.Tensor:
-        of_tokens = _PART // self._adjacent, _PART, self._adjacent
-        parts = self.data.view(-1, self.shape[2], self.shape[3] // _PART, *of_tokens)
+        parts = self._parts()  # [P * S / 16, K, 16 * D]
+        parts = parts.view(*parts.shape[:2], -1, _PART // self._adjacent, _PART, self._adjacent)
         return parts.permute(0, 3, 5, 1, 2, 4)
 
     def _place(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -52,6 +52,7 @@ from workers.common.addresses import MAX_SOCKET_PATH_BYTES
 EXTENSIONS = "quire.extensions"
 
 UNQUANTISED = "none"
+KV_CACHE_DTYPES = (AUTO, "int8")
 QUANTIZATIONS = (UNQUANTISED, "q8_0", "q4_k_m", "q4_k", "q4_0")
 
 _DEFAULT_LEASE_S = 1800.0
@@ -151,6 +152,12 @@ class Config:
         " about 4.9 (q4_k, and q6_k where it matters most), q4_k and q4_0 4.5; none leaves them as they are;"
         " on the CPU",
         QUANTIZATIONS,
+    )
+    kv_cache_dtype: str = setting(
+        AUTO,
+        "data type of the KV cache: auto is dtype; int8 takes about half of bfloat16's memory, with a scale"
+        " for each key and value of a head, and is less exact; on the CPU",
+        KV_CACHE_DTYPES,
     )
     model_backend: str = setting(
         AUTO,

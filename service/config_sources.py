@@ -142,6 +142,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
             yield (name, other), f"needs {other} too"
     yield from _pool_conflicts(config)
     yield from _quantization_conflicts(config)
+    yield from _kv_cache_conflicts(config)
     for extension in config.extensions:
         yield from extension.conflicts(config)
     yield from _port_conflicts(config)
@@ -185,6 +186,16 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     if config.workers is None and config.pool_listen and not starts_workers:
         problem = "must be a number with pool_listen: how many of the workers that dial are used"
         yield ("workers", "pool_listen"), problem
+
+
+def _kv_cache_conflicts(config: Config) -> Iterator[Conflict]:
+    """As `_conflicts`, about what quantised KV cannot do yet."""
+    if config.kv_cache_dtype == AUTO:
+        return
+    if config.device == "cuda":
+        yield ("kv_cache_dtype", "device"), "needs device = cpu"
+    if config.model == WEIGHTLESS_MODEL:
+        yield ("kv_cache_dtype", "model"), "needs a model that has weights"
 
 
 def _quantization_conflicts(config: Config) -> Iterator[Conflict]:

@@ -143,8 +143,10 @@ class Follower:
         )
         return {"pages": pages}
 
-    def _answer_allocate_pages(self, pages: int, limits: dict[str, Any], max_seq_len: int) -> None:
-        self._kv = allocate_pages(self._model, pages)
+    def _answer_allocate_pages(
+        self, pages: int, limits: dict[str, Any], max_seq_len: int, quantised: bool
+    ) -> None:
+        self._kv = allocate_pages(self._model, pages, quantised=quantised)
         runner = new_runner(self._model, self._kv, StepLimits(**limits), max_seq_len, self._collectives)
         self._runner = runner if isinstance(runner, CudaGraphRunner) else None
 

@@ -90,8 +90,8 @@ def _choose_device(config: WorkerConfig) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigurationError("device = cuda, and this machine has no CUDA device")
-    if config.device == "auto" and _is_quantised(config):
-        _log.info("the model runs on the CPU: there are no GPU kernels for quantised weights")
+    if config.device == "auto" and (_has_quantised_kv(config) or _is_quantised(config)):
+        _log.info("the model runs on the CPU: there are no GPU kernels for quantised weights or KV")
         return "cpu"
     if config.device == "auto" and not _runs_on_cuda(config):
         _log.info("the model runs on the CPU: there are no GPU kernels for its head_dim")
@@ -204,6 +204,7 @@ def _make_executor(
             self_check=config.no_self_check != "on" and not config.model_was_proved,
             batch_invariant=config.batch_invariant == "on",
             quantization=_quantization(config),
+            quantised_kv=_has_quantised_kv(config),
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
             progress=lambda done, total: progress("weights", done, total),
             ranks=None if ranks is None else RankGroup(ranks),
@@ -230,6 +231,10 @@ def _stored(executor: ModelExecutor, model: Path | None, config: WorkerConfig) -
 
 def _quantization(config: WorkerConfig) -> str | None:
     return config.quantization if config.quantization not in ("", "none") else None
+
+
+def _has_quantised_kv(config: WorkerConfig) -> bool:
+    return config.kv_cache_dtype == "int8"
 
 
 def _kv_pages(config: WorkerConfig) -> int | None:

@@ -69,12 +69,52 @@ struct Head {
   }
 };
 
-int64_t scratch_size(const Arguments& a) { return kBlockKeys * a.value_width; }
+// The elements that `block_of` may need.
+template <typename T>
+int64_t scratch_size(const Arguments& a) {
+  constexpr int64_t kScales = 2 * static_cast<int64_t>(sizeof(float) / sizeof(T));
+  return kBlockKeys * (a.is_quantised ? a.width + a.value_width + kScales : a.value_width);
+}
+
+// The block's keys and values as elements, in `scratch`, and their scales. Slots that are visible to no row have zeros.
+template <typename T>
+Block<T> decoded_block(const Head<T>& head, int64_t index, T* scratch) {
+  const Arguments& a = head.a;
+  T *keys = scratch, *values = keys + kBlockKeys * a.width;
+  float *key_scales = reinterpret_cast<float*>(values + kBlockKeys * a.value_width), *value_scales = key_scales + kBlockKeys;
+  Block<T> block;
+  block.index = index;
+  block.key_scales = key_scales;
+  block.value_scales = value_scales;
+  const int64_t begin = index * kBlockKeys;
+  block.parts = (std::min(kBlockKeys, head.item.context - begin) + kPartPositions - 1) / kPartPositions;
+  std::fill_n(key_scales, 2 * kBlockKeys, 0.0f);
+  for (int64_t n = 0; n < kBlockParts; n++) {
+    if (n >= block.parts) {
+      block.keys[n] = block.keys[n - 1];
+      continue;
+    }
+    const int64_t first = begin + n * kPartPositions, part = part_of(head.slot(first), a.kv_heads, head.kv_head);
+    const int64_t oldest = std::clamp<int64_t>(head.item.oldest - first, 0, kPartPositions);
+    const int64_t visible = std::min(head.item.context - first, kPartPositions) - oldest;
+    const auto decode = [&](T* to, const void* pages, int64_t width, float* scales) {
+      const int8_t* codes = static_cast<const int8_t*>(pages) + part * quantised_part_bytes(width);
+      decode_part(to, codes, width);
+      std::memcpy(scales + n * kPartPositions + oldest, codes + kPartPositions * width + oldest * sizeof(float),
+                  visible * sizeof(float));
+      return to;
+    };
+    block.keys[n] = decode(keys + n * kPartPositions * a.width, a.keys, a.width, key_scales);
+    block.values[n] = decode(values + n * kPartPositions * a.value_width, a.values, a.value_width, value_scales);
+  }
+  return block;
+}
 
 // Slots that are visible to no row may have any content, so their values are copied to `scratch` as zeros.
 template <typename T>
 Block<T> block_of(const Head<T>& head, int64_t index, T* scratch) {
   const Arguments& a = head.a;
+  if (a.is_quantised) return decoded_block(head, index, scratch);
   Block<T> block;
   block.index = index;
   const int64_t begin = index * kBlockKeys;
@@ -84,9 +124,10 @@ Block<T> block_of(const Head<T>& head, int64_t index, T* scratch) {
       block.keys[part] = block.keys[part - 1];
       continue;
     }
-    const int64_t first = begin + part * kPartPositions, slot = head.slot(first);
-    block.keys[part] = static_cast<const T*>(a.keys) + part_of(slot, a.kv_heads, head.kv_head, a.width);
-    block.values[part] = static_cast<const T*>(a.values) + part_of(slot, a.kv_heads, head.kv_head, a.value_width);
+    const int64_t first = begin + part * kPartPositions;
+    const int64_t from = part_of(head.slot(first), a.kv_heads, head.kv_head) * kPartPositions;
+    block.keys[part] = static_cast<const T*>(a.keys) + from * a.width;
+    block.values[part] = static_cast<const T*>(a.values) + from * a.value_width;
     if (first >= head.item.oldest && first + kPartPositions <= head.item.context) continue;
     T* copy = scratch + part * kPartPositions * a.value_width;
     copy_values(copy, block.values[part], head.item.oldest - first, head.item.context - first, a.value_width);
@@ -128,13 +169,15 @@ struct Rows {
 // are. Not inlined: each size of a tile calls it for each of its rows.
 template <bool kTrees, typename T, Shaping kShaping>
 __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products, const Scores<kShaping>& shape,
-                                     const Head<T>& head, int64_t row, int64_t block, const Rows& rows, int64_t into) {
+                                     const Head<T>& head, int64_t row, const Block<T>& block, const Rows& rows,
+                                     int64_t into) {
   const Ints lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int64_t own = head.position(row), window = head.a.window, q_head = head.head_of(row);
   Floats scores[kBlockParts], highest_lanes = splat(kHidden);
   for (int64_t v = 0; v < kBlockParts; v++) {
-    const int64_t first = block * kBlockKeys + v * kLanes;
-    const Floats product = load<Floats>(products + v * kLanes);
+    const int64_t first = block.index * kBlockKeys + v * kLanes;
+    Floats product = load<Floats>(products + v * kLanes);
+    if (block.key_scales != nullptr) product *= load<Floats>(block.key_scales + v * kLanes);
     Ints seen;
     if (kTrees && head.tree_row(row).is_in_tree()) {
       const Ints ahead = head.tree_row(row).aheads(first);
@@ -152,8 +195,9 @@ __attribute__((noinline)) void weigh(InputOf<T>* weights, const float* products,
   Floats total{};
   for (int64_t v = 0; v < kBlockParts; v++) {
     // Without a visible key so far there is no maximum to subtract.
-    const Floats weight = highest == kHidden ? Floats{} : power_of_two(scores[v] - highest);
+    Floats weight = highest == kHidden ? Floats{} : power_of_two(scores[v] - highest);
     total += weight;
+    if (block.value_scales != nullptr) weight *= load<Floats>(block.value_scales + v * kLanes);
     const Floats stored = std::is_same_v<T, InputOf<T>> ? weight : rounded(weight, static_cast<const T*>(nullptr));
     store_lanes(weights + v * kLanes, stored, kLanes);
   }
@@ -175,7 +219,7 @@ void attend_tile(const Head<T>& head, const Scores<kShaping>& shape, const Input
   InputOf<T> weights[kRows * kBlockKeys];
   multiply_keys<T, kRows>(products, queries + into * head.a.width, head.a.width, block);
   for (int64_t r = 0; r < count; r++)
-    weigh<kTrees, T, kShaping>(weights + r * kBlockKeys, products + r * kBlockKeys, shape, head, row + r, block.index, rows,
+    weigh<kTrees, T, kShaping>(weights + r * kBlockKeys, products + r * kBlockKeys, shape, head, row + r, block, rows,
                                into + r);
   float* sums = rows.sums + into * rows.width;
   if (kFillsUpRows<T> && count < kRows) {
@@ -266,7 +310,7 @@ void attend_few(const Arguments& a, AttentionWork& work, const Worker& worker) {
   thread_local std::vector<Rows> rows;
   grow(own, most_heads * Rows::size(work.plan.most_rows, a.value_width));
   grow(queries, most_heads * queries_size + kProductRows<T> * a.width);
-  grow(scratch, 2 * scratch_size(a));
+  grow(scratch, 2 * scratch_size<T>(a));
   worker.for_each(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
     const ProductScope<T> scope;
     const AttentionTask& task = tasks[index];
@@ -285,7 +329,7 @@ void attend_few(const Arguments& a, AttentionWork& work, const Worker& worker) {
     const int64_t places = (end - begin) * task.num_heads;
     const auto block_at = [&](int64_t place) {
       return block_of(heads[place % task.num_heads], begin + place / task.num_heads,
-                      scratch.data() + place % 2 * scratch_size(a));
+                      scratch.data() + place % 2 * scratch_size<T>(a));
     };
     Block<T> here = block_at(0);
     for (int64_t place = 0; place < places; place++) {
@@ -331,7 +375,7 @@ void attend_many(const Arguments& a, const Worker& worker) {
   thread_local std::vector<T> scratch;
   grow(memory, 2 * Rows::size(kTaskRows, a.value_width));
   grow(queries, (kTaskRows + kProductRows<T>) * a.width);
-  grow(scratch, scratch_size(a));
+  grow(scratch, scratch_size<T>(a));
   for (int64_t index = 0; index < a.items; index++) {
     const Head<T> any(a, index, 0);
     if (any.item.query_len <= kFewTokens || any.item.context == 0) continue;

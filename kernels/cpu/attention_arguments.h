@@ -21,6 +21,7 @@ struct AttentionArguments {
   int64_t items, table_stride, query_stride, head_stride;
   int64_t heads, kv_heads, width, value_width, page_size;
   int64_t window;     // 0: unlimited
+  int64_t is_quantised;  // whether pages have 8 bits
   double scale, softcap;  // softcap 0: none
 };
 

@@ -18,6 +18,8 @@ template <typename T>
 struct Block {
   const T *keys[kBlockParts], *values[kBlockParts];
   int64_t index, parts;
+  // Of pages of 8 bits the scales of the 64 positions, else null.
+  const float *key_scales = nullptr, *value_scales = nullptr;
 };
 
 // How many rows are multiplied at a time, with all sums in registers, and whether fewer are multiplied as if they were

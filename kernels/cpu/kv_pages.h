@@ -4,9 +4,15 @@
 // weight of 16 outputs, the positions, and D inputs; its values are one of V outputs and 16 inputs. Products take
 // 4 bytes of a row at a time, a pair of bfloat16 or one float, so keys are [D / 2, 16, 2] or [D, 16], and values
 // [V / 16, 8, 16, 2] or [V / 16, 16, 16]. S, D and V are multiples of 16. kernels/packed_pages.py has the same for torch.
+//
+// In pages of 8 bits the elements of a position are codes from -127 to 127 and a scale. 4 bytes are four codes, so those of
+// keys are [D / 4, 16, 4], and of values [V / 16, 4, 16, 4]. Behind them a part has the scales [16] of its positions, in
+// float32: it takes 16 * (D + 4) bytes.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -23,9 +29,14 @@ inline bool slots_exist(const int64_t* slots, int64_t tokens, int64_t num_slots)
   return std::all_of(slots, slots + tokens, [&](int64_t slot) { return slot < num_slots; });
 }
 
-// The first element of the part that has a slot.
-inline int64_t part_of(int64_t slot, int64_t kv_heads, int64_t kv_head, int64_t width) {
-  return (slot / kPartPositions * kv_heads + kv_head) * kPartPositions * width;
+// The number of the part of a head that has a slot.
+inline int64_t part_of(int64_t slot, int64_t kv_heads, int64_t kv_head) {
+  return slot / kPartPositions * kv_heads + kv_head;
+}
+
+// The bytes of a part in pages of 8 bits.
+constexpr int64_t quantised_part_bytes(int64_t width) {
+  return kPartPositions * (width + static_cast<int64_t>(sizeof(float)));
 }
 
 template <typename T>
@@ -40,6 +51,75 @@ inline void write_value(T* part, int64_t slot, const T* value, int64_t width) {
   T* to = part + position / kAdjacent<T> * kAdjacent<T> * kLanes + position % kAdjacent<T>;
   for (int64_t first = 0; first < width; first += kLanes, to += kPartPositions * kLanes)
     for (int64_t lane = 0; lane < kLanes; lane++) to[lane * kAdjacent<T>] = value[first + lane];
+}
+
+typedef int8_t Codes __attribute__((vector_size(kLanes)));
+
+// Turns elements into codes of at most 127, rounded to nearest, and returns the scale of all of them: 0 if the largest is
+// below 1e-30, and NaN if one is not finite, which shows in what attends to it.
+template <typename T>
+inline float quantise(int8_t* codes, const T* from, int64_t width) {
+  const auto larger_one = [](Ints a, Ints b) { return a > b ? a : b; };
+  Ints sizes{};
+  for_lanes(width, [&](int64_t d, int count) { sizes = larger_one((Ints)load_lanes(from + d, count) & 0x7fffffff, sizes); });
+  const float largest = load<float>(&(const int32_t&)reduce(sizes, larger_one));
+  const bool is_finite = std::isfinite(largest);
+  const float factor = is_finite && largest >= 1e-30f ? 127.0f / largest : 0.0f;
+  for_lanes(width, [&](int64_t d, int count) {
+    const Floats scaled = is_finite ? load_lanes(from + d, count) * factor : Floats{};
+    const Floats shifted = scaled + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Codes rounded = __builtin_convertvector((Ints)shifted, Codes);
+    std::memcpy(codes + d, &rounded, count);
+  });
+  return !is_finite ? std::nanf("") : factor > 0.0f ? largest / 127.0f : 0.0f;
+}
+
+// Where a head has a slot.
+template <typename T>
+struct SlotOfHead {
+  int64_t slot, part;
+  bool is_quantised;  // whether pages have 8 bits
+
+  void write_key(void* pages, const T* key, int64_t width) const {
+    if (!is_quantised) return quire::write_key(static_cast<T*>(pages) + part * kPartPositions * width, slot, key, width);
+    int8_t codes[kMaxHeadWidth];
+    quire::write_key(quantised(pages, codes, key, width), slot, codes, width);
+  }
+
+  void write_value(void* pages, const T* value, int64_t width) const {
+    if (!is_quantised) return quire::write_value(static_cast<T*>(pages) + part * kPartPositions * width, slot, value, width);
+    int8_t codes[kMaxHeadWidth];
+    quire::write_value(quantised(pages, codes, value, width), slot, codes, width);
+  }
+
+ private:
+  // Computes codes, writes their scale, and returns the part.
+  int8_t* quantised(void* pages, int8_t* codes, const T* from, int64_t width) const {
+    int8_t* to = static_cast<int8_t*>(pages) + part * quantised_part_bytes(width);
+    const float scale = quantise(codes, from, width);
+    std::memcpy(to + kPartPositions * width + slot % kPartPositions * sizeof(float), &scale, sizeof(float));
+    return to;
+  }
+};
+
+// The codes of a part as elements, which all of them are exactly. The part behind it, which is of the next head, is loaded
+// into the cache: most tasks go on with it.
+template <typename T>
+inline void decode_part(T* to, const int8_t* codes, int64_t width) {
+  for (int64_t i = 0; i < kPartPositions * width; i += 4 * kLanes, codes += 4 * kLanes) {
+    __builtin_prefetch(codes + quantised_part_bytes(width));
+    const Ints words = load<Ints>(codes);
+    const Ints wholes[] = {words << 24 >> 24, words << 16 >> 24, words << 8 >> 24, words >> 24};
+    Floats values[4];
+    for (int n = 0; n < 4; n++) values[n] = __builtin_convertvector(wholes[n], Floats);
+    if constexpr (std::is_same_v<T, float>) {
+      std::memcpy(to + i, values, sizeof(values));
+    } else {
+      // In bfloat16 the lower half of each is 0.
+      const Words pairs[] = {(Words)values[0] >> 16 | (Words)values[1], (Words)values[2] >> 16 | (Words)values[3]};
+      std::memcpy(to + i, pairs, sizeof(pairs));
+    }
+  }
 }
 
 // Copies the values of a part; those of the positions that are not from `begin` to `end` become zeros.

@@ -12,6 +12,7 @@ struct Arguments {
   const int64_t* slots;       // [T]
   void *k_pages, *v_pages;    // packed: see kv_pages.h
   int64_t tokens, kv_heads, width, value_width, num_slots;
+  int64_t is_quantised;  // whether pages have 8 bits
 };
 
 template <typename T>
@@ -24,10 +25,9 @@ bool run(const Arguments& a, int64_t threads) {
       if (slot < 0) return;  // a padding token
       for (int64_t head = 0; head < a.kv_heads; head++) {
         const int64_t from = token * a.kv_heads + head;
-        write_key(static_cast<T*>(a.k_pages) + part_of(slot, a.kv_heads, head, a.width), slot,
-                  static_cast<const T*>(a.keys) + from * a.width, a.width);
-        write_value(static_cast<T*>(a.v_pages) + part_of(slot, a.kv_heads, head, a.value_width), slot,
-                    static_cast<const T*>(a.values) + from * a.value_width, a.value_width);
+        const SlotOfHead<T> to{slot, part_of(slot, a.kv_heads, head), a.is_quantised != 0};
+        to.write_key(a.k_pages, static_cast<const T*>(a.keys) + from * a.width, a.width);
+        to.write_value(a.v_pages, static_cast<const T*>(a.values) + from * a.value_width, a.value_width);
       }
     });
   });

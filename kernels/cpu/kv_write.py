@@ -20,6 +20,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "slots", "k_pages", "v_pages")),
         *((name, ctypes.c_int64) for name in ("tokens", "kv_heads", "width", "value_width", "num_slots")),
+        ("is_quantised", ctypes.c_int64),
     )
 
 
@@ -58,6 +59,7 @@ def kv_write(
         *keys.shape,
         values.shape[2],
         k_pages.shape[0] * k_pages.shape[1],
+        k_pages.is_quantised,
     )
     run = library.function(f"quire_kv_write_{SUFFIXES[keys.dtype]}", _TYPES, ctypes.c_bool)
     if not run(ctypes.addressof(arguments), torch.get_num_threads()):

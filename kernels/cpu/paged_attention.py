@@ -30,7 +30,7 @@ class _Arguments(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("items", "table_stride", "query_stride", "head_stride")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width", "value_width", "page_size")),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "is_quantised")),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
     )
@@ -75,6 +75,7 @@ def attend(
         v_pages.shape[3],
         k_pages.shape[1],
         scoring.sliding_window or 0,
+        k_pages.is_quantised,
         scoring.scale,
         scoring.softcap or 0.0,
     )

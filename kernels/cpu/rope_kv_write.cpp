@@ -47,12 +47,11 @@ void write(const RopeArguments& a, const Worker& worker) {
     for (int64_t head = 0; head < a.heads; head++) rotate_head(query + head * a.width, head);
     if (a.slots[token] < 0) return;  // a padding token
     for (int64_t head = 0; head < a.kv_heads; head++) {
-      const int64_t slot = a.slots[token], part = part_of(slot, a.kv_heads, head, a.width);
+      const SlotOfHead<T> to{a.slots[token], part_of(a.slots[token], a.kv_heads, head), a.is_quantised != 0};
       T key[kMaxHeadWidth];
       rotate_head(key, a.heads + head);
-      write_key(static_cast<T*>(a.k_pages) + part, slot, key, a.width);
-      const T* value = from + (a.heads + a.kv_heads + head) * a.width;
-      write_value(static_cast<T*>(a.v_pages) + part, slot, value, a.width);
+      to.write_key(a.k_pages, key, a.width);
+      to.write_value(a.v_pages, from + (a.heads + a.kv_heads + head) * a.width, a.width);
     }
   });
 }

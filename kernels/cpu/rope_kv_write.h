@@ -14,7 +14,8 @@ struct RopeArguments {
   const int64_t* slots;     // [T]
   void *k_pages, *v_pages;  // packed: see kv_pages.h
   int64_t tokens, heads, kv_heads, width, rotary_dim, qkv_stride, cos_sin_stride;
-  int64_t wide_norm;  // whether qk_norm is float
+  int64_t wide_norm;     // whether qk_norm is float
+  int64_t is_quantised;  // whether pages have 8 bits
   double eps;
 };
 

@@ -22,7 +22,7 @@ class _Arguments(ctypes.Structure):
             for name in ("query", "qkv", "qk_norm", "cos_sin", "slots", "k_pages", "v_pages")
         ),
         *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "width", "rotary_dim")),
-        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "wide_norm")),
+        *((name, ctypes.c_int64) for name in ("qkv_stride", "cos_sin_stride", "wide_norm", "is_quantised")),
         ("eps", ctypes.c_double),
     )
 
@@ -63,6 +63,7 @@ def rope_kv_write(
         qkv.stride(0),
         0 if cos_sin is None else cos_sin.stride(0),
         qk_norm is not None and qk_norm.dtype is torch.float32,
+        k_pages.is_quantised,
         eps,
     )
     run = library.function(f"quire_rope_kv_write_{SUFFIXES[qkv.dtype]}", _TYPES, ctypes.c_bool)

@@ -78,6 +78,7 @@ struct Step {
   const uint64_t* ancestors;
   const int32_t* lora_slots;  // [T]; null: no row has an adapter
   int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
+  int64_t is_quantised;  // whether pages have 8 bits
 };
 
 // What a model's sublayers share. It grows to what the largest step needs, and is kept.
@@ -238,7 +239,7 @@ struct Run {
     rope_kv_write<T>({query, buffers.wide, sublayer.head_norm.weight, rotations, step.slots,
                       step.keys[sublayer.layer], step.values[sublayer.layer], rows, sublayer.heads, sublayer.kv_heads,
                       sublayer.width, rotary_dim, row_width, rotary_dim, sublayer.head_norm.wide_weight,
-                      sublayer.head_norm.eps},
+                      step.is_quantised, sublayer.head_norm.eps},
                      worker);
     if (sublayer.wanted_only && step.num_wanted == 0) {
       rows = 0;
@@ -280,6 +281,7 @@ struct Run {
     a.heads = sublayer.heads;
     a.kv_heads = sublayer.kv_heads;
     a.page_size = step.page_size;
+    a.is_quantised = step.is_quantised;
     a.window = sublayer.window;
     a.scale = sublayer.attention_scale;
     a.softcap = sublayer.softcap;

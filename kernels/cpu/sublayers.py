@@ -65,7 +65,7 @@ class _Step(ctypes.Structure):
         *_fields(ctypes.c_void_p, "tables", "starts", "contexts", "roots", "ancestors"),
         *_fields(ctypes.c_void_p, "lora_slots"),
         *_fields(ctypes.c_int64, "has_x", "rows", "num_wanted", "rotary_dim", "num_slots", "page_size"),
-        *_fields(ctypes.c_int64, "items", "table_stride", "threads"),
+        *_fields(ctypes.c_int64, "items", "table_stride", "threads", "is_quantised"),
     )
 
 
@@ -92,6 +92,8 @@ class LayerPages:
         are_packed = all(isinstance(pages, PackedKeys | PackedValues) for layer in layers for pages in layer)
         if are_used and not are_packed:
             raise ValueError("kv: the kernels need packed pages in all layers")
+        first = layers[0][0]
+        self.are_quantised = not isinstance(first, torch.Tensor) and first.is_quantised
         self.keys, self.values = (
             (ctypes.c_void_p * len(layers))(*(pages.data.data_ptr() for pages in tensors))
             for tensors in zip(*layers, strict=True)
@@ -207,6 +209,7 @@ class Sublayers:
             len(batch.query_lens),
             tables.stride(0),
             torch.get_num_threads(),
+            pages.are_quantised,
         )
         outcome = cast(int, self._run(self._address, ctypes.addressof(step)))
         if outcome != 0:

@@ -54,9 +54,9 @@ PATIENCE_S = 60
 class Alone:
     """A model that runs a text by itself, in one forward."""
 
-    def __init__(self, directory: Path, dtype: str) -> None:
+    def __init__(self, directory: Path, dtype: str, kv_dtype: str) -> None:
         self._decoder = load_decoder(directory, dtype, pack=True)
-        self._kv = new_pages(self._decoder, KV_PAGES)
+        self._kv = new_pages(self._decoder, KV_PAGES, quantised=kv_dtype == "int8")
 
     def truth(self, text: Sequence[int]) -> Truth:
         """Logits after each token, and the states of LAYER."""
@@ -221,19 +221,24 @@ def logprobs_of(logits: NDArray[np.float32]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "kv_dtype"),
     [
-        ("mixtral", "bfloat16"),
+        ("mixtral", "bfloat16", "auto"),
+        ("qwen3", "bfloat16", "int8"),
         # Float32 and a model without experts: in test_parity_machine.py, to within rounding.
-        pytest.param("qwen3", "float32", marks=pytest.mark.thorough),
-        pytest.param("qwen3", "bfloat16", marks=pytest.mark.thorough),
-        pytest.param("mixtral", "float32", marks=pytest.mark.thorough),
+        pytest.param("qwen3", "float32", "auto", marks=pytest.mark.thorough),
+        pytest.param("qwen3", "bfloat16", "auto", marks=pytest.mark.thorough),
+        pytest.param("mixtral", "float32", "auto", marks=pytest.mark.thorough),
+        pytest.param("gemma2", "float32", "int8", marks=pytest.mark.thorough),
     ],
 )
-def test_any_operations_give_the_bits_of_a_text_alone(name: str, dtype: str, tmp_path: Path) -> None:
+def test_any_operations_give_the_bits_of_a_text_alone(
+    name: str, dtype: str, kv_dtype: str, tmp_path: Path
+) -> None:
     need_compiled()
     model = make_family_model(tmp_path / "model", *settings_of(name), seed=3)
-    SameBitsMachine.alone = Alone(model, dtype)
-    flags = ["--dtype", dtype, "--kv-pages", str(KV_PAGES), "--max-batch-tokens", "48"]
+    SameBitsMachine.alone = Alone(model, dtype, kv_dtype)
+    flags = ["--dtype", dtype, "--kv-cache-dtype", kv_dtype]
+    flags += ["--kv-pages", str(KV_PAGES), "--max-batch-tokens", "48"]
     with GatewayProcess(model=str(model), workers=2, flags=flags) as gateway:
         run_parity_machine(gateway, model, examples=4, steps=20, machine=SameBitsMachine)

@@ -36,6 +36,8 @@ CAP_AND_SINKS = FEATURES[3]
 # with units for three parts of each item, for more than are added up at once, and with the tiles for devices
 # with less shared memory.
 TORCH, COMPILED, TRITON, SPLIT = "torch", "compiled", "triton", "triton-split"
+# Those of the CPU with pages of 8 bits.
+QUANTISED = "compiled-quantised"
 MANY_SPLITS, SMALL = "triton-splits", "triton-small"
 _UNITS = {TRITON: 1, SPLIT: 3, MANY_SPLITS: 17}
 # Scores of so many elements at a time, in float64: 1 GiB.
@@ -187,8 +189,11 @@ def make_case(
     seed: int = 0,
     nan_before_window: bool = False,
     first_page: int = 1,
+    eight_bits: bool = False,
 ) -> Case:
     """A batch in shuffled pages from `first_page` on. `features` are of SCORINGS.
+
+    With `eight_bits` a key or value is exact in 8 bits: whole numbers up to 127 times a power of 2.
 
     NaN are: slots behind the end of an item; page 0, which all unused entries of the page tables name; and
     with `nan_before_window` the slots that no row of an item attends to, unless it is a tree.
@@ -220,6 +225,8 @@ def make_case(
         seen = torch.arange(oldest, context)
         for which in range(2):
             rows = torch.randn(context, kv_heads, widths[which], generator=generator).to(device, dtype)
+            if eight_bits:
+                rows = _in_eight_bits(rows)
             dense[which].append(rows)
             at = owned[seen // page_size].to(device), (seen % page_size).to(device)
             pages[which][at] = rows[oldest:]
@@ -242,6 +249,14 @@ def make_case(
     return Case(query, pages[0], pages[1], batch, dense[0], dense[1], scoring, trees)
 
 
+def _in_eight_bits(rows: torch.Tensor) -> torch.Tensor:
+    """About these numbers [.., D]."""
+    scales = 2.0 ** (rows.float().abs().amax(-1, keepdim=True) / 127).log2().ceil()
+    codes = (rows.float() / scales).round().clamp(-127, 127)
+    codes[..., 0] = 127 * codes[..., 0].sign() + 127 * (codes[..., 0] == 0)
+    return (codes * scales).to(rows.dtype)
+
+
 def attend(case: Case, backend: str) -> torch.Tensor:
     """The result of one of the backends above. With COMPILED, torch must not stand in for a kernel."""
     tensors = case.query, case.k_pages, case.v_pages, case.batch
@@ -262,5 +277,5 @@ def attend(case: Case, backend: str) -> torch.Tensor:
         if backend == TORCH:
             return module.paged_attention(*tensors, **told)
         need_compiled()
-        pages = packed(case.k_pages, case.v_pages)
+        pages = packed(case.k_pages, case.v_pages, quantised=backend == QUANTISED)
         return module.paged_attention(case.query, *pages, case.batch, **told)

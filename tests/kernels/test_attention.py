@@ -15,6 +15,7 @@ from tests.kernels.attention_case import (
     COMPILED,
     FEATURES,
     MANY_SPLITS,
+    QUANTISED,
     SMALL,
     SPLIT,
     TORCH,
@@ -176,6 +177,19 @@ TABLE = {
     "features of many tokens": Row(
         [(17, 17), (33, 64), (70, 200), (20, 0), (5, 40)], CPU, (BF16,), (None, 1, 65), FEATURES, groups(3)
     ),
+    "pages of 8 bits": Row(
+        [
+            *decodes(0, 1, 15, 16, 17, 63, 64, 65, 513, 1100),
+            (5, 700),
+            (40, 75),
+            (101, 130),
+            *trees((2, 33), (17,)),
+        ],
+        (QUANTISED,),
+        windows=(None, 1, 17, 600),
+        features=[(), *FEATURES],
+        shapes=[{"group": 3, "width": 80, "value_width": 64}, {"group": 1, "width": 16, "value_width": 256}],
+    ),
     "trees": Row([*trees((2, 33), (17,)), *trees((7, 64), (63,))], (TORCH, TRITON), windows=(None, 5, 40)),
     "long trees": Row(trees((2, 5, 16, 17, 40, 64), (0, 15, 16, 70, 511, 513)), CPU, windows=(None, 1, 17)),
     "trees beside others": Row([*decodes(20, 0), *parts_of_trees(20), (1, 80), (40, 43), (5, 0)], EVERYWHERE),
@@ -217,7 +231,7 @@ def cases() -> Iterator[ParameterSet]:
             for shape in row.shapes
         ]
         for backend, dtype, window, features, shape in combined:
-            if backend == COMPILED and dtype is FP16:
+            if backend in (COMPILED, QUANTISED) and dtype is FP16:
                 continue
             if backend.startswith(TRITON) and "alibi_slopes" in features:
                 continue
@@ -245,7 +259,8 @@ def test_as_in_float64(
         window=window,
         features=features,
         nan_before_window=backend != TORCH,
+        eight_bits=backend == QUANTISED,
         **shape,
     )
-    rounds = cuda or (backend == COMPILED and library.multiplies_bfloat16())
+    rounds = cuda or (backend in (COMPILED, QUANTISED) and library.multiplies_bfloat16())
     case.check(attend(case, backend), rounds_weights=rounds, any_order=backend == TORCH)

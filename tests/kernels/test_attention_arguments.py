@@ -95,7 +95,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="query: 3 heads are not a multiple of the 2 heads"):
         run(query[:, :3])
     if can_pack(v_pages):
-        with pytest.raises(TypeError, match="v_pages: must be packed if k_pages are"):
+        with pytest.raises(TypeError, match="v_pages: must be packed and quantised if k_pages are"):
             run(v_pages=PackedValues(v_pages))
     with pytest.raises(TypeError, match="k_pages: must have the dtype"):
         run(query, k_pages.half())

@@ -8,7 +8,7 @@ import torch
 from kernels.cpu.kv_write import kv_write
 from kernels.packed_pages import PackedKeys, PackedValues
 from tests.kernels.instruction_sets import need_compiled
-from tests.kernels.pages import dense
+from tests.kernels.pages import dense, packed
 from workers.models.page_writes import PageWrites
 
 PAGES, PAGE_SIZE, HEADS, WIDTH = 5, 16, 2, 8
@@ -16,7 +16,7 @@ PAGES, PAGE_SIZE, HEADS, WIDTH = 5, 16, 2, 8
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_pages(dtype: torch.dtype) -> None:
-    """Each element at the place of its token, head and number, and nothing else; as rows and as pages."""
+    """Each element at the place of its token, head and number, and nothing else."""
     need_compiled()
     k_data, v_data = (torch.full((PAGES, PAGE_SIZE, HEADS, width), torch.nan).to(dtype) for width in (32, 48))
     k_pages, v_pages = PackedKeys(k_data), PackedValues(v_data)
@@ -25,7 +25,6 @@ def test_packed_pages(dtype: torch.dtype) -> None:
     PageWrites(slots).write(key, value, k_pages, v_pages)
     written = slots >= 0
     for pages, new in ((k_pages, key), (v_pages, value)):
-        assert torch.equal(pages.rows(slots[written]), new[written])
         plain = dense(pages).flatten(0, 1)
         assert torch.equal(plain[slots[written]], new[written])
         assert int(plain.isnan().all(-1).all(-1).sum()) == PAGES * PAGE_SIZE - int(written.sum())
@@ -41,6 +40,37 @@ def test_packed_pages(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match="keys: dtype must be"):
         PageWrites(slots).write(wide, value, k_pages, v_pages)
     assert torch.equal(k_data.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_of_8_bits(dtype: torch.dtype) -> None:
+    """Each element is the nearest of 255; what is too small is 0, and what is not finite NaN."""
+    need_compiled()
+    rows = torch.randn(PAGES * PAGE_SIZE, HEADS, 48) * 10.0 ** torch.randint(
+        -25, 25, (PAGES * PAGE_SIZE, HEADS, 1)
+    )
+    rows[3], rows[4] = 0, 1e-32
+    rows[5, 1, 17], rows[6, 0, 2] = torch.inf, torch.nan
+    rows = rows.to(dtype)
+    by_page = rows.view(PAGES, PAGE_SIZE, HEADS, 48)
+    found = packed(by_page, by_page, quantised=True)
+    for pages in found:
+        plain = dense(pages).flatten(0, 1).double()
+        exact = rows.double()
+        largest = exact.abs().amax(-1, keepdim=True)
+        # Half a step, and what rounding the result to the dtype costs.
+        allowed = largest / 127 * (0.5 + 1e-4) + largest * torch.finfo(dtype).eps
+        is_finite = largest.isfinite().squeeze(-1)
+        assert int((~is_finite).sum()) == 2
+        off = (plain - exact).abs() - torch.where(largest < 1e-30, largest, allowed)
+        assert (off[is_finite] <= 0).all()
+        assert plain[~is_finite].isnan().all()
+        assert not plain[3:5].any()
+        moved = torch.tensor([0, 1, 2]), torch.tensor([1, 2, 79])
+        before = dense(pages).flatten(0, 1)
+        pages.move(*moved)
+        before[moved[1]] = before[moved[0]]
+        assert torch.equal(dense(pages).flatten(0, 1).nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,19 @@ def test_what_quantised_weights_cannot_do_is_refused(settings: dict[str, str], s
 
 
 @pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"device": "cuda"}, "needs device = cpu"),
+        ({"model": "paged-attention"}, "needs a model that has weights"),
+        ({"kv_cache_dtype": "fp8"}, "must be one of auto, int8"),
+    ],
+)
+def test_what_a_quantised_kv_cache_cannot_do_is_refused(settings: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype = .*{says}"):
+        load_config({"model": "adder", "kv_cache_dtype": "int8", **settings}, {})
+
+
+@pytest.mark.parametrize(
     "revision",
     ["", "..", "a/../b", "/a", "a/", "-a", "a//b", ".a", "a/.b", "a.", "a b", "a\n", "ä", "a" * 97],
 )

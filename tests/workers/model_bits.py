@@ -44,6 +44,7 @@ def lines_of(file: Path, dtype: str, quantization: str | None, count: int) -> It
     (text,) = random_texts(3, (sum(CHUNKS),))
     with torch.inference_mode():
         yield from _layers(decoder, text[: sum(CHUNKS[:2])])
+        yield from _tokens(decoder, text, 8, quantised_kv=True)
         yield from _tokens(decoder, text, count)
 
 
@@ -57,10 +58,11 @@ def _layers(decoder: Decoder, text: list[int]) -> Iterator[str]:
     yield f"logits: {digest(decoder.logits(hidden))}"
 
 
-def _tokens(decoder: Decoder, text: list[int], count: int) -> Iterator[str]:
+def _tokens(decoder: Decoder, text: list[int], count: int, *, quantised_kv: bool = False) -> Iterator[str]:
     """Sublayers are compiled here."""
     pages = (len(text) + count) // PAGE_SIZE + 1
-    packer, sequence, kv = HandPacker(PAGE_SIZE, range(pages)), HandSequence(), new_pages(decoder, pages)
+    packer, sequence = HandPacker(PAGE_SIZE, range(pages)), HandSequence()
+    kv = new_pages(decoder, pages, quantised=quantised_kv)
     for size in CHUNKS[:-1]:
         decoder.forward(packer.pack([Item(sequence, text[:size], ())]), kv)
         text = text[size:]

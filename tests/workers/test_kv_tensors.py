@@ -93,6 +93,19 @@ def test_tokens_move_in_all_layers(widths: tuple[int, int], dtype: torch.dtype) 
             kv.move_slots([pair])
 
 
+def test_quantised_pages() -> None:
+    """They take the bytes that are said, and are refused where there are no kernels for them."""
+    need_compiled()
+    layers = [LayerKv(2, 32, 48)] * 3
+    kv = KvTensors(layers, num_pages=40, page_size=16, dtype=torch.bfloat16, quantised=True)
+    taken_bytes = sum(pages.data.nbytes for index in range(3) for pages in kv.layer(index))
+    assert kv.bytes_per_page == taken_bytes // 40 == 3 * 16 * 2 * (32 + 4 + 48 + 4)
+    assert sum(map(len, kv.page_views(7))) == kv.bytes_per_page
+    for layer, dtype in ((LayerKv(2, 8, 16), torch.bfloat16), (LayerKv(2, 16, 16), torch.float16)):
+        with pytest.raises(ValueError, match="quantised: there are no kernels for pages of"):
+            KvTensors([layer], num_pages=2, page_size=16, dtype=dtype, quantised=True)
+
+
 def test_copy_refuses_what_depends_on_order() -> None:
     kv = new_kv()
     kv.copy_pages([])

@@ -59,6 +59,7 @@ class LlmExecutor(ModelExecutor):
         self_check: bool = True,
         batch_invariant: bool = False,
         quantization: str | None = None,
+        quantised_kv: bool = False,
         max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
         ranks: RankGroup | None = None,
@@ -75,6 +76,7 @@ class LlmExecutor(ModelExecutor):
         batch_invariant: refuse a model whose rows depend on the rest of the batch. On a GPU this selects
             other, slower kernels.
         quantization: a format to which native weights are quantised on a CPU; None: they are not.
+        quantised_kv: whether keys and values are stored in 8 bits, on a CPU.
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
         ranks: over which the model is split; None: this process runs all of it.
@@ -123,7 +125,7 @@ class LlmExecutor(ModelExecutor):
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
         served = Served(model)
-        kv = _pages(model, description, kv_pages, limits, ranks)
+        kv = _pages(model, description, kv_pages, limits, ranks, quantised=quantised_kv)
         own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
         adapters: AdapterTable[Any] | None = None
@@ -262,13 +264,20 @@ def _pages(
     kv_pages: int | None,
     limits: StepLimits,
     ranks: RankGroup | None,
+    *,
+    quantised: bool,
 ) -> KvTensors:
-    """A pool that fits the memory of the device, or of all ranks. Raises KvSizingError."""
+    """A pool that fits the memory of the device, or of all ranks.
+
+    Raises KvSizingError, and ModelError if pages are to be `quantised` and there are none for the model.
+    """
+    if quantised and model.device.type != "cpu":
+        raise ModelError("kv_cache_dtype = int8 needs device = cpu")
     if ranks is not None:
-        return ranked_pages(model, description, kv_pages, limits, ranks)
+        return ranked_pages(model, description, kv_pages, limits, ranks, quantised=quantised)
     if model.device.type != "cuda":
-        num_pages = choose_num_pages(kv_pages, page_bytes(model))
+        num_pages = choose_num_pages(kv_pages, page_bytes(model, quantised=quantised))
     else:
         sizes = {"max_seq_len": description.max_seq_len, "vocab_size": description.vocab_size}
         num_pages = gpu_num_pages(model, kv_pages, limits, **sizes)
-    return allocate_pages(model, num_pages)
+    return allocate_pages(model, num_pages, quantised=quantised)

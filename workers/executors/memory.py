@@ -8,6 +8,7 @@ import torch
 
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages
 from workers.kv.tensors import KvTensors
+from workers.models.errors import ModelError
 from workers.models.model import PAGE_SIZE, Model, new_pages, page_bytes
 from workers.models.shard import Group
 from workers.runners.base import Runner
@@ -81,10 +82,15 @@ def gpu_num_pages(
     return choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
 
 
-def allocate_pages(model: Model, num_pages: int) -> KvTensors:
-    """Allocate pages. Raises KvSizingError on a GPU; on a CPU memory is there once it is written to."""
+def allocate_pages(model: Model, num_pages: int, *, quantised: bool = False) -> KvTensors:
+    """Allocate pages, of 8 bits if `quantised`. On a CPU memory is there once it is written to.
+
+    Raises KvSizingError on a GPU, and ModelError if the model has no quantised pages.
+    """
     try:
-        return new_pages(model, num_pages)
+        return new_pages(model, num_pages, quantised=quantised)
+    except ValueError as error:
+        raise ModelError(f"kv_cache_dtype = int8: {error}") from error
     except torch.OutOfMemoryError as error:
         needed_bytes = num_pages * page_bytes(model)
         raise KvSizingError(

@@ -143,19 +143,26 @@ def ranked_adapters(
 
 
 def ranked_pages(
-    model: Model, description: ModelDescription, kv_pages: int | None, limits: StepLimits, ranks: RankGroup
+    model: Model,
+    description: ModelDescription,
+    kv_pages: int | None,
+    limits: StepLimits,
+    ranks: RankGroup,
+    *,
+    quantised: bool,
 ) -> KvTensors:
-    """As many pages on each rank as fit on all. Raises KvSizingError."""
+    """As many pages on each rank as fit on all. Raises KvSizingError, and ModelError as `allocate_pages`."""
     max_seq_len, step = description.max_seq_len, dataclasses.asdict(limits)
     if model.device.type != "cuda":
         # The ranks share the memory.
-        num_pages = choose_num_pages(kv_pages, ranks.ranks * page_bytes(model))
+        num_pages = choose_num_pages(kv_pages, ranks.ranks * page_bytes(model, quantised=quantised))
     else:
         sizes = {"max_seq_len": max_seq_len, "vocab_size": description.vocab_size}
         with ranks.asking("count_pages", kv_pages=kv_pages, limits=step, **sizes) as answers:
             own = gpu_num_pages(model, kv_pages, limits, **sizes)
             num_pages = min(own, *(answer["pages"] for answer in answers()))
-    with ranks.asking("allocate_pages", pages=num_pages, limits=step, max_seq_len=max_seq_len):
-        kv = allocate_pages(model, num_pages)
+    told = {"pages": num_pages, "limits": step, "max_seq_len": max_seq_len, "quantised": quantised}
+    with ranks.asking("allocate_pages", **told):
+        kv = allocate_pages(model, num_pages, quantised=quantised)
     kv.others = ranks
     return kv

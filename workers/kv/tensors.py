@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.cpu.kv_write import kv_write
-from kernels.packed_pages import PackedKeys, PackedValues, Pages, can_pack
+from kernels.packed_pages import SCALE_BYTES, PackedKeys, PackedValues, Pages, can_pack
 from workers import huge_pages
 
 # Pages copied at once. Limits the temporary memory of `copy_pages`.
@@ -74,6 +73,7 @@ class KvTensors:
     The tensors exist as long as this object and never move, so views of them may be kept.
 
     Attributes:
+        quantised: Whether keys and values are stored in 8 bits with a scale each.
         others: Of rank 0, the others, which copy what this one copies; None: there are none.
     """
 
@@ -86,6 +86,7 @@ class KvTensors:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         pack: bool = True,
+        quantised: bool = False,
     ) -> None:
         """Allocate. On the CPU the system provides memory when it is first written.
 
@@ -96,9 +97,10 @@ class KvTensors:
             dtype: Of keys and values.
             device: Their device.
             pack: Pack the pages of layers for which there are compiled kernels.
+            quantised: Store keys and values in 8 bits with a scale each, in packed pages.
 
         Raises:
-            ValueError: A size is below 1, or there are no layers.
+            ValueError: A size is below 1, there are no layers, or no kernels for quantised pages of one.
         """
         for name, size in (("layers", len(layers)), ("num_pages", num_pages), ("page_size", page_size)):
             _check_size(name, size)
@@ -106,21 +108,29 @@ class KvTensors:
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
+        self.quantised = quantised
         self.device = torch.device(device)
         self.others: OtherRanks | None = None
         # All tensors of one shape share one piece of memory, so that one operation copies a page in all of
         # them. If keys, values and layers have the same shape, that is the whole cache.
         shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))
+        stored, more = (torch.int8, SCALE_BYTES) if quantised else (dtype, 0)
         self._pieces = {
-            shape: huge_pages.empty((count, num_pages, page_size, *shape), dtype, self.device)
+            shape: huge_pages.empty(
+                (count, num_pages, page_size, shape[0], shape[1] + more), stored, self.device
+            )
             for shape, count in shapes.items()
-        }  # [N, P, S, K, D] each
+        }  # [N, P, S, K, D] each, or [N, P, S, K, D + 4]
         unused = {shape: iter(piece) for shape, piece in self._pieces.items()}
         self._layers: list[tuple[Pages, Pages]] = []
         for layer in layers:
             keys, values = next(unused[layer.key_shape]), next(unused[layer.value_shape])
-            packs = pack and can_pack(keys) and can_pack(values)
-            self._layers.append((PackedKeys(keys), PackedValues(values)) if packs else (keys, values))
+            packs = pack and can_pack(keys, dtype) and can_pack(values, dtype)
+            if quantised and not packs:
+                raise ValueError(f"quantised: there are no kernels for pages of {layer} in {dtype}")
+            self._layers.append(
+                (PackedKeys(keys, dtype), PackedValues(values, dtype)) if packs else (keys, values)
+            )
 
     @property
     def num_layers(self) -> int:
@@ -130,14 +140,19 @@ class KvTensors:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page: K and V of all layers, on all ranks."""
-        own_bytes = self.page_bytes(self.layers, page_size=self.page_size, dtype=self.dtype)
+        own_bytes = self.page_bytes(
+            self.layers, page_size=self.page_size, dtype=self.dtype, quantised=self.quantised
+        )
         return own_bytes if self.others is None else own_bytes * self.others.ranks
 
     @staticmethod
-    def page_bytes(layers: Sequence[LayerKv], *, page_size: int, dtype: torch.dtype) -> int:
+    def page_bytes(
+        layers: Sequence[LayerKv], *, page_size: int, dtype: torch.dtype, quantised: bool = False
+    ) -> int:
         """Bytes that one page of these layers takes: K and V of all of them."""
-        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
-        return page_size * numbers * dtype.itemsize
+        element_bytes, more = (1, SCALE_BYTES) if quantised else (dtype.itemsize, 0)
+        vectors = [(layer.kv_heads, dim) for layer in layers for dim in (layer.key_dim, layer.value_dim)]
+        return page_size * sum(heads * (dim * element_bytes + more) for heads, dim in vectors)
 
     def layer(self, index: int) -> tuple[Pages, Pages]:
         """K and V of a layer, each [P, S, K, D]: contiguous tensors, or packed if the layer is.
@@ -211,15 +226,15 @@ class KvTensors:
         source = torch.tensor([pair[0] for pair in pairs], device=self.device)
         destination = torch.tensor([pair[1] for pair in pairs], device=self.device)
         plain: list[torch.Tensor] = []  # [.., P, S, K, D] each
-        for keys, values in self._layers:
-            if isinstance(keys, PackedKeys) and isinstance(values, PackedValues):
-                kv_write(keys.rows(source), values.rows(source), keys, values, destination)
+        for pages in (pages for layer in self._layers for pages in layer):
+            if isinstance(pages, torch.Tensor):
+                plain.append(pages)
             else:
-                plain += [pages for pages in (keys, values) if isinstance(pages, torch.Tensor)]
+                pages.move(source, destination)
         if len(plain) == 2 * len(self._layers):
             plain = list(self._pieces.values())
-        for pages in plain:
-            slots = pages.flatten(-4, -3)  # [.., P * S, K, D]
+        for some in plain:
+            slots = some.flatten(-4, -3)  # [.., P * S, K, D]
             slots.index_copy_(-3, destination, slots.index_select(-3, source))
         if self.others is not None:
             self.others.move_slots(pairs)

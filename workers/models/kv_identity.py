@@ -47,6 +47,7 @@ def kv_identity(
     layout = (
         sys.byteorder,
         str(kv.dtype),
+        kv.quantised,
         kv.page_size,
         kv.layers,
         [[type(part).__name__ for part in kv.layer(index)] for index in range(kv.num_layers)],

@@ -108,13 +108,16 @@ class Model(Protocol):
         """Replace the adapter of a slot, or empty it: for forwards after this. On their thread."""
 
 
-def page_bytes(model: Model) -> int:
-    """The bytes of one page: keys and values of all layers."""
-    return KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=model.dtype)
+def page_bytes(model: Model, *, quantised: bool = False) -> int:
+    """The bytes of one page: keys and values of all layers, in 8 bits if `quantised`."""
+    return KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=model.dtype, quantised=quantised)
 
 
-def new_pages(model: Model, num_pages: int) -> KvTensors:
-    """Allocate pages for a model, in its dtype and on its device."""
+def new_pages(model: Model, num_pages: int, *, quantised: bool = False) -> KvTensors:
+    """Allocate pages for a model, in its dtype, or 8 bits if `quantised`, and on its device.
+
+    Raises ValueError if there are no quantised pages for it.
+    """
     return KvTensors(
         model.kv_layers,
         num_pages=num_pages,
@@ -122,4 +125,5 @@ def new_pages(model: Model, num_pages: int) -> KvTensors:
         dtype=model.dtype,
         device=model.device,
         pack=model.packs_kv,
+        quantised=quantised,
     )
