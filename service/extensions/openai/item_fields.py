@@ -227,6 +227,8 @@ def _set_constraint(item: runner_pb2.ExecuteItem, path: str, **kind: str) -> Non
     if item.HasField("constraint"):
         raise bad_field(path, "is one constraint too many: only one can be")
     for name, text in kind.items():
+        if not text:
+            raise bad_field(path, "must not be empty")
         setattr(item.constraint, name, text)
 
 
@@ -273,6 +275,8 @@ def _set_structured(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None
         if (inner := fields.raw(name)) is not None:
             set_it(item, inner, fields.path(name))
     fields.refuse_others(neutral=_NEUTRAL_OF_STRUCTURED)
+    if not item.HasField("constraint"):
+        raise bad_field(path, f"needs one of {', '.join(_STRUCTURED)}")
 
 
 def _set_allowed(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:

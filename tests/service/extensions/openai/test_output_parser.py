@@ -20,6 +20,7 @@ from service.extensions.openai.output_formats import (
     TOOL_FORMATS,
     OutputFormats,
     ToolFormat,
+    formats_of,
 )
 from service.extensions.openai.output_parser import MAX_CALLS, OutputParser, Part
 
@@ -97,6 +98,16 @@ def test_calls_of_each_family(name: str, is_thinking: bool) -> None:
     content, thoughts, calls = gathered(parts_of(BY_NAME[name], text, reasoning))
     assert valued(calls) == [("look_up", {"city": "Bern <b>", "days": 3}), ("stop", {})]
     assert (content, thoughts) == ("", "Hm." if is_thinking else "")
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=[each.name for each in TOOL_FORMATS])
+def test_a_template_shows_the_format(form: ToolFormat) -> None:
+    template = "{# tools #} <think> " + " ".join((*form.marks, *form.begins))
+    assert formats_of(template).tools is form
+    assert formats_of(template, "none", "none") == OutputFormats()
+    assert formats_of("", form.name).tools is form
+    thoughts = formats_of(template).reasoning
+    assert thoughts is not None and thoughts.name == ("openai" if form.name == "openai" else "think")
 
 
 def test_thoughts_that_the_prompt_has_begun() -> None:
