@@ -49,7 +49,7 @@ class Answers:
     def forward(self, forward: Forward) -> None:
         """Answers a forward that is complete, and prelaunches the next one of its sequence."""
         self.results.append(forward)
-        if self._prelauncher.may_follow(wanted=forward.prelaunch):
+        if self._prelauncher.may_follow(wanted=forward.prelaunch > 0):
             if may_be_continued(forward):
                 self._follow(Decodes.done([forward]))
                 return
@@ -60,6 +60,15 @@ class Answers:
     def decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
         """As `forward`, for plain decodes. `launched`: the next ones that run already."""
         self.results.append(decodes)
+        self._go_on(decodes, launched)
+
+    def ready(self, answers: Sequence[Decodes | Forward], decodes: Decodes) -> None:
+        """Tells answers that were prelaunched. Goes on with these decodes: see `Prelauncher.consume`."""
+        self.results += answers
+        if decodes.size:
+            self._go_on(decodes)
+
+    def _go_on(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
         if self._prelauncher.may_follow(wanted=any(decodes.columns[PRELAUNCH].tolist())):
             self._follow(decodes, launched)
         else:

@@ -163,7 +163,7 @@ class Decodes:
             priority=Priority(row[PRIORITY]),
             deadline_ns=None if row[DEADLINE] == NEVER else row[DEADLINE],
             arrived_ns=row[ARRIVED_NS],
-            prelaunch=bool(row[PRELAUNCH]),
+            prelaunch=row[PRELAUNCH],
             is_prelaunched=row[OP_ID] < 0,
         )
         forward.arrival = row[ARRIVAL]

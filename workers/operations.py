@@ -164,6 +164,10 @@ class OutputSpec:
     sampled_logprob: bool = False
     hidden: HiddenSpec | None = None
     experts: bool = False
+    # The entropy of the model's own distribution.
+    entropy: bool = False
+    # Nothing is prelaunched after one of these tokens.
+    end_token_ids: frozenset[int] = frozenset()
 
     # How many plain rows this row costs, by the data that is read, copied and sent. Logits of a vocabulary
     # take hundreds of kilobytes, a hidden state tens. Short lists are free.
@@ -184,7 +188,8 @@ class OutputSpec:
         needs_history = self.sampling is not None and self.sampling.has_penalty
         object.__setattr__(self, "needs_history", needs_history)
         object.__setattr__(self, "is_plain", weight == 1)
-        wants = self.top_logprobs or self.logprob_token_ids or self.logprob or self.sampled_logprob
+        wants_logprobs = self.top_logprobs or self.logprob_token_ids or self.logprob or self.sampled_logprob
+        wants = wants_logprobs or self.entropy
         object.__setattr__(self, "is_token_only", not (wants or needs_more) and self.logits is None)
 
 
@@ -210,6 +215,7 @@ class RowOutput:
     hidden_format: DataType | None = field(default=None, init=False)
     # See StepOutput in types.proto.
     experts: bytes = field(default=b"", init=False)
+    entropy: float | None = field(default=None, init=False)
 
 
 # Without slots, as RowOutput.
@@ -247,8 +253,9 @@ class Forward:
     # It expires if it has not begun by this time.monotonic_ns(). None: never.
     deadline_ns: int | None = None
     arrived_ns: int = 0
-    # The caller will probably append the chosen token next, with the same output: see `prelaunch`.
-    prelaunch: bool = False
+    # How many chosen tokens the caller will probably append next, one after another and with the same output:
+    # see `prelaunch`.
+    prelaunch: int = 0
     scored: int = 0
     # One for each token, or empty.
     choices: Sequence[RowChoice] = ()
@@ -315,8 +322,11 @@ class Forward:
     samples: Sequence[RowOutput] = field(default=(), init=False)
     # For a tree: the indexes of the kept tokens. Only these are appended to the sequence.
     kept_path: Sequence[int] = field(default=(), init=False)
-    # The number of tokens that are kept in the sequence.
+    # The number of tokens that are kept in the sequence, with those of `appended`.
     kept: int = field(default=0, init=False)
+    # Of a decode: chosen tokens that were appended behind it before they were requested, see `prelaunch`.
+    # Each has an output, too.
+    appended: Sequence[int] = field(default=(), init=False)
     queue_ns: int = field(default=0, init=False)
     compute_ns: int = field(default=0, init=False)
 

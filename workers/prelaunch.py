@@ -6,13 +6,21 @@ next append comes back. If a forward says that it will be continued so (`prelaun
 queued at once as a *prelaunched* forward. The request, when it arrives, consumes the result. So there is no
 pause between two steps, and the round trip overlaps with the computation.
 
+`prelaunch` says how many forwards will follow so. If a step is shorter than the round trip, the next ones are
+prelaunched one after another, and a request is answered with all results that are there, as far as it allows:
+their tokens are appended with it. So the answers become longer until the round trip is hidden. This is only
+done in steps of such sequences alone: beside others it would take more steps for as many tokens. While steps
+are far shorter than a message's way, a request is *held* for a moment, so that its answer has several tokens:
+messages take their time from the steps.
+
 Callers with a loop of their own do not set `prelaunch`. After several such appends in a row, the next one is
 prelaunched too, if that is enabled. On a CPU it is slower: steps compete with the senders of requests.
 
-A prelaunched forward is queued, or runs already, then ready, then consumed or dropped; a sequence has at most
-one. A request for one that runs takes it over, and is answered with its step (`consume_running`). Nothing is
-sent of it before it is requested, so no client sees a token that the journal does not have. Any other command
-for its sequence first drops it, and then has the same effect as if there had been none.
+A prelaunched forward is queued, or runs already, then ready, then consumed or dropped. A sequence has at most
+one that is queued or runs, behind those that are ready. A request for one that runs takes it over, and is
+answered with its step (`consume_running`). Nothing is sent of it before it is requested, so no client sees a
+token that the journal does not have. Any other command for its sequence first drops it, and then has the same
+effect as if there had been none.
 
 Those of a step are prelaunched and consumed together: all are plain decodes (`decodes`). Who asks for more of
 a row, such as its logits, chooses the next token by what he reads there.
@@ -21,6 +29,7 @@ a row, such as its logits, chooses the next token by what he reads there.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -28,6 +37,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workers.decodes import (
+    ADAPTER,
     ARRIVAL,
     ARRIVED_NS,
     BATCH_ITEMS,
@@ -53,6 +63,10 @@ HOLD_TIMEOUT_S = 1.0
 # After so many appends of the chosen token in a row, the next one is prelaunched without `prelaunch`.
 _REPEATS_BEFORE_PRELAUNCH = 3
 
+# For how long a request is held, and the longest step beside which that is done.
+_HOLD_REQUEST_NS = 4_000_000
+_LONGEST_STEP_NS = _HOLD_REQUEST_NS // 2
+
 # What a request must have: position, token, output and prompt_len. The priority does not matter any more.
 _Expected = tuple[int, int, OutputSpec, int]
 
@@ -62,7 +76,7 @@ class _Ready(NamedTuple):
 
     position: int
     token_id: int
-    output: RowOutput | None
+    output: RowOutput
     compute_ns: int
     batch_items: int
     since_ns: int
@@ -86,10 +100,16 @@ class Prelauncher:
         # All by sequence. What its next request has to be; and how many in a row were so.
         self.expected: dict[int, _Expected] = {}
         self._repeats: dict[int, int] = {}
-        # Its prelaunched forward is in one of these, and its request is expected: the op id, from when it is
-        # queued or launched until its result is there or it is requested; or the result, the oldest first.
+        # The position of the last forward that may be prelaunched before another one is requested.
+        self._last: dict[int, int] = {}
+        # Its prelaunched forwards are in these, and their requests are expected: the op id, from when it is
+        # queued or launched until its result is there or it is requested; and the results, in order of their
+        # positions. Of the sequences those that were ready first come first.
         self.queued: dict[int, int] = {}
-        self.ready: dict[int, _Ready] = {}
+        self.ready: dict[int, deque[_Ready]] = {}
+        # Requests that are held, by sequence, and until when. How long the last prelaunched step took.
+        self.held: dict[int, tuple[Decodes, int]] = {}
+        self._step_ns = _HOLD_REQUEST_NS
         # One that has begun in this step, and so holds pages.
         self._begun: Forward | None = None
         # A requested forward needs pages of prelaunched ones: none begins in this step, or in the next.
@@ -106,7 +126,7 @@ class Prelauncher:
         """
         sequences = decodes.sequences
         self._forget_expected(sequences)
-        following, is_followed = self._following(decodes), self._followed(decodes)
+        following, is_followed = self._following(decodes), self._followed(decodes) & ~_ends(decodes)
         is_expected = is_followed
         if self.prelaunch_unrequested:
             # Whether a caller appends the chosen token is learned from each request.
@@ -114,12 +134,19 @@ class Prelauncher:
         self._expect(following.take(is_expected))
         for sequence in decodes.take(~is_expected).sequences if self._repeats else ():
             self._repeats.pop(sequence, None)
-        queued = launched if launched.size else self._queue(following.take(is_followed))
-        self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
+        self._set_last(decodes.take(is_expected))
+        if launched.size:
+            self.queued.update(zip(launched.sequences, launched.column(OP_ID), strict=True))
+        else:
+            self._queue(following.take(is_followed))
         return [sequence for sequence in sequences if sequence not in self.queued]
 
-    def _queue(self, decodes: Decodes) -> Decodes:
-        """Queue as many as the next step has room for. Returns these.
+    def _set_last(self, decodes: Decodes) -> None:
+        last = decodes.columns[POSITION] + decodes.columns[PRELAUNCH]
+        self._last.update(zip(decodes.sequences, last.tolist(), strict=True))
+
+    def _queue(self, decodes: Decodes) -> None:
+        """Queue as many as the next step has room for.
 
         The requests for others would arrive first, and their callers pay for both.
         """
@@ -128,7 +155,7 @@ class Prelauncher:
         if queued.size and not self._scheduler.add_decodes(queued):
             for forward in queued.forwards():
                 self._scheduler.add(forward)
-        return queued
+        self.queued.update(zip(queued.sequences, queued.column(OP_ID), strict=True))
 
     def next_decodes(self, decodes: Decodes) -> Decodes:
         """The next decodes, where they are prelaunched, of sequences whose decodes run and were requested.
@@ -155,7 +182,9 @@ class Prelauncher:
         if list(map(self.expected.get, sequences)) != list(_requests(requests)):
             return False
         places = dict(zip(running.sequences, range(running.size), strict=True))
-        at = [places.get(sequence, -1) for sequence in sequences if sequence in self.queued]
+        # A request for one that is ready comes before that for the one that runs.
+        awaited = [each for each in sequences if each in self.queued and each not in self.ready]
+        at = [places.get(sequence, -1) for sequence in awaited]
         if len(at) < requests.size or -1 in at or len(set(at)) < len(at):
             return False
         columns = requests.columns.copy()
@@ -192,6 +221,7 @@ class Prelauncher:
         """Expect nothing of sequences that are answered. They were queued while something was expected."""
         for sequence in sequences if self.expected else ():
             self.expected.pop(sequence, None)
+            self._last.pop(sequence, None)
         if self.queued or self.ready:
             # It continues an earlier state of the sequence.
             self._cancel(sequences)
@@ -226,25 +256,76 @@ class Prelauncher:
             self._begun = decodes.forward(int(which[0]))
         return begun
 
-    def mark_ready(self, decodes: Decodes) -> None:
-        """Keep the results of prelaunched decodes."""
+    def mark_ready(self, decodes: Decodes, *, go_on: bool) -> None:
+        """Keep the results of prelaunched decodes. `go_on`: prelaunch what may follow before a request."""
         now_ns, sequences = time.monotonic_ns(), decodes.sequences
         for sequence in sequences:
             del self.queued[sequence]
         columns = decodes.columns[[POSITION, CHOSEN, COMPUTE_NS, BATCH_ITEMS]].tolist()
         positions, tokens, compute_ns, items = columns
-        outputs = decodes.row_outputs or repeat(None)
+        outputs = decodes.row_outputs or map(RowOutput, tokens)
         results = map(_Ready, positions, tokens, outputs, compute_ns, items, repeat(now_ns))
-        self.ready.update(zip(sequences, results, strict=False))
+        for sequence, result in zip(sequences, results, strict=False):
+            self.ready.setdefault(sequence, deque()).append(result)
+        self._step_ns = max(compute_ns, default=self._step_ns)
+        if go_on:
+            last = np.array([self._last.get(sequence, 0) for sequence in sequences])
+            may_follow = (decodes.columns[POSITION] < last) & (decodes.columns[ADAPTER] == 0)
+            may_follow &= (decodes.columns[POSITION] + 1 < self._max_seq_tokens) & ~_ends(decodes)
+            self._queue(self._following(decodes.take(may_follow)) if any(may_follow) else NO_DECODES)
 
     def forget(self, prelaunched: Forward) -> None:
         """Forget a prelaunched forward that has left the scheduler and holds nothing."""
         del self.queued[prelaunched.sequence]
 
-    def consume(self, decodes: Decodes) -> tuple[Decodes, Decodes]:
-        """The requested decodes that were prelaunched and are ready, with their results; and the others.
+    def are_ready(self, requests: Decodes) -> Mask:
+        """Which of these are as expected, and have their results."""
+        sequences = requests.sequences
+        known = map(self.expected.get, sequences)
+        found = [
+            sequence in self.ready and one == request
+            for sequence, one, request in zip(sequences, known, _requests(requests), strict=True)
+        ]
+        return np.array(found, np.bool_)
 
-        There is no prelaunched forward of the sequences of the others afterwards.
+    def hold(self, decodes: Decodes, now_ns: int) -> Decodes:
+        """Hold requests for which more is about to be ready. Returns the others."""
+        if self._step_ns > _LONGEST_STEP_NS or not (self.queued and decodes.size):
+            return decodes
+        zipped = zip(decodes.sequences, _requests(decodes), decodes.column(PRELAUNCH), strict=True)
+        is_held = [
+            sequence in self.queued
+            and self.expected.get(sequence) == request
+            and prelaunch > max(1, len(self.ready.get(sequence, ())))
+            for sequence, request, prelaunch in zipped
+        ]
+        for index, sequence in enumerate(decodes.sequences):
+            if is_held[index]:
+                self.held[sequence] = decodes.in_order(np.array([index])), now_ns + _HOLD_REQUEST_NS
+        return decodes.take(~np.array(is_held, np.bool_))
+
+    def release_held(self, now_ns: int | None = None) -> Decodes:
+        """Hold some requests no longer, and return them: those that are due at `now_ns`. None: all."""
+        if not self.held:
+            return NO_DECODES
+        released = [
+            sequence
+            for sequence, (request, until_ns) in self.held.items()
+            if now_ns is None
+            or now_ns >= until_ns
+            or sequence not in self.queued
+            or len(self.ready.get(sequence, ())) >= request.columns[PRELAUNCH, 0]
+        ]
+        if not released:
+            return NO_DECODES
+        return Decodes.joined([self.held.pop(sequence)[0] for sequence in released])
+
+    def consume(self, decodes: Decodes) -> tuple[Sequence[Decodes | Forward], Decodes, Decodes]:
+        """Take the results of requested decodes that were prelaunched and are ready.
+
+        Returns their answers; those after which nothing is prelaunched yet, as the last decode that was
+        answered of each; and the requests without a result. There is no prelaunched forward of the sequences
+        of these afterwards.
         """
         sequences, requests = decodes.sequences, list(_requests(decodes))
         known = list(map(self.expected.get, sequences))
@@ -256,22 +337,57 @@ class Prelauncher:
             self.drop([sequence for sequence, one, request in zipped if one and one != request])
         # Those that are left are as they were expected.
         ready = [sequence in self.ready for sequence in sequences]
-        found = np.array(ready, np.bool_)
         if not all(ready):
             self._cancel([each for each, is_ready in zip(sequences, ready, strict=True) if not is_ready])
             if not any(ready):
-                return NO_DECODES, decodes
-        results = [self.ready.pop(each) for each, is_ready in zip(sequences, ready, strict=True) if is_ready]
-        done, others = decodes.take(found), decodes.take(~found)
-        _, tokens, outputs, compute_ns, items, _ = zip(*results, strict=True)
-        done.columns[[CHOSEN, COMPUTE_NS, BATCH_ITEMS]] = tokens, compute_ns, items
-        if any(outputs):
-            done.row_outputs = [
-                RowOutput(token) if output is None else output
-                for token, output in zip(tokens, outputs, strict=True)
-            ]
+                return (), NO_DECODES, decodes
+        found = np.array(ready, np.bool_)
+        answers, last = self._take_ready(decodes.take(found))
+        return answers, self._still_to_follow(last), decodes.take(~found)
+
+    def _take_ready(self, done: Decodes) -> tuple[Sequence[Decodes | Forward], Decodes]:
+        """The answers to these, and the last decode that was answered of each."""
+        taken = [
+            self._take_results(sequence, most)
+            for sequence, most in zip(done.sequences, done.column(PRELAUNCH), strict=True)
+        ]
+        last = [results[-1] for results in taken]
+        done.columns[CHOSEN] = [result.token_id for result in last]
+        done.columns[COMPUTE_NS] = [sum(result.compute_ns for result in results) for results in taken]
+        done.columns[BATCH_ITEMS] = [result.batch_items for result in last]
+        if not all(spec.is_token_only for spec in done.kinds):
+            done.row_outputs = [result.output for result in last]
         self._engine.count_decodes(done)
-        return done, others
+        has_more = np.array([len(results) > 1 for results in taken], np.bool_)
+        if not any(has_more):
+            return (done,), done
+        answers: list[Decodes | Forward] = [done.take(~has_more)] if not all(has_more) else []
+        answers += [
+            _answered_with(done.forward(index), taken[index], int(done.columns[COMPUTE_NS, index]))
+            for index in has_more.nonzero()[0].tolist()
+        ]
+        # The answers to the others are made of this, too, but not of these columns.
+        for index in has_more.nonzero()[0].tolist():
+            done.columns[[POSITION, TOKEN], index] = last[index].position, taken[index][-2].token_id
+        return answers, done
+
+    def _take_results(self, sequence: int, most: int) -> list[_Ready]:
+        results = self.ready[sequence]
+        taken = [results.popleft() for _ in range(min(max(1, most), len(results)))]
+        if not results:
+            del self.ready[sequence]
+        return taken
+
+    def _still_to_follow(self, answered: Decodes) -> Decodes:
+        """Which have nothing prelaunched. Of the others, expect the request for that."""
+        sequences = answered.sequences
+        has_next = np.array([each in self.queued or each in self.ready for each in sequences], np.bool_)
+        if not any(has_next):
+            return answered
+        going_on = answered.take(has_next)
+        self._expect(self._following(going_on))
+        self._set_last(going_on)
+        return answered.take(~has_next)
 
     def drop(self, sequences: Iterable[int]) -> None:
         """Undo what was prelaunched for these sequences, and expect no further forwards of them."""
@@ -279,6 +395,7 @@ class Prelauncher:
         for sequence in sequences:
             self.expected.pop(sequence, None)
             self._repeats.pop(sequence, None)
+            self._last.pop(sequence, None)
         self._cancel(sequences)
 
     def drop_all(self) -> None:
@@ -286,14 +403,15 @@ class Prelauncher:
         self.drop(self.expected)
 
     def free_pages(self) -> bool:
-        """Drop everything that is ready, to free its pages. Returns whether there was any.
+        """Drop what is ready, to free its pages. Returns whether there was any.
 
-        Queued forwards stay: the scheduler may be in the middle of a step.
+        Queued forwards stay, and what is ready before them: the scheduler may be in the middle of a step. If
+        none may begin in this one, they are forgotten, so that nothing has to stay.
         """
-        ready, self.ready = self.ready, {}
-        for sequence, result in ready.items():
-            self._engine.undo(sequence, result.position)
-        return bool(ready)
+        freed = [sequence for sequence in self.ready if self._is_paused or sequence not in self.queued]
+        for sequence in freed:
+            self._engine.undo(sequence, self.ready.pop(sequence)[0].position)
+        return bool(freed)
 
     def wait_for_pages(self, op: Forward) -> bool:
         """Let a forward wait for pages that prelaunched forwards of this step hold. False: none holds any.
@@ -309,19 +427,20 @@ class Prelauncher:
     def drop_expired(self, now_ns: int) -> None:
         """Drop results that were not requested in time."""
         timeout_ns = int(HOLD_TIMEOUT_S * 1e9)
-        while self.ready:
-            sequence, result = next(iter(self.ready.items()))
-            if now_ns - result.since_ns < timeout_ns:
+        for sequence, results in list(self.ready.items()):
+            if now_ns - results[0].since_ns < timeout_ns:
                 return
-            self.drop([sequence])
+            # What is queued behind it may run.
+            if sequence not in self.queued:
+                self.drop([sequence])
 
     def _cancel(self, sequences: Sequence[int]) -> None:
         """Undo what was prelaunched for these sequences."""
         queued: list[int] = []
         for sequence in sequences if self.ready or self.queued else ():
-            result = self.ready.pop(sequence, None)
-            if result is not None:
-                self._engine.undo(sequence, result.position)
+            results = self.ready.pop(sequence, None)
+            if results:
+                self._engine.undo(sequence, results[0].position)
             op_id = self.queued.pop(sequence, None)
             if op_id is not None:
                 queued.append(op_id)
@@ -333,6 +452,24 @@ def _requests(decodes: Decodes) -> Iterable[_Expected]:
     """What a request has to be to be that of one of these."""
     column = decodes.column
     return zip(column(POSITION), column(TOKEN), decodes.outputs, column(PROMPT_LEN), strict=True)
+
+
+def _ends(decodes: Decodes) -> Mask:
+    """Which have chosen a token after which nothing is prelaunched."""
+    if not any(spec.end_token_ids for spec in decodes.kinds):
+        return np.zeros(decodes.size, np.bool_)
+    chosen = decodes.column(CHOSEN)
+    found = [token in spec.end_token_ids for token, spec in zip(chosen, decodes.outputs, strict=True)]
+    return np.array(found, np.bool_)
+
+
+def _answered_with(request: Forward, results: Sequence[_Ready], compute_ns: int) -> Forward:
+    """A requested decode with its result, and those of the decodes that follow it."""
+    request.outputs = [result.output for result in results]
+    request.appended = [result.token_id for result in results[:-1]]
+    request.kept = request.steps = len(results)
+    request.compute_ns, request.batch_items = compute_ns, results[-1].batch_items
+    return request
 
 
 def may_be_continued(op: Forward) -> bool:

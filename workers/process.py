@@ -35,7 +35,7 @@ STOP_TIMEOUT_S = 1.0
 _PR_SET_PDEATHSIG = 1
 WEIGHTLESS_MODEL = "paged-attention"
 # With fewer parameters for each thread, waking the threads takes longer than a step, and idle ones spin.
-_LEAST_PARAMETERS_PER_THREAD = 2_000_000
+LEAST_PARAMETERS_PER_THREAD = 2_000_000
 
 _log = get_logger("workers")
 
@@ -210,7 +210,7 @@ def _make_executor(
             ranks=None if ranks is None else RankGroup(ranks),
         )
     parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
-    executor.set_threads(min(threads, max(1, parameters // _LEAST_PARAMETERS_PER_THREAD)))
+    executor.set_threads(min(threads, max(1, parameters // LEAST_PARAMETERS_PER_THREAD)))
     return _stored(executor, directory, config)
 
 

@@ -1,4 +1,4 @@
-"""The outputs of rows as plain data: log-probabilities, likely tokens, logits, hidden states and experts.
+"""The outputs of rows: log-probabilities, entropy, likely tokens, logits, hidden states and experts.
 
 Log-probabilities are those of the model's own distribution: the log-softmax of the logits before any sampling
 setting, in float32, or where kernels are compiled in float64, rounded. Each row's numbers are bitwise
@@ -66,6 +66,8 @@ def build_outputs(logits: Tensor, chosen: Tensor, specs: Sequence[OutputSpec]) -
     for start in range(0, len(wanted), _ROWS_AT_A_TIME):
         _add_logprobs(outputs, specs, logits, wanted[start : start + _ROWS_AT_A_TIME], listed)
     for row, spec in enumerate(specs):
+        if spec.entropy:
+            outputs[row].entropy = entropy(logits[row])
         if spec.logits is not None:
             outputs[row].logits = encode_row(logits[row], spec.logits)
             outputs[row].logits_format = spec.logits
@@ -188,6 +190,19 @@ def log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
     if logits.device.type == "cpu" and compiled.available():
         return compiled.log_probabilities(logits.float().contiguous(), ids)
     return _log_softmax(logits.float()).gather(1, ids)
+
+
+def entropy(logits: Tensor) -> float:
+    """The entropy of softmax(logits) in nats, for one row ([V]).
+
+    In float64, so that the order of sums, which depends on the CPU, hardly ever shows in float32.
+    """
+    shifted = logits.double() - logits.max().double()
+    weights = shifted.exp()
+    total = weights.sum()
+    # A token that cannot be chosen adds nothing.
+    mean = torch.where(weights > 0, weights * shifted, 0.0).sum() / total
+    return max(0.0, float(total.log() - mean))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import numpy as np
 from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
-from workers.decodes import ADAPTER, NO_DECODES, Decodes
+from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -135,7 +135,8 @@ class StepLoop:
     def operations_in_flight(self) -> int:
         """Forwards in the scheduler, those that wait for an adapter or the disk, and those with samples."""
         waiting = sum([len(some) for some in (self._adapters, self._kv_disk) if some is not None])
-        return len(self._scheduler) + len(self._drawing.forwards) + waiting
+        held = len(self._prelauncher.held)
+        return len(self._scheduler) + len(self._drawing.forwards) + waiting + held
 
     # The loop's thread.
 
@@ -188,6 +189,7 @@ class StepLoop:
                 commands, arrived_ns = self._inbox.get(wait_ns / 1e9)
 
     def _carry_out(self, command: Command | Internal | DiskReport) -> None:
+        self._take_now(self._prelauncher.release_held())
         if isinstance(command, DiskReport):
             assert self._kv_disk is not None, "it reports"
             self._take_read(self._kv_disk.take())
@@ -214,21 +216,28 @@ class StepLoop:
 
     def _wait(self) -> _Arrived:
         """Waits for commands, or until the step in flight is to be gone on with or the loop ends."""
-        if self._in_flight.step is not None:
-            while self._in_flight.waits_for_requests:
-                with suppress(queue.Empty):
-                    return self._inbox.get(_POLL_S)
+        if self._prelauncher.held:
+            # Nothing is computed for these any more.
+            self._take_now(self._prelauncher.release_held())
             return _NOTHING
+        if self._in_flight.step is not None:
+            return self._wait_for_step()
         if self._prelauncher.ready:
             try:
                 return self._inbox.get(HOLD_TIMEOUT_S)
             except queue.Empty:
                 self._prelauncher.drop_all()
-        if self._kv_disk is not None and len(self._kv_disk):
+        if self._kv_disk is None or not len(self._kv_disk):
+            return self._inbox.get()
+        with suppress(queue.Empty):
+            return self._inbox.get(_DISK_POLL_S)
+        return _NOTHING
+
+    def _wait_for_step(self) -> _Arrived:
+        while self._in_flight.waits_for_requests:
             with suppress(queue.Empty):
-                return self._inbox.get(_DISK_POLL_S)
-            return _NOTHING
-        return self._inbox.get()
+                return self._inbox.get(_POLL_S)
+        return _NOTHING
 
     def _take_decodes(self, decodes: Decodes) -> None:
         """Answers those whose results are there, and lets the others wait for a step or their adapter."""
@@ -236,18 +245,28 @@ class StepLoop:
         if len(set(sequences)) < len(sequences):
             self._take_in_turn(decodes)
             return
+        if not self._prelauncher.held.keys().isdisjoint(sequences):
+            self._take_now(self._prelauncher.release_held())
         if self._kv_disk is not None:
             decodes = self._behind_reads(decodes, self._kv_disk)
-        has_adapters = any(decodes.columns[ADAPTER].tolist())
-        if has_adapters and self._adapters is not None:
+        if self._adapters is not None and any(decodes.columns[ADAPTER].tolist()):
             self._adapters.count_decodes(decodes)
+        if self._prelauncher.queued and not self._engine.runner.can_launch:
+            # Where steps are launched, they are while requests for them arrive.
+            decodes = self._prelauncher.hold(decodes, time.monotonic_ns())
+        self._take_now(decodes)
+
+    def _take_now(self, decodes: Decodes) -> None:
+        """As `_take_decodes`, for those that are not held, or not any more: see `prelaunch`."""
+        if not decodes.size:
+            return
         if self._in_flight.step is not None:
             decodes = self._in_flight.consume(decodes)
         if decodes.size and self._prelauncher.expected:
-            done, decodes = self._prelauncher.consume(decodes)
-            if done.size:
-                self._answers.decodes(done)
-        if has_adapters:
+            answers, answered, decodes = self._prelauncher.consume(decodes)
+            if answers:
+                self._answers.ready(answers, answered)
+        if any(decodes.columns[ADAPTER].tolist()):
             decodes = self._admitted(decodes)
         if decodes.size and not self._scheduler.add_decodes(decodes):
             for forward in decodes.forwards():
@@ -268,6 +287,7 @@ class StepLoop:
         return decodes.take(~waits)
 
     def _take_forward(self, forward: Forward) -> None:
+        self._take_now(self._prelauncher.release_held())
         self._in_flight.finish_for(forward.sequence)
         if forward.sequence in self._prelauncher.expected:
             # What is prelaunched is a plain decode, and this is none.
@@ -447,9 +467,13 @@ class StepLoop:
         if self._prelauncher.queued:
             prelaunched = decodes.prelaunched
             ahead = decodes.take(prelaunched)
-            self._prelauncher.mark_ready(ahead)
+            wanted = prelaunched | (decodes.columns[PRELAUNCH] > 0)
+            is_shared = self._scheduler.has_others or not all(wanted.tolist())
+            self._prelauncher.mark_ready(ahead, go_on=not is_shared)
             # Their callers were answered when they were queued, so their next requests may arrive soon.
-            self._answers.answered += ahead.sequences
+            queued = self._prelauncher.queued
+            self._answers.answered += [each for each in ahead.sequences if each not in queued]
+            self._take_now(self._prelauncher.release_held(time.monotonic_ns()))
             decodes = decodes.take(~prelaunched)
         if decodes.size:
             self._engine.count_decodes(decodes)

@@ -92,6 +92,8 @@ class StepsInFlight:
             return requests
         running = set(self.step.decodes.sequences)
         found = np.array([sequence in running for sequence in requests.sequences])
+        # What is ready before the running one is answered first.
+        found &= ~self._prelauncher.are_ready(requests)
         if not any(found.tolist()):
             return requests
         if self._prelauncher.consume_running(self.step.decodes, requests.take(found)):

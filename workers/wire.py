@@ -90,6 +90,8 @@ _MAX_CACHED_BYTES = 256
 _SEED = DEADLINE + 1
 _DECODE_NUMBERS = _SEED + 1
 _LONGEST_NS = 1 << 62
+# `prelaunch` is less than this in a row: what is more is the index of the options.
+_PRELAUNCH_VALUES = 256
 # Those of each row of a DecodesDone.
 _DONE = [OP_ID, CHOSEN, QUEUE_NS, COMPUTE_NS, BATCH_ITEMS]
 
@@ -156,7 +158,7 @@ def to_decodes(
     Raises ValueError for rows of another size, or an unknown index of options.
     """
     rows = np.frombuffer(message.rows, "<u8").reshape(-1, _DECODE_NUMBERS).T
-    options, which = list(message.options), (rows[PRELAUNCH] >> 1).tolist()
+    options, which = list(message.options), (rows[PRELAUNCH] // _PRELAUNCH_VALUES).tolist()
     if max(which) >= len(options):
         raise ValueError(f"options {max(which)} of {len(options)}")
     known, draws = zip(*map(_plain_output, options, repeat(vocab_size), repeat(num_layers)), strict=True)
@@ -168,16 +170,15 @@ def to_decodes(
             for index, seed in zip(which, rows[_SEED].tolist(), strict=True)
         ]
     else:
-        outputs = [known[index] for index in which]
+        outputs = list(map(known.__getitem__, which))
     now_ns = time.monotonic_ns()
     columns = np.zeros((WIDTH, len(outputs)), np.int64)
     columns[:_SEED] = rows[:_SEED]
     columns[LORA_SLOT] = -1
-    columns[PRELAUNCH] &= 1
+    columns[PRELAUNCH] %= _PRELAUNCH_VALUES
     columns[ARRIVED_NS] = now_ns
-    columns[DEADLINE] = NEVER
-    if any(timeouts := rows[DEADLINE].tolist()):
-        columns[DEADLINE] = [now_ns + min(one, _LONGEST_NS) if one else NEVER for one in timeouts]
+    timeouts = np.minimum(rows[DEADLINE], _LONGEST_NS).astype(np.int64)
+    columns[DEADLINE] = np.where(timeouts > 0, now_ns + timeouts, NEVER)
     plain = [output for output in outputs if output is not None]
     if len(plain) == len(outputs):
         return Decodes(columns, plain), []
@@ -215,8 +216,8 @@ def _command_of(row: list[int], options: Sequence[bytes]) -> worker_pb2.WorkerCo
         position=row[POSITION],
         token_ids=[row[TOKEN]],
         prompt_len=row[PROMPT_LEN],
-        options=options[row[PRELAUNCH] >> 1],
-        prelaunch=bool(row[PRELAUNCH] & 1),
+        options=options[row[PRELAUNCH] // _PRELAUNCH_VALUES],
+        prelaunch=row[PRELAUNCH] % _PRELAUNCH_VALUES,
         timeout_ns=row[DEADLINE],
         default_seed=row[_SEED],
         kind=worker_pb2.OPERATION_KIND_DECODE,
@@ -315,10 +316,11 @@ def _to_options(
     """
     output = options.output
     draws = output.HasField("sampling") and not output.sampling.HasField("seed")
+    ends = frozenset(options.end_token_ids)
     fields = {
         "rows": options.rows,
         "scored": options.scored,
-        "output": _to_output(output, vocab_size, num_layers) if options.HasField("output") else GREEDY,
+        "output": _to_output(output, vocab_size, num_layers, ends),
         "accept": Accept.CHOSEN if options.accept and not keep_all else Accept.ALL,
         "choices": [_to_choice(row, vocab_size) for row in options.verify_rows],
         "sample_seeds": tuple(options.sample_seeds),
@@ -346,7 +348,9 @@ def _to_experts(
     return GivenExperts(options.experts_from, ids.reshape(-1, layers, per_token))
 
 
-def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: int) -> OutputSpec:
+def _to_output(
+    message: types_pb2.OutputOptions, vocab_size: int, num_layers: int, end_token_ids: frozenset[int]
+) -> OutputSpec:
     for field, _ in message.ListFields():
         if field.name not in _OUTPUT_FIELDS:
             raise UnknownFieldError(f"output.{field.name}")
@@ -357,9 +361,11 @@ def _to_output(message: types_pb2.OutputOptions, vocab_size: int, num_layers: in
         logprob=message.logprob,
         sampled_logprob=message.sampled_logprob,
         experts=message.experts,
+        entropy=message.entropy,
         sampling=_to_sampling(message.sampling) if message.HasField("sampling") else None,
         mask=_to_mask(message.mask, vocab_size) if message.HasField("mask") else None,
         hidden=_to_hidden(message.hidden, num_layers) if message.HasField("hidden") else None,
+        end_token_ids=end_token_ids,
     )
     return GREEDY if output == GREEDY else output
 
@@ -478,6 +484,7 @@ def _forward_done(result: Forward) -> worker_pb2.ForwardDone:
         token_is_argmax=result.token_is_argmax,
         samples=map(_sample, result.samples),
         kept_path=result.kept_path,
+        appended=result.appended,
     )
 
 
@@ -489,7 +496,10 @@ def _sample(row: RowOutput) -> types_pb2.SampledToken:
 
 def _row(row: RowOutput) -> types_pb2.StepOutput:
     message = types_pb2.StepOutput(
-        token_id=row.token_id, logprob=row.logprob, sampled_logprob=row.sampled_logprob
+        token_id=row.token_id,
+        logprob=row.logprob,
+        sampled_logprob=row.sampled_logprob,
+        entropy=row.entropy,
     )
     if row.top_ids:
         message.top.token_ids.extend(row.top_ids)

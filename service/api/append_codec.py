@@ -173,9 +173,10 @@ def score(request: executor_pb2.ForwardRequest, limits: RequestLimits, timeout_s
     )
 
 
-def last_row(output: types_pb2.OutputOptions) -> bytes:
+def last_row(output: types_pb2.OutputOptions, end_token_ids: Sequence[int] = ()) -> bytes:
     """Options of an append with one output, for its last token."""
-    return serialized(worker_pb2.ForwardOptions(rows=1, output=output))
+    options = worker_pb2.ForwardOptions(rows=1, output=output, end_token_ids=end_token_ids)
+    return serialized(options)
 
 
 def rows_kept_as_sampled(output: types_pb2.OutputOptions, rows: int) -> bytes:
@@ -216,6 +217,7 @@ def _append(
     if output is not None or samples or options.verify_rows:
         worker_bytes = _worker_bytes(options, limits)
     packed = options.SerializeToString(deterministic=True)
+    has_rows = output is not None and (bool(output.logits) or output.HasField("hidden"))
     return Append(
         cache_id=cache_id,
         position=position,
@@ -227,8 +229,7 @@ def _append(
         priority=priority,
         answer_bytes=answer_bytes,
         worker_bytes=worker_bytes,
-        has_logits=output is not None and (bool(output.logits) or output.HasField("hidden")),
-        is_large=answer_bytes + len(packed) > MAX_KEPT_BYTES,
+        is_kept=not (has_rows or answer_bytes + len(packed) > MAX_KEPT_BYTES),
         weights=limits.weights,
         **rest,
     )

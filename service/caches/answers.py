@@ -12,6 +12,7 @@ from service.errors import QuireError
 class ForwardDone(Protocol):
     """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
 
+    Of a decode more can be kept: behind its token those of `appended`, which the worker has chosen.
     Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
     """
 
@@ -20,6 +21,9 @@ class ForwardDone(Protocol):
 
     @property
     def kept_path(self) -> Sequence[int]: ...
+
+    @property
+    def appended(self) -> Sequence[int]: ...
 
 
 class _DecodesRow(NamedTuple):
@@ -35,7 +39,7 @@ class DecodeDone(_DecodesRow):
 
     __slots__ = ()
     kept = 1
-    kept_path = ()
+    kept_path = appended = ()
 
 
 @frozen_struct

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Sequence
 
 from service.caches.answers import ForwardDone
@@ -15,13 +14,12 @@ from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.placement import touch
 from service.caches.records import CacheCreated, TokensAppended
-from service.caches.requests import PREFILL, Append, Appended, Result
+from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
-_entry_of = operator.attrgetter("entry")
 # What an answer is made of: also what the worker said, how many tokens were kept, and of a tree which path.
 _Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
@@ -31,7 +29,8 @@ class Appends(BaseKind[Append]):
 
     def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
-        size_bytes = TOKEN_BYTES * len(request.token_ids)
+        ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+        size_bytes = TOKEN_BYTES * (len(request.token_ids) + ahead)
         if request.cache_id:
             # As `index.find`: this runs for each token.
             entry = self._parts.index.by_id.get(request.cache_id)
@@ -88,7 +87,8 @@ class Appends(BaseKind[Append]):
                         begun.append((operation, answer))
                     continue
                 tokens = len(request.token_ids)
-                admission.reserve(operation, tokens)
+                ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+                admission.reserve(operation, tokens + ahead)
                 # After a prefill, all tokens count as prompt.
                 prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len
                 attempts.begin(operation, length, prompt_len)
@@ -146,6 +146,9 @@ class Appends(BaseKind[Append]):
             if request.parents:
                 asked = fingerprint(token_ids, request.parents)
                 token_ids = [token_ids[index] for index in done.kept_path]
+            elif done.kept > len(token_ids):
+                # As if all had been requested: a decode of the first one alone does not repeat this.
+                token_ids = [*token_ids, *done.appended]
             elif done.kept != len(token_ids):
                 asked = fingerprint(token_ids)
                 token_ids = token_ids[: done.kept]
@@ -159,7 +162,6 @@ class Appends(BaseKind[Append]):
                 asked,
             )
             changes.append([appended] if entry.creation is None else [entry.creation, appended])
-        self._parts.rate.completions += len(operations)
         return changes
 
     def _not_kept(self, operation: Operation, request: Append, done: ForwardDone) -> Result:
@@ -168,7 +170,6 @@ class Appends(BaseKind[Append]):
         if entry.ephemeral:
             of_model = operation.weights, state.adapter
             return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
-        self._parts.rate.completions -= 1
         touch((entry,), self._parts.context.now_s)
         return _answers([(operation, done, state.last_kept, self._kept_path(entry, request))])[0]
 
@@ -179,14 +180,14 @@ class Appends(BaseKind[Append]):
             assert request is not None and done is not None
             if not entry.visible:
                 self._show(entry)
-            # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
+            # Kept for a repetition: not of weights that were replaced meanwhile, nor of several tokens, for
+            # which only this process asks.
             is_current = operation.weights == entry.state.weights
-            if is_current and not (request.has_logits or request.is_large):
+            if is_current and request.is_kept and not done.appended:
                 entry.answer, entry.answered = done, request.options
             else:
                 entry.answer = None
             found.append((operation, done, done.kept, tuple(done.kept_path) if request.parents else ()))
-        self._parts.kv.extended(map(_entry_of, operations))
         return _answers(found)
 
     def _show(self, entry: CacheEntry) -> None:

@@ -17,6 +17,8 @@ from service.token_bucket import TokenBucket
 
 # Retry delay when too many requests are in flight: when one ends is not known.
 _RETRY_S = 0.1
+# With fewer tokens left a tenant nearly has what it may.
+_NEARLY_FULL = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,15 @@ class Tenant:
             raise QuotaExceeded("max_caches", quota.max_caches)
         if quota.max_tokens is not None and self.tokens + tokens > quota.max_tokens:
             raise QuotaExceeded("max_tokens", quota.max_tokens)
+
+    @property
+    def may_append_ahead(self) -> bool:
+        """Whether a request may append tokens for which there would have been others.
+
+        Not if each request counts, or if what is reserved for one could be missing to another.
+        """
+        most = self.quota.max_tokens
+        return self.quota.max_per_s is None and (most is None or self.tokens + _NEARLY_FULL <= most)
 
     def give_back(self, requests: int, now_s: float) -> None:
         """Requests that were admitted will be admitted again."""

@@ -107,7 +107,7 @@ def send(links: Mapping[tuple[str, int], WorkerLink], commands: Sequence[effects
             message.rows.append(
                 _pack_decode(
                     command.op_id, state.number, command.caller, command.position, append.token_ids[0],
-                    command.prompt_len, 2 * index + append.prelaunch,
+                    command.prompt_len, 256 * index + append.prelaunch,
                     max(1, int(command.timeout_s * 1e9)), state.seed,
                 )
             )  # fmt: skip
@@ -152,7 +152,7 @@ def _write_forward(operation: Operation, body: worker_pb2.ForwardCommand) -> Non
     body.options = append.options
     body.prompt_len = operation.prompt_len
     if append.prelaunch:
-        body.prelaunch = True
+        body.prelaunch = append.prelaunch
     if operation.copy_number is not None:
         # All of its tokens are computed again, whichever were kept.
         body.sequence = operation.copy_number

@@ -80,6 +80,8 @@ def _check_stops(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_STOP", "stop_token_ids", f"at most {MAX_STOP_TOKENS} stop tokens")
     if item.HasField("min_logprob") and not item.min_logprob <= 0:
         raise InvalidArgument("BAD_STOP", "min_logprob", "a log-probability is at most 0")
+    if item.HasField("max_entropy") and not item.max_entropy >= 0:
+        raise InvalidArgument("BAD_STOP", "max_entropy", "an entropy is at least 0")
 
 
 def _check_prompt(item: runner_pb2.ExecuteItem) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from quire.v1 import runner_pb2, types_pb2
 
-from service.api.append_codec import MAX_KEPT_BYTES, done_of, write_handle
+from service.api.append_codec import MAX_KEPT_BYTES, done_of
 from service.api.status import to_status
 from service.api.time_slice import TimeSlice
 from service.caches.requests import (
@@ -32,7 +32,6 @@ from service.caches.requests import (
     Handles,
     Remembered,
     Request,
-    Source,
     Truncate,
     cache_ids,
 )
@@ -42,7 +41,6 @@ from service.errors import (
     DeadlinePassed,
     ExecutionLost,
     InternalError,
-    PositionMismatch,
     QuireError,
     WeightsChanged,
     reused_request_id,
@@ -50,7 +48,7 @@ from service.errors import (
 from service.logging import current_request_id, get_logger
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.batch_caches import PROMPT, SAMPLES, BatchCaches, sample_part
-from service.runtimes.held_caches import HeldCache
+from service.runtimes.held_samples import HeldSamples
 from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
@@ -94,6 +92,7 @@ class LocalRun:
         # The dispatcher's tickets of requests in flight.
         self._tickets: dict[_Future, int] = {}
         self._wake = asyncio.Event()
+        self._held = HeldSamples(self._ask, self._caches)
         # Resumed samples take the tokens that they have one after another.
         self._resuming = asyncio.Lock()
 
@@ -187,6 +186,9 @@ class LocalRun:
 
     # Requests.
 
+    async def _ask(self, request: Request) -> Any:
+        return await self._result(self._unsent, request)
+
     async def _append(
         self,
         item: PreparedItem,
@@ -202,8 +204,8 @@ class LocalRun:
         is_verify = kind is AppendKind.VERIFY
         rows = len(token_ids) if is_verify else int(sample is not None)
         timeout_s = None if item.deadline_s is None else item.deadline_s - time.monotonic()
-        appended = await self._result(
-            self._unsent,
+        prelaunch = 0 if sample is None or is_verify else self._prelaunch(item, sample, position)
+        appended = await self._ask(
             Append(
                 kind,
                 cache_id,
@@ -216,17 +218,21 @@ class LocalRun:
                 request_id=self._caches.key(item.spec.item_id, part) if part else "",
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
-                answer_bytes=max(1, rows) * item.answer_bytes,
-                has_logits=item.has_hidden,
-                is_large=item.is_large or rows * item.answer_bytes > MAX_KEPT_BYTES,
+                answer_bytes=(max(1, rows) + prelaunch) * item.answer_bytes,
+                is_kept=not (item.has_hidden or item.is_large or rows * item.answer_bytes > MAX_KEPT_BYTES),
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
-                prelaunch=sample is not None and not is_verify and sample.can_prelaunch,
+                prelaunch=prelaunch,
             ),
         )
         assert isinstance(appended, Appended)
         return appended
+
+    def _prelaunch(self, item: PreparedItem, sample: Sample, position: int | None) -> int:
+        """How many of the next tokens a worker may append with this one, or at least compute."""
+        most = sample.can_prelaunch if self._tenant.may_append_ahead else min(sample.can_prelaunch, 1)
+        return most if item.in_place is None else self._held.most_prelaunched(sample, position or 0, most)
 
     # Prompts.
 
@@ -267,7 +273,7 @@ class LocalRun:
         """
         samples = item.num_samples
         if item.held is not None:
-            return await self._fork_held(item, item.held), [0] * samples
+            return await self._held.fork(item, item.held), [0] * samples
         if samples == 1 or len(item.spec.prompt) == 1:
             return [], [0] * samples
         forked, reused_tokens = await self._fork_prompt(item)
@@ -284,7 +290,7 @@ class LocalRun:
         parent = prefix.cache_id
         key = self._caches.key(item.spec.item_id, SAMPLES)
         try:
-            forked = await self._result(self._unsent, Fork.of(parent, item.num_samples, (parent,), key))
+            forked = await self._ask(Fork.of(parent, item.num_samples, (parent,), key))
         except QuireError:
             self._caches.finish(parent)
             raise
@@ -295,18 +301,6 @@ class LocalRun:
             Remembered(handle.cache_id, prompt, item.weights, item.adapter, salt) for handle in forked.handles
         ]
         return [*caches], done_of(prefix).reused_tokens
-
-    async def _fork_held(self, item: PreparedItem, held: HeldCache) -> list[Remembered | None]:
-        """A copy of the caller's cache for each sample."""
-        key = self._caches.key(item.spec.item_id, SAMPLES)
-        source = Source(held.cache_id, item.num_samples, held.position)
-        forked = await self._result(self._unsent, Fork((source,), (), key))
-        assert isinstance(forked, Handles)
-        tokens = item.spec.prompt[: held.position]
-        return [
-            Remembered(handle.cache_id, tokens, handle.weights, handle.adapter, b"")
-            for handle in forked.handles
-        ]
 
     # Samples.
 
@@ -336,13 +330,14 @@ class LocalRun:
     ) -> None:
         options = item.options(sample.index)
         if item.in_place is not None:
-            token_id, position = await self._begin_in_place(item, item.in_place, sample, options)
+            await self._held.begin(item, item.in_place, sample)
+            token_id, position = self._take(item, sample, await self._append_rest(item, sample, options))
         else:
             token_id, position = await self._begin(item, sample, options, cache, part)
         while not sample.is_finished:
             if item.is_late:
                 raise DeadlinePassed
-            self._go_on_with_held(sample, position)
+            self._held.go_on(sample, position)
             if sample.matcher is not None:
                 mask = await self._result(self._to_mask, sample.matcher)
                 if sample.matcher.is_complete:
@@ -355,7 +350,7 @@ class LocalRun:
             began_at = time.monotonic()
             appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, options, position)
             if sample.drafter is not None:
-                sample.drafter.decoded(time.monotonic() - began_at)
+                sample.drafter.decoded((time.monotonic() - began_at) / appended.kept)
             token_id, position = self._take(item, sample, appended)
 
     async def _verify(
@@ -374,9 +369,9 @@ class LocalRun:
         outputs = done_of(appended).outputs[: appended.kept]
         for length, output in enumerate(outputs, position + 1):
             chunk = sample.take(output.token_id, output)
-            if sample.is_finished and length < appended.seq_len and item.in_place is not None:
+            if sample.is_finished and item.in_place is not None:
                 # The caller's cache does not keep what was accepted behind the end.
-                await self._result(self._unsent, Truncate(sample.cache_id, length, appended.seq_len))
+                await self._held.cut(sample, length, appended.seq_len)
             self._put(item, chunk)
             if sample.is_finished:
                 break
@@ -393,10 +388,9 @@ class LocalRun:
             await self._resume(item, sample, cache)
         if len(token_ids) > len(prompt):
             last = len(token_ids) - 1
-            if sample.drafter is not None and not sample.is_finished:
-                # The last append may have been a draft, of which this is one token.
-                await self._result(self._unsent, Truncate(sample.cache_id, last))
-            # Otherwise the last append is repeated: its stored answer holds the token chosen after it.
+            if not sample.is_finished:
+                # For the token chosen after it. The last append may have been of more tokens than this.
+                await self._ask(Truncate(sample.cache_id, last))
             return token_ids[-1], last
         if cache is None or (part and len(token_ids) == len(prompt)):
             appended = await self._append(item, AppendKind.PREFILL, prompt, sample, options, part=part)
@@ -412,48 +406,22 @@ class LocalRun:
         return await self._append(item, item.first_kind, item.spec.prompt[first:], sample, options, first)
 
     def _take(self, item: PreparedItem, sample: Sample, appended: Appended) -> tuple[int, int]:
+        """Takes the token that was chosen, or several. Returns the last one, and its position."""
         sample.cache_id = appended.cache_id
-        output = done_of(appended).outputs[0]
-        if sample.catching_up is not None:
-            sample.catching_up.require_same(appended.seq_len, output.token_id)
-        self._put(item, sample.take(output.token_id, output))
-        return output.token_id, appended.seq_len
+        outputs = done_of(appended).outputs
+        for position, output in enumerate(outputs, appended.seq_len - len(outputs) + 1):
+            if sample.catching_up is not None:
+                sample.catching_up.require_same(position, output.token_id)
+            self._put(item, sample.take(output.token_id, output))
+            if sample.is_finished:
+                break
+        return outputs[-1].token_id, appended.seq_len
 
     def _put(self, item: PreparedItem, chunk: runner_pb2.SampleChunk) -> None:
         """Sends a chunk; the last one of a caller's cache says what that is by now."""
         if chunk.finish_reason and item.in_place is not None:
-            handle = self._caches.handle(item.in_place.cache_id)
-            if handle is not None:
-                write_handle(handle, chunk.kv_cache)
+            self._held.write_handle(item.in_place, chunk)
         self._chunks.append(chunk)
-
-    # Caches of the caller.
-
-    async def _begin_in_place(
-        self, item: PreparedItem, held: HeldCache, sample: Sample, options: bytes
-    ) -> tuple[int, int]:
-        """Appends the item's tokens. Returns the next one, and its position.
-
-        If the cache has tokens there, the sample begins on a copy: see `held_caches`.
-        """
-        appended = item.spec.prompt[item.first :]
-        sample.cache_id = held.cache_id
-        if held.ahead:
-            if held.ahead[: len(appended)] != appended:
-                raise PositionMismatch(held.position, len(held.token_ids))
-            sample.catching_up = held
-            source = Source(held.cache_id, 1, len(held.token_ids))
-            copied = await self._result(self._unsent, Fork((source,)))
-            sample.cache_id = copied.handles[0].cache_id
-            await self._result(self._unsent, Truncate(sample.cache_id, held.position))
-        return self._take(item, sample, await self._append_rest(item, sample, options))
-
-    def _go_on_with_held(self, sample: Sample, position: int) -> None:
-        """Leaves the copy if the token at `position` is the first one that the caller's cache lacks."""
-        held = sample.catching_up
-        if held is not None and position == len(held.token_ids):
-            self._caches.release(sample.cache_id)
-            sample.cache_id, sample.catching_up = held.cache_id, None
 
     async def _resume(self, item: PreparedItem, sample: Sample, cache: Remembered) -> None:
         """Takes the tokens that a sample's cache holds after the prompt. Raises QuireError."""

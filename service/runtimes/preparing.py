@@ -81,7 +81,8 @@ class PreparedItem:
 
     def options(self, index: int, mask: bytes | None = None) -> bytes:
         """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
-        return last_row(self._output_of(index, self._first_mask if mask is None else mask))
+        output = self._output_of(index, self._first_mask if mask is None else mask)
+        return last_row(output, sorted(self.spec.end_ids))
 
     def verify_options(self, index: int, rows: int) -> bytes:
         """The same for a step that verifies a draft: an output for each of `rows` tokens."""
@@ -161,6 +162,7 @@ class ItemPreparer:
                 else tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
                 min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
+                max_entropy=item.max_entropy if item.HasField("max_entropy") else None,
                 context_tokens=0 if held is None else held.position,
                 max_draft_tokens=_max_draft_tokens(item),
             ),
@@ -229,6 +231,7 @@ def _output(item: runner_pb2.ExecuteItem) -> types_pb2.OutputOptions:
         logprob=item.logprobs or item.HasField("min_logprob"),
         top_logprobs=item.top_logprobs,
         sampled_logprob=item.sampled_logprobs,
+        entropy=item.HasField("max_entropy"),
         hidden=item.hidden if item.HasField("hidden") else None,
     )
     if item.constraint.WhichOneof("kind") == "mask":

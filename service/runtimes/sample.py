@@ -18,6 +18,9 @@ from service.text.constraints import Matcher
 from service.text.detokenizer import Detokenizer, TokenDecoder
 from service.text.stops import StopMatcher
 
+# How many tokens of a sample a worker may compute before they are requested. As many can come at once.
+MAX_PRELAUNCHED = 16
+
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
@@ -34,8 +37,11 @@ class SampleSpec:
     with_logprobs: bool
     # Those of `end_ids` that are a stop text: a special token, which has no text in a sample.
     stop_ids: Mapping[int, str] = field(default_factory=dict)
-    # A token that is less likely is the last one. None: no matter how likely they are.
+    # Conditions on what was computed of a token, which make it the last one. None: no condition.
+    # It is less likely than this.
     min_logprob: float | None = None
+    # The model's distribution, from which it was chosen, has more entropy than this.
+    max_entropy: float | None = None
     # Tokens of the prompt that a cache of the caller had before.
     context_tokens: int = 0
     # The most tokens of a draft. 0: no speculative decoding.
@@ -68,11 +74,14 @@ class Sample:
         self.catching_up: HeldCache | None = None
 
     @property
-    def can_prelaunch(self) -> bool:
-        """Whether the next token alone determines the request after it, unless that token ends the sample."""
-        if self.drafter is not None and self.drafter.expects_draft:
-            return False
-        return self.matcher is None and self.spec.max_tokens - self._num_tokens > 1
+    def can_prelaunch(self) -> int:
+        """How many further requests follow from the tokens alone, if none of these ends the sample."""
+        if self.matcher is not None or (self.drafter is not None and self.drafter.expects_draft):
+            return 0
+        # Whether a condition was met is not in the journal: none may be appended behind such a token.
+        has_condition = self.spec.min_logprob is not None or self.spec.max_entropy is not None
+        most = 1 if has_condition or self.drafter is not None else MAX_PRELAUNCHED
+        return min(self.spec.max_tokens - self._num_tokens - 1, most)
 
     def draft(self) -> Sequence[int]:
         """Tokens that may follow. The one after them is still a token of the sample."""
@@ -106,8 +115,8 @@ class Sample:
             chunk.stop = chunk.stop or self.spec.stop_ids.get(token_id, "")
         elif self._num_tokens >= self.spec.max_tokens:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
-        elif self._is_unlikely(output):
-            self._finish(chunk, runner_pb2.FINISH_REASON_UNLIKELY)
+        elif output is not None and (met := self._condition_met(output)):
+            self._finish(chunk, met)
         return chunk
 
     def _add_output(self, chunk: runner_pb2.SampleChunk, output: types_pb2.StepOutput) -> None:
@@ -122,10 +131,14 @@ class Sample:
         if output.hidden:
             chunk.hidden.add(states=output.hidden)
 
-    def _is_unlikely(self, output: types_pb2.StepOutput | None) -> bool:
-        # One that is resumed from the journal was not the last one.
-        least = self.spec.min_logprob
-        return least is not None and output is not None and output.logprob < least
+    def _condition_met(self, output: types_pb2.StepOutput) -> runner_pb2.FinishReason | None:
+        """Why a token is the last one, if it is. One that is resumed from the journal was not."""
+        least, most = self.spec.min_logprob, self.spec.max_entropy
+        if least is not None and output.logprob < least:
+            return runner_pb2.FINISH_REASON_UNLIKELY
+        if most is not None and output.entropy > most:
+            return runner_pb2.FINISH_REASON_UNCERTAIN
+        return None
 
     def complete(self) -> runner_pb2.SampleChunk:
         """Ends it: its constraint allows no further token."""
@@ -149,7 +162,7 @@ class Sample:
             chunk.text += self._stops.push(self._detokenizer.flush())
         if self._stops.found:
             # The flushed text contained a stop text.
-            if reason in (runner_pb2.FINISH_REASON_LENGTH, runner_pb2.FINISH_REASON_UNLIKELY):
+            if reason != runner_pb2.FINISH_REASON_ERROR:
                 reason = runner_pb2.FINISH_REASON_STOP
             chunk.stop = self._stops.found
         else:

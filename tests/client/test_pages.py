@@ -50,7 +50,7 @@ ELSEWHERE = {
 }
 PYTHON_AND_TOML = {
     "embedding = quire.floats": "tests/client/test_scoring.py runs it",
-    'finish_reason == "unlikely"': "tests/e2e/test_generate.py does the same",
+    'finish_reason == "uncertain"': "tests/e2e/test_generate.py does the same",
     "routed = b": "tests/e2e/test_experts.py does the same with a mixture of experts",
     "tls=Tls(ca=": "tests/client/test_connection.py does the same with certificates of its own",
     "[tenants.alice]": "test_files_of_tokens",

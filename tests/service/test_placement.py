@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -148,8 +149,7 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
         if rng.random() < 0.6:
             load = rng.choice(views).load
             queued = forward_for(caller)
-            load.estimate(queued, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1)
-            load.enter(queued)
+            load.enter(queued, rng.randint(1, 60), 1, Priority.NORMAL, math.inf, caller - 0.1)
             if rng.random() < 0.5:
                 load.leave([queued], float(caller), End.ANSWERED)
 
@@ -171,8 +171,7 @@ def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
         chosen = placement.choose(tokens)
         held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
         queued = forward_for(caller)
-        chosen.load.estimate(queued, len(tokens) - held, 1, Priority.NORMAL, 0.0)
-        chosen.load.enter(queued)
+        chosen.load.enter(queued, len(tokens) - held, 1, Priority.NORMAL, math.inf, 0.0)
         computed[chosen] += len(tokens) - held
         placement.affinity.record(tokens, chosen)
     # A quarter of all that is computed, and at most one prompt more than another.

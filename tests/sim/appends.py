@@ -32,10 +32,16 @@ def with_options(append: Append, **changes: Any) -> Append:
         accept=options.accept,
         parents=tuple(options.parents),
         rows=options.rows,
-        has_logits=bool(options.output.logits),
+        is_kept=not options.output.logits,
     )
 
 
 def options_of(append: Append) -> worker_pb2.ForwardOptions:
     """What an append asks for."""
     return worker_pb2.ForwardOptions.FromString(append.options)
+
+
+def run_of(append: Append, token_ids: Sequence[int]) -> Append:
+    """A decode with those that were appended and answered with it, as one append of them all."""
+    rows = options_of(append).rows + len(token_ids) - len(append.token_ids)
+    return with_options(dataclasses.replace(append, token_ids=token_ids, prelaunch=0), rows=rows)

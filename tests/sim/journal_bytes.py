@@ -113,7 +113,8 @@ def counted_bytes(request: Request, lengths: Sequence[int | None]) -> int:
     match request:
         case Append():
             creates = not request.cache_id and not request.is_scoring
-            return TOKEN_BYTES * len(request.token_ids) + NEW_BYTES * creates
+            tokens = len(request.token_ids) + max(0, request.prelaunch - 1)
+            return TOKEN_BYTES * tokens + NEW_BYTES * creates
         case Fork():
             sources = zip(request.sources, lengths, strict=True)
             return sum(s.count * (NEW_BYTES + length // 32) for s, length in sources if length is not None)

@@ -38,7 +38,7 @@ from service.caches.requests import (
 )
 from service.caches.tenants import Tenant
 from service.errors import QuireError
-from tests.sim.appends import options_of
+from tests.sim.appends import options_of, run_of
 from tests.sim.journal_bytes import JournalBudget
 from tests.sim.model_worker import POISON
 from tests.sim.refusals import check_refusal
@@ -314,6 +314,11 @@ class Oracle:
         assert base == len(cache.tokens), "an append at the end"
         assert append.position in (None, base), "an append is applied where it says"
         self._check_stated(append, cache)
+        if kept > len(tokens):
+            # What it was answered says whether the model chooses these.
+            assert append.kind is AppendKind.DECODE and kept < len(tokens) + append.prelaunch
+            tokens += record.token_ids[len(tokens) :]
+            append = run_of(append, tokens)
         assert base + len(tokens) <= self.capacity_tokens
         if not append.parents:
             assert list(record.token_ids) == tokens[:kept]
@@ -438,7 +443,12 @@ class Oracle:
         elif asked.done is not None:
             done = asked.done
             of_model = done.cache.weights, done.cache.adapter
+            ahead = len(done.kept) - len(append.token_ids)
+            if ahead > 0:
+                append = run_of(append, done.kept)
             chosen = self._check_outputs(append, result, done.tokens, done.cache, done.prompt_len, of_model)
+            if ahead > 0:
+                assert list(append.token_ids[-ahead:]) == chosen[-ahead - 1 : -1], "each was chosen before"
             base, path = len(done.tokens) - len(append.token_ids), list(range(len(append.token_ids)))
             if append.accept:
                 path = accepted_path(append.token_ids, append.parents, chosen)

@@ -12,6 +12,7 @@ import pytest
 
 from service.caches.append import is_repeated
 from service.caches.effects import AbortForward, ReleaseSequences
+from service.caches.ledger import fingerprint
 from service.caches.records import CacheCreated, CacheForked, Child, Record, TokensAppended
 from service.caches.requests import Append, Appended, Fork, Request, Result, Truncate
 from service.dispatcher import Dispatcher, OnOutcomes
@@ -79,6 +80,36 @@ class RepetitionsAppliedOnceMoreAfterADeath(PlantedMachine):
             self.written_instead(asked, (again,))
             return None
         return outcome
+
+
+class _DecodesOfSeveral(PlantedMachine):
+    """Something is wrong with what is written of decodes that were answered with those that follow."""
+
+    silent = (KEPT,)
+
+    def on_write(self, asked: Asked, records: Sequence[Record]) -> Sequence[Record]:
+        append = asked.request
+        return [
+            self.wrong(record, append)
+            if isinstance(append, Append)
+            and isinstance(record, TokensAppended)
+            and len(record.token_ids) > len(append.token_ids)
+            else record
+            for record in records
+        ]
+
+    def wrong(self, record: TokensAppended, append: Append) -> TokensAppended:
+        raise NotImplementedError
+
+
+class OnlyTheFirstOfSeveralIsWritten(_DecodesOfSeveral):
+    def wrong(self, record: TokensAppended, append: Append) -> TokensAppended:
+        return dataclasses.replace(record, token_ids=record.token_ids[: len(append.token_ids)])
+
+
+class TheFirstOfSeveralRepeatsAll(_DecodesOfSeveral):
+    def wrong(self, record: TokensAppended, append: Append) -> TokensAppended:
+        return dataclasses.replace(record, asked=fingerprint(append.token_ids))
 
 
 class _KeyIgnored(PlantedMachine):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.v1 import executor_pb2_grpc
+from quire.v1 import executor_pb2_grpc, runner_pb2_grpc
 
 from benchmarks import machine
 from tests.adapter_factory import make_adapter
@@ -43,7 +43,6 @@ _CHANNEL = (
 async def soak(
     options: argparse.Namespace,
     directory: Path,
-    server_type: Callable[..., Server] = Server,
     injector_type: Callable[..., Injector] = Injector,
     more_flags: Sequence[str] = (),
     spec: TinyModel | None = None,
@@ -56,7 +55,7 @@ async def soak(
         directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
     flags += more_flags
-    server = server_type(model, directory, workers=options.workers, flags=flags, seed=options.seed)
+    server = Server(model, directory, workers=options.workers, flags=flags, seed=options.seed)
     server.start()
     tally = Tally()
     async with server.connect(_CHANNEL) as channel:
@@ -75,7 +74,11 @@ async def soak(
             await adapters.load(adapter_id, name)
         stop, no_more = asyncio.Event(), asyncio.Event()
         injector = injector_type(server, tally, options.seed, options.interval_s)
-        callers = [Caller(n, stub, texts, adapters, tally, options.seed) for n in range(options.callers)]
+        runner = runner_pb2_grpc.ModelRunnerServiceStub(channel)
+        callers = [
+            Caller(n, stub, texts, adapters, tally, options.seed, runner=runner)
+            for n in range(options.callers)
+        ]
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(injector.watch())
@@ -120,10 +123,10 @@ def _main() -> int:
         if options.kv_disk:
             # So little that files give way, too.
             flags = ["--kv-disk", f"{scratch}/kv", "--kv-disk-gb", "0.001"]
-            parts = Server, DiskInjector, flags
+            parts = DiskInjector, flags
         if options.tensor_parallel > 1:
             flags = ["--tensor-parallel", str(options.tensor_parallel), "--step-timeout-s", _STEP_TIMEOUT_S]
-            parts = Server, RanksInjector, flags
+            parts = RanksInjector, flags
         tally = asyncio.run(soak(options, Path(scratch), *parts))
     asked = shlex.join(["python", "-m", "tests.soak", *sys.argv[1:]])
     report = tally.report(options.seed, asked, _machine())

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 from quire.v1 import executor_pb2 as pb
-from quire.v1 import executor_pb2_grpc, types_pb2
+from quire.v1 import executor_pb2_grpc, runner_pb2, types_pb2
 
 from tests.error_details import info_of
 from tests.soak.tally import Tally
@@ -114,8 +114,20 @@ class Caller:
     # Far more than healing takes: who waits longer hangs.
     patience_s = 120.0
 
-    def __init__(self, number: int, stub: Any, texts: Texts, adapters: Any, tally: Tally, seed: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        stub: Any,
+        texts: Texts,
+        adapters: Any,
+        tally: Tally,
+        seed: int,
+        *,
+        runner: Any = None,
+    ) -> None:
+        """`runner`: the stub of a ModelRunnerService. None: nothing is generated in one call."""
         self._number = number
+        self._runner = runner
         self._adapters = adapters
         self._stub: executor_pb2_grpc.ModelExecutorServiceAsyncStub = stub
         self._texts = texts
@@ -144,7 +156,9 @@ class Caller:
         length = self._check(answer, text, 0, len(prompt), answer.output)
         while length < len(text) - 5 and not (stop.is_set() and self._rng.random() < 0.1):
             choice = self._rng.random()
-            if choice < 0.85:
+            if self._runner is not None and self._rng.random() < 0.1:
+                length = await self._generate(cache_id, text, length)
+            elif choice < 0.85:
                 length = await self._decode(cache_id, text, length)
             elif choice < 0.93:
                 length = await self._verify(cache_id, text, length)
@@ -160,6 +174,39 @@ class Caller:
         request = pb.DecodeRequest(cache_id=cache_id, token_id=text[length], position=length)
         answer = await self._ask(self._stub.Decode, request, length)
         return self._check(answer, text, length, length + 1, answer.output)
+
+    async def _generate(self, cache_id: str, text: list[int], length: int) -> int:
+        """Many tokens by one call, often with drafts. A stream that breaks is resumed by position."""
+        wanted = min(length + self._rng.randint(2, 30), len(text) - 1)
+        has_drafts = self._rng.random() < 0.5
+
+        async def stream(_: Any, **settings: Any) -> Any:
+            nonlocal length
+            item = runner_pb2.ExecuteItem(
+                item_id="it", max_tokens=wanted - length, ignore_eos=True, tokens_only=True
+            )
+            item.cache.cache_id, item.cache.position = cache_id, length
+            item.cache.token_ids.append(text[length])
+            if has_drafts:
+                item.speculation.method = runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
+            chunk = runner_pb2.SampleChunk()
+            async for answer in self._runner.Execute(runner_pb2.ExecuteRequest(items=[item]), **settings):
+                for chunk in answer.chunks:
+                    if chunk.HasField("error"):
+                        raise ItemFailed(chunk.error)
+                    for token in chunk.token_ids:
+                        if token != text[length + 1]:
+                            self._tally.lose("differing tokens", f"{token} generated at {length + 1}")
+                            raise Lost
+                        length += 1
+                        self._tally.tokens += 1
+            return chunk
+
+        last = await self._ask(stream, runner_pb2.ExecuteRequest(), length)
+        self._check_length(length, wanted, wanted)
+        self._check_length(last.kv_cache.seq_len, wanted, wanted)
+        self._tally.generated += 1
+        return length
 
     async def _batch(self, cache_id: str, text: list[int], length: int) -> int:
         """A BatchDecode of the cache and of a copy of it."""

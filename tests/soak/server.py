@@ -92,18 +92,15 @@ class Server(MarkedGateway):
         workers: int,
         flags: Sequence[str],
         seed: int,
-        address: str = "",
-        namespace: str = "",
     ) -> None:
-        """`address`: by default a free port. `namespace`: of the gateway's network."""
         self.directory = directory
-        self.address = address or _free_address()
+        self.address = _free_address()
         every = [
             *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
             *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
             *("--data-dir", str(directory / "data"), *flags),
         ]
-        super().__init__(every, directory, "gateway", seed, namespace)
+        super().__init__(every, directory, "gateway", seed)
         self._workers: dict[int, psutil.Process] = {}
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:

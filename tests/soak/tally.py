@@ -36,6 +36,8 @@ class Tally:
     tokens: int = 0
     replayed_tokens: int = 0
     sequences: int = 0
+    # Calls that have generated many tokens on a cache.
+    generated: int = 0
     # Sequences with an adapter, and how often one was replaced.
     adapted: int = 0
     replaced_adapters: int = 0

@@ -23,4 +23,4 @@ def test_a_few_faults_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tally = asyncio.run(soak(options, tmp_path))
     assert tally.is_clean(), tally.details
     assert tally.num_faults > tally.num_gateway_faults > 0, "of workers, too"
-    assert tally.sequences and tally.had_adapters
+    assert tally.sequences and tally.had_adapters and tally.generated

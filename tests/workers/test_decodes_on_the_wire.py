@@ -50,7 +50,7 @@ def attempt(dice: random.Random, op_id: int) -> effects.Command:
         token_ids=[dice.randrange(VOCABULARY) for _ in range(1 if dice.random() < 0.9 else 2)],
         options=options.SerializeToString(),
         priority=dice.choice([Priority.NORMAL] * 9 + [Priority.HIGH]),
-        prelaunch=dice.random() < 0.5,
+        prelaunch=dice.choice([0, 0, 1, 16]),
     )
     asked = SentForward(
         op_id=op_id,

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.workers import stepping
@@ -17,6 +18,7 @@ from workers import drawing, extra_samples, prelaunch, step_loop
 from workers.adapters.table import AdapterTable
 from workers.decodes import OP_ID, Decodes
 from workers.kv import integrity
+from workers.kv.page_pool import IntegrityError
 from workers.operations import (
     AdapterSource,
     ChangeAdapters,
@@ -33,6 +35,7 @@ from workers.operations import (
     Result,
     Truncate,
 )
+from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
 
 PAGES = 64
@@ -322,6 +325,128 @@ def test_answers_are_the_same_with_steps_that_are_launched_ahead(seed: int, stra
     assert workers[0].tokens() == workers[1].tokens()
     has_changed = late.shrunk or late.joined or only_steady
     assert (late.launched_ahead > 5 and has_changed) or stray > 0.1
+
+
+class Generating(Callers):
+    """Most sequences go on with the chosen tokens, of which several may be answered at once."""
+
+    def _decode(self, sequence: int) -> Forward:
+        (length, token), rng = self._known[sequence], self._random
+        if rng.random() < 0.1:
+            return super()._decode(sequence)
+        spec = OUTPUTS[sequence % len(OUTPUTS)]
+        ends = frozenset(range(sequence % 4))
+        output = dataclasses.replace(spec, end_token_ids=ends)
+        most = rng.choice([0, 1, 3, 16])
+        return dataclasses.replace(
+            decode(self._next_id(), sequence, length, token), output=output, prompt_len=1, prelaunch=most
+        )
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(4, 40))]
+)
+def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: bool) -> None:
+    """Whatever comes between, and if pages are scarce."""
+    callers, dice = Generating(seed, ahead=True), random.Random(seed)
+    workers = Worker(pages=40), Worker(max_seq_tokens=0, pages=120)
+    workers[0].loop._prelauncher.prelaunch_unrequested = False
+    if late:
+        workers[0].compute_late()
+    longest = 0
+    for _ in range(60):
+        asked = callers.ask()
+        found = workers[0].answers(*asked)
+        alone = workers[1].answers(*asked)
+        for request in asked:
+            done, next_one = found[request.op_id], alone[request.op_id]
+            if isinstance(done, Failed) and done.reason is FailureReason.KV_EXHAUSTED:
+                # There the other worker has it; nothing is asked of this sequence any more.
+                assert isinstance(request, Forward)
+                for worker in workers:
+                    worker.answers(Release(10**6, [request.sequence]))
+                callers._known.pop(request.sequence, None)
+                continue
+            if not isinstance(done, Forward):
+                assert done == next_one
+                continue
+            assert isinstance(next_one, Forward) and isinstance(request, Forward)
+            outputs = [*next_one.outputs]
+            for token in done.appended:
+                assert token == outputs[-1].token_id and token not in request.output.end_token_ids
+                position = done.position + len(outputs)
+                following = dataclasses.replace(request, position=position, token_ids=[token], op_id=10**6)
+                (one,) = workers[1].answers(following).values()
+                assert isinstance(one, Forward)
+                outputs += one.outputs
+            next_one.outputs, next_one.kept = outputs, next_one.kept + len(done.appended)
+            longest = max(longest, done.kept)
+            assert done.kept <= max(1, request.prelaunch) or request.kind is Kind.PREFILL
+            assert answers({1: done}) == answers({1: next_one})
+        callers.took(
+            [one for one in asked if not isinstance(found[one.op_id], Failed)],
+            found,
+        )
+        for _ in range(dice.choice([0, 0, 1, 4, 20])):
+            workers[0].round()
+    workers[0].loop.submit([Release(10**6, [])])
+    workers[0].loop.take()
+    workers[0].loop._prelauncher.drop_all()
+    assert workers[0].tokens() == workers[1].tokens() and longest > 3
+
+
+def more_is_answered_than_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Prelauncher._take_results
+    monkeypatch.setattr(Prelauncher, "_take_results", lambda one, sequence, _: take(one, sequence, 1000))
+
+
+def ends_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prelaunch, "_ends", lambda decodes: np.zeros(decodes.size, np.bool_))
+
+
+def what_is_queued_loses_what_is_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(prelauncher: Prelauncher) -> bool:
+        ready, prelauncher.ready = prelauncher.ready, {}
+        for sequence, results in ready.items():
+            prelauncher._engine.undo(sequence, results[0].position)
+        return bool(ready)
+
+    monkeypatch.setattr(Prelauncher, "free_pages", free)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "plant",
+    [more_is_answered_than_was_allowed, ends_are_not_seen, what_is_queued_loses_what_is_before_it],
+)
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_seeds() -> None:
+        for seed in range(6):
+            test_several_tokens_at_once_are_those_of_as_many_requests(seed, late=False)
+
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IntegrityError)):
+        all_seeds()
+
+
+def test_nothing_more_is_computed_in_advance_beside_another_caller(worker: Worker) -> None:
+    """It would take more steps for as many tokens."""
+    answered = worker.answers(dataclasses.replace(prefill(1, 7), prelaunch=16), prefill(2, 50, told=False))
+    token = chosen(answered[2])
+    for turn in range(5):
+        token = chosen(worker.answers(decode(10 + turn, 50, 5 + turn, token, told=False))[10 + turn])
+    assert worker.lengths() == {7: 6, 50: 10}
+    for _ in range(20):
+        worker.round()
+    assert worker.lengths()[7] == 6, "until it is requested"
+    (done,) = worker.round(dataclasses.replace(decode(3, 7, 5, chosen(answered[1])), prelaunch=4))
+    assert isinstance(done, Forward) and done.kept == 1
+    for _ in range(20):
+        worker.round()
+    assert worker.lengths()[7] == 10
 
 
 def test_requests_of_several_messages_are_answered_together(worker: Worker) -> None:

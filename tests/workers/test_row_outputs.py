@@ -50,6 +50,7 @@ def rows_and_specs(draw: st.DrawFn) -> tuple[torch.Tensor, list[OutputSpec]]:
         top_logprobs=st.integers(0, vocab + 2),
         logprob_token_ids=st.lists(st.integers(0, vocab - 1), max_size=5),
         logprob=st.booleans(),
+        entropy=st.booleans(),
     )
     return torch.from_numpy(logits).float(), [draw(spec) for _ in range(count)]
 
@@ -75,6 +76,12 @@ def test_outputs_are_what_was_asked_for(case: tuple[torch.Tensor, list[OutputSpe
     for row, spec, token, output in zip(logits, specs, chosen.tolist(), outputs, strict=True):
         exact = exact_logprobs(row)
         assert output.token_id == token
+        assert (output.entropy is not None) == spec.entropy
+        if output.entropy is not None:
+            # Sums of up to 30 terms in float64, none of which is larger than its weight's logarithm.
+            terms = [-math.exp(value) * value for value in exact if value > -INF]
+            error = 2.0**-52 * (len(row) + 8) * (1 + max(-value for value in exact if value > -INF))
+            assert abs(output.entropy - math.fsum(terms)) <= error
         assert (output.logprob is not None) == (spec.logprob or spec.top_logprobs > 0)
         if output.logprob is not None:
             assert_close(output.logprob, exact[token], row)

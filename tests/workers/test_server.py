@@ -140,7 +140,7 @@ def draws(**settings: Any) -> bytes:
 def of_a_decode(op_id: int, which: int) -> list[int]:
     """A row of a DecodesCommand, of the third token of a sequence."""
     row = [0] * 9
-    row[0:2], row[3:5], row[6] = [op_id, op_id], [2, 5], which << 1
+    row[0:2], row[3:5], row[6] = [op_id, op_id], [2, 5], 256 * which
     return row
 
 

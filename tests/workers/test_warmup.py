@@ -20,7 +20,7 @@ from workers.sampling import SamplingRow
 
 # What changes nothing of what is computed, and what has to do with one more than with others.
 SAME_WORK = {
-    OutputSpec: {"row_weight", "is_plain", "is_token_only"},
+    OutputSpec: {"row_weight", "is_plain", "is_token_only", "end_token_ids"},
     # What limits a draw is launched together, as are all penalties.
     Sampling: {
         *("seed", "penalty_from", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty")

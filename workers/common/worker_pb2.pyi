@@ -176,7 +176,7 @@ class WorkerCommand(_message.Message):
     def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ..., decodes: _Optional[_Union[DecodesCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardOptions(_message.Message):
-    __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept", "experts", "experts_from")
+    __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept", "experts", "experts_from", "end_token_ids")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +186,7 @@ class ForwardOptions(_message.Message):
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     rows: int
     scored: int
     output: _types_pb2.OutputOptions
@@ -195,7 +196,8 @@ class ForwardOptions(_message.Message):
     accept: _types_pb2.VerifyAccept
     experts: bytes
     experts_from: int
-    def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., experts: _Optional[bytes] = ..., experts_from: _Optional[int] = ...) -> None: ...
+    end_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., experts: _Optional[bytes] = ..., experts_from: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ForwardCommand(_message.Message):
     __slots__ = ("sequence", "position", "token_ids", "options", "default_seed", "keep_all", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority", "prelaunch", "adapter")
@@ -227,9 +229,9 @@ class ForwardCommand(_message.Message):
     caller: int
     salt: bytes
     priority: _types_pb2.Priority
-    prelaunch: bool
+    prelaunch: int
     adapter: int
-    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., options: _Optional[bytes] = ..., default_seed: _Optional[int] = ..., keep_all: _Optional[bool] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., prelaunch: _Optional[bool] = ..., adapter: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., options: _Optional[bytes] = ..., default_seed: _Optional[int] = ..., keep_all: _Optional[bool] = ..., prompt_len: _Optional[int] = ..., ephemeral: _Optional[bool] = ..., timeout_ns: _Optional[int] = ..., kind: _Optional[_Union[OperationKind, str]] = ..., caller: _Optional[int] = ..., salt: _Optional[bytes] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., prelaunch: _Optional[int] = ..., adapter: _Optional[int] = ...) -> None: ...
 
 class DecodesCommand(_message.Message):
     __slots__ = ("rows", "options")
@@ -369,7 +371,7 @@ class DecodesDone(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ...) -> None: ...
 
 class ForwardDone(_message.Message):
-    __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs", "token_is_argmax", "kept_path", "samples")
+    __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs", "token_is_argmax", "kept_path", "samples", "appended")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +380,7 @@ class ForwardDone(_message.Message):
     TOKEN_IS_ARGMAX_FIELD_NUMBER: _ClassVar[int]
     KEPT_PATH_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     kept: int
     reused_tokens: int
@@ -386,7 +389,8 @@ class ForwardDone(_message.Message):
     token_is_argmax: _containers.RepeatedScalarFieldContainer[bool]
     kept_path: _containers.RepeatedScalarFieldContainer[int]
     samples: _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., kept: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., kept_path: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[_types_pb2.SampledToken, _Mapping]]] = ...) -> None: ...
+    appended: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., kept: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., kept_path: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[_types_pb2.SampledToken, _Mapping]]] = ..., appended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ControlDone(_message.Message):
     __slots__ = ()

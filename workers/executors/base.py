@@ -47,7 +47,12 @@ _DRAWN = OutputSpec(
 )
 _PLAINLY_DRAWN = OutputSpec(sampling=Sampling(temperature=1.0))
 _LISTED = OutputSpec(
-    logprob=True, sampled_logprob=True, top_logprobs=1, logprob_token_ids=(0,), logits=DataType.F32
+    logprob=True,
+    sampled_logprob=True,
+    top_logprobs=1,
+    logprob_token_ids=(0,),
+    entropy=True,
+    logits=DataType.F32,
 )
 _WARM_OUTPUTS = (_MASKED, _DRAWN, _PLAINLY_DRAWN, _LISTED)
 

@@ -265,9 +265,9 @@ class Cache(CacheState):
         is not `seq_len`, unless it has tokens that were generated for this object and did not arrive: these
         come again.
 
-        `settings` are those of `quire.item`: such as max_tokens, stop, temperature, constraint, min_logprob.
-        Unset settings of sampling are those of `default_output`. With `n` the tokens are generated on so many
-        copies, which are released, and the cache does not change.
+        `settings` are those of `quire.item`: such as max_tokens, stop, temperature, constraint, min_logprob,
+        max_entropy. Unset settings of sampling are those of `default_output`. With `n` the tokens are
+        generated on so many copies, which are released, and the cache does not change.
         """
         if settings.get("sampling") is None and self.default_output is not None:
             settings["sampling"] = self.default_output.sampling

@@ -13,7 +13,7 @@ Accept: TypeAlias = Literal["all", "greedy", "sampled", "speculative"]
 Policy: TypeAlias = Literal["order", "local_first", "cheapest"]
 Cause: TypeAlias = Literal["manual", "cuda_context_poisoned", "remote_auth_failure", "remote_config_change"]
 FinishReason: TypeAlias = Literal[
-    "stop", "length", "content_filter", "tool_calls", "error", "cancelled", "unlikely"
+    "stop", "length", "content_filter", "tool_calls", "error", "cancelled", "unlikely", "uncertain"
 ]
 
 

@@ -67,6 +67,7 @@ class TextSettings(SamplingSettings, total=False):
     sampled_logprobs: bool
     cache_salt: str
     min_logprob: float | None
+    max_entropy: float | None
     hidden: types_pb2.HiddenStates | None
     speculation: Literal["prompt_lookup"] | runner_pb2.Speculation | SpeculationSettings | None
 

@@ -37,6 +37,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
     hidden: bool | Iterable[int] = False,
     hidden_format: str = "f32",
     experts: bool = False,
+    entropy: bool = False,
     allowed: Allowed | None = None,
     sampling: types_pb2.SamplingParams | None = None,
     **settings: Unpack[SamplingSettings],
@@ -56,6 +57,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         hidden_format: "f32", "bf16" or "f16".
         experts: Return the experts that the row's token was routed to, in a model that has any; see
             `expert_ids`.
+        entropy: Return the entropy of the model's own distribution, in nats.
         allowed: The tokens that may be chosen: ids, or a packed mask as bytes; see `token_mask`. None: all.
         sampling: Default settings, such as `model_info().sampling_defaults`.
         settings: Fields of SamplingParams, such as temperature, top_k, top_p, seed. None: as in `sampling`.
@@ -77,6 +79,7 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
         logprob=logprob,
         sampled_logprob=sampled_logprob,
         experts=experts,
+        entropy=entropy,
     )
     if hidden is not False:
         output.hidden.layers.extend(() if hidden is True else hidden)

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2
 
+from benchmarks.checkout import ROOT
 from service.api.append_codec import done_of, last_row
 from service.caches.requests import Append, AppendKind, Truncate
 from service.errors import PositionMismatch, QuireError
 from service.runtimes.base import Batch
 from service.runtimes.held_caches import HeldCache, held_cache
+from service.runtimes.held_samples import HeldSamples
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
 from tests.error_details import status_reason
 from tests.service.runtimes.test_kept_run import Reading
 from tests.service.runtimes.test_local_run import SEEDS, prepared, run_to_end
 from tests.sim.harness import Gateway
-from tests.sim.model_worker import Pool
+from tests.sim.model_worker import ModelWorker, Pool
 from tests.sim.toy_model import VOCAB
 
+SERVICE = f"{ROOT}/service/"
+# With answers of up to 16 tokens. As in `tests/test_size.py`: whoever makes it smaller lowers it.
+CALLS_PER_TOKEN = 16.5
 # A draw of the toy model depends on the seed and on where the penalties begin.
 DRAWN = types_pb2.OutputOptions(sampling=types_pb2.SamplingParams(temperature=1, seed=5))
 
@@ -219,16 +226,42 @@ async def test_an_item_waits_for_the_operations_before_it() -> None:
     assert list((await finding).token_ids) == [1, 2, 3, 4]
 
 
+async def test_a_token_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Python functions in the gateway, if a worker is ahead of it by as much as it may be."""
+    monkeypatch.setattr(ModelWorker, "_goes_on", lambda *_: True)
+    gateway, count = Gateway(pool=Pool(1000)), 52
+    caller = Caller(gateway, gateway.create(1, 2, 3), [4], count)
+    task, calls = await caller.begin(), 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(SERVICE)
+
+    sys.setprofile(profile)
+    try:
+        await caller.finish(task)
+    finally:
+        sys.setprofile(None)
+    assert len(caller.received) == count
+    assert calls / count <= CALLS_PER_TOKEN, f"{calls / count:.1f}"
+
+
 def tokens_ahead_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeldCache, "require_same", lambda *_: None)
 
 
 def the_copy_is_left_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LocalRun._go_on_with_held
-    monkeypatch.setattr(LocalRun, "_go_on_with_held", lambda run, sample, at: right(run, sample, at + 2))
+    right = HeldSamples.go_on
+    monkeypatch.setattr(HeldSamples, "go_on", lambda held, sample, at: right(held, sample, at + 2))
 
 
-@pytest.mark.parametrize("plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early])
+def more_is_appended_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldSamples, "most_prelaunched", lambda *_: 16)
+
+
+@pytest.mark.parametrize(
+    "plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early, more_is_appended_than_may_be]
+)
 async def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,7 @@ class KvCacheHandle(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., seq_len: _Optional[int] = ..., epoch: _Optional[int] = ..., worker_id: _Optional[str] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., weights_version: _Optional[int] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden", "experts")
+    __slots__ = ("logits", "top_logprobs", "logprob_token_ids", "sampling", "mask", "logprob", "sampled_logprob", "hidden", "experts", "entropy")
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class OutputOptions(_message.Message):
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_FIELD_NUMBER: _ClassVar[int]
     logits: DataType
     top_logprobs: int
     logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -84,7 +85,8 @@ class OutputOptions(_message.Message):
     sampled_logprob: bool
     hidden: HiddenStates
     experts: bool
-    def __init__(self, logits: _Optional[_Union[DataType, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ..., experts: _Optional[bool] = ...) -> None: ...
+    entropy: bool
+    def __init__(self, logits: _Optional[_Union[DataType, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ..., experts: _Optional[bool] = ..., entropy: _Optional[bool] = ...) -> None: ...
 
 class HiddenStates(_message.Message):
     __slots__ = ("layers", "dtype")
@@ -164,7 +166,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits", "sampled_logprob", "hidden", "experts")
+    __slots__ = ("token_id", "logprob", "top", "chosen_logprobs", "logits", "sampled_logprob", "hidden", "experts", "entropy")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +175,7 @@ class StepOutput(_message.Message):
     SAMPLED_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     top: TopLogprobs
@@ -181,7 +184,8 @@ class StepOutput(_message.Message):
     sampled_logprob: float
     hidden: _containers.RepeatedCompositeFieldContainer[Tensor]
     experts: bytes
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., hidden: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., experts: _Optional[bytes] = ...) -> None: ...
+    entropy: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Union[TopLogprobs, _Mapping]] = ..., chosen_logprobs: _Optional[_Iterable[float]] = ..., logits: _Optional[_Union[Tensor, _Mapping]] = ..., sampled_logprob: _Optional[float] = ..., hidden: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., experts: _Optional[bytes] = ..., entropy: _Optional[float] = ...) -> None: ...
 
 class SampledToken(_message.Message):
     __slots__ = ("token_id", "logprob", "sampled_logprob")

@@ -1,0 +1,81 @@
+"""Samples that continue a cache of the caller: on that itself, or on copies of it.
+
+An item that finds its cache longer than it says generates the tokens there once more, on a copy: see
+`held_caches`. The copy is left at the first token that the cache lacks. So a sample's requests are the same
+as any other's, and only where they go is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from quire.v1 import runner_pb2
+
+from service.api.append_codec import write_handle
+from service.caches.requests import Fork, Handles, Remembered, Request, Source, Truncate
+from service.errors import PositionMismatch
+from service.runtimes.batch_caches import SAMPLES, BatchCaches
+from service.runtimes.held_caches import HeldCache
+from service.runtimes.preparing import PreparedItem
+from service.runtimes.sample import Sample
+
+# Returns what was requested, or raises a QuireError.
+Ask = Callable[[Request], Awaitable[Any]]
+
+
+class HeldSamples:
+    """What a run does differently with items that continue a cache of the caller."""
+
+    def __init__(self, ask: Ask, caches: BatchCaches) -> None:
+        self._ask, self._caches = ask, caches
+
+    async def fork(self, item: PreparedItem, held: HeldCache) -> list[Remembered | None]:
+        """A copy of the caller's cache for each sample."""
+        key = self._caches.key(item.spec.item_id, SAMPLES)
+        forked = await self._ask(Fork((Source(held.cache_id, item.num_samples, held.position),), (), key))
+        assert isinstance(forked, Handles)
+        tokens = item.spec.prompt[: held.position]
+        return [
+            Remembered(handle.cache_id, tokens, handle.weights, handle.adapter, b"")
+            for handle in forked.handles
+        ]
+
+    async def begin(self, item: PreparedItem, held: HeldCache, sample: Sample) -> None:
+        """Decides where the item's tokens are appended: to the cache, or to a copy if it has tokens there."""
+        sample.cache_id = held.cache_id
+        if held.ahead:
+            appended = item.spec.prompt[item.first :]
+            if held.ahead[: len(appended)] != appended:
+                raise PositionMismatch(held.position, len(held.token_ids))
+            sample.catching_up = held
+            copied = await self._ask(Fork((Source(held.cache_id, 1, len(held.token_ids)),)))
+            sample.cache_id = copied.handles[0].cache_id
+            await self._ask(Truncate(sample.cache_id, held.position))
+
+    def go_on(self, sample: Sample, position: int) -> None:
+        """Leaves the copy if the token at `position` is the first one that the caller's cache lacks."""
+        held = sample.catching_up
+        if held is not None and position == len(held.token_ids):
+            self._caches.release(sample.cache_id)
+            sample.cache_id, sample.catching_up = held.cache_id, None
+
+    def most_prelaunched(self, sample: Sample, position: int, most: int) -> int:
+        """How many of `most` tokens a worker may append by itself behind the one at `position`."""
+        held = sample.catching_up
+        if held is not None:
+            # A copy gets none that the caller's cache lacks.
+            most = max(0, min(most, len(held.token_ids) - position - 1))
+        # The cache must not have tokens behind a stop text. One may be computed: only a request appends it.
+        return min(most, 1) if sample.spec.stops else most
+
+    async def cut(self, sample: Sample, length: int, found: int) -> None:
+        """Removes tokens behind the end of a sample from a cache that is `found` long."""
+        if length < found:
+            await self._ask(Truncate(sample.cache_id, length, found))
+
+    def write_handle(self, held: HeldCache, chunk: runner_pb2.SampleChunk) -> None:
+        """The last chunk says what the caller's cache is by now."""
+        handle = self._caches.handle(held.cache_id)
+        if handle is not None:
+            write_handle(handle, chunk.kv_cache)
