@@ -24,6 +24,7 @@ from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
 from service.text.constraints import Matcher
+from service.text.detokenizer import SpecialTokens
 from service.text.text_model import TextModel
 
 _SEEDS = 1 << 64
@@ -156,7 +157,9 @@ class ItemPreparer:
                 end_ids=end_ids,
                 stops=tuple(item.stop),
                 stop_ids=stop_ids,
-                tokenizer=tokenizer,
+                tokenizer=SpecialTokens(tokenizer)
+                if item.special_tokens_in_text and tokenizer
+                else tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
                 min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
                 max_entropy=item.max_entropy if item.HasField("max_entropy") else None,
