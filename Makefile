@@ -64,12 +64,11 @@ cluster: kernels ## Serve with two workers as if they were on other hosts (docs/
 test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist worksteal $(ARGS)
 
-# In an environment of its own, with the Triton that this torch needs. Compiled kernels, records of what Triton compiles and
-# mutations of kernels are not of a torch.
+# In an environment of its own, with the Triton that this torch needs. Compiled kernels are not of a
+# torch.
 TORCH ?= 2.11.0
 TORCH_TESTS := tests/kernels tests/workers tests/gpu $(patsubst %,tests/e2e/test_%.py,parity_machine families library_backend \
-  same_bits hidden_states tensor_parallel) --ignore=tests/kernels/cuda/test_compile_gate.py \
-  --ignore=tests/kernels/cuda/test_mutations.py
+  same_bits hidden_states tensor_parallel)
 OTHER = build/torch-$(TORCH)
 OTHER_INSTALL = $(OTHER)/bin/python -m pip --disable-pip-version-check install --quiet
 test-torch: kernels ## Run the tests that depend on torch with another version, 20 minutes (TORCH=2.14.1 PYTHON=python3.12)

@@ -1,10 +1,14 @@
-"""What drafts by prompt lookup gain, and cost where they are wrong: `python -m benchmarks.speculation`.
+"""What drafts gain, and cost where they are wrong: `python -m benchmarks.speculation`.
 
 One server; texts with and without `speculation` take turns, and have to be equal. A text of one token (a
 mask) has the drafts that are always right: the most that can be gained. One that is drawn from all tokens
 hardly ever repeats some, and has no drafts; one that is drawn from few repeats some all the time without its
-drafts being right, so that they can only cost. Prints JSON: tokens a second without, the ratio of the times
-of each round, and drafts.
+drafts being right, so that they can only cost.
+
+With `--draft-layers` the first layers of the model are its draft model instead (`draft_pair`), which is often
+right. At a high temperature it nearly always is: the draws are the same, and the models hardly matter.
+
+Prints JSON: tokens a second without, the ratio of the times of each round, and drafts.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 from quire.v1 import runner_pb2, runner_pb2_grpc, types_pb2
 
 from benchmarks import machine
+from benchmarks.draft_pair import make_pair
 from benchmarks.gateway_process import GatewayProcess
 from benchmarks.shapes import DEFAULT_SHAPE, SHAPES
 from benchmarks.weights import make_model
@@ -38,15 +43,23 @@ _TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _item(vocab_size: int, tokens: int, *, speculates: bool, **settings: Any) -> runner_pb2.ExecuteItem:
+# The same with a draft model.
+_TEXTS_OF_MODEL: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"sampling": types_pb2.SamplingParams(temperature=0.6, seed=7)},
+    "hot": {"sampling": types_pb2.SamplingParams(temperature=50.0, seed=7)},
+}
+
+
+def _item(vocab_size: int, tokens: int, *, method: int, **settings: Any) -> runner_pb2.ExecuteItem:
     rng = random.Random(1)
     prompt = [rng.randrange(vocab_size) for _ in range(_PROMPT_TOKENS)]
     made = runner_pb2.ExecuteItem(
         item_id="text", max_tokens=tokens, ignore_eos=True, tokens_only=True, **settings
     )
     made.tokens.token_ids.extend(prompt)
-    if speculates:
-        made.speculation.method = runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
+    if method:
+        made.speculation.method = method  # type: ignore[assignment]  # an enum to the stubs
     return made
 
 
@@ -75,7 +88,8 @@ def _compare(stub: Any, vocab_size: int, options: argparse.Namespace, **settings
         for speculates in (True, False) if turn % 2 else (False, True):
             items = []
             for number in range(options.sequences):
-                made = _item(vocab_size, options.tokens, speculates=speculates, **settings)
+                method = _method(options) if speculates else 0
+                made = _item(vocab_size, options.tokens, method=method, **settings)
                 made.item_id = f"text {number}"
                 made.tokens.token_ids[0] = number
                 items.append(made)
@@ -96,6 +110,12 @@ def _compare(stub: Any, vocab_size: int, options: argparse.Namespace, **settings
     }
 
 
+def _method(options: argparse.Namespace) -> int:
+    if options.draft_layers:
+        return runner_pb2.SPECULATION_METHOD_DRAFT_MODEL
+    return runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
+
+
 def main() -> None:
     """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -103,6 +123,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="", help="as of `quire serve`")
     parser.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each text")
+    parser.add_argument("--draft-layers", type=int, default=0, metavar="N", help="of a draft model")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument(
         "--cache", type=Path, default=Path("build/benchmarks/models"), help="where models are kept"
@@ -113,10 +134,17 @@ def main() -> None:
     flags = ["--quantization", options.quantization] if options.quantization else []
     before = machine.times_s()
     found: dict[str, Any] = {"machine": machine.describe(), "arguments": sys.argv[1:]}
-    with GatewayProcess(model=str(make_model(shape, options.cache.resolve())), flags=flags) as server:
+    cache, texts = options.cache.resolve(), _TEXTS
+    if options.draft_layers:
+        model, draft, shape = make_pair(shape, options.draft_layers, cache)
+        texts = _TEXTS_OF_MODEL
+        flags += ["--draft-model", str(draft)]
+    else:
+        model = make_model(shape, cache)
+    with GatewayProcess(model=str(model), flags=flags) as server:
         assert server.channel is not None
         stub = runner_pb2_grpc.ModelRunnerServiceStub(server.channel)
-        for name, settings in _TEXTS.items():
+        for name, settings in texts.items():
             found[name] = _compare(stub, shape.vocab_size, options, **settings)
     found["disturbance"] = machine.disturbance(before, machine.times_s())
     sys.stdout.write(json.dumps(found, indent=2) + "\n")

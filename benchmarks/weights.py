@@ -92,9 +92,7 @@ def _write(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for size in tensors.values():
             # Norms are ones. Matrices are scaled so that activations keep their size from layer to layer.
-            table = _bfloat16(
-                quantiles * np.float32(size[1] ** -0.5) if size[1:] else np.ones_like(quantiles)
-            )
+            table = bfloat16(quantiles * np.float32(size[1] ** -0.5) if size[1:] else np.ones_like(quantiles))
             left = math.prod(size)
             while left:
                 count = min(_PART_ELEMENTS, left)
@@ -102,7 +100,7 @@ def _write(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
                 left -= count
 
 
-def _bfloat16(values: NDArray[np.float32]) -> Bits:
+def bfloat16(values: NDArray[np.float32]) -> Bits:
     """The bits of the nearest bfloat16 of finite values, ties to even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

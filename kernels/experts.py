@@ -1,8 +1,8 @@
 """Mixture of experts: the routing of tokens, and the experts' outputs.
 
-An expert is a gated feed-forward network, down(activation(gate x) * (up x)). `route` chooses k experts for
-each token, with weights. `experts` groups the rows of a batch by expert, so that the matrices of an expert
-are read once for all of its rows, and not at all if it has none.
+An expert is a gated feed-forward network, down(activation(gate x) * (up x)), whose projections may have
+biases. `route` chooses k experts for each token, with weights. `experts` groups the rows of a batch by
+expert, so that the matrices of an expert are read once for all of its rows, and not at all if it has none.
 
 Results are rounded as if the operations ran one by one: both projections to the dtype of x, the activation
 and its product with up as in `kernels.gated_activation`. The k results of a token are weighted and summed in
@@ -31,6 +31,8 @@ from kernels.weight import Weight
 
 # One matrix per expert: a tensor [E, O, I], or E tensors [O, I].
 PlainWeights = torch.Tensor | Sequence[torch.Tensor]
+# Of gate_up and down: [E, 2 * I] and [E, C] contiguous, of the dtype of x.
+Biases = tuple[torch.Tensor, torch.Tensor]
 # A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`.
 ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights
 
@@ -128,6 +130,7 @@ def experts(
     expert_weights: torch.Tensor,
     activation: Activation = "silu",
     *,
+    biases: Biases | None = None,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of the outputs of each token's experts.
@@ -141,6 +144,7 @@ def experts(
             other row.
         expert_weights: [T, k]; dtype of x, or float32.
         activation: The activation of the gate; see `kernels.gated_activation`.
+        biases: Of gate_up and down; None: they have none. On a GPU there are no kernels for them.
         batch_invariant: On a GPU, the bits of a row must not depend on the others.
 
     Returns:
@@ -150,7 +154,7 @@ def experts(
         ValueError, TypeError: An argument is invalid; the message names it.
         IndexError, RuntimeError: An expert id is out of range (on the CPU).
     """
-    _check(x, gate_up, down, expert_ids, expert_weights)
+    _check(x, gate_up, down, expert_ids, expert_weights, biases)
     if x.is_cuda:
         from kernels.cuda import experts as cuda
 
@@ -159,8 +163,8 @@ def experts(
             x, gate_up, down, expert_ids, expert_weights, activation, batch_invariant=batch_invariant
         )
     if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
-        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation)
-    return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation)
+        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation, biases)
+    return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation, biases)
 
 
 def _one_by_one(
@@ -170,8 +174,10 @@ def _one_by_one(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: Activation,
+    biases: Biases | None,
 ) -> torch.Tensor:
     """The chosen experts one after the other."""
+    gate_up_bias, down_bias = biases or (None, None)
     outputs = x.new_empty(expert_ids.numel(), x.shape[1])  # [T * k, C]
     # Pairs of a token and one of its experts, numbered as in `outputs`, sorted by expert.
     pairs = expert_ids.flatten().argsort(stable=True)  # [T * k]
@@ -184,8 +190,10 @@ def _one_by_one(
         if count:
             of_expert = pairs[begin:end]  # [n]
             rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
-            inner = gated_activation(matrix_of(gate_up, expert).multiply(rows, None), activation)  # [n, I]
-            outputs.index_copy_(0, of_expert, matrix_of(down, expert).multiply(inner, None))
+            bias = None if gate_up_bias is None else gate_up_bias[expert]
+            inner = gated_activation(matrix_of(gate_up, expert).multiply(rows, bias), activation)  # [n, I]
+            bias = None if down_bias is None else down_bias[expert]
+            outputs.index_copy_(0, of_expert, matrix_of(down, expert).multiply(inner, bias))
     return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
 
 
@@ -210,6 +218,7 @@ def _check(
     down: ExpertWeights,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
+    biases: Biases | None,
 ) -> None:
     """Check the arguments of `experts`. Of separate matrices only the first is checked, to save time."""
     check_tensor("x", x, (None, None), FLOAT_DTYPES)
@@ -221,6 +230,11 @@ def _check(
         raise ValueError(f"gate_up: must have the experts of down, got {len(gate_up)} and {len(down)}")
     width = x.shape[1]
     inner = down[0].shape[-1]
+    if biases is not None:
+        if x.is_cuda:
+            raise ValueError("biases: there are no kernels of a GPU for them")
+        for name, bias, outputs in zip(("gate_up", "down"), biases, (2 * inner, width), strict=True):
+            check_tensor(f"the bias of {name}", bias, (len(down), outputs), (x.dtype,))
     for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
         if tuple(weight[0].shape) != shape:
             raise ValueError(f"{name}: an expert's shape must be {list(shape)}, got {list(weight[0].shape)}")

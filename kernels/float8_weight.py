@@ -1,7 +1,8 @@
 """Weights of 8-bit floats (e4m3) with scales, which take one byte for each value.
 
 An element is value * scale in float32, rounded to the weight's dtype: as the transformers library dequantises
-them. A product has the bits of one with the dequantised weight (kernels/cpu/float8_product.cpp).
+them. The compiled product does not round them (kernels/cpu/float8_product.h): it is more exact than one with
+the dequantised weight, and has the same bits on each instruction set.
 
 Dimension letters: T rows; I inputs; O outputs; S scales of an output; B blocks.
 """
@@ -84,7 +85,8 @@ class Float8Weight(Weight):
         inputs = len(self._taken)
         self.shape, self.dtype, self.format = torch.Size((outputs, inputs)), dtype, weight_format
         # A scale that both sides of a cut need is there twice.
-        self._scale_inputs = math.gcd(self._stored_scale_inputs, self._taken.start)
+        of_block = math.gcd(self._stored_scale_inputs, self._taken.start)
+        self._scale_inputs = of_block if weight_format.scale_inputs else max(inputs, 1)
         filled_outputs, filled_inputs = filled_up(self.shape, dtype)
         blocks, scales, step = filled_outputs // BLOCK_OUTPUTS, self.num_scales, step_inputs(dtype)
         scale_bytes = scales * BLOCK_OUTPUTS * 4
@@ -136,9 +138,12 @@ class Float8Weight(Weight):
 
     def _cut(self, values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of whole rows what this weight has."""
+        own = values[:, self._taken.start : self._taken.stop]
+        if not self.format.scale_inputs:
+            return own, scales
         repeated = scales.repeat_interleave(self._stored_scale_inputs // self._scale_inputs, dim=1)
         begin = self._taken.start // self._scale_inputs
-        return values[:, self._taken.start : self._taken.stop], repeated[:, begin : begin + self.num_scales]
+        return own, repeated[:, begin : begin + self.num_scales]
 
     def multiply(
         self,
@@ -155,9 +160,8 @@ class Float8Weight(Weight):
         scratch = copied_rows(x.dtype, min(rows, COPIED_ROWS), inputs)
         arguments = Arguments.of(out, x, self.data, bias, scratch)
         types = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-        run = library.function(f"quire_float8_linear_{SUFFIXES[x.dtype]}", types, ctypes.c_int)
-        if run(ctypes.addressof(arguments), self._scale_inputs, torch.get_num_threads()) != 0:
-            raise MemoryError("there is not enough memory to dequantise a part of a weight")
+        run = library.function(f"quire_float8_linear_{SUFFIXES[x.dtype]}", types)
+        run(ctypes.addressof(arguments), self._scale_inputs, torch.get_num_threads())
         return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

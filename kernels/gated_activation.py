@@ -1,7 +1,8 @@
 """The gate of a feed-forward network: activation(gate) * up, on the output of the fused gate-up projection.
 
 SwiGLU has `silu`, x * sigmoid(x). GeGLU has `gelu`, x times the normal distribution function at x, or its
-approximation with tanh, `gelu_tanh` (in Hugging Face "gelu_pytorch_tanh").
+approximation with tanh, `gelu_tanh` (in Hugging Face "gelu_pytorch_tanh"). `clamped_swiglu` is that of
+gpt-oss: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (up + 1), with up from -7 to 7.
 
 Dimension letters: T tokens; I intermediate width.
 """
@@ -16,9 +17,13 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import gated_activation as cpu
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 # In the order of their numbers in kernels/cpu/gates.h.
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+# For the others there are no kernels of a GPU.
+CUDA_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+# Of clamped_swiglu.
+SIGMOID_GAIN, GATE_LIMIT = 1.702, 7.0
 
 
 def gated_activation_reference(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
@@ -27,6 +32,9 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: Activation = "
     # The activation is rounded to the dtype before the product, as the unfused model does.
     if activation == "silu":
         return functional.silu(gate).mul_(up)  # [T, I]
+    if activation == "clamped_swiglu":
+        gate = gate.clamp(max=GATE_LIMIT)
+        return gate * torch.sigmoid(gate * SIGMOID_GAIN) * (up.clamp(-GATE_LIMIT, GATE_LIMIT) + 1)  # [T, I]
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     return functional.gelu(gate, approximate=approximate).mul_(up)  # [T, I]
 
@@ -49,7 +57,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
         raise ValueError(f"gate_up: width must be even, got {gate_up.shape[1]}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if gate_up.is_cuda:
+    if gate_up.is_cuda and activation in CUDA_ACTIVATIONS:
         from kernels.cuda import gated_activation as cuda
 
         return cuda.gated_activation(gate_up, activation)

@@ -165,6 +165,12 @@ class Config:
         " auto is native if it supports everything in the model's config",
         (AUTO, "native", "transformers"),
     )
+    draft_model: str = setting(
+        "",
+        "directory or GGUF file of a smaller model with the same tokenizer, which drafts what speculative"
+        " decoding verifies",
+        Text(is_absolute_path, "must be an absolute path"),
+    )
     no_self_check: str = setting(
         "off", "skip the comparison of the model with the transformers library at start", SWITCH
     )

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from service.config import UNQUANTISED, Config, all_settings
-from service.model_names import WEIGHTLESS_MODEL, is_hub_model, is_model, model_problem
+from service.model_names import (
+    WEIGHTLESS_MODEL,
+    is_directory_or_file,
+    is_hub_model,
+    is_model,
+    model_problem,
+)
 from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
 from workers.common.trusted import require_trusted
@@ -142,6 +148,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
             yield (name, other), f"needs {other} too"
     yield from _pool_conflicts(config)
     yield from _quantization_conflicts(config)
+    yield from _draft_conflicts(config)
     yield from _kv_cache_conflicts(config)
     for extension in config.extensions:
         yield from extension.conflicts(config)
@@ -208,6 +215,18 @@ def _quantization_conflicts(config: Config) -> Iterator[Conflict]:
         yield ("quantization", "model_backend"), "needs a model that native code runs: model_backend = native"
     if config.model == WEIGHTLESS_MODEL:
         yield ("quantization", "model"), "needs a model that has weights"
+
+
+def _draft_conflicts(config: Config) -> Iterator[Conflict]:
+    """As `_conflicts`, about a draft model."""
+    if not config.draft_model:
+        return
+    if not (config.has_remote_workers or is_directory_or_file(config.draft_model)):
+        yield ("draft_model",), model_problem(config.draft_model)
+    if config.tensor_parallel > 1:
+        yield ("draft_model", "tensor_parallel"), "needs a model that is not split: tensor_parallel = 1"
+    if config.model == WEIGHTLESS_MODEL:
+        yield ("draft_model", "model"), "needs a model that has weights"
 
 
 def _line_of(file: str, name: str) -> str:

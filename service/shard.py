@@ -17,8 +17,10 @@ from service.caches.reservations import Limits
 from service.config import Config
 from service.data_directory import check_own_journal
 from service.journal.base import Journal
-from service.journal.opening import open_configured
+from service.journal.directory import LockedDirectory
+from service.journal.file_journal import FileJournal
 from service.journal.recovery import Apply, ApplyRun
+from service.journal.segments import Sync
 from service.lease import FencedLease
 from service.logging import get_logger
 
@@ -105,6 +107,11 @@ async def open_shard(
 async def open_own_journal(
     config: Config, directory: Path | None, apply: Apply, apply_run: ApplyRun
 ) -> Journal:
-    """Opens a journal that no extension brings. Blocks. See `OpenJournal`."""
+    """Opens a journal that no extension brings; without a directory nothing is stored. See `OpenJournal`."""
     check_own_journal(config, directory)
-    return open_configured(config.journal, config.journal_sync, directory, apply, apply_run)
+    if directory is None:
+        return Journal()
+    if config.journal == "memory":
+        return LockedDirectory(directory)
+    sync: Sync = "full" if config.journal_sync == "full" else "normal"
+    return FileJournal(directory, apply, apply_run, sync)

@@ -1,20 +1,32 @@
-"""What can happen to the files of KV on disk."""
+"""What can happen to the files of KV on disk, and to their directory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from workers.kv.page_files import IDENTITY_BYTES
+from workers.kv.page_directory import IDENTITY_BYTES
+
+# A file of this size takes no room on disk, as nothing is in it.
+_HUGE_BYTES = 1 << 42
 
 Fault = Callable[[Path, random.Random], None]
 
 
 def files_in(directory: Path) -> list[Path]:
-    """The files of pages, of any identity."""
-    return sorted(path for path in directory.rglob("*") if len(path.name) == 32 and path.is_file())
+    """The files of pages, of any identity, but for huge ones. All of them may be removed meanwhile."""
+    found = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return sorted(path for path in found if len(path.name) == 64 and _can_be_read(path))
+
+
+def _can_be_read(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_file() and path.stat().st_size < _HUGE_BYTES
+    return False
 
 
 def cut(path: Path, rng: random.Random) -> None:
@@ -46,10 +58,11 @@ def lengthen(path: Path, rng: random.Random) -> None:
     path.write_bytes(path.read_bytes() + rng.randbytes(1 + rng.randrange(64)))
 
 
-def make_foreign(path: Path, _rng: random.Random) -> None:
-    """A page of other weights, as one who copies directories would make it."""
+def make_foreign(path: Path, rng: random.Random) -> None:
+    """A page of other weights under the right name: it is whole, and has other keys and values."""
     content = path.read_bytes()
-    path.write_bytes(content[:8] + bytes(IDENTITY_BYTES) + content[8 + IDENTITY_BYTES :])
+    other = rng.choice(files_in(path.parents[1])).read_bytes()
+    path.write_bytes(content[:8] + bytes(IDENTITY_BYTES) + content[24:40] + other[40:])
 
 
 def remove(path: Path, _rng: random.Random) -> None:
@@ -62,3 +75,71 @@ def make_unreadable(path: Path, _rng: random.Random) -> None:
 
 
 FAULTS: Sequence[Fault] = (cut, tear, flip, swap, lengthen, make_foreign, remove, make_unreadable)
+
+
+# What can happen to a directory of them: `root` is `quire-kv`, and `outside` has the file `THEIRS`.
+
+# A file elsewhere, whose name is that of a page.
+THEIRS = Path("0" * 32, "01", "01" * 16 + "02" * 16)
+
+
+def put_in_place_of(path: Path, make: Callable[[Path], object]) -> None:
+    """Something else is where a file or a directory was."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make(path)
+
+
+def pipe(root: Path, _outside: Path) -> None:
+    put_in_place_of(files_in(root)[0], os.mkfifo)
+
+
+def link(root: Path, outside: Path) -> None:
+    put_in_place_of(files_in(root)[0], lambda path: path.symlink_to(outside / THEIRS))
+
+
+def subdirectory(root: Path, _outside: Path) -> None:
+    put_in_place_of(files_in(root)[0], lambda path: (path / "more").mkdir(parents=True))
+
+
+def huge(root: Path, _outside: Path) -> None:
+    os.truncate(files_in(root)[0], _HUGE_BYTES)
+
+
+def pipe_to_write(root: Path, _outside: Path) -> None:
+    (root / "tmp").unlink(missing_ok=True)
+    os.mkfifo(root / "tmp")
+
+
+def linked_folder(root: Path, outside: Path) -> None:
+    put_in_place_of(files_in(root)[0].parent, lambda path: path.symlink_to((outside / THEIRS).parent))
+
+
+def linked_identity(root: Path, outside: Path) -> None:
+    (root / ("11" * 16)).symlink_to((outside / THEIRS).parents[1])
+
+
+def names(root: Path, _outside: Path) -> None:
+    """Of pages that are elsewhere, that continue themselves or each other, and of none."""
+    folder = files_in(root)[0].parent
+    for name in ("AB" * 32, "zz" * 32, "0" * 63, "0" * 65, "0" * 64, " " * 64, "\n", "..."):
+        (folder / name).write_bytes(b"0" * 4096)
+    (root / ("22" * 16) / "aa").mkdir(parents=True)
+    (root / ("22" * 16) / "aa" / ("aa" * 32)).write_bytes(b"0" * 4096)
+
+
+def deleted(root: Path, _outside: Path) -> None:
+    shutil.rmtree(root)
+
+
+def deleted_lock(root: Path, _outside: Path) -> None:
+    put_in_place_of(root / "lock", os.mkfifo)
+
+
+def wrong_count(root: Path, _outside: Path) -> None:
+    (root / "lock").write_bytes(b"\xff" * 100)
+
+
+SPOILT: Sequence[Callable[[Path, Path], None]] = (
+    pipe, link, subdirectory, huge, pipe_to_write, linked_folder, linked_identity, names, deleted,
+    deleted_lock, wrong_count,
+)  # fmt: skip

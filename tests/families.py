@@ -38,6 +38,15 @@ _LONGROPE = {
 }
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 5_000.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 7}
 _QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
@@ -78,6 +87,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "sliding_window": 7,
             "rope_parameters": {"full_attention": _YARN, "sliding_attention": _DEFAULT_ROPE},
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "head_dim": 32,
+            "rope_parameters": _GPT_OSS_YARN,
         },
     ),
     "granite": (

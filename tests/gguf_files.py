@@ -16,12 +16,15 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedConfig
 
-from workers.models.checkpoint import read_entries
+from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.gguf.drawn_blocks import drawn_blocks
+from workers.models.registry import FAMILIES
+from workers.models.stacked_experts import separated
 
 NAMES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PRE_TOKENIZER = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 _GEMMA = ("gemma", "gemma2", "gemma3")
@@ -93,7 +96,7 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     if name != "phi3":
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     window = getattr(config, "sliding_window", None)
-    if window is not None and name in ("llama", "gemma2", "gemma3", "phi3"):
+    if window is not None and name in ("llama", "gemma2", "gemma3", "phi3", "gpt-oss"):
         found["attention.sliding_window"] = window
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None) is not None:
@@ -107,6 +110,8 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
         found |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
         if name == "qwen3moe":
             found["expert_feed_forward_length"] = config.moe_intermediate_size
+        if name == "gpt-oss":
+            found["expert_feed_forward_length"] = config.intermediate_size
     return {f"{name}.{key}": value for key, value in found.items()} | {"general.name": "a tiny model"}
 
 
@@ -118,8 +123,9 @@ def _tensors(
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     found: dict[str, tuple[np.ndarray[Any, Any], str]] = {}
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
-    for tensor_name, entry in read_entries(model).items():
-        values = torch.cat([part.clone() for _, part in entry.parts()]).float().numpy()
+    for tensor_name, entry in _entries(model, config).items():
+        parts = [part.clone() for _, part in entry.parts() if isinstance(part, torch.Tensor)]
+        values = torch.cat(parts).float().numpy()
         kind = type_of if isinstance(type_of, str) else type_of(tensor_name)
         if values.ndim < 2:
             kind = "f32"
@@ -132,14 +138,24 @@ def _tensors(
         if name == "llama" and ".k_proj." in tensor_name:
             values = _interleaved(values, config.num_key_value_heads)
         merged = _without_expert(tensor_name)
+        is_of_experts = merged != tensor_name
+        merged += ".weight" if merged.endswith(".sinks") else ""
         written = names.get_name(merged, try_suffixes=(".weight", ".bias"))
         assert written is not None, tensor_name
-        if merged != tensor_name:
+        if is_of_experts:
             experts.setdefault(written, []).append(values)
             values = np.stack(experts[written])
         # llama.cpp quantises no routers.
         found[written] = values, "f32" if "ffn_gate_inp" in written and kind not in DENSE else kind
     return found | _rope_factors(config)
+
+
+def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
+    experts = FAMILIES[config.model_type].experts
+    entries = read_entries(model)
+    if experts is None or experts.stacked is None:
+        return entries
+    return separated(entries, experts, config.num_local_experts)
 
 
 def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:

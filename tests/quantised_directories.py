@@ -316,3 +316,29 @@ def float8(
         "modules_to_not_convert": ["lm_head"],
     }
     return rewrite(directory, config, write, also, left)
+
+
+# Positive 4-bit floats (e2m1), by their bits.
+_FLOATS4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_STACKS = ("gate_up_proj", "down_proj")
+
+
+def mxfp4(directory: Path) -> None:
+    """The experts of gpt_oss as its makers write them. Mutates the files of a directory."""
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    made: Tensors = {}
+    for name, tensor in load_file(file).items():
+        if name.endswith(_STACKS):
+            stack = tensor.float().transpose(1, 2)  # [E, outputs, inputs]
+            groups = stack.reshape(*stack.shape[:2], -1, 32)
+            exponents = (groups.abs().amax(3) / 6).log2().ceil().clamp(min=-127)
+            scaled = groups / torch.exp2(exponents)[..., None]
+            bits = (scaled.abs()[..., None] - _FLOATS4).abs().argmin(-1) + (scaled < 0) * 8
+            made[f"{name}_blocks"] = (bits[..., ::2] | bits[..., 1::2] << 4).to(torch.uint8)
+            made[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+        else:
+            made[name] = tensor
+    save_file(made, file, {"format": "pt"})
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"quantization_config": config}))

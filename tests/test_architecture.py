@@ -42,6 +42,7 @@ WORKER_LAYERS = (
         "integrity_checks",
         "prefix_wait",
         "kv_disk",
+        "drafting",
         "failures",
         "distribution",
         "extra_samples",
@@ -65,6 +66,8 @@ WITHOUT_TORCH = (
     "workers.scheduler",
     "workers.kv.page_pool",
     "workers.kv.disk_pages",
+    "workers.kv.eviction_order",
+    "workers.kv.page_directory",
     "workers.kv.page_files",
 )
 
@@ -82,6 +85,7 @@ SERVICE_ROOMS = {
     "service.errors": ("service.printable",),
     "service.model_names": (),
     "service.quantised": ("service.config", "service.model_names"),
+    "service.draft_model": ("service.config", "service.model_names"),
     "service.setting_rules": ("service.model_names",),
     "service.settings": ("service.setting_rules",),
     "service.config": ("service.model_names",),
@@ -202,6 +206,7 @@ SERVICE_ROOMS = {
         "service.errors", "service.journal", "service.logging", "service.extension",
         "service.pool.pool_files", "service.outbound", "service.printable", "service.gateway",
         "service.server", "service.uploads", "service.gguf", "service.model_names", "service.quantised",
+        "service.draft_model",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

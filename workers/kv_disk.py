@@ -17,7 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from workers.kv.disk_pages import DiskPages, ReadOutcome
-from workers.kv.disk_threads import MOST_WRITES, DiskThreads, Listed, PageReads, Report, WritesFailed, Written
+from workers.kv.disk_threads import (
+    MOST_WRITES,
+    DiskThreads,
+    Listed,
+    PageRead,
+    PageReads,
+    Report,
+    WritesFailed,
+    WritesGoOn,
+    Written,
+)
 from workers.kv.page_files import PageFiles
 from workers.kv.page_pool import OutOfPages
 from workers.kv.table import KvTable
@@ -36,12 +46,14 @@ class DiskUsage:
     Attributes:
         bytes: Of all files in the directory, those of other workers included.
         max_bytes: The most that these may be.
-        stopped: Nothing more is stored: the disk was full or failed, or the weights were replaced.
+        stopped: Nothing is stored: the disk is full or has failed, or the weights were replaced.
+        unwritten_pages: In memory, and still to be stored.
     """
 
     bytes: int
     max_bytes: int
     stopped: bool
+    unwritten_pages: int
     wanted_pages: int
     read_pages: int
     refused_pages: int
@@ -90,6 +102,8 @@ class KvDisk:
         # When a page was last read, or had to be. After PATIENCE_S the disk is given up.
         self._progress_s = 0.0
         self._reads_pages = True
+        # Whether the last write has failed, and whether there are to be no more.
+        self._has_failed = self._is_stopped = False
         table.store_on(self._pages)
 
     def report_to(self, submit: Callable[[DiskReport], None]) -> None:
@@ -106,16 +120,6 @@ class KvDisk:
     def __len__(self) -> int:
         """The number of forwards that wait."""
         return len(self._waiting)
-
-    @property
-    def has_writes(self) -> bool:
-        """Whether pages are still to be stored."""
-        return self._writes > 0 or self._pages.has_queued
-
-    @property
-    def known_files(self) -> int:
-        """How many pages are thought to be on disk."""
-        return self._pages.stored
 
     # Forwards.
 
@@ -144,15 +148,15 @@ class KvDisk:
         """Whether a forward of this sequence waits."""
         return any(waiting.forward.sequence == sequence for waiting in self._waiting)
 
-    def _hold_prefix(self, waiting: _Waiting, reusable: int) -> list[bytes]:
+    def _hold_prefix(self, waiting: _Waiting, reusable: int) -> list[tuple[bytes, bytes]]:
         """Hold the pages of a forward's prefix that are in memory, or are being read for others.
 
-        Returns the digests of those that are on disk only, up to the first page that is nowhere.
+        Returns the digests and parents of those that are on disk only, up to the first page that is nowhere.
         """
         table, pages, forward = self._table, self._pages, waiting.forward
         where = forward.sequence, forward.position, forward.salt
-        absent: list[bytes] = []
-        for digest in table.next_digests(*where, forward.token_ids, reusable):
+        absent: list[tuple[bytes, bytes]] = []
+        for digest, parent in table.next_digests(*where, forward.token_ids, reusable):
             if (page := table.hold(digest)) is not None:
                 waiting.pages.append(page)
             elif (page := pages.being_read(digest)) is not None:
@@ -160,28 +164,29 @@ class KvDisk:
                 waiting.pages.append(page)
                 waiting.unread.add(digest)
             elif pages.has(digest):
-                absent.append(digest)
+                absent.append((digest, parent))
             else:
                 break
         if forward.position % table.page_size == 0:
             pages.counts.wanted += reusable // table.page_size - len(waiting.pages)
         return absent
 
-    def _read(self, waiting: _Waiting, absent: Sequence[bytes]) -> None:
+    def _read(self, waiting: _Waiting, absent: Sequence[tuple[bytes, bytes]]) -> None:
         """Read pages for a forward. Raises OutOfPages, and has no effect then."""
         if not absent:
             return
         fresh = self._table.take(len(absent))
         if not self._pages.are_read:
             self._progress_s = time.monotonic()
-        for digest, page in zip(absent, fresh, strict=True):
-            self._pages.begin_read(digest, page)
+        reads = [PageRead(digest, parent, page) for (digest, parent), page in zip(absent, fresh, strict=True)]
+        for read in reads:
+            self._pages.begin_read(read.digest, read.page)
             # Once for the read, and once for the forward, which may be dropped before the read has ended.
-            self._table.hold_page(page)
+            self._table.hold_page(read.page)
         waiting.pages += fresh
-        waiting.unread.update(absent)
+        waiting.unread.update(digest for digest, _ in absent)
         assert self._threads is not None
-        self._threads.read(list(zip(absent, fresh, strict=True)))
+        self._threads.read(reads)
 
     def take(self) -> list[Forward]:
         """Take what the threads have done. Returns the forwards that can be queued, in order of arrival."""
@@ -194,9 +199,16 @@ class KvDisk:
                 case Written(write, is_stored):
                     self._writes -= 1
                     self._pages.written(write, is_stored=is_stored)
+                    if is_stored and self._has_failed:
+                        self._has_failed = False
+                        _log.info("KV is stored on disk again")
                 case WritesFailed(why):
                     self._pages.stop_writes()
-                    _log.error("KV is not stored on disk until this worker starts again: %s", why)
+                    if not self._has_failed:
+                        _log.error("KV is not stored on disk: %s", why)
+                    self._has_failed = True
+                case WritesGoOn():
+                    self._pages.takes_writes = not self._is_stopped
                 case Listed(found, gone):
                     self._pages.listed(found, gone)
         self.write_more()
@@ -267,7 +279,7 @@ class KvDisk:
 
     def stop(self) -> None:
         """Read and store nothing from now on: the weights are others than those of the files."""
-        self._reads_pages = False
+        self._reads_pages, self._is_stopped = False, True
         self._pages.stop_writes()
         _log.warning("KV is not stored on disk until this worker starts again: it has other weights")
 
@@ -275,9 +287,10 @@ class KvDisk:
         """The counts since the start, and what is on disk."""
         counts = self._pages.counts
         return DiskUsage(
-            bytes=self._files.bytes,
+            bytes=self._files.size_bytes,
             max_bytes=self._max_bytes,
-            stopped=not self._pages.takes_writes,
+            stopped=self._has_failed or not self._pages.takes_writes,
+            unwritten_pages=self._pages.unwritten,
             wanted_pages=counts.wanted,
             read_pages=counts.read,
             refused_pages=counts.refused,

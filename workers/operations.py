@@ -267,6 +267,8 @@ class Forward:
     experts: GivenExperts | None = None
     # It is computed before it is requested: see `prelaunch`.
     is_prelaunched: bool = False
+    # How many tokens a draft model is to draft behind the chosen one: see `drafting`.
+    draft_tokens: int = 0
 
     # The number of last tokens whose row of logits is computed. The row before a token scores it.
     wanted_rows: int = field(init=False)
@@ -327,6 +329,8 @@ class Forward:
     # Of a decode: chosen tokens that were appended behind it before they were requested, see `prelaunch`.
     # Each has an output, too.
     appended: Sequence[int] = field(default=(), init=False)
+    # What a draft model expects behind the token that was chosen after these.
+    drafts: Sequence[int] = field(default=(), init=False)
     queue_ns: int = field(default=0, init=False)
     compute_ns: int = field(default=0, init=False)
 
@@ -339,7 +343,7 @@ class Forward:
     @property
     def is_plain(self) -> bool:
         """Whether it can be one of `decodes.Decodes`."""
-        has_more = self.choices or self.parents or self.sample_seeds or self.scored
+        has_more = self.choices or self.parents or self.sample_seeds or self.scored or self.draft_tokens
         return (
             self.kind is Kind.DECODE
             and len(self.token_ids) == 1 == self.rows

@@ -59,11 +59,15 @@ class PrefixWaits:
         if first is None or first.priority.value < forward.priority.value:
             return False
         # The common prefix may end within a page. That page cannot be shared: each forward computes its own.
+        # In a model with recurrent layers the same holds for what follows the last snapshot.
         ahead = first.position - forward.position
         start = max(found + page_size, ahead)
         common = start + _common_length(forward.token_ids[start:reusable], first.token_ids[start - ahead :])
         end = forward.position + common
-        forward.waits_for, forward.waits_until = first, end - end % page_size - first.position
+        end -= end % self._kv_table.reuse_unit
+        if end <= forward.position + found:
+            return False
+        forward.waits_for, forward.waits_until = first, end - first.position
         return True
 
 

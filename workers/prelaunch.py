@@ -485,4 +485,5 @@ def may_be_continued(op: Forward) -> bool:
         and not op.ephemeral
         and not op.choices
         and not op.sample_seeds
+        and not op.draft_tokens
     )

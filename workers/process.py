@@ -210,6 +210,7 @@ def _make_executor(
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
             progress=lambda done, total: progress("weights", done, total),
             ranks=None if ranks is None else RankGroup(ranks),
+            draft=Path(config.draft_model) if config.draft_model else None,
         )
     parameters = executor.info().num_parameters // max(1, config.tensor_parallel)
     executor.set_threads(min(threads, max(1, parameters // LEAST_PARAMETERS_PER_THREAD)))

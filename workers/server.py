@@ -149,6 +149,7 @@ class WorkerServer:
                 adapters=executor.adapters,
                 replacement=executor.replacement,
                 kv_disk=executor.kv_disk,
+                drafting=executor.drafting,
             )
             self._loop.call_soon_threadsafe(self._on_loaded, executor, scheduler, step_loop)
             step_loop.run()

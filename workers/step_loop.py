@@ -23,6 +23,7 @@ from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
 from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
+from workers.drafting import Drafting
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -51,12 +52,12 @@ _NOTHING: _Arrived = ((), 0)
 
 
 class StepLoop:
-    """Runs commands on an engine until stopped. Calls `emit` on its thread, at most twice per round.
+    """Runs commands on an engine until stopped. Calls `emit` on its thread, at most three times per round.
 
     A round is `take`, `flush`, `step`, `flush`. `run` repeats it; a test may call these instead.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of an executor
         self,
         engine: Engine,
         scheduler: Scheduler,
@@ -67,14 +68,15 @@ class StepLoop:
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
         kv_disk: KvDisk | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """`max_seq_tokens`: the longest sequence that fits the engine.
 
-        adapters, replacement, kv_disk: those of the executor. None: it has no adapters, cannot replace its
-        weights, stores no KV. The rest: see `Prelauncher`.
+        adapters, replacement, kv_disk, drafting: those of the executor. None: it has no adapters, cannot
+        replace its weights, stores no KV, drafts nothing. The rest: see `Prelauncher`.
         """
         self._engine, self._scheduler, self._adapters = engine, scheduler, adapters
-        self._kv_disk = kv_disk
+        self._kv_disk, self._drafting = kv_disk, drafting
         self._inbox: Inbox[_Arrived] = Inbox()
         self._is_stopping = False
         self._window = CoalescingWindow()
@@ -381,8 +383,13 @@ class StepLoop:
     def _begin(self, forward: Forward) -> bool:
         """Prepares a forward for its first step, and answers it if that fails. See `scheduler.Begin`."""
         try:
+            states = self._engine.kv_table.states
+            lacks_state = states is not None and states.room < 1
+            if lacks_state:
+                # Until the next step, as it has not begun itself.
+                forward.waits_for = forward
             # A forward of one token shares no page with others.
-            if len(forward.token_ids) > 1 and self._engine.prefix_waits.must_wait(forward):
+            if lacks_state or (len(forward.token_ids) > 1 and self._engine.prefix_waits.must_wait(forward)):
                 return False
             if forward.is_prelaunched and not self._prelauncher.may_begin(forward):
                 self._prelauncher.forget(forward)
@@ -441,6 +448,7 @@ class StepLoop:
     def _finish_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Answers the forwards of a step that have run to their end."""
         plain: list[Forward] = []
+        drafting: list[Forward] = []
         for chunk in chunks:
             forward = chunk.forward
             if forward.failure is not None:
@@ -453,9 +461,23 @@ class StepLoop:
                 self._drawing.forwards.append(forward)
             else:
                 self._engine.complete(forward)
-                self._answers.forward(forward)
+                if forward.draft_tokens and self._drafting is not None:
+                    drafting.append(forward)
+                else:
+                    self._answers.forward(forward)
         if plain:
             self._complete_decodes(Decodes.done(plain))
+        if drafting and self._drafting is not None:
+            self._draft(drafting, self._drafting)
+
+    def _draft(self, forwards: Sequence[Forward], drafting: Drafting) -> None:
+        """Answers forwards with drafts of what follows. Others wait for these as long as a step at most."""
+        self._answers.flush()
+        now_ns, has_others = time.monotonic_ns(), len(self._answers.answered) or len(self._scheduler)
+        until_ns = 2 * now_ns - self._began_ns if has_others else None
+        drafting.draft(forwards, self._engine.kv_table, until_ns)
+        for forward in forwards:
+            self._answers.forward(forward)
 
     def _finish_decodes(self, decodes: Decodes, launched: Decodes = NO_DECODES) -> None:
         """Answers the plain decodes of a step that are computed. `launched`: see `Answers.decodes`."""

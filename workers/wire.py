@@ -170,16 +170,15 @@ def to_decodes(
             for index, seed in zip(which, rows[_SEED].tolist(), strict=True)
         ]
     else:
-        outputs = [known[index] for index in which]
+        outputs = list(map(known.__getitem__, which))
     now_ns = time.monotonic_ns()
     columns = np.zeros((WIDTH, len(outputs)), np.int64)
     columns[:_SEED] = rows[:_SEED]
     columns[LORA_SLOT] = -1
     columns[PRELAUNCH] %= _PRELAUNCH_VALUES
     columns[ARRIVED_NS] = now_ns
-    columns[DEADLINE] = NEVER
-    if any(timeouts := rows[DEADLINE].tolist()):
-        columns[DEADLINE] = [now_ns + min(one, _LONGEST_NS) if one else NEVER for one in timeouts]
+    timeouts = np.minimum(rows[DEADLINE], _LONGEST_NS).astype(np.int64)
+    columns[DEADLINE] = np.where(timeouts > 0, now_ns + timeouts, NEVER)
     plain = [output for output in outputs if output is not None]
     if len(plain) == len(outputs):
         return Decodes(columns, plain), []
@@ -326,6 +325,7 @@ def _to_options(
         "choices": [_to_choice(row, vocab_size) for row in options.verify_rows],
         "sample_seeds": tuple(options.sample_seeds),
         "parents": tuple(options.parents),
+        "draft_tokens": options.draft_tokens,
         "experts": _to_experts(options, *experts) if options.experts else None,
     }
     return fields, draws
@@ -486,6 +486,7 @@ def _forward_done(result: Forward) -> worker_pb2.ForwardDone:
         samples=map(_sample, result.samples),
         kept_path=result.kept_path,
         appended=result.appended,
+        draft_token_ids=result.drafts,
     )
 
 

@@ -70,7 +70,7 @@ def launches_of(config: ModelConfig, dtype: torch.dtype, steps: Steps, device: D
 
     Raises UnsupportedError if there are no GPU kernels for its heads.
     """
-    check_cuda_kernels(config.head_dim)
+    check_cuda_kernels(config)
     with as_on(device), recording() as found:
         decoder = build_decoder(_few_layers(config), dtype, "meta")
         decoder.batch_invariant = steps.batch_invariant

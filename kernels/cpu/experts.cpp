@@ -23,10 +23,20 @@ constexpr int64_t kTaskBlocks = 4;
 // The matrices [O, I] of a projection of all experts.
 struct Projection {
   const MatrixPart* parts;  // [E, num_parts], one after the other; those without outputs fill up
+  const void* bias;         // [E, O], or null
   int64_t num_parts, outputs, inputs;
   int64_t has_plain, has_grouped;  // whether parts multiply rows as they are, or rounded
 
   const MatrixPart& part(int64_t expert, int64_t index) const { return parts[expert * num_parts + index]; }
+
+  // That of the outputs of a part, or null.
+  template <typename T>
+  const T* bias_of(int64_t expert, int64_t index) const {
+    if (bias == nullptr) return nullptr;
+    const T* found = static_cast<const T*>(bias) + expert * outputs;
+    for (int64_t before = 0; before < index; before++) found += part(expert, before).outputs;
+    return found;
+  }
 };
 
 // A pair is a token and one of its k choices; T * k of them are numbered by token. Strides are in elements. Copies have the
@@ -41,7 +51,6 @@ struct Arguments {
   void *both, *inner, *results;
   void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
   void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if there are weights in groups
-  void* decoded;                 // scratch: [threads, ...] of the larger `float8_elements`, if there are 8-bit floats
   int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
 };
 
@@ -88,13 +97,6 @@ struct Rows {
   explicit Rows(int64_t pairs) : plain(pairs), inputs(pairs), results(pairs) {}
 };
 
-// A worker's, but that all share the rounded rows.
-template <typename T>
-struct Scratch {
-  RowGroup* rounded;
-  T* decoded;
-};
-
 // Rounds one group of the row of a pair, if the weight of its expert is in groups.
 template <typename T>
 void round_pair(const Groups& groups, const Projection& projection, int64_t index, const Rows<T>& rows, RowGroup* rounded,
@@ -110,15 +112,17 @@ void round_pair(const Groups& groups, const Projection& projection, int64_t inde
 
 // The results of an expert's rows and some blocks of a part of its matrix.
 template <typename T>
-void multiply_part(const Groups& groups, const Projection& projection, int64_t expert, const MatrixPart& part,
-                   const Rows<T>& rows, const Scratch<T>& scratch, int64_t begin, int64_t end) {
+void multiply_part(const Groups& groups, const Projection& projection, int64_t expert, int64_t index,
+                   const Rows<T>& rows, const RowGroup* rounded, int64_t begin, int64_t end) {
   const int64_t start = groups.starts[expert], stop = groups.starts[expert + 1];
+  const MatrixPart& part = projection.part(expert, index);
+  const T* bias = projection.template bias_of<T>(expert, index);
   if (part.format == nullptr) {
-    Products<T> products{nullptr, nullptr, rows.inputs.data() + start, rows.results.data() + start, stop - start,
+    Products<T> products{nullptr, bias, rows.inputs.data() + start, rows.results.data() + start, stop - start,
                          projection.inputs, part.outputs};
     if (part.is_float8()) {
       const Float8Weight weight{static_cast<const uint8_t*>(part.weight), projection.inputs, part.scale_inputs};
-      return multiply_float8(products, weight, begin, end, scratch.decoded);
+      return multiply_float8(products, weight, begin, end);
     }
     products.weight = static_cast<const T*>(part.weight);
     return products.multiply_blocks(begin, end);
@@ -126,8 +130,8 @@ void multiply_part(const Groups& groups, const Projection& projection, int64_t e
   for (int64_t first = start; first < stop; first += kRoundedRows) {
     const GroupedProducts<T> products{part.weight,
                                       part.format,
-                                      nullptr,
-                                      scratch.rounded + first * groups_of(projection.inputs),
+                                      bias,
+                                      rounded + first * groups_of(projection.inputs),
                                       rows.results.data() + first,
                                       std::min(kRoundedRows, stop - first),
                                       projection.inputs,
@@ -138,7 +142,7 @@ void multiply_part(const Groups& groups, const Projection& projection, int64_t e
 
 // The products of all experts. Afterwards the results point to the last part. All workers must call this.
 template <typename T>
-void project(const Groups& groups, const Projection& projection, Rows<T>& rows, const Scratch<T>& scratch,
+void project(const Groups& groups, const Projection& projection, Rows<T>& rows, RowGroup* rounded,
              const Worker& worker) {
   const int64_t pairs = static_cast<int64_t>(groups.pairs.size()), num_groups = groups_of(projection.inputs);
   const int64_t tasks = (blocks_of(projection.outputs) + kTaskBlocks - 1) / kTaskBlocks;  // of an expert, at most
@@ -149,14 +153,13 @@ void project(const Groups& groups, const Projection& projection, Rows<T>& rows, 
       });
     if (projection.has_grouped)
       worker.for_shares(pairs * num_groups, [&](int64_t i) {
-        round_pair(groups, projection, index, rows, scratch.rounded, i / num_groups, i % num_groups);
+        round_pair(groups, projection, index, rows, rounded, i / num_groups, i % num_groups);
       });
     worker.for_each(static_cast<int64_t>(groups.chosen.size()) * tasks, [&](int64_t task) {
       const int64_t expert = groups.chosen[task / tasks], first = task % tasks * kTaskBlocks;
-      const MatrixPart& part = projection.part(expert, index);
-      const int64_t blocks = blocks_of(part.outputs);
+      const int64_t blocks = blocks_of(projection.part(expert, index).outputs);
       if (first < blocks)
-        multiply_part(groups, projection, expert, part, rows, scratch, first, std::min(first + kTaskBlocks, blocks));
+        multiply_part(groups, projection, expert, index, rows, rounded, first, std::min(first + kTaskBlocks, blocks));
     });
   }
 }
@@ -211,12 +214,10 @@ bool run(const Arguments& a) {
                         pairs * a.width * static_cast<int64_t>(sizeof(T));
   const T* x = static_cast<const T*>(a.x);
   T *both = static_cast<T*>(a.both), *inner = static_cast<T*>(a.inner), *results = static_cast<T*>(a.results);
-  const int64_t decoded = std::max(float8_elements<T>(a.width), float8_elements<T>(a.inner_width));
   std::vector<const InputOf<T>*> tokens(a.tokens);
   Rows<T> outer_rows(pairs), inner_rows(pairs);
   run_together(threads_for(bytes, a.threads), [&](const Worker& worker) {
-    Scratch<T> scratch{static_cast<RowGroup*>(a.rounded), static_cast<T*>(a.decoded)};
-    if (scratch.decoded != nullptr) scratch.decoded += worker.index * decoded;
+    RowGroup* rounded = static_cast<RowGroup*>(a.rounded);
     if (a.gate_up.has_plain)
       worker.for_shares(a.tokens, [&](int64_t token) {
         tokens[token] = as_inputs(x + token * a.x_stride, a.x_copy, token, a.width);
@@ -233,14 +234,14 @@ bool run(const Arguments& a) {
       outer_rows.results[place] = both + place * both_width;
       inner_rows.results[place] = results + groups.pairs[place] * a.width;
     });
-    project<T>(groups, a.gate_up, outer_rows, scratch, worker);
+    project<T>(groups, a.gate_up, outer_rows, rounded, worker);
     worker.for_shares(pairs, [&](int64_t place) {
       T *row = inner + place * a.inner_width, *gate = both + place * both_width;
       multiply_gate<Activation>(row, gate, gate + a.inner_width, a.inner_width);
       inner_rows.plain[place] = row;
       if (a.down.has_plain) inner_rows.inputs[place] = as_inputs(inner_rows.plain[place], a.inner_copy, place, a.inner_width);
     });
-    project<T>(groups, a.down, inner_rows, scratch, worker);
+    project<T>(groups, a.down, inner_rows, rounded, worker);
     worker.for_shares(a.tokens, [&](int64_t token) { add_up<T>(a, token); });
   });
   return true;
@@ -260,3 +261,5 @@ QUIRE_EXPERTS(quire_experts_gelu_tanh_bf16, GeluTanh, quire::Bf16)
 QUIRE_EXPERTS(quire_experts_gelu_tanh_f32, GeluTanh, float)
 QUIRE_EXPERTS(quire_experts_gelu_bf16, Gelu, quire::Bf16)
 QUIRE_EXPERTS(quire_experts_gelu_f32, Gelu, float)
+QUIRE_EXPERTS(quire_experts_clamped_swiglu_bf16, ClampedSwiglu, quire::Bf16)
+QUIRE_EXPERTS(quire_experts_clamped_swiglu_f32, ClampedSwiglu, float)

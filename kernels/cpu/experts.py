@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
@@ -19,7 +18,7 @@ class _Projection(ctypes.Structure):
     """The struct of the same name in experts.cpp: the fields must agree."""
 
     _fields_ = (
-        ("parts", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("parts", "bias")),
         *((name, ctypes.c_int64) for name in ("num_parts", "outputs", "inputs", "has_plain", "has_grouped")),
     )
 
@@ -31,7 +30,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "x")),
         *((name, _Projection) for name in ("gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("expert_ids", "expert_weights", "both", "inner", "results")),
-        *((name, ctypes.c_void_p) for name in ("x_copy", "inner_copy", "rounded", "decoded")),
+        *((name, ctypes.c_void_p) for name in ("x_copy", "inner_copy", "rounded")),
         *((name, ctypes.c_int64) for name in ("tokens", "choices", "experts", "width", "inner_width")),
         *((name, ctypes.c_int64) for name in ("x_stride", "threads")),
     )
@@ -42,7 +41,6 @@ class PackedWeights:
 
     Attributes:
         projection: The description, which would be slow to make in every step.
-        has_float8: Whether there are 8-bit floats.
     """
 
     def __init__(self, weights: Sequence[Weight], parts: Sequence[Sequence[CompiledPart]]) -> None:
@@ -54,9 +52,8 @@ class PackedWeights:
         self._parts = (MatrixPart * len(every))(*every)
         grouped = [part.form is not None for part in itertools.chain(*parts)]
         self.projection = _Projection(
-            ctypes.addressof(self._parts), count, *weights[0].shape, not all(grouped), any(grouped)
+            ctypes.addressof(self._parts), None, count, *weights[0].shape, not all(grouped), any(grouped)
         )
-        self.has_float8 = any(part.scale_inputs for part in itertools.chain(*parts))
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -72,6 +69,7 @@ def experts(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     activation: str,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """See `kernels.experts.experts`, which checks the arguments.
 
@@ -89,7 +87,6 @@ def experts(
         copied_rows(x.dtype, tokens, width) if into.has_plain else None,
         copied_rows(x.dtype, pairs, inner_width) if out_of.has_plain else None,
         rounded_rows(pairs, max(width, inner_width)) if into.has_grouped or out_of.has_grouped else None,
-        _decoded(x.dtype, width, inner_width) if gate_up.has_float8 or down.has_float8 else None,
     )
     expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.float().contiguous()
     arguments = _Arguments(
@@ -111,15 +108,10 @@ def experts(
         x.stride(0),
         torch.get_num_threads(),
     )
+    if biases is not None:
+        arguments.gate_up.bias, arguments.down.bias = (bias.data_ptr() for bias in biases)
     name = f"quire_experts_{activation}_{SUFFIXES[x.dtype]}"
     run = library.function(name, (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
         raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}")
     return out
-
-
-def _decoded(dtype: torch.dtype, *inputs: int) -> torch.Tensor:
-    """Memory for what each thread dequantises of 8-bit floats; its content is undefined."""
-    elements = library.function(f"quire_float8_elements_{SUFFIXES[dtype]}", (ctypes.c_int64,), ctypes.c_int64)
-    most = max(cast(int, elements(each)) for each in inputs)
-    return torch.empty(torch.get_num_threads() * most, dtype=dtype)

@@ -10,7 +10,7 @@ struct GateArguments {
   void* out;            // [T, I] contiguous
   const void* gate_up;  // [T, 2 * I], rows of gate, then up
   int64_t rows, width, stride;
-  int64_t activation;  // 0: silu, 1: gelu with tanh, 2: gelu
+  int64_t activation;  // its place in ACTIVATIONS of kernels/gated_activation.py
 };
 
 template <typename T>

@@ -15,12 +15,17 @@ inline Floats times_sigmoid(Floats x, Floats by) {
   return x == x ? value : x;
 }
 
-struct Silu {
+// What an activation makes of up.
+struct UpAsItIs {
+  static Floats of_up(Floats up) { return up; }
+};
+
+struct Silu : UpAsItIs {
   static Floats of(Floats x) { return times_sigmoid(x, x); }
 };
 
 // (1 + tanh(y)) / 2 is the sigmoid of 2 y, which has no cancellation where tanh is almost -1.
-struct GeluTanh {
+struct GeluTanh : UpAsItIs {
   static Floats of(Floats x) {
     const float scale = 1.5957691216057308f;  // 2 * sqrt(2 / pi)
     return times_sigmoid(x, splat(scale) * x * fused(splat(0.044715f) * x, x, splat(1.0f)));
@@ -29,7 +34,7 @@ struct GeluTanh {
 
 // The normal distribution function below zero, at -|x|, is exp(-x^2 / 2) * t * P(t) with t = 1 / (1 + |x| / sqrt(8)).
 // P was fitted for this to erfc: off by 3e-7 of the value at most where exp is not zero, in float.
-struct Gelu {
+struct Gelu : UpAsItIs {
   static Floats of(Floats x) {
     const Floats magnitude = larger(x, -x);
     const Floats t = splat(1.0f) / fused(magnitude, splat(0.35355339f), splat(1.0f));
@@ -48,19 +53,36 @@ struct Gelu {
   }
 };
 
+// That of gpt-oss. Comparisons keep NaN.
+struct ClampedSwiglu {
+  static Floats of(Floats x) {
+    const Floats limited = x > kLimit ? splat(kLimit) : x;
+    return times_sigmoid(limited, limited * splat(1.702f));
+  }
+  static Floats of_up(Floats up) {
+    const Floats below = up > kLimit ? splat(kLimit) : up;
+    return (below < -kLimit ? splat(-kLimit) : below) + splat(1.0f);
+  }
+
+ private:
+  static constexpr float kLimit = 7.0f;
+};
+
 // Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py.
 template <typename Body>
 inline void with_activation(int64_t number, Body body) {
   if (number == 0) body(Silu());
   else if (number == 1) body(GeluTanh());
-  else body(Gelu());
+  else if (number == 2) body(Gelu());
+  else body(ClampedSwiglu());
 }
 
 // activation(gate) * up for `width` elements; the activation is rounded to their type before the product.
 template <typename Activation, typename T>
 void multiply_gate(T* out, const T* gate, const T* up, int64_t width) {
   for_lanes(width, [&](int64_t d, int count) {
-    store_lanes(out + d, rounded(Activation::of(load_lanes(gate + d, count)), out) * load_lanes(up + d, count), count);
+    const Floats opened = rounded(Activation::of(load_lanes(gate + d, count)), out);
+    store_lanes(out + d, opened * Activation::of_up(load_lanes(up + d, count)), count);
   });
 }
 

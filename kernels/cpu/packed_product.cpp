@@ -18,28 +18,6 @@ template <typename Weight>
 constexpr int64_t kMostSums =
     std::max(kPassRows * Product<Weight>::kTileBlocks, Product<Weight>::kTileRows* kSingleTileBlocks) * kBlockOutputs;
 
-// `add_blocks` for up to a tile of rows.
-template <typename Weight, int kRows = Product<Weight>::kTileRows>
-void add_tile(float* sums, int64_t stride, const Weight* weight, int64_t block_size, int64_t blocks,
-              const InputOf<Weight>* const* rows, int64_t count, int64_t inputs, Ahead ahead) {
-  if constexpr (kRows > 1)
-    if (count < kRows)
-      return add_tile<Weight, kRows - 1>(sums, stride, weight, block_size, blocks, rows, count, inputs, ahead);
-  add_blocks<Weight, kRows>(sums, stride, weight, block_size, blocks, rows, inputs, ahead);
-}
-
-template <typename Weight>
-void write(const Products<Weight>& products, int64_t row, int64_t block, int64_t blocks, const float* sums) {
-  const int64_t first = block * kBlockOutputs;
-  for_lanes(std::min(blocks * kBlockOutputs, products.outputs - first), [&](int64_t i, int lanes) {
-    Floats sum = load<Floats>(sums + i);
-    Weight* result = products.results[row] + first + i;
-    if (products.bias != nullptr) sum += load_lanes(products.bias + first + i, lanes);
-    if (products.adds) sum += load_lanes(result, lanes);
-    store_lanes(result, sum, lanes);
-  });
-}
-
 // The results of the rows first..first + count and the blocks begin..end.
 template <typename Weight>
 __attribute__((noinline)) void multiply_rows(const Products<Weight>& products, int64_t first, int64_t count, int64_t begin, int64_t end) {
@@ -71,7 +49,7 @@ __attribute__((noinline)) void multiply_rows(const Products<Weight>& products, i
                  std::min(panel, products.inputs - input), ahead);
       }
     }
-    for (int64_t row = 0; row < count; row++) write(products, first + row, block, blocks, sums + row * stride);
+    for (int64_t row = 0; row < count; row++) write_results(products, first + row, block, blocks, sums + row * stride);
   }
 }
 

@@ -1,6 +1,8 @@
 // How instruction sets multiply rows and packed weights, with all sums in registers: see packed_product.h.
 #pragma once
 
+#include <algorithm>
+
 #include "intrinsics.h"
 #include "packed_product.h"
 
@@ -175,6 +177,29 @@ void add_blocks(float* sums, int64_t stride, const Weight* weight, int64_t block
   int64_t block = 0;
   for (; block + kWidth <= blocks; block += kWidth) add(std::integral_constant<int, kWidth>(), block);
   for (; block < blocks; block++) add(std::integral_constant<int, 1>(), block);
+}
+
+// `add_blocks` for up to a tile of rows.
+template <typename Weight, int kRows = Product<Weight>::kTileRows>
+void add_tile(float* sums, int64_t stride, const Weight* weight, int64_t block_size, int64_t blocks,
+              const InputOf<Weight>* const* rows, int64_t count, int64_t inputs, Ahead ahead) {
+  if constexpr (kRows > 1)
+    if (count < kRows)
+      return add_tile<Weight, kRows - 1>(sums, stride, weight, block_size, blocks, rows, count, inputs, ahead);
+  add_blocks<Weight, kRows>(sums, stride, weight, block_size, blocks, rows, inputs, ahead);
+}
+
+// Writes the results of a row and some blocks, of their sums.
+template <typename Weight>
+void write_results(const Products<Weight>& products, int64_t row, int64_t block, int64_t blocks, const float* sums) {
+  const int64_t first = block * kBlockOutputs;
+  for_lanes(std::min(blocks * kBlockOutputs, products.outputs - first), [&](int64_t i, int lanes) {
+    Floats sum = load<Floats>(sums + i);
+    Weight* result = products.results[row] + first + i;
+    if (products.bias != nullptr) sum += load_lanes(products.bias + first + i, lanes);
+    if (products.adds) sum += load_lanes(result, lanes);
+    store_lanes(result, sum, lanes);
+  });
 }
 
 }  // namespace quire

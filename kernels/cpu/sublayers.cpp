@@ -46,13 +46,6 @@ struct Matrix {
     for (const MatrixPart* part = parts; part < parts + num_parts; part++) all += part->bytes(inputs, element_bytes);
     return all;
   }
-
-  // What each thread dequantises at a time.
-  template <typename T>
-  int64_t float8_elements() const {
-    const bool has_some = std::any_of(parts, parts + num_parts, [](const MatrixPart& part) { return part.is_float8(); });
-    return has_some ? quire::float8_elements<T>(inputs) : 0;
-  }
 };
 
 // What is the same in every step.
@@ -67,6 +60,7 @@ struct Sublayer {
   int64_t layer, rope, heads, kv_heads, width, window;  // rope: which rotations; -1: none
   int64_t wanted_only;         // whether only the wanted rows are returned
   double attention_scale, softcap;
+  const float* sinks;          // [H], or null
 };
 
 struct Step {
@@ -118,14 +112,12 @@ template <typename T>
 struct Buffers {
   T *normed, *wide, *inner;
   InputOf<T>* copies;
-  T* decoded;
   LoraScratch<T> lora;
 
   // False if there is not so much memory.
-  bool find(Sublayers& sublayers, int64_t rows, bool has_lora, int64_t threads) {
-    int64_t width = 0, outputs = 0, inputs = 0, decoding = 0;
+  bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
+    int64_t width = 0, outputs = 0, inputs = 0;
     for (const Sublayer& one : sublayers.all) {
-      decoding = std::max({decoding, one.into.float8_elements<T>(), one.out.float8_elements<T>()});
       width = std::max(width, one.into.inputs);
       outputs = std::max(outputs, one.into.outputs);
       inputs = std::max(inputs, one.out.inputs);
@@ -135,8 +127,7 @@ struct Buffers {
     const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
                              whole(rows * inputs * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
-                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
-                             whole(std::max<int64_t>(threads, 1) * decoding * sizeof(T))};
+                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>))};
     const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
     char* at = sublayers.memory.scratch.get();
@@ -147,7 +138,6 @@ struct Buffers {
     copies = reinterpret_cast<InputOf<T>*>(at += sizes[2]);
     lora.inner = reinterpret_cast<T*>(at += sizes[3]);
     lora.inner_copies = reinterpret_cast<InputOf<T>*>(at += sizes[4]);
-    decoded = reinterpret_cast<T*>(at += sizes[5]);
     lora.x_copies = copies;
     return true;
   }
@@ -197,7 +187,7 @@ struct Run {
         grouped_linear<T>(product, *part->format, worker);
       } else if (part->is_float8()) {
         const Float8Weight weight{static_cast<const uint8_t*>(part->weight), matrix.inputs, part->scale_inputs};
-        float8_linear<T>(product, weight, buffers.decoded, worker);
+        float8_linear<T>(product, weight, worker);
       } else {
         linear<T>(product, worker);
       }
@@ -288,6 +278,7 @@ struct Run {
     a.window = sublayer.window;
     a.scale = sublayer.attention_scale;
     a.softcap = sublayer.softcap;
+    a.sinks = sublayer.sinks;
     return a;
   }
 };
@@ -305,7 +296,7 @@ Outcome run(Sublayers& sublayers, const Step& step) {
   if (has_lora && sublayers.all.back().wanted_only)
     wanted_lora.find(step.lora_slots, step.wanted, step.num_wanted, num_slots);
   Buffers<T> buffers;
-  if (!buffers.find(sublayers, step.rows, has_lora, step.threads)) return kNoMemory;
+  if (!buffers.find(sublayers, step.rows, has_lora)) return kNoMemory;
   const int64_t bytes = sublayers.mean_bytes(sizeof(T)) * (1 + step.rows / 8);
   run_together(threads_for(bytes, step.threads), [&](const Worker& worker) {
     Run<T> mine{step, buffers, sublayers.memory.attention, worker, wanted_lora, step.rows,

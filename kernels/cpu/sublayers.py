@@ -56,6 +56,7 @@ class Sublayer(ctypes.Structure):
         *_fields(Norm, "head_norm", "query_norm", "key_norm"),
         *_fields(ctypes.c_int64, "layer", "rope", "heads", "kv_heads", "width", "window", "wanted_only"),
         *_fields(ctypes.c_double, "attention_scale", "softcap"),
+        *_fields(ctypes.c_void_p, "sinks"),
     )
 
 

@@ -179,10 +179,19 @@ def last_row(output: types_pb2.OutputOptions, end_token_ids: Sequence[int] = ())
     return serialized(options)
 
 
-def rows_kept_as_sampled(output: types_pb2.OutputOptions, rows: int) -> bytes:
-    """Options of an append of a token and its draft, with an output for each: see VERIFY_ACCEPT_SAMPLED."""
-    accept = types_pb2.VERIFY_ACCEPT_SAMPLED
-    return serialized(worker_pb2.ForwardOptions(rows=rows, output=output, accept=accept))
+def sampled_rows(
+    output: types_pb2.OutputOptions, rows: int, masks: Sequence[bytes] = (), draft_tokens: int = 0
+) -> bytes:
+    """Options of an append of a token and its draft, with an output for each: see VERIFY_ACCEPT_SAMPLED.
+
+    `masks`: one for each row, packed, or none. `draft_tokens`: how many a draft model drafts behind them.
+    """
+    options = worker_pb2.ForwardOptions(rows=rows, output=output, draft_tokens=draft_tokens)
+    if rows > 1:
+        options.accept = types_pb2.VERIFY_ACCEPT_SAMPLED
+    for mask in masks:
+        options.verify_rows.add().mask.packed = mask
+    return serialized(options)
 
 
 def serialized(options: worker_pb2.ForwardOptions) -> bytes:
@@ -217,6 +226,7 @@ def _append(
     if output is not None or samples or options.verify_rows:
         worker_bytes = _worker_bytes(options, limits)
     packed = options.SerializeToString(deterministic=True)
+    has_rows = output is not None and (bool(output.logits) or output.HasField("hidden"))
     return Append(
         cache_id=cache_id,
         position=position,
@@ -228,8 +238,7 @@ def _append(
         priority=priority,
         answer_bytes=answer_bytes,
         worker_bytes=worker_bytes,
-        has_logits=output is not None and (bool(output.logits) or output.HasField("hidden")),
-        is_large=answer_bytes + len(packed) > MAX_KEPT_BYTES,
+        is_kept=not (has_rows or answer_bytes + len(packed) > MAX_KEPT_BYTES),
         weights=limits.weights,
         **rest,
     )

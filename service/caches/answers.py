@@ -12,6 +12,7 @@ from service.errors import QuireError
 class ForwardDone(Protocol):
     """A forward was computed. `kept` tokens stay; of a tree those of `kept_path`. Opaque otherwise.
 
+    `reused_tokens` of them were not computed: their KV was in shared pages, or was read from disk.
     Of a decode more can be kept: behind its token those of `appended`, which the worker has chosen.
     Plain decodes without scores are answered at once, by rows: each has a DecodeDone, smaller than a message.
     """
@@ -21,6 +22,9 @@ class ForwardDone(Protocol):
 
     @property
     def kept_path(self) -> Sequence[int]: ...
+
+    @property
+    def reused_tokens(self) -> int: ...
 
     @property
     def appended(self) -> Sequence[int]: ...
@@ -40,6 +44,7 @@ class DecodeDone(_DecodesRow):
     __slots__ = ()
     kept = 1
     kept_path = appended = ()
+    reused_tokens = 0
 
 
 @frozen_struct

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Sequence
 
 from service.caches.answers import ForwardDone
@@ -21,7 +20,6 @@ from service.caches.tenants import Tenant
 from service.caches.weights import Weights
 from service.errors import NoWorker, PositionMismatch, WeightsChanged, reused_request_id
 
-_entry_of = operator.attrgetter("entry")
 # What an answer is made of: also what the worker said, how many tokens were kept, and of a tree which path.
 _Answer = tuple[Operation, ForwardDone, int, Sequence[int]]
 
@@ -164,7 +162,6 @@ class Appends(BaseKind[Append]):
                 asked,
             )
             changes.append([appended] if entry.creation is None else [entry.creation, appended])
-        self._parts.rate.completions += len(operations)
         return changes
 
     def _not_kept(self, operation: Operation, request: Append, done: ForwardDone) -> Result:
@@ -173,7 +170,6 @@ class Appends(BaseKind[Append]):
         if entry.ephemeral:
             of_model = operation.weights, state.adapter
             return Appended("", 0, 0, "", 0.0, *of_model, done, done.kept, operation.replayed_tokens)
-        self._parts.rate.completions -= 1
         touch((entry,), self._parts.context.now_s)
         return _answers([(operation, done, state.last_kept, self._kept_path(entry, request))])[0]
 
@@ -184,14 +180,14 @@ class Appends(BaseKind[Append]):
             assert request is not None and done is not None
             if not entry.visible:
                 self._show(entry)
-            # Kept for a repetition, unless it is large or of weights that were replaced meanwhile.
+            # Kept for a repetition: not of weights that were replaced meanwhile, nor of several tokens, for
+            # which only this process asks.
             is_current = operation.weights == entry.state.weights
-            if is_current and not (request.has_logits or request.is_large or done.appended):
+            if is_current and request.is_kept and not done.appended:
                 entry.answer, entry.answered = done, request.options
             else:
                 entry.answer = None
             found.append((operation, done, done.kept, tuple(done.kept_path) if request.parents else ()))
-        self._parts.kv.extended(map(_entry_of, operations))
         return _answers(found)
 
     def _show(self, entry: CacheEntry) -> None:

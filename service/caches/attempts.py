@@ -92,9 +92,12 @@ class Attempts:
         wanted = base + len(append.token_ids)
         if wanted > worker.capacity_tokens:
             raise SequenceTooLong(wanted, worker.capacity_tokens)
-        if entry.kv_len < base:
-            self._replayed_tokens += base - entry.kv_len
-            self._replay(operation, worker)
+        kv_len = entry.kv_len
+        if kv_len < base:
+            # First what the worker does not have.
+            self._replayed_tokens += base - kv_len
+            missing = entry.state.tokens.between(kv_len, base)
+            self._forward(operation, worker, missing, kv_len, rows=0, replays=True)
         else:
             self._forward(operation, worker, append.token_ids, base, append.rows)
 
@@ -168,7 +171,9 @@ class Attempts:
         if isinstance(answer, CommandFailed):
             return self._attempt_failed(operation, answer)
         if operation.state is REPLAYING:
-            entry.has_computed(operation.base)
+            assert entry.worker is not None
+            entry.worker.load.replayed(len(operation.token_ids), answer.reused_tokens)
+            entry.has_kv(operation.base)
             operation.replayed_tokens += len(operation.token_ids)
             self._context.counts["replayed_tokens"] += len(operation.token_ids)
             return self.begin_again(operation)
@@ -335,12 +340,6 @@ class Attempts:
 
     # Attempts.
 
-    def _replay(self, operation: Operation, worker: WorkerView) -> None:
-        """Sends the tokens that the worker does not have, up to `base`."""
-        entry = operation.entry
-        missing = entry.state.tokens.between(entry.kv_len, operation.base)
-        self._forward(operation, worker, missing, entry.kv_len, rows=0, replays=True)
-
     def _forward(
         self,
         operation: Operation,
@@ -352,14 +351,13 @@ class Attempts:
         replays: bool = False,
     ) -> None:
         """Sends a forward. Raises Overloaded or DeadlinePassed if it would not be done in time."""
-        entry, append, context, load = operation.entry, operation.append, self._context, worker.load
+        entry, append, context = operation.entry, operation.append, self._context
         assert append is not None
         tokens, now_s = len(token_ids), context.now_s
-        load.estimate(operation, tokens, rows, append.priority, now_s)
-        timeout_s = operation.submitted_s + self._max_wait_s - now_s
-        if operation.deadline_s is not None or operation.is_long:
-            timeout_s = load.require_time(operation, timeout_s, now_s)
-        load.enter(operation)
+        wait_s = operation.submitted_s + self._max_wait_s - now_s
+        timeout_s = worker.load.enter(
+            operation, tokens, rows, append.priority, wait_s, now_s, is_replay=replays
+        )
         copy_number = operation.copy_number
         if copy_number is not None and not replays and position:
             context.send(worker, ForkSequence(context.number(), entry.number, (copy_number,)))
@@ -407,7 +405,7 @@ class Attempts:
             # A failed forward does not release its copy.
             self._release_copy(operation, worker)
         if failed.kv_missing:
-            entry.has_computed(0)
+            entry.has_kv(0)
             return self.try_again(operation, WorkerFault())
         if isinstance(error, KvExhausted):
             return self._pages_missing(operation, worker, error)

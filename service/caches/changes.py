@@ -120,7 +120,7 @@ class Forks(BaseKind[Fork]):
         assert parent is not None
         numbers = tuple(child.number for child in record.children)
         children = [self._born(number, parent) for number in numbers]
-        if parent.worker is not None and parent.kv_len:
+        if parent.worker is not None and parent.kv_len and parent.length:
             context = self._parts.context
             context.send(parent.worker, ForkSequence(context.number(), parent.number, numbers))
             for child in children:

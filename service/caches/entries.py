@@ -24,6 +24,8 @@ from service.caches.tenants import Tenant
 from service.caches.worker_load import WorkerLoad
 from service.errors import CacheNotFound, QuireError
 
+# See `CacheEntry.kv_len`.
+ALL_KV = sys.maxsize
 # A client may cancel so long before the deadline that we know: clocks differ.
 _CLOCK_TOLERANCE_S = 0.02
 
@@ -157,7 +159,8 @@ class CacheEntry:
     expires_at_s: float = 0.0
     used_s: float = 0.0
 
-    # Written by placement.py. Its worker, if any, which has KV of at least the first `kv_len` tokens.
+    # Written by placement.py. Its worker, if any, which has KV of the first `kv_len` tokens. `ALL_KV`: of all
+    # that it has, and of what it appends to them.
     worker: WorkerView | None = None
     kv_len: int = 0
     # Whether a command about it was sent to that worker.
@@ -215,9 +218,9 @@ class CacheEntry:
             self.state.adapter,
         )
 
-    def has_computed(self, kv_len: int) -> None:
+    def has_kv(self, kv_len: int) -> None:
         """Its worker has KV of the first `kv_len` tokens."""
-        self.kv_len = kv_len
+        self.kv_len = kv_len if kv_len < self.length else ALL_KV
 
     def operations(self) -> Iterator[Operation]:
         """The running and the waiting operations, in order."""

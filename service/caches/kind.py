@@ -14,7 +14,6 @@ from service.caches.requests import Fork
 from service.caches.reservations import Admission, Limits
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
-from service.caches.worker_load import CompletionRate
 
 
 class Parts:
@@ -28,12 +27,11 @@ class Parts:
         self.new_cache_id = new_cache_id
         self.new_seed = new_seed
         self.context = Context()
-        self.rate = CompletionRate()
         self.index = CacheIndex()
         self.weights = Weights(ledger)
         self.workers = Workers()
         self.kv = KvPlacement(self.context)
-        self.admission = Admission(limits, self.context, ledger, self.weights, self.rate)
+        self.admission = Admission(limits, self.context, ledger, self.weights, self.workers)
         self.attempts = Attempts(self.context, self.workers, self.kv, limits.max_wait_s)
 
 

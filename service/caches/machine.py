@@ -15,7 +15,6 @@ is a copy: if it is lost, it is replayed when it is next needed.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +68,6 @@ class CacheMachine(OperationQueues):
         super().__init__(parts, kinds)
         # To be read only.
         self.weights = parts.weights
-        self._rate = parts.rate
         # During recovery: when the last record of each cache was written.
         self._written_s: dict[int, float] = {}
 
@@ -162,7 +160,6 @@ class CacheMachine(OperationQueues):
         """
         self._context.now_s = now_s
         self._computed(self._attempts.answered(events))
-        self._rate.update(now_s)
         worker = self._workers.find(worker_id, epoch)
         if worker is not None:
             if pages_available > worker.pages_available:
@@ -298,8 +295,7 @@ class CacheMachine(OperationQueues):
     @property
     def expected_wait_s(self) -> float:
         """The estimated queueing delay of a new sequence. inf: there is no worker."""
-        workers = self._workers.open_workers(self.weights.serving)
-        return min((worker.load.expected_wait_s() for worker in workers), default=math.inf)
+        return self._workers.expected_wait_s(self.weights.serving)
 
     @property
     def num_parked(self) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from service.caches.effects import Context, ReleaseSequences, TruncateSequence
 from service.caches.entries import CacheEntry, Need, Operation, WorkerView
+from service.caches.worker_load import TYPICAL_PROMPT_TOKENS
 from service.errors import NoWorker
 
 # A cache that was not used for so long is idle. It is longer than the pause between two steps of a caller.
@@ -62,26 +63,22 @@ class KvPlacement:
 
     def _place(self, entry: CacheEntry, worker: WorkerView, kv_len: int) -> None:
         assert entry.worker is None
-        entry.worker, entry.kv_len, entry.placed_s = worker, kv_len, self._context.now_s
-        entry.was_sent = kv_len > 0
+        entry.worker, entry.placed_s, entry.was_sent = worker, self._context.now_s, kv_len > 0
+        entry.has_kv(kv_len)
         worker.held[entry] = None
 
     def sent(self, entry: CacheEntry) -> None:
         """A command about the cache is sent to its worker."""
         entry.was_sent = True
 
-    def extended(self, entries: Iterable[CacheEntry]) -> None:
-        """What workers have computed was appended to these caches."""
-        for entry in entries:
-            if entry.worker is not None:
-                entry.kv_len = entry.state.tokens.length
-
     def truncated(self, entry: CacheEntry, new_len: int) -> None:
         """The cache was cut. Cuts the sequence in its worker."""
         entry.unchanged_len = min(entry.unchanged_len, new_len)
-        if entry.worker is not None and entry.kv_len > new_len:
-            entry.kv_len = new_len
-            self._context.send(entry.worker, TruncateSequence(self._context.number(), entry.number, new_len))
+        if entry.worker is not None:
+            if entry.kv_len > new_len:
+                command = TruncateSequence(self._context.number(), entry.number, new_len)
+                self._context.send(entry.worker, command)
+            entry.has_kv(min(entry.kv_len, new_len))
 
     def drop(self, *entries: CacheEntry) -> None:
         """Drops the KV of caches, with one command to each worker."""
@@ -108,7 +105,7 @@ class KvPlacement:
             if entry is not wanted_by.entry and self._is_preemptible(entry, wanted_by):
                 # Shared pages stay in use, and a cache without known KV may have some. If too few are
                 # free, the operation asks again.
-                freed += max(1, worker.pages_for(entry.kv_len))
+                freed += max(1, worker.pages_for(min(entry.kv_len, entry.length)))
                 evicted.append(entry)
         self.drop(*evicted)
         self._context.counts["preempted"] += len(evicted)
@@ -212,6 +209,11 @@ class Workers:
         """Those of them that are not silent, if there are any."""
         there = self.open_workers(weights)
         return [worker for worker in there if not worker.suspect] or there
+
+    def expected_wait_s(self, weights: int, tokens: int = TYPICAL_PROMPT_TOKENS) -> float:
+        """The estimated queueing delay of a new sequence. inf: no worker takes it."""
+        workers = self.open_workers(weights)
+        return min((worker.load.expected_wait_s(tokens) for worker in workers), default=math.inf)
 
     def choose(self, token_ids: Sequence[int], salt: bytes = b"", weights: int = 0) -> WorkerView:
         """The worker for a sequence that starts with `token_ids`. Raises NoWorker if there is none.

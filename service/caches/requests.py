@@ -64,10 +64,9 @@ class Append:
     cache_salt: str = ""
     # Memory in the worker beyond the request: masks, and the row that samples are drawn from.
     worker_bytes: int = 0
-    # The answer has rows of logits or hidden states. A repetition computes them again.
-    has_logits: bool = False
-    # The answer or the options are too large to be kept. A repetition computes the answer again.
-    is_large: bool = False
+    # Whether the answer is kept for a repetition. One that is large, or has rows of logits or hidden states,
+    # is computed again.
+    is_kept: bool = True
     # The adapter of a new cache. 0: none.
     adapter: int = 0
     # So many chosen tokens are expected to be appended next, one after another and with the same output. All

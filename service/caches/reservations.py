@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from service.caches.effects import Context
 from service.caches.entries import CacheEntry, Operation, OperationKind
 from service.caches.ledger import CacheState, Ledger
-from service.caches.placement import touch
+from service.caches.placement import Workers, touch
 from service.caches.requests import Append, Priority, Request
 from service.caches.tenants import UNBOUNDED, Tenant
 from service.caches.weights import Weights
-from service.caches.worker_load import CompletionRate
+from service.caches.worker_load import retry_after_s
 from service.errors import (
     CacheLimit,
     CacheNotFound,
@@ -50,13 +50,13 @@ class Admission:
     """Owns the counts: each cache is added and removed once; each operation enters and leaves once."""
 
     def __init__(
-        self, limits: Limits, context: Context, ledger: Ledger, weights: Weights, rate: CompletionRate
+        self, limits: Limits, context: Context, ledger: Ledger, weights: Weights, workers: Workers
     ) -> None:
         self._limits = limits
         self._context = context
         self._ledger = ledger
         self._weights = weights
-        self._rate = rate
+        self._workers = workers
         # With fewer operations nobody is refused for their number.
         self._half_of_queue = limits.max_queued_operations / 2
         # Includes caches that are being created, and scorings.
@@ -120,7 +120,7 @@ class Admission:
             # One of them begins at once if none runs.
             most_waiting = MAX_WAITING_PER_CACHE + (entry.running is None)
             if len(entry.waiting) >= most_waiting and not kind.is_always_admitted:
-                raise QueueFull(MAX_WAITING_PER_CACHE, self._rate.retry_after_s(len(entry.waiting)))
+                raise QueueFull(MAX_WAITING_PER_CACHE, self._retry_after_s(None))
         except QuireError as error:
             raise error.with_index(known.index(entry), len(known)) from None
 
@@ -137,15 +137,19 @@ class Admission:
             tenant.admit(self._context.now_s)
         most = self._limits.max_queued_operations
         if queued >= most / 2 and append is not None and append.priority is Priority.LOW:
-            raise QueueFull(math.ceil(most / 2), self._rate.retry_after_s(queued))
+            raise QueueFull(math.ceil(most / 2), self._retry_after_s(append))
         if queued >= most:
-            raise QueueFull(most, self._rate.retry_after_s(queued))
+            raise QueueFull(most, self._retry_after_s(append))
         # Without tenants callers cannot be told apart.
         if tenant.name and tenant.in_flight >= most / 2:
-            share, retry_after_s = math.ceil(most / 2), self._rate.retry_after_s(tenant.in_flight)
-            raise QueueFull(share, retry_after_s, of_tenant=True)
+            raise QueueFull(math.ceil(most / 2), self._retry_after_s(append), of_tenant=True)
         if not self.journal_works and not (append is not None and append.is_scoring):
             raise JournalUnavailable
+
+    def _retry_after_s(self, append: Append | None) -> float:
+        """When to retry: after the time that an append of as many tokens would wait for a worker now."""
+        tokens = 1 if append is None else len(append.token_ids)
+        return retry_after_s(self._workers.expected_wait_s(self._weights.serving, tokens))
 
     # Caches.
 

@@ -23,7 +23,11 @@ from service.errors import DeadlinePassed, Overloaded
 # The longest short forward. As in the worker.
 _SHORT_TOKENS = 16
 # For the expected wait of a new sequence.
-_TYPICAL_PROMPT_TOKENS = 256
+TYPICAL_PROMPT_TOKENS = 256
+# What a token costs whose KV is read from disk: a page of 16 tokens as much as one that is computed.
+_READ_COST = 1 / 16
+# The weight of the latest replay beside that of all before it.
+_REPLAY_NEWS = 0.25
 # The weight of older answers is multiplied by this at each new one.
 _DECAY = 0.98
 # With less weight than this there is no estimate.
@@ -110,32 +114,6 @@ def retry_after_s(wait_s: float) -> float:
     return min(max(wait_s, 0.05), 5.0)
 
 
-class CompletionRate:
-    """How fast operations complete. Tells clients that a full queue refuses when to retry."""
-
-    def __init__(self) -> None:
-        self._interval_s = 0.01
-        self._last_s: float | None = None
-        # Since the last `update`.
-        self.completions = 0
-
-    def update(self, now_s: float) -> None:
-        """Takes the completions since the last update into account."""
-        if not self.completions:
-            return
-        if self._last_s is not None:
-            # Idle time says nothing about speed.
-            interval_s = min(now_s - self._last_s, 1.0)
-            self._interval_s += 0.02 * (interval_s - self._interval_s)
-        # The others come after no time.
-        self._interval_s *= 0.98 ** (self.completions - 1)
-        self._last_s, self.completions = now_s, 0
-
-    def retry_after_s(self, queued: int) -> float:
-        """When to retry if `queued` operations are in the queue."""
-        return retry_after_s(queued * self._interval_s)
-
-
 class End(enum.Enum):
     """How an attempt ended."""
 
@@ -169,25 +147,47 @@ class WorkerLoad:
     def __init__(self) -> None:
         # The short and the long forwards.
         self._queues = (_Queue(), _Queue())
+        # What a token of a replay costs: 1, or less if recent ones were not computed.
+        self._replay_cost = 1.0
 
-    def estimate(self, forward: Forward, tokens: int, rows: int, priority: Priority, now_s: float) -> None:
-        """Writes how a forward counts if it is sent now: after those that come before it."""
+    def enter(
+        self,
+        forward: Forward,
+        tokens: int,
+        rows: int,
+        priority: Priority,
+        wait_s: float,
+        now_s: float,
+        *,
+        is_replay: bool = False,
+    ) -> float:
+        """A forward is sent now, after those that come before it: it counts until it leaves.
+
+        Returns within which time it has to begin, at most `wait_s`. Raises Overloaded or DeadlinePassed if it
+        would not be done in time: then it does not count.
+        """
         is_long, cost = tokens > _SHORT_TOKENS, tokens + rows
-        queue = self._queues[is_long]
+        if is_replay:
+            cost = math.ceil(tokens * self._replay_cost) + rows
+        queue, caller = self._queues[is_long], forward.caller or -forward.ticket
         low, normal, high = queue.cost
         before = high
         if priority < HIGH:
             before += normal if priority else normal + low
-        own = queue.by_caller.get(forward.caller or -forward.ticket)
-        callers = len(queue.by_caller) + (own is None)
+        own = queue.by_caller.get(caller, 0)
+        callers = len(queue.by_caller) + (not own)
         forward.priority, forward.is_long, forward.cost, forward.since_s = priority, is_long, cost, now_s
-        forward.total = min(cost + before, (cost + (own or 0)) * callers)
+        forward.total = min(cost + before, (cost + own) * callers)
+        if is_long or forward.deadline_s is not None:
+            wait_s = _require_time(forward, queue.times[priority], wait_s, now_s)
+        queue.cost[priority] += cost
+        queue.by_caller[caller] = own + cost
+        return wait_s
 
-    def enter(self, forward: Forward) -> None:
-        """A forward is sent, as it was estimated: it counts until it leaves."""
-        queue, caller = self._queues[forward.is_long], forward.caller or -forward.ticket
-        queue.cost[forward.priority] += forward.cost
-        queue.by_caller[caller] = queue.by_caller.get(caller, 0) + forward.cost
+    def replayed(self, tokens: int, reused_tokens: int) -> None:
+        """Takes into account that so many of the tokens of a replay were not computed, but read."""
+        cost = 1 - reused_tokens / tokens * (1 - _READ_COST)
+        self._replay_cost += _REPLAY_NEWS * (cost - self._replay_cost)
 
     def leave(self, forwards: Iterable[Forward], now_s: float, end: End) -> None:
         """Forwards that had entered have ended."""
@@ -211,43 +211,35 @@ class WorkerLoad:
             elif end is End.LATE:
                 times.late(forward.total, now_s - forward.since_s)
 
-    def require_time(self, forward: Forward, wait_s: float, now_s: float) -> float:
-        """Within which time a forward that was estimated has to begin, at most `wait_s`.
-
-        Raises Overloaded or DeadlinePassed, before any work, if it would not be done in time.
-        """
-        times, is_first = self._times(forward), forward.total <= forward.cost
-        # 0: unknown, or nothing is ahead.
-        expected_s = 0.0 if is_first else times.expected_s(forward.total)
-        # The least part of that which is its own work.
-        own_s = times.slope_s * forward.cost
-        if forward.deadline_s is None:
-            # Without a deadline only the queueing delay is limited.
-            expected_s -= own_s
-            if expected_s > wait_s:
-                raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
-            return wait_s
-        left_s = forward.deadline_s - now_s
-        if left_s <= 0:
-            raise DeadlinePassed
-        may_take_s = left_s * _TIME_SHARES[forward.priority]
-        if expected_s > may_take_s:
-            raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
-        return min(left_s if is_first else max(left_s - own_s, 0.0), wait_s)
-
-    def _times(self, forward: Forward) -> _LatencyModel:
-        return self._queues[forward.is_long].times[forward.priority]
-
-    # Of a new caller.
-
     def total_for(self, tokens: int) -> int:
-        """The cost up to and including a prompt of a new caller, if it came now. As `estimate`."""
+        """The cost up to and including a prompt of a new caller, if it came now. As `enter`."""
         queue, cost = self._queues[tokens > _SHORT_TOKENS], tokens + 1
         _, normal, high = queue.cost
         return min(cost + normal + high, cost * (len(queue.by_caller) + 1))
 
-    def expected_wait_s(self) -> float:
-        """The estimated wait of a new caller with a prompt of typical length."""
-        total = self.total_for(_TYPICAL_PROMPT_TOKENS)
-        times = self._queues[True].times[Priority.NORMAL]
-        return times.expected_s(total) if total > _TYPICAL_PROMPT_TOKENS + 1 else 0.0
+    def expected_wait_s(self, tokens: int = TYPICAL_PROMPT_TOKENS) -> float:
+        """The estimated wait of a new caller with so many tokens."""
+        total, times = self.total_for(tokens), self._queues[tokens > _SHORT_TOKENS].times[Priority.NORMAL]
+        return times.expected_s(total) if total > tokens + 1 else 0.0
+
+
+def _require_time(forward: Forward, times: _LatencyModel, wait_s: float, now_s: float) -> float:
+    """See `WorkerLoad.enter`. `times`: those of forwards like this one."""
+    is_first = forward.total <= forward.cost
+    # 0: unknown, or nothing is ahead.
+    expected_s = 0.0 if is_first else times.expected_s(forward.total)
+    # The least part of that which is its own work.
+    own_s = times.slope_s * forward.cost
+    if forward.deadline_s is None:
+        # Without a deadline only the queueing delay is limited.
+        expected_s -= own_s
+        if expected_s > wait_s:
+            raise Overloaded(expected_s, max(wait_s, 0.0), retry_after_s(expected_s - wait_s))
+        return wait_s
+    left_s = forward.deadline_s - now_s
+    if left_s <= 0:
+        raise DeadlinePassed
+    may_take_s = left_s * _TIME_SHARES[forward.priority]
+    if expected_s > may_take_s:
+        raise Overloaded(expected_s, may_take_s, retry_after_s(expected_s - may_take_s))
+    return min(left_s if is_first else max(left_s - own_s, 0.0), wait_s)

@@ -16,6 +16,7 @@ from service.cli.one_gateway import run_gateway
 from service.config import Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
+from service.draft_model import draft_problem
 from service.extension import Extension, find_server
 from service.gateway import open_gateway
 from service.gguf import gguf_problem
@@ -83,7 +84,7 @@ def _model_problem(config: Config) -> str:
     """What keeps a model from being served, as far as it is seen before workers look at it; "": nothing."""
     if config.has_remote_workers:
         return ""
-    return gguf_problem(config) or quantised_problem(config)
+    return gguf_problem(config) or quantised_problem(config) or draft_problem(config)
 
 
 async def _make_parts(config: Config) -> bool:

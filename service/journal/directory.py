@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from service.journal.base import DirectoryInUse, JournalUnusable
+from service.journal.base import DirectoryInUse, Journal, JournalUnusable
 
 # Locked while a gateway uses the directory; contains its pid.
 LOCK: Final = "lock"
@@ -65,6 +65,26 @@ def lock_itself(directory: Path) -> int:
     except OSError:
         return locked
     return locked
+
+
+class LockedDirectory(Journal):
+    """Stores nothing. But workers and files of a directory belong to one gateway at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises DirectoryInUse."""
+        self._lock: int | None = None
+        try:
+            self._lock = lock(directory)
+        except DirectoryInUse:
+            raise
+        except JournalUnusable:
+            # A directory that cannot be written to has nothing to protect: see `LocalLauncher`.
+            return
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def _in_use(directory: Path, holder: str) -> DirectoryInUse:

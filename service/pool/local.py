@@ -25,8 +25,7 @@ from service.logging import get_logger
 from service.pool.gpus import Gpu
 from service.pool.launcher import PoolFailed
 from service.pool.process import LocalProcess, can_watch, find_process
-from service.pool.threads import in_thread
-from service.pool.worker_directory import Epochs, WorkerDirectory, WorkerFile
+from service.pool.worker_directory import Epochs, WorkerDirectory, WorkerFile, in_thread
 from service.pool.worker_port import NamedWorker, WorkerPort
 from workers.common import child_process, worker_pb2
 from workers.common.addresses import UNIX

@@ -23,12 +23,13 @@ import stat
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from service import durable_file
 from service.logging import get_logger
-from service.pool.threads import in_thread
 
 _log = get_logger(__name__)
 
@@ -41,6 +42,10 @@ _ID_BYTES = 16
 _LOCK_NAME = re.compile(r"(?P<worker_id>.{1,64})-(?P<epoch>[1-9][0-9]{0,15})\.lock", re.ASCII)
 # C's `struct flock`: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
+_Result = TypeVar("_Result")
+# What starts workers has threads of its own, which only wait for the disk: a restart waits for no upload,
+# download or text of callers.
+_THREADS = ThreadPoolExecutor(4, "pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +184,11 @@ class WorkerDirectory:
     def write_epoch(self, epoch: int) -> None:
         """Makes the highest used epoch durable. Blocks on the disk."""
         durable_file.write(self.path / "epoch", str(epoch))
+
+
+async def in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
+    """Calls a function that blocks on the disk."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, function, *arguments)
 
 
 class Epochs:

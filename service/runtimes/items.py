@@ -18,6 +18,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 64
 MAX_ITEM_ID_CHARACTERS = 128
+_SPECULATION_METHODS = (
+    runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP,
+    runner_pb2.SPECULATION_METHOD_DRAFT_MODEL,
+)
 _LONGEST_TIMEOUT_S = 365 * 86_400.0
 
 
@@ -98,9 +102,8 @@ def _check_prompt(item: runner_pb2.ExecuteItem) -> None:
 
 
 def _check_speculation(speculation: runner_pb2.Speculation) -> None:
-    if speculation.method != runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP:
-        text = "PROMPT_LOOKUP is the only method"
-        raise InvalidArgument("BAD_SPECULATION", "speculation.method", text)
+    if speculation.method not in _SPECULATION_METHODS:
+        raise InvalidArgument("BAD_SPECULATION", "speculation.method", "a method is needed")
     if speculation.HasField("max_draft_tokens") and not 0 < speculation.max_draft_tokens <= MAX_DRAFT_TOKENS:
         text = f"must be 1 to {MAX_DRAFT_TOKENS}"
         raise InvalidArgument("BAD_SPECULATION", "speculation.max_draft_tokens", text)

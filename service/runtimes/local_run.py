@@ -17,7 +17,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from quire.v1 import runner_pb2, types_pb2
 
@@ -52,6 +52,7 @@ from service.runtimes.held_samples import HeldSamples
 from service.runtimes.items import num_samples
 from service.runtimes.preparing import PreparedItem
 from service.runtimes.sample import Sample
+from service.runtimes.speculation import Drafter
 from service.text.constraints import Matcher
 from service.text.task_process import TaskFailed, TaskProcess
 
@@ -63,6 +64,22 @@ _MASKS_TURN_S = 0.02
 _T = TypeVar("_T")
 # Its result is what was requested, or a QuireError.
 _Future: TypeAlias = "asyncio.Future[Any]"
+
+
+class _MasksWanted(NamedTuple):
+    """Which tokens may follow now and along a draft: see `Matcher.allowed_along`."""
+
+    matcher: Matcher
+    draft: Sequence[int]
+    most: int
+
+
+class _DraftStep(NamedTuple):
+    """A step that verifies a draft, and when it began. `masks`: one for each row, or none."""
+
+    draft: Sequence[int]
+    masks: Sequence[bytes]
+    began_at_s: float
 
 
 class LocalRun:
@@ -88,7 +105,7 @@ class LocalRun:
         # What tasks have put and requested in their steps: chunks, requests to the caches, masks.
         self._chunks: list[runner_pb2.SampleChunk] = []
         self._unsent: list[tuple[Request, _Future]] = []
-        self._to_mask: list[tuple[Matcher, _Future]] = []
+        self._to_mask: list[tuple[_MasksWanted, _Future]] = []
         # The dispatcher's tickets of requests in flight.
         self._tickets: dict[_Future, int] = {}
         self._wake = asyncio.Event()
@@ -205,6 +222,7 @@ class LocalRun:
         rows = len(token_ids) if is_verify else int(sample is not None)
         timeout_s = None if item.deadline_s is None else item.deadline_s - time.monotonic()
         prelaunch = 0 if sample is None or is_verify else self._prelaunch(item, sample, position)
+        kept_bytes = rows * item.answer_bytes + len(options)
         appended = await self._ask(
             Append(
                 kind,
@@ -219,8 +237,7 @@ class LocalRun:
                 timeout_s=timeout_s,
                 priority=self._batch.priority,
                 answer_bytes=(max(1, rows) + prelaunch) * item.answer_bytes,
-                has_logits=item.has_hidden,
-                is_large=item.is_large or rows * item.answer_bytes > MAX_KEPT_BYTES,
+                is_kept=not (item.has_hidden or item.is_large or kept_bytes > MAX_KEPT_BYTES),
                 weights=item.weights,
                 adapter=item.adapter,
                 cache_salt=item.cache_salt,
@@ -339,35 +356,42 @@ class LocalRun:
             if item.is_late:
                 raise DeadlinePassed
             self._held.go_on(sample, position)
+            began_at, draft, masks = time.monotonic(), sample.draft(), ()
             if sample.matcher is not None:
-                mask = await self._result(self._to_mask, sample.matcher)
+                wanted = _MasksWanted(sample.matcher, draft, sample.most_drafts)
+                draft, masks = await self._result(self._to_mask, wanted)
                 if sample.matcher.is_complete:
                     self._put(item, sample.complete())
                     return
-                options = item.options(sample.index, mask)
-            if draft := () if sample.catching_up else sample.draft():
-                token_id, position = await self._verify(item, sample, token_id, draft, position)
+                options = item.options(sample.index, masks[0])
+            if draft:
+                step = _DraftStep(draft, masks, began_at)
+                token_id, position = await self._verify(item, sample, token_id, step, position)
                 continue
-            began_at = time.monotonic()
-            appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, options, position)
+            own, drafts = options, 0
+            if sample.drafter is not None and (drafts := sample.wanted_drafts):
+                own = item.draft_options(sample.index, 1, masks, drafts)
+            appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, own, position)
             if sample.drafter is not None:
-                sample.drafter.decoded((time.monotonic() - began_at) / appended.kept)
+                _decoded(sample.drafter, appended, drafts, time.monotonic() - began_at)
             token_id, position = self._take(item, sample, appended)
 
     async def _verify(
-        self, item: PreparedItem, sample: Sample, token_id: int, draft: Sequence[int], position: int
+        self, item: PreparedItem, sample: Sample, token_id: int, step: _DraftStep, position: int
     ) -> tuple[int, int]:
         """Appends a token, and those of its draft that the model chooses; takes what it chooses after each.
 
         Returns the last one, and its position.
         """
         assert sample.drafter is not None
-        began_at = time.monotonic()
-        token_ids = array("I", (token_id, *draft))
-        options = item.verify_options(sample.index, len(token_ids))
+        wanted = sample.wanted_drafts
+        token_ids = array("I", (token_id, *step.draft))
+        options = item.draft_options(sample.index, len(token_ids), step.masks, wanted)
         appended = await self._append(item, AppendKind.VERIFY, token_ids, sample, options, position)
-        sample.drafter.verified(len(draft), appended.kept - 1, time.monotonic() - began_at)
-        outputs = done_of(appended).outputs[: appended.kept]
+        done = done_of(appended)
+        sample.drafter.verified(len(step.draft), appended.kept - 1, time.monotonic() - step.began_at_s)
+        sample.drafter.offer(done.draft_token_ids, wanted)
+        outputs = done.outputs[: appended.kept]
         for length, output in enumerate(outputs, position + 1):
             chunk = sample.take(output.token_id, output)
             if sample.is_finished and item.in_place is not None:
@@ -461,10 +485,10 @@ class LocalRun:
 
     # Masks are computed in a process: other samples do not wait for them.
 
-    async def _compute_masks(self, batch: Sequence[tuple[Matcher, _Future]]) -> None:
+    async def _compute_masks(self, batch: Sequence[tuple[_MasksWanted, _Future]]) -> None:
         while batch:
             # All items of a batch are for one model and one tenant, so all matchers have the same process.
-            masks = await batch[0][0].in_turn(functools.partial(_masks, batch))
+            masks = await batch[0][0].matcher.in_turn(functools.partial(_masks, batch))
             if not masks:
                 # The run has ended meanwhile.
                 return
@@ -473,23 +497,33 @@ class LocalRun:
             batch = batch[len(masks) :]
 
 
+def _decoded(drafter: Drafter, appended: Appended, wanted: int, took_s: float) -> None:
+    """Tells a drafter of a step that had no draft. `wanted`: how many tokens a draft model was to draft."""
+    if wanted:
+        drafter.offer(done_of(appended).draft_token_ids, wanted)
+    else:
+        drafter.decoded(took_s / appended.kept)
+
+
 def _is_either_prefix(token_ids: Sequence[int], prompt: Sequence[int]) -> bool:
     shorter = min(len(token_ids), len(prompt))
     return array("I", token_ids[:shorter]) == array("I", prompt[:shorter])
 
 
-async def _masks(batch: Sequence[tuple[Matcher, _Future]], process: TaskProcess) -> list[bytes | QuireError]:
-    """The allowed next tokens of the first samples, at least one, unless the run has ended.
+async def _masks(
+    batch: Sequence[tuple[_MasksWanted, _Future]], process: TaskProcess
+) -> list[tuple[Sequence[int], Sequence[bytes]] | QuireError]:
+    """The drafts and masks of the first samples, at least one, unless the run has ended.
 
     Of so many as are computed within a turn: others wait for theirs.
     """
-    masks: list[bytes | QuireError] = []
+    masks: list[tuple[Sequence[int], Sequence[bytes]] | QuireError] = []
     until_s = time.monotonic() + _MASKS_TURN_S
-    for matcher, future in batch:
+    for wanted, future in batch:
         if future.cancelled() or (masks and time.monotonic() >= until_s):
             break
         try:
-            masks.append(await matcher.allowed(process))
+            masks.append(await wanted.matcher.allowed_along(process, wanted.draft, wanted.most))
         except QuireError as error:
             masks.append(error.without_traceback())
         except TaskFailed:

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api import validation
-from service.api.append_codec import MAX_KEPT_BYTES, last_row, rows_kept_as_sampled
+from service.api.append_codec import MAX_KEPT_BYTES, last_row, sampled_rows
 from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
-from service.errors import InvalidArgument, SequenceTooLong, WeightsChanged
+from service.errors import InvalidArgument, SequenceTooLong, Unsupported, WeightsChanged
 from service.runtimes import items
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
 from service.text.constraints import Matcher
+from service.text.detokenizer import SpecialTokens
 from service.text.text_model import TextModel
 
 _SEEDS = 1 << 64
@@ -83,9 +84,9 @@ class PreparedItem:
         output = self._output_of(index, self._first_mask if mask is None else mask)
         return last_row(output, sorted(self.spec.end_ids))
 
-    def verify_options(self, index: int, rows: int) -> bytes:
-        """The same for a step that verifies a draft: an output for each of `rows` tokens."""
-        return rows_kept_as_sampled(self._output_of(index, None), rows)
+    def draft_options(self, index: int, rows: int, masks: Sequence[bytes], draft_tokens: int) -> bytes:
+        """The same for a step that verifies a draft, or after which one is made; see `sampled_rows`."""
+        return sampled_rows(self._output_of(index, None), rows, masks, draft_tokens)
 
     def _output_of(self, index: int, mask: bytes | None) -> types_pb2.OutputOptions:
         output = types_pb2.OutputOptions()
@@ -156,12 +157,15 @@ class ItemPreparer:
                 end_ids=end_ids,
                 stops=tuple(item.stop),
                 stop_ids=stop_ids,
-                tokenizer=tokenizer,
+                tokenizer=SpecialTokens(tokenizer)
+                if item.special_tokens_in_text and tokenizer
+                else tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
                 min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
                 max_entropy=item.max_entropy if item.HasField("max_entropy") else None,
                 context_tokens=0 if held is None else held.position,
                 max_draft_tokens=_max_draft_tokens(item),
+                has_draft_model=self._has_draft_model(item),
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -176,6 +180,14 @@ class ItemPreparer:
             held=held,
             on_copies=not items.is_in_place(item),
         )
+
+    def _has_draft_model(self, item: runner_pb2.ExecuteItem) -> bool:
+        """Whether drafts come from a draft model. Raises Unsupported if there is none."""
+        if item.speculation.method != runner_pb2.SPECULATION_METHOD_DRAFT_MODEL:
+            return False
+        if not self._state.first_ready.executor.draft_model:
+            raise Unsupported("this server has no draft model", field="speculation.method")
+        return True
 
     async def _prompt(self, item: runner_pb2.ExecuteItem, limits: RequestLimits) -> array[int]:
         kind = item.WhichOneof("prompt")

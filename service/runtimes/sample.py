@@ -46,6 +46,8 @@ class SampleSpec:
     context_tokens: int = 0
     # The most tokens of a draft. 0: no speculative decoding.
     max_draft_tokens: int = 0
+    # They come from a draft model, and not from the prompt.
+    has_draft_model: bool = False
 
 
 class Sample:
@@ -64,8 +66,8 @@ class Sample:
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
         self.drafter: Drafter | None = None
-        if spec.max_draft_tokens and matcher is None:
-            self.drafter = Drafter(spec.prompt, spec.max_draft_tokens)
+        if spec.max_draft_tokens:
+            self.drafter = Drafter(spec.prompt, spec.max_draft_tokens, has_model=spec.has_draft_model)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
         # The cache with its tokens. Empty: none yet.
@@ -83,9 +85,25 @@ class Sample:
         most = 1 if has_condition or self.drafter is not None else MAX_PRELAUNCHED
         return min(self.spec.max_tokens - self._num_tokens - 1, most)
 
+    @property
+    def wanted_drafts(self) -> int:
+        """How many tokens the draft model is to draft behind that which the next append chooses."""
+        if self.drafter is None or self.catching_up is not None:
+            return 0
+        return self.drafter.wanted(self.spec.max_tokens - self._num_tokens - 2)
+
+    @property
+    def most_drafts(self) -> int:
+        """How many tokens a draft may have now. The one after them is still a token of the sample."""
+        if self.drafter is None or self.catching_up is not None:
+            return 0
+        return self.drafter.most(self.spec.max_tokens - self._num_tokens - 1)
+
     def draft(self) -> Sequence[int]:
-        """Tokens that may follow. The one after them is still a token of the sample."""
-        return () if self.drafter is None else self.drafter.draft(self.spec.max_tokens - self._num_tokens - 1)
+        """Tokens that may follow, at most `most_drafts`."""
+        if self.drafter is None:
+            return ()
+        return self.drafter.draft(self.most_drafts)
 
     @property
     def has_begun(self) -> bool:

@@ -1,9 +1,10 @@
-"""Speculative decoding of one sample by prompt lookup: which tokens are drafted, and how many.
+"""Speculative decoding of one sample: which tokens are drafted, and how many.
 
-What followed the last tokens where they occurred before is likely to follow again: in edits of code, answers
-that quote their prompt, lists. A step verifies a draft together with the next token. A draft is kept only
-where it is the token that the model chooses there (VERIFY_ACCEPT_SAMPLED), so a wrong one costs time, and
-never changes the text. Pure, except that times are given to it.
+A step verifies a draft together with the next token. A draft is kept only where it is the token that the
+model chooses there (VERIFY_ACCEPT_SAMPLED), so a wrong one costs time, and never changes the text. There are
+two sources. Prompt lookup: what followed the last tokens where they occurred before is likely to follow
+again, in edits of code, answers that quote their prompt, lists. And a draft model, whose tokens come with the
+answer to an append that asks for them. Pure, except that times are given to it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _MIN_LENGTH: Final = 2
 _WEIGHT: Final = 0.3
 # After a draft that did not pay off: how many tokens are decoded without drafts.
 _MIN_PAUSE, _MAX_PAUSE = 16, 512
+# So often a draft model is asked in vain before a pause. It may have a long prompt to compute first.
+_MAX_MISSED: Final = 8
 
 
 class PromptLookup:
@@ -96,6 +99,17 @@ class DraftLength:
         """The length of the next draft. 0: none, also until a step without one was measured."""
         return 0 if self._paused_tokens or self._decode_s is None else self._length
 
+    @property
+    def is_next(self) -> bool:
+        """Whether there is one after another step without."""
+        return self._paused_tokens <= 1
+
+    def pause(self) -> None:
+        """No drafts for a while: for longer than the last time, unless some have paid off since."""
+        self._paused_tokens, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        # The next try is judged by itself: the text may have changed.
+        self._verify_s = None
+
     def decoded(self, took_s: float) -> None:
         """A step without a draft."""
         self._decode_s = _average(self._decode_s, took_s)
@@ -113,9 +127,7 @@ class DraftLength:
         if accepted and self._pays_off:
             self._pause = _MIN_PAUSE
         else:
-            self._paused_tokens, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
-            # The next try is judged by itself: the text may have changed.
-            self._verify_s = None
+            self.pause()
 
     @property
     def _pays_off(self) -> bool:
@@ -126,35 +138,62 @@ class DraftLength:
 class Drafter:
     """The drafts of one sample."""
 
-    def __init__(self, prompt: Sequence[int], most: int) -> None:
-        """`most`: the most tokens of a draft."""
-        self._lookup = PromptLookup(prompt)
+    def __init__(self, prompt: Sequence[int], most: int, *, has_model: bool = False) -> None:
+        """`most`: the most tokens of a draft. `has_model`: a draft model has them, and not the prompt."""
+        self._lookup = None if has_model else PromptLookup(prompt)
         self._length = DraftLength(most)
+        # Of the draft model, behind the last token; and how often in a row there were none.
+        self._offered: Sequence[int] = ()
+        self._missed = 0
+        self._is_accepted = False
         # Tokens of drafts, and those that were accepted.
         self.drafted = self.accepted = 0
-        # The last step had a draft that was accepted in part: the next one is likely to have one as well.
-        self.expects_draft = False
+
+    @property
+    def expects_draft(self) -> bool:
+        """Whether the append after one that decodes will probably be none that decodes as well."""
+        return self._is_accepted if self._lookup is not None else self._length.is_next
 
     def push(self, token_id: int) -> None:
         """The sample has one more token."""
-        self._lookup.push(token_id)
+        if self._lookup is not None:
+            self._lookup.push(token_id)
+
+    def wanted(self, room: int) -> int:
+        """How many tokens the draft model is to draft behind that which the next append chooses."""
+        return self.most(room) if self._lookup is None else 0
+
+    def offer(self, token_ids: Sequence[int], wanted: int) -> None:
+        """What the draft model expects behind the last token, of which so many were `wanted`."""
+        self._offered = token_ids
+        self._missed = self._missed + 1 if wanted and not token_ids else 0
+        if self._missed == _MAX_MISSED:
+            self._missed = 0
+            self._length.pause()
+
+    def most(self, room: int) -> int:
+        """How many tokens are drafted now: at most `room`."""
+        return max(0, min(self._length.current, room))
 
     def draft(self, room: int) -> Sequence[int]:
-        """The tokens that are verified behind the last one: at most `room`."""
-        length = min(self._length.current, room)
-        return self._lookup.draft(length) if length > 0 else ()
+        """The tokens that are verified behind the last one, as many as `most` says or fewer."""
+        length = self.most(room)
+        if not length:
+            return ()
+        return self._offered[:length] if self._lookup is None else self._lookup.draft(length)
 
     def decoded(self, took_s: float) -> None:
-        """A step without a draft."""
+        """A step without a draft, in which none was made."""
         self._length.decoded(took_s)
-        self.expects_draft = False
+        self._offered = ()
+        self._is_accepted = False
 
     def verified(self, drafted: int, accepted: int, took_s: float) -> None:
         """A step with a draft."""
         self._length.verified(drafted, accepted, took_s)
         self.drafted += drafted
         self.accepted += accepted
-        self.expects_draft = accepted > 0
+        self._is_accepted = accepted > 0
 
 
 def _average(before: float | None, value: float) -> float:

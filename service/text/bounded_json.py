@@ -147,6 +147,17 @@ def tools_of(chat: runner_pb2.Chat, parse_json: Callable[[str, str, str], Any] =
     return tools
 
 
+def variables_of(chat: runner_pb2.Chat) -> dict[str, Any]:
+    """The further variables of a chat's template. Raises InvalidArgument."""
+    field = "chat.variables_json"
+    variables = parse(chat.variables_json, "BAD_CHAT", field) if chat.variables_json else {}
+    if not isinstance(variables, dict):
+        raise InvalidArgument("BAD_CHAT", field, "variables_json is not an object in JSON")
+    if set_here := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
+        raise InvalidArgument("BAD_CHAT", field, f"{min(set_here)} has a field of its own")
+    return variables
+
+
 def call_arguments(call: runner_pb2.ToolCall) -> str:
     """A call's arguments as JSON. Models and clients write none in several ways."""
     given = call.arguments_json
@@ -160,6 +171,7 @@ def arguments_field(message: int, call: int) -> str:
 
 def _json_of(chat: runner_pb2.Chat) -> Iterator[tuple[str, bytes]]:
     yield "chat.tools_json", chat.tools_json.encode()
+    yield "chat.variables_json", chat.variables_json.encode()
     for index, message in enumerate(chat.messages):
         for number, call in enumerate(message.tool_calls):
             yield arguments_field(index, number), call.arguments_json.encode()

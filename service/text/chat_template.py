@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from quire.v1 import types_pb2
@@ -43,11 +44,13 @@ class ChatTemplates:
         *,
         name: str = DEFAULT,
         tools: Sequence[Any] | None = None,
+        further: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
         tenant: str = "",
     ) -> str:
         """The prompt, which ends where the model's answer begins. Cancelling the call ends the process.
 
-        Tenants take turns.
+        `further`: variables that only some templates know. Tenants take turns.
 
         Raises TemplateError if there is no template of this name or it exceeds a limit, TemplateRaised if it
         fails; Draining.
@@ -58,10 +61,11 @@ class ChatTemplates:
             raise TemplateError(f"the model has chat templates named {names}, and none {wanted}")
         variables = {
             **template.special_tokens,
+            "documents": None,
+            **further,
             "messages": list(messages),
             "tools": tools,
-            "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": add_generation_prompt,
         }
         task = {
             "source": template.sources[name],

@@ -8,6 +8,7 @@ append the arguments to text, or ask whether the content is none: these get othe
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from quire.v1 import runner_pb2, types_pb2
 
 from service.errors import InvalidArgument
-from service.text.bounded_json import openai_messages, parse, tools_of
+from service.text.bounded_json import openai_messages, parse, tools_of, variables_of
 from service.text.chat_template import DEFAULT, ChatTemplates, TemplateError, TemplateRaised
 
 # The template for chats with tools, where a model has several.
@@ -35,11 +36,16 @@ async def prompt_of(
     """The prompt of a chat of a tenant that has passed `check_chat`. Raises InvalidArgument, Draining."""
     # Templates ask whether there are tools: an empty list is none.
     tools = tools_of(chat) or None
+    further = variables_of(chat)
+    is_whole = chat.continue_last_message or chat.omit_generation_prompt
+    render = functools.partial(
+        templates.render, template, further=further, add_generation_prompt=not is_whole, tenant=tenant
+    )
     name = chat.template or (_WITH_TOOLS if tools and _WITH_TOOLS in template.sources else DEFAULT)
     first_error: TemplateError | None = None
     for messages in _forms(chat):
         try:
-            text = await templates.render(template, messages, name=name, tools=tools, tenant=tenant)
+            text = await render(messages, name=name, tools=tools)
             break
         except TemplateError as error:
             first_error = first_error or error
@@ -51,10 +57,20 @@ async def prompt_of(
     if tools:
         # A template that fails without tools uses them.
         with contextlib.suppress(TemplateError):
-            if text == await templates.render(template, messages, name=name, tenant=tenant):
+            if text == await render(messages, name=name):
                 message = "the model's chat template does not support tools"
                 raise InvalidArgument("BAD_CHAT", "chat.tools_json", message)
-    return text
+    return _up_to_content(text, chat) if chat.continue_last_message else text
+
+
+def _up_to_content(text: str, chat: runner_pb2.Chat) -> str:
+    """A prompt without what the template writes behind the content of the last message."""
+    content = chat.messages[-1].content.rstrip()
+    begin = text.rfind(content) if content else -1
+    if begin < 0:
+        message = "the chat template does not write the content of the last message, or it is empty"
+        raise InvalidArgument("BAD_CHAT", "chat.continue_last_message", message)
+    return text[: begin + len(content)]
 
 
 def _forms(chat: runner_pb2.Chat) -> Iterator[_Messages]:

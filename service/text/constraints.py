@@ -16,7 +16,7 @@ import itertools
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from service.errors import InvalidArgument, QuireError
 from service.printable import escaped
@@ -41,6 +41,13 @@ class Grammar:
 
     kind: str
     text: str
+
+
+class _Allowed(NamedTuple):
+    """A bit for each token that may follow, and whether the text is finished: only end tokens may."""
+
+    allowed: int
+    is_complete: bool
 
 
 class Constraints:
@@ -145,37 +152,58 @@ class Matcher:
         No bit is set if no token may follow and there is no end token. Raises InvalidArgument if the
         constraint cannot be applied any further; TaskFailed if another process should try.
         """
-        if self._mask is None:
-            try:
-                self._mask = await self._compute_mask(process)
-            except ConstraintFailed as error:
-                raise _bad_constraint(self._grammar.kind, _sanitized(error)) from None
-        return self._mask
+        _, masks = await self.allowed_along(process, (), 0)
+        return masks[0]
 
-    async def _compute_mask(self, process: TaskProcess) -> bytes:
-        """Also sets `is_complete`. Raises ConstraintFailed, or TaskFailed if another process should try."""
-        result, bits = await _run(process, self._request())
+    async def allowed_along(
+        self, process: TaskProcess, draft: Sequence[int], most: int
+    ) -> tuple[Sequence[int], Sequence[bytes]]:
+        """The tokens of a draft that are allowed, and then those that are forced: at most `most` in all.
+
+        And which tokens may follow, as of `allowed`: now, and after each of these, of which none ends the
+        text. Raises as `allowed`.
+        """
+        if not most and self._mask is not None:
+            return (), (self._mask,)
+        try:
+            drafted, masks = await self._compute_masks(process, draft, most)
+        except ConstraintFailed as error:
+            raise _bad_constraint(self._grammar.kind, _sanitized(error)) from None
+        self.is_complete = masks[0].is_complete
+        # After one of these the model has no token: that is for its own mask to say.
+        ahead = itertools.takewhile(lambda mask: not mask.is_complete, masks[1:])
+        size = -(-self._vocab_size // 8)
+        packed = [mask.allowed.to_bytes(size, "little") for mask in (masks[0], *ahead)]
+        self._mask = packed[0]
+        return drafted[: len(packed) - 1], packed
+
+    async def _compute_masks(
+        self, process: TaskProcess, draft: Sequence[int], most: int
+    ) -> tuple[Sequence[int], list[_Allowed]]:
+        """As `allowed_along`. Raises ConstraintFailed, or TaskFailed if another process should try."""
+        result, bits = await _run(process, self._request(draft, most))
         if "is_missing" in result:
             self._num_known = 0
-            result, bits = await _run(process, self._request())
+            result, bits = await _run(process, self._request(draft, most))
         self._num_known = len(self._token_ids)
         others, ends = _token_bits(self._constraints.num_tokens, self._end_ids, self._vocab_size)
-        allowed = int.from_bytes(bits, "little") & others
-        self.is_complete = not allowed
-        if result["may_end"]:
-            allowed |= ends
-        elif self.is_complete:
+        masks, size = list[_Allowed](), len(bits) // len(result["may_end"])
+        for index, may_end in enumerate(result["may_end"]):
+            mask = int.from_bytes(bits[size * index : size * (index + 1)], "little") & others
+            masks.append(_Allowed(mask | ends if may_end else mask, is_complete=not mask))
+        if masks[0].is_complete and not result["may_end"][0]:
             raise ConstraintFailed("none of the model's tokens can follow")
-        if not allowed and not self._token_ids:
+        if not masks[0].allowed and not self._token_ids:
             raise ConstraintFailed("it allows only the empty text, and there is no token to end that with")
-        return allowed.to_bytes(-(-self._vocab_size // 8), "little")
+        return result["draft"], masks
 
-    def _request(self) -> Mapping[str, Any]:
-        """The request for the mask: with the grammar if the process knows nothing of the sample."""
+    def _request(self, draft: Sequence[int], most: int) -> Mapping[str, Any]:
+        """The request for masks: with the grammar if the process knows nothing of the sample."""
         grammar = {} if self._num_known else asdict(self._grammar)
         token_ids = self._token_ids[self._num_known :]
         sample = {"sample": self._number, "begin": self._num_known, "token_ids": token_ids}
-        return {"method": "mask", **grammar, **sample}
+        drafted = {"draft": [*draft][:most], "draft_tokens": most}
+        return {"method": "mask", **grammar, **sample, **drafted}
 
 
 @functools.lru_cache(maxsize=16)

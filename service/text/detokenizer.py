@@ -30,6 +30,18 @@ class TokenDecoder(Protocol):
         """The text of `ids`."""
 
 
+class SpecialTokens:
+    """Decodes special tokens as their names, which a `Detokenizer` otherwise leaves out."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decoder, self.id_to_token = getattr(tokenizer, "decoder", None), tokenizer.id_to_token
+        self._decode = tokenizer.decode
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`."""
+        return self._decode(ids, skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+
 class Detokenizer:
     """The text of a growing sequence of tokens: together, that of decoding the whole sequence.
 

@@ -1,8 +1,9 @@
 """The process that compiles grammars and computes masks, with llguidance.
 
-A task is JSON, and its result a line of JSON, which a mask may follow. A task for a mask has only the
-sample's new tokens. If this process does not know the earlier ones, the result is `is_missing`, and the
-gateway sends all and the grammar. So the grammars and samples kept here, up to a limit, are only a cache.
+A task is JSON, and its result a line of JSON, which masks may follow. A task for a mask has only the
+sample's new tokens; it may have a draft of the next ones, along which further masks are computed. If this
+process does not know the earlier tokens, the result is `is_missing`, and the gateway sends all and the
+grammar. So the grammars and samples kept here, up to a limit, are only a cache.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import functools
 import json
 import re
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,10 @@ _MAX_LEVELS = 200
 _JSON_WHITESPACE = r"(\x20|\n[\x20\t]{0,20})?"
 # One space may come first: a prompt may end before the space of its next word.
 _JSON_LARK = 'start: " "? @value'
+# How long masks along a draft are computed: a task of others may wait.
+_DRAFT_S = 0.01
+# Few tokens are longer.
+_MAX_FORCED_BYTES = 64
 # The library's errors include the lines around the error.
 _EXCERPT = re.compile(r"\n *[0-9]+ \| ")
 
@@ -66,6 +72,19 @@ class _Sample:
             may_end = False
         return may_end, mask
 
+    def consume(self, token_ids: Sequence[int], tokens: Sequence[bytes]) -> None:
+        """Appends tokens, of all of which `tokens` are the bytes. Raises GrammarError."""
+        if token_ids and not self.matcher.consume_tokens([*token_ids]):
+            raise GrammarError(_reason(self.matcher))
+        self.num_tokens += len(token_ids)
+        if self.validator is not None:
+            self.text += b"".join(tokens[token_id] for token_id in token_ids)
+
+    def copy(self) -> _Sample:
+        """One that changes on its own."""
+        text = bytearray(self.text)
+        return _Sample(self.matcher.deep_copy(), self.validator, self.num_tokens, text)
+
 
 class GrammarServer:
     """The state of this process: the tokenizer, compiled grammars, samples."""
@@ -73,6 +92,8 @@ class GrammarServer:
     def __init__(self) -> None:
         self._tokenizer: LLTokenizer | None = None
         self._tokens: list[bytes] = []
+        # By their bytes; empty until one is looked for.
+        self._ids: dict[bytes, int] = {}
         self._compiled = functools.lru_cache(_MAX_GRAMMARS)(self._compile)
         self._samples: OrderedDict[int, _Sample] = OrderedDict()
 
@@ -90,7 +111,9 @@ class GrammarServer:
             elif (sample := self._sample(request)) is None:
                 result["is_missing"] = True
             else:
-                result["may_end"], mask = sample.mask()
+                drafted, masks = self._along(sample, request["draft"], request["draft_tokens"])
+                result["draft"], result["may_end"] = drafted, [may_end for may_end, _ in masks]
+                mask = b"".join([bits for _, bits in masks])
         except GrammarError as error:
             result["error"] = str(error)
         except SchemaError as error:
@@ -110,15 +133,53 @@ class GrammarServer:
             sample = _Sample(grammar.matcher.deep_copy(), grammar.validator)
         elif sample is None or sample.num_tokens != begin:
             return None
-        if token_ids and not sample.matcher.consume_tokens(token_ids):
-            raise GrammarError(_reason(sample.matcher))
-        sample.num_tokens += len(token_ids)
-        if sample.validator is not None:
-            sample.text += b"".join(self._tokens[token_id] for token_id in token_ids)
+        sample.consume(token_ids, self._tokens)
         self._samples[number] = sample
         if len(self._samples) > _MAX_MATCHERS:
             self._samples.popitem(last=False)
         return sample
+
+    def _along(
+        self, sample: _Sample, draft: Sequence[int], most: int
+    ) -> tuple[list[int], list[tuple[bool, bytes]]]:
+        """The first tokens of a draft that the grammar allows, and then those that it forces: `most` in all.
+
+        And the masks of the sample (see `_Sample.mask`): now, and after each of these. After none of them the
+        text is finished. Raises GrammarError if there is no mask now.
+        """
+        masks, drafted = [sample.mask()], list[int]()
+        ahead, until_s = sample.copy() if most else sample, time.monotonic() + _DRAFT_S
+        while len(drafted) < most and time.monotonic() < until_s:
+            may_end, bits = masks[-1]
+            token_id = next(iter(draft[len(drafted) :]), -1)
+            if not (0 <= token_id < len(self._tokens) and _allows(bits, token_id)):
+                draft, token_id = (), -1 if may_end else self._forced(ahead.matcher, bits)
+            if token_id < 0:
+                break
+            try:
+                ahead.consume([token_id], self._tokens)
+                may_end, bits = ahead.mask()
+            except GrammarError:
+                break
+            if not any(bits):
+                break
+            drafted.append(token_id)
+            masks.append((may_end, bits))
+        return drafted, masks
+
+    def _forced(self, matcher: LLMatcher, bits: bytes) -> int:
+        """The next token where a grammar forces some bytes. -1: it does not. `bits`: its present mask.
+
+        Tokens of other lengths may be allowed, too. The longest is the likeliest one.
+        """
+        forced = matcher.compute_ff_bytes()
+        if forced and not self._ids:
+            self._ids = {token: token_id for token_id, token in enumerate(self._tokens) if token}
+        for size in range(min(len(forced), _MAX_FORCED_BYTES), 0, -1):
+            token_id = self._ids.get(forced[:size])
+            if token_id is not None and _allows(bits, token_id):
+                return token_id
+        return -1
 
     def _compile(self, kind: str, text: str) -> _Grammar:
         """Raises GrammarError or SchemaError."""
@@ -144,6 +205,10 @@ def _mask(matcher: LLMatcher) -> tuple[bool, bytes]:
     if matcher.is_error():
         raise GrammarError(_reason(matcher))
     return may_end, mask
+
+
+def _allows(bits: bytes, token_id: int) -> bool:
+    return token_id < 8 * len(bits) and bool(bits[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def _grammar_text(kind: str, text: str) -> str:

@@ -33,15 +33,19 @@ BY_NAME = {
 # Name, tries, and what it must have been answered, if one answer is right.
 SHORT = (
     ("empty calls", 2, "INVALID_ARGUMENT TOO_MANY_CALLS"),
+    ("forks", 2, ""),
+    ("forks that part", 2, ""),
+    ("unread answers", 1, ""),
+    ("half-sent", 1, ""),
+)
+# What stands against these is also tested by itself: in test_parsing.py, test_masks.py, test_logging.py and
+# test_handshakes.py of tests/service and, over a socket, in tests/e2e/test_bounds.py.
+THOROUGH = (
     ("empty items", 2, "INVALID_ARGUMENT TOO_MANY_ITEMS"),
     ("large mask", 1, "INVALID_ARGUMENT BAD_MASK"),
     ("full mask", 2, "OK"),
     ("long prompts", 1, "OUT_OF_RANGE SEQUENCE_TOO_LONG"),
-    ("forks", 2, ""),
-    ("forks that part", 2, ""),
-    ("unread answers", 1, ""),
     ("control characters", 2, ""),
-    ("half-sent", 1, ""),
     ("connections", 1, ""),
 )
 
@@ -55,7 +59,13 @@ def scene() -> Iterator[tuple[Scene, Bystanders]]:
             yield Scene(gateway, SHORT_HELD_S, SHORT_SHARE), bystanders
 
 
-@pytest.mark.parametrize(("name", "tries", "answer"), SHORT, ids=[name for name, _, _ in SHORT])
+@pytest.mark.parametrize(
+    ("name", "tries", "answer"),
+    [
+        *(pytest.param(*each, id=each[0]) for each in SHORT),
+        *(pytest.param(*each, id=each[0], marks=pytest.mark.thorough) for each in THOROUGH),
+    ],
+)
 def test_attack(scene: tuple[Scene, Bystanders], name: str, tries: int, answer: str) -> None:
     target, bystanders = scene
     target.answers.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quire
 from quire import Client
 from quire.v1 import runner_pb2
 
@@ -100,3 +101,23 @@ def test_it_calls_a_tool(client: Client, city: str) -> None:
     (text,) = client.execute([asked]).texts()
     call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
     assert call == {"name": "get_weather", "arguments": {"city": city}}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_change_no_text_of_a_grammar(client: Client, temperature: float) -> None:
+    """They are looked up in the prompt, as far as the schema allows them, and are what it forces."""
+    properties = {"given_name": {"type": "string"}, "animal_kind": {"enum": ["fox", "bear"]}}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    settings: dict[str, Any] = {"constraint": {"json_schema": {**schema, "additionalProperties": False}}}
+    settings |= {"temperature": temperature, "seed": 5, "max_tokens": 200}
+    items = [
+        quire.item("Write this as JSON: Mia is a brave fox, 3 years old.", item_id=method or "none", **more)
+        for method in (None, "prompt_lookup")
+        for more in [settings | ({"speculation": method} if method else {})]
+    ]
+    texts: dict[str, str] = {"none": "", "prompt_lookup": ""}
+    for chunk in client.execute(items):
+        texts[chunk.item_id] += chunk.text
+        if chunk.usage is not None and chunk.item_id != "none":
+            assert chunk.usage.accepted_draft_tokens > 5
+    assert texts["none"] == texts["prompt_lookup"] and set(json.loads(texts["none"])) == set(properties)

@@ -44,8 +44,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_gateway(tiny_model: Path) -> Iterator[GatewayProcess]:
-    """Serves the tiny model in float32, in small steps so that prompts run in chunks."""
+    """Serves the tiny model in float32, in small steps: prompts run in chunks. It drafts for itself."""
     flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
+    flags += ["--draft-model", str(tiny_model)]
     with shared("tiny_gateway", GatewayProcess(model=str(tiny_model), workers=2, flags=flags)) as gateway:
         yield gateway
 

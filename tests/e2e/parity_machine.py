@@ -74,6 +74,7 @@ class ParityMachine(RuleBasedStateMachine):
     harness: Harness
     phases: Sequence[Phase] = tuple(Phase)
     output = WITH_LOGITS
+    takes_trees = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +285,7 @@ class ParityMachine(RuleBasedStateMachine):
         held.last = None
         self.check_step(held, answer.kv_cache)
 
-    @precondition(lambda self: bool(self.held))
+    @precondition(lambda self: self.takes_trees and bool(self.held))
     @rule(number=picks, seed=picks, size=st.integers(2, 12) | st.just(LARGE_TREE), score=st.booleans())
     def verify_tree(self, number: int, seed: int, size: int, score: bool) -> None:
         held = self.pick(number)

@@ -27,6 +27,7 @@ from tests.gateway_process import GatewayProcess
 PATIENCE_S = 60
 VOCAB = 97
 SPECULATION = runner_pb2.Speculation(method=runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP)
+SPECULATIONS = (SPECULATION, runner_pb2.Speculation(method=runner_pb2.SPECULATION_METHOD_DRAFT_MODEL))
 Samples = dict[tuple[str, int], list[runner_pb2.SampleChunk]]
 
 
@@ -105,7 +106,7 @@ def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> 
             output.sampling.CopyFrom(sampling_of(rng))
         made = item(f"item {number}", prompt, count, n=samples, logprobs=True, top_logprobs=2)
         if speculates:
-            made.speculation.CopyFrom(SPECULATION)
+            made.speculation.CopyFrom(rng.choice(SPECULATIONS))
         if output.HasField("sampling"):
             made.sampling.CopyFrom(output.sampling)
         if rng.random() < 0.4:
@@ -127,11 +128,17 @@ def test_tokens_are_those_of_a_loop_of_decodes(tiny_gateway: GatewayProcess) -> 
         assert [list(p.top.token_ids) for p in logprobs] == [list(o.top.token_ids) for o in loops[key]]
         assert chunks[-1].finish_reason == runner_pb2.FINISH_REASON_LENGTH
         assert chunks[-1].usage.output_tokens == len(loops[key])
-    # Drafts were right and wrong: those that are found in texts of random weights.
+    # Drafts were right and wrong: those that are looked up in texts of random weights.
     usages = [chunks[-1].usage for chunks in found.values()]
     accepted = sum(usage.accepted_draft_tokens for usage in usages)
     assert 0 < accepted < sum(usage.draft_tokens for usage in usages)
     assert tiny_gateway.status().caches == before
+
+
+def test_without_a_draft_model_it_is_refused(shipped_gateway: GatewayProcess) -> None:
+    ask = runner_pb2.ExecuteItem(item_id="one", text="12+30=", speculation=SPECULATIONS[1])
+    (chunks,) = execute(shipped_gateway, ask).values()
+    assert status_reason(chunks[0].error) == "UNSUPPORTED_BY_EXECUTOR"
 
 
 def test_text_comes_with_its_tokens_and_ends_before_a_stop_text(shipped_gateway: GatewayProcess) -> None:
@@ -287,7 +294,7 @@ def long_items() -> list[runner_pb2.ExecuteItem]:
     drawn = types_pb2.SamplingParams(temperature=1.0, seed=5)
     return [
         item("greedy", [5, 6, 7], 80, speculation=SPECULATION),
-        item("drawn", list(range(40)), 80, sampling=drawn, speculation=SPECULATION),
+        item("drawn", list(range(40)), 80, sampling=drawn, speculation=SPECULATIONS[1]),
         item("many", list(range(20)), 60, n=3, sampling=drawn),
     ]
 
@@ -337,6 +344,7 @@ def test_an_execution_goes_on_after_kills_and_an_orderly_restart(
     """A worker and then the gateway are killed; the next gateway is stopped."""
     whole = {key: tokens(chunks) for key, chunks in execute(tiny_gateway, *long_items()).items()}
     flags = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
+    flags += ["--draft-model", str(tiny_model)]
     flags += ["--data-dir", str(tmp_path), "--orphan-grace-s", "30", "--drain-grace-s", "0"]
     request = kept("killed", *long_items())
     seen: Samples = defaultdict(list)

@@ -31,7 +31,7 @@ def test_kv_comes_back_after_a_crash_of_the_gateway_and_all_workers(home: Home, 
             worker.kill()
             worker.wait()
     # The machine went down with the others: one page was not written to its end.
-    torn = max((path for path in tmp_path.rglob("*") if len(path.name) == 32), key=os.path.getsize)
+    torn = max((path for path in tmp_path.rglob("*") if len(path.name) == 64), key=os.path.getsize)
     os.truncate(torn, torn.stat().st_size // 2)
     with home.start(*flags, model=SHIPPED_MODEL) as second:
         home.note_workers(second)

@@ -221,7 +221,7 @@ def test_logprobs(client: Any) -> None:
             "messages[0].content[0].type",
             "bad_field",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_field"),
+        ({"tool_choice": "required"}, "tool_choice", "bad_field"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "bad_field"),
         ({"top_logprobs": 2}, "top_logprobs", "bad_field"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "bad_field"),
@@ -280,7 +280,7 @@ def test_errors_have_their_status(client: Any) -> None:
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="talker", prompt=[1] * 10_000, stream=True)
-    for settings in ({"echo": True}, {"suffix": "x"}, {"best_of": 2}):
+    for settings in ({"suffix": "x"}, {"best_of": 2}):
         with pytest.raises(openai.BadRequestError, match=next(iter(settings))):
             client.completions.create(model="talker", prompt="x", **settings)
     with pytest.raises(openai.NotFoundError, match="nothing is served at this path"):
@@ -391,3 +391,88 @@ def test_authentication(tmp_path: Path) -> None:
                 alice.chat.completions.create(model="adder", messages=QUESTION)
             assert no_template.value.code == "no_chat_template"
         assert not any(token in gateway.log() for token, _ in made.values())
+
+
+def test_an_echo_has_the_log_probabilities_of_its_prompt(
+    gateway: HttpGateway, client: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """As Forward scores it, and as a stream; what follows is that of an answer without an echo."""
+    text = "2 < 3 \u20ac"
+    prompt: Any = tokenizer.encode(text)
+    settings: Any = {"model": "talker", "temperature": 0, "max_tokens": 4, "logprobs": 2}
+    with Client(gateway.address) as grpc_client:
+        scores = list(grpc_client.score(prompt).token_logprobs)
+    echoed = client.completions.create(prompt=prompt, echo=True, **settings).choices[0]
+    plain = client.completions.create(prompt=prompt, **settings).choices[0]
+    begin = len(prompt)
+    assert echoed.text == text + plain.text
+    assert echoed.logprobs.token_logprobs[:begin] == [None, *scores]
+    assert echoed.logprobs.top_logprobs[0] is None
+    assert echoed.logprobs.token_logprobs[begin:] == plain.logprobs.token_logprobs
+    offsets = [len(text) + offset for offset in plain.logprobs.text_offset]
+    assert echoed.logprobs.text_offset == [0, 1, 2, 3, 4, 5, 6, 6, 6, *offsets]
+    only = client.completions.create(prompt=prompt, echo=True, **{**settings, "max_tokens": 0})
+    assert (only.choices[0].text, only.usage.completion_tokens) == (text, 0)
+    assert only.choices[0].logprobs.token_logprobs == [None, *scores]
+    streamed = list(client.completions.create(prompt=prompt, echo=True, stream=True, **settings))
+    assert "".join(event.choices[0].text for event in streamed) == echoed.text
+    values = [value for event in streamed for value in event.choices[0].logprobs.token_logprobs]
+    assert values == echoed.logprobs.token_logprobs
+
+
+def test_tokens_are_returned_and_usage_as_it_grows(client: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    body = {"return_token_ids": True, "chat_template_kwargs": {"enable_thinking": False}}
+    asked: Any = {"model": "talker", "messages": QUESTION, "temperature": 0, "max_tokens": 5}
+    whole = client.chat.completions.create(**asked, extra_body={**body, "prompt_logprobs": 1})
+    expected: Any = tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, enable_thinking=False, return_dict=False
+    )
+    assert whole.prompt_token_ids == expected
+    assert [next(iter(each)) for each in whole.prompt_logprobs[1:]] == list(map(str, expected[1:]))
+    stream = client.chat.completions.create(
+        **asked, stream=True, extra_body=body,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    first, *events = list(stream)
+    assert first.prompt_token_ids == expected
+    token_ids = [token for event in events if event.choices for token in event.choices[0].token_ids]
+    assert token_ids == whole.choices[0].token_ids and len(token_ids) == 5
+    counts = [event.usage.completion_tokens for event in [first, *events]]
+    assert counts == sorted(counts) and counts[-1] == 5
+    assert {event.usage.prompt_tokens for event in [first, *events]} == {len(expected)}
+
+
+def test_a_message_is_continued(client: Any, model: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    talk: list[Any] = [*QUESTION, {"role": "assistant", "content": "Yes, it is "}]
+    further = {"continue_final_message": True, "add_generation_prompt": False}
+    answer = client.chat.completions.create(
+        model="talker", messages=talk, temperature=0, max_tokens=6, extra_body=further
+    )
+    talk[1]["content"] = "Yes, it is"
+    prompt: Any = tokenizer.apply_chat_template(talk, continue_final_message=True, return_dict=False)
+    assert answer.usage.prompt_tokens == len(prompt)
+    expected = tokenizer.decode(hf_greedy(model, prompt, 6), skip_special_tokens=True)
+    assert answer.choices[0].message.content == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "texts"),
+    [
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, {"yes", 'n"o'}),
+        ({"structured_outputs": {"regex": "[ab]c"}}, {"ac", "bc"}),
+        ({"structured_outputs": {"grammar": 'start: "x" | "y"'}}, {"x", "y"}),
+        ({"guided_choice": ["red", "blue"]}, {"red", "blue"}),
+        ({"guided_json": {"enum": [7]}}, {"7", " 7"}),
+    ],
+)
+def test_structured_outputs(client: Any, wanted: Any, texts: set[str]) -> None:
+    answer = client.completions.create(
+        model="talker", prompt="a", max_tokens=9, n=4, seed=1, extra_body=wanted
+    )
+    assert {choice.text for choice in answer.choices} <= texts
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="talker", prompt="a", extra_body={**wanted, "guided_regex": "x"})
+    assert str(caught.value.param).split(".")[0] in {*wanted, "guided_regex"}, "two constraints"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="talker", prompt="a", extra_body={"guided_regex": "(("})
+    assert caught.value.param == "guided_regex"

@@ -8,11 +8,9 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 
-from tests.e2e.greedy import chosen_by, chosen_here, decoded
-from tests.families import settings_of
+from tests.e2e.greedy import chosen_here, decoded
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import TinyModel, make_family_model, make_model
-from tests.workers.rank_threads import split_model
+from tests.model_factory import TinyModel, make_model
 from workers.models.model import BFLOAT16_KV
 
 PROMPT = [(5 * i + 2) % 97 for i in range(37)]
@@ -36,15 +34,3 @@ def test_its_tokens_are_those_of_the_quantised_model(format_name: str, tmp_path:
         assert decoded(gateway, PROMPT, COUNT) == expected
         # Or "agreed", in an earlier start.
         assert "native code agree" in gateway.log()
-
-
-def test_experts_on_two_ranks(tmp_path: Path) -> None:
-    """Each quantises its part. Of two ranks' sums there is one order."""
-    family, settings = settings_of("qwen3_moe")
-    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 64}
-    model = make_family_model(tmp_path, family, settings | sizes)
-    expected = chosen_by(split_model(model, 2, quantization="q8_0"), PROMPT, COUNT, BFLOAT16_KV)
-    flags = ["--quantization", "q8_0", "--device", "cpu", "--kv-pages", "64", "--tensor-parallel", "2"]
-    with GatewayProcess(model=str(model), flags=flags) as gateway:
-        assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.quantization == "q8_0"
-        assert decoded(gateway, PROMPT, COUNT) == expected

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from service.model_names import shipped_model_dir
 from tests import quire_command
 from tests.bad_directories import BAD_DIRECTORIES, make_good, setting
 from tests.e2e.test_gguf import Q4_K_M, make
@@ -71,6 +72,15 @@ BEFORE_IT_LISTENS = {
     ),
     "a GGUF file that is cut short": Refused(
         cut_short, "ends beyond the end of the file, which is cut short"
+    ),
+    "a draft model with another tokenizer": Refused(
+        lambda _: ["--model", "storyteller", "--draft-model", str(shipped_model_dir("adder"))],
+        "needs its tokenizer, and that has the token",
+    ),
+    "a draft model that is none": Refused(
+        lambda directory: ["--model", "storyteller", "--draft-model", str(directory)],
+        "it has no config.json",
+        2,
     ),
     "a GGUF file that is none": Refused(fifo, "is refused: model.gguf is no regular file; must be", 2),
 }

@@ -32,7 +32,7 @@ _OPERATIONS = (
     *("test_gated_activation.py", "test_rope_kv_write.py", "test_experts.py"),
 )
 # These need no GPU: they compile for one, or break kernels on purpose, or test the interpreter.
-_WITHOUT_GPU = ("test_compile_gate.py", "test_mutations.py", "test_interpreter_bf16.py")
+_WITHOUT_GPU = ("test_compile_gate.py", "test_interpreter_bf16.py")
 # How long a part may take: one that hangs must not hold up the others, nor the device.
 _LIMIT_S = 150.0
 # For each part that has the device to itself; they are the last.
@@ -80,7 +80,6 @@ def all_parts() -> list[Part]:
         Part("batch-invariance", (OWN + "test_batch_invariance.py",)),
         Part("lora", (OWN + "test_lora.py",)),
         Part("large-pools", (OWN + "test_large_pools.py",)),
-        Part("operations", (OWN + "test_operations.py",)),
         Part("memory", (OWN + "test_device_memory.py",), alone=True),
     ]
     files = sorted(path.name for path in (ROOT / KERNELS).glob("cuda/test_*.py"))

@@ -43,17 +43,18 @@ SPECS = (
 )
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+# In a rehearsal the other kinds seldom tell more: tests/kernels has each kernel in the interpreter, too.
+KINDS = [
+    pytest.param(name, marks=() if name == "dense" or not INTERPRETED else pytest.mark.thorough)
+    for name in CONFIGS
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     """One of each kind; a test that names a kind in `parametrize` has that one alone."""
     return random_decoder(CONFIGS[request.param], torch.device("cpu" if INTERPRETED else "cuda:0"))
 
-
-# In a rehearsal nothing is compiled: there the other kinds only repeat what the tests of replays do.
-COMPILING = [
-    pytest.param(name, marks=() if name == "dense" or not INTERPRETED else pytest.mark.thorough)
-    for name in CONFIGS
-]
 
 of_one_kind = pytest.mark.parametrize("decoder", ["dense"], indirect=True)
 
@@ -144,7 +145,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return variants
 
 
-@pytest.mark.parametrize("decoder", COMPILING, indirect=True)
 def test_nothing_is_compiled_after_the_graphs_are_captured(decoder: Decoder, compiled: list[str]) -> None:
     dice, packer = random.Random(2), HandPacker(16, range(1, PAGES))
     runner = make_runner(decoder, launched=False)

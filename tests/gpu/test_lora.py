@@ -86,7 +86,7 @@ def test_is_right_and_has_the_same_bits_in_any_batch(name: str, max_rank: int, d
             assert torch.equal(adapted(y, x, table, slots, some), together[some]), f"{len(some)} of {count}"
 
 
-# Windows take the longest to interpret, and test_graphs.py rehearses them, and experts.
+# Windows take the longest to interpret, and with --thorough test_graphs.py rehearses them.
 @pytest.mark.parametrize(
     "name", sized([*CONFIGS], ["dense", pytest.param("experts", marks=pytest.mark.thorough)])
 )

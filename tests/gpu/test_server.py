@@ -62,6 +62,18 @@ def test_decodes_through_a_server_are_those_of_transformers(
     assert texts == [oracle.greedy(prompt, TOKENS) for prompt in prompts]
 
 
+def test_any_sequence_of_operations_matches_transformers(tmp_path: Path, on_device: list[str]) -> None:
+    """As `tests/e2e/test_parity_machine.py` has it, with pages so few that they are given to others."""
+    pytest.importorskip("hypothesis")
+    from tests.e2e.parity_machine import run_parity_machine
+    from tests.gateway_process import GatewayProcess
+
+    model = make_model(tmp_path / "model", MODEL)
+    flags = [*(flag for flag in on_device if flag != "--batch-invariant"), "--kv-pages", "96"]
+    with GatewayProcess(model=str(model), flags=flags, forks=INTERPRETED) as gateway:
+        run_parity_machine(gateway, model, examples=sized(40, 1), steps=sized(30, 20))
+
+
 @pytest.mark.gpu
 def test_faults_lose_nothing(tmp_path: Path, on_device: list[str]) -> None:
     """Workers that are killed come back with nothing on the device; their texts are replayed there."""

@@ -41,8 +41,8 @@ MAX_TOKENS = 1024
 CONFIG = layers_of_each_kind(MAX_TOKENS)["dense"]
 VOCAB = CONFIG.vocab_size
 PAGES = sized(2000, 120)
-CALLERS = sized(24, 6)
-STEPS = sized(60, 12)
+CALLERS = sized(24, 4)
+STEPS = sized(60, 10)
 # What the callers ask for.
 OUTPUTS = (
     GREEDY,

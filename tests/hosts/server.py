@@ -1,8 +1,7 @@
-"""The server under test: a gateway and workers, each on a host of its own."""
+"""What gateways and workers on hosts of their own are started with, and how they are reached."""
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +13,11 @@ import psutil
 from benchmarks.checkout import ROOT, environment, quire_command
 from service.auth.tokens import Role, new_token
 from tests.forks import Forked
-from tests.hosts.network import GATEWAY, Network, worker_hosts
+from tests.hosts.network import Network
 from tests.soak import programs
-from tests.soak.server import Server
 from workers.common.protocol import GATEWAY_NAME
 
-_STOP_TIMEOUT_S = 60
-_HANG_TIMEOUT_S = 3
-PORT, _POOL_PORT = 50051, 50052
+PORT = 50051
 
 
 def make_pool(directory: Path) -> Path:
@@ -66,63 +62,3 @@ def connect(address: str, ca: bytes, token: str, options: Sequence[tuple[str, An
 def children(process: subprocess.Popen[bytes] | Forked) -> list[psutil.Process]:
     """Those of a `quire worker`; none if it has ended."""
     return psutil.Process(process.pid).children() if process.poll() is None else []
-
-
-class HostsServer(Server):
-    """Owner of the gateway's process, and of `quire worker` on each of the other hosts."""
-
-    def __init__(
-        self,
-        network: Network,
-        model: Path,
-        directory: Path,
-        *,
-        workers: int,
-        flags: Sequence[str],
-        seed: int,
-    ) -> None:
-        self._hosts = worker_hosts(workers)
-        self._network = network
-        self._pool = make_pool(directory)
-        self._token, secure = security(directory, self._pool)
-        pool_address = f"{network.address(GATEWAY)}:{_POOL_PORT}"
-        super().__init__(
-            model,
-            directory,
-            workers=workers,
-            flags=[*flags, "--pool", str(self._pool), "--pool-listen", pool_address, *secure],
-            seed=seed,
-            address=f"{network.address(GATEWAY)}:{PORT}",
-            namespace=network.namespace(GATEWAY),
-        )
-        self._commands: dict[str, subprocess.Popen[bytes] | Forked] = {}
-        for host in self._hosts:
-            dials = ("--gateway", pool_address)
-            self._commands[host] = start_worker(
-                network, host, self._pool, directory, *dials, hang_timeout_s=_HANG_TIMEOUT_S
-            )
-
-    def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-        """See `Server.connect`."""
-        return connect(self.address, (self._pool / "ca.pem").read_bytes(), self._token, options)
-
-    def worker_pids(self) -> list[int]:
-        """The processes that compute, which `quire worker` starts again and again."""
-        return [child.pid for command in self._commands.values() for child in children(command)]
-
-    def stop(self) -> int:
-        """Ends everything in an orderly way; returns the gateway's exit status, or a worker's that failed."""
-        self.send_signal(signal.SIGTERM)
-        status = self.wait()
-        # One that was stopped could not end.
-        for pid in self.worker_pids():
-            self.kill(pid, signal.SIGCONT)
-        for command in self._commands.values():
-            command.terminate()
-        return status or max(command.wait(_STOP_TIMEOUT_S) for command in self._commands.values())
-
-    def log_tail(self, size: int = 4000) -> str:
-        """The end of what each host has logged."""
-        logs = [self.directory / f"{host}.log" for host in self._hosts]
-        tails = [super().log_tail(size), *(log.read_text(errors="replace")[-size:] for log in logs)]
-        return "\n--\n".join(tails)

@@ -14,8 +14,8 @@ FAULTS = 8
 TIMEOUT_S = 400
 
 
-# Lost gateways and leases in a database: tests/e2e/test_shared_shards.py and tests/sim/test_shards.py. Links:
-# test_hosts.py.
+# Lost gateways and leases in a database: tests/e2e/test_shared_shards.py and tests/sim/test_shards.py. Links
+# that are cut: tests/e2e/test_remote_workers.py, and in virtual time tests/sim/test_shell.py.
 @pytest.mark.thorough
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_faults_of_several_gateways_lose_nothing() -> None:

@@ -96,17 +96,17 @@ TABLE = {
     "more splits than keys": Row(decodes(0, 1, 300), (MANY_SPLITS,), (F32,)),
     "long decodes": Row(
         decodes(0, 1, 2, 15, 16, 17, 31, 32, 33, 100, 511, 512, 513, 1100),
-        CPU,
+        (COMPILED,),
         windows=(None, 1, 16, 17, 600),
     ),
     "chunks of 8": Row(chunks((1, 8, 9), (0, 7, 15, 16)), (TORCH, TRITON), (F32,), (None, 1, 5, 17)),
     "chunks of 64": Row(chunks((33, 65), (0, 15, 63, 64)), (TRITON,), (BF16,), (None, 5, 70)),
     "few tokens": Row(
-        chunks((2, 5, 15, 16), (0, 1, 15, 16, 17, 505, 512)), CPU, windows=(None, 1, 5, 16, 33, 520)
+        chunks((2, 5, 15, 16), (0, 1, 15, 16, 17, 505, 512)), (COMPILED,), windows=(None, 1, 5, 16, 33, 520)
     ),
     "many tokens": Row(
         chunks((17, 33, 64, 70, 101), (0, 1, 15, 16, 63, 64, 65, 130)),
-        CPU,
+        (COMPILED,),
         windows=(None, 1, 17, 63, 64, 65, 130),
     ),
     "mixed": Row(MIXED, EVERYWHERE, (F32, BF16, FP16), (None, 24)),
@@ -138,13 +138,13 @@ TABLE = {
     ),
     "different widths of few tokens": Row(
         [(1, 20), (1, 600), (3, 18), (1, 0), (16, 35)],
-        CPU,
+        (COMPILED,),
         features=[(), *FEATURES],
         shapes=two_widths((192, 128), (16, 256), (256, 16), (80, 64)),
     ),
     "different widths of many tokens": Row(
         [(40, 75), (1, 30), (101, 101)],
-        CPU,
+        (COMPILED,),
         (BF16,),
         features=[(), *FEATURES],
         shapes=two_widths((192, 128), (32, 256), (256, 32), (96, 64)),
@@ -168,14 +168,18 @@ TABLE = {
     "features of decodes": Row(FEW_DECODES, (SPLIT,), (BF16,), features=FEATURES, shapes=groups(3)),
     "features of few tokens": Row(
         [*decodes(0, 1, 16, 17, 512, 513, 1100), (3, 18), (16, 16), (5, 700)],
-        CPU,
-        (F32, BF16, FP16),
-        (None, 1, 17, 520),
-        FEATURES,
-        groups(3),
+        (COMPILED,),
+        windows=(None, 1, 17, 520),
+        features=FEATURES,
+        shapes=groups(3),
     ),
     "features of many tokens": Row(
-        [(17, 17), (33, 64), (70, 200), (20, 0), (5, 40)], CPU, (BF16,), (None, 1, 65), FEATURES, groups(3)
+        [(17, 17), (33, 64), (70, 200), (20, 0), (5, 40)],
+        (COMPILED,),
+        (BF16,),
+        (None, 1, 65),
+        FEATURES,
+        groups(3),
     ),
     "pages of 8 bits": Row(
         [
@@ -191,9 +195,11 @@ TABLE = {
         shapes=[{"group": 3, "width": 80, "value_width": 64}, {"group": 1, "width": 16, "value_width": 256}],
     ),
     "trees": Row([*trees((2, 33), (17,)), *trees((7, 64), (63,))], (TORCH, TRITON), windows=(None, 5, 40)),
-    "long trees": Row(trees((2, 5, 16, 17, 40, 64), (0, 15, 16, 70, 511, 513)), CPU, windows=(None, 1, 17)),
+    "long trees": Row(
+        trees((2, 5, 16, 17, 40, 64), (0, 15, 16, 70, 511, 513)), (COMPILED,), windows=(None, 1, 17)
+    ),
     "trees beside others": Row([*decodes(20, 0), *parts_of_trees(20), (1, 80), (40, 43), (5, 0)], EVERYWHERE),
-    "parts of trees": Row(parts_of_trees(512), CPU, (F32, BF16, FP16), (None, 9)),
+    "parts of trees": Row(parts_of_trees(512), (COMPILED,), windows=(None, 9)),
     "features of trees": Row(
         [(1, 30), *trees((7, 20), (20,)), (9, 22), (5, 0)],
         CPU,
@@ -205,11 +211,13 @@ TABLE = {
         trees((20,), (0, 20)), (TRITON,), (F32,), (None, 20), FEATURES[3:], groups(3)
     ),
     "groups of trees": Row(trees((20,), (17,)), (TRITON,), shapes=groups(1, 20)),
-    "widths of trees": Row(trees((7, 30), (20,)), CPU, (BF16,), shapes=two_widths((192, 128), (256, 32))),
+    "widths of trees": Row(
+        trees((7, 30), (20,)), (COMPILED,), (BF16,), shapes=two_widths((192, 128), (256, 32))
+    ),
     **{
         f"random {seed}": Row(
             random_items(seed),
-            EVERYWHERE if seed < 4 else CPU,
+            EVERYWHERE if seed < 4 else (COMPILED,),
             (F32,),
             (random.Random(seed).choice([None, 3, 30]),),
             [random.Random(seed).choice([(), *FEATURES])],

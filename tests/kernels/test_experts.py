@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kernels.cpu.experts import PackedWeights
 from kernels.experts import ExpertWeights, experts, experts_reference, pack_experts, route
-from kernels.gated_activation import ACTIVATIONS, Activation
+from kernels.gated_activation import CUDA_ACTIVATIONS, Activation
 from kernels.linear import DenseWeight, can_pack
 from tests.kernels.conftest import HAS_TRITON
 from tests.kernels.cuda.poison import surrounded
@@ -115,7 +115,7 @@ def test_all_rows_on_one_expert(tokens: int, dtype: torch.dtype, run: Run) -> No
     assert_within(run(*given), *experts64(*given, "silu"))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", CUDA_ACTIVATIONS)
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_activations_and_weights_of_either_dtype(
     activation: Activation, weights_dtype: torch.dtype, run: Run

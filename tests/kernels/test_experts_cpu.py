@@ -44,9 +44,11 @@ class Case:
         self.gate_up, self.down = (pack(weight) for weight in self.plain)
         self.x = torch.randn(tokens, width + 8).to(dtype)[:, 8:]  # strided
         self.ids, self.weights = choices(tokens, count, k)
+        self.biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self, activation: Activation = "silu", rows: slice = slice(None)) -> torch.Tensor:
-        return experts(self.x[rows], self.gate_up, self.down, self.ids[rows], self.weights[rows], activation)
+        given = self.x[rows], self.gate_up, self.down, self.ids[rows], self.weights[rows]
+        return experts(*given, activation, biases=self.biases)
 
     def one_by_one(self, activation: Activation = "silu") -> torch.Tensor:
         """Each pair of a token and an expert by itself, by the kernels for its parts."""
@@ -54,8 +56,9 @@ class Case:
         for row, ids, weights in zip(self.x[:, None], self.ids.tolist(), self.weights.float(), strict=True):
             total = torch.tensor(-0.0)
             for expert, weight in zip(ids, weights, strict=True):
-                inner = gated_activation(linear(row, matrix_of(self.gate_up, expert)), activation)
-                total = total + linear(inner, matrix_of(self.down, expert))[0].float() * weight
+                into, out_of = (None, None) if self.biases is None else (each[expert] for each in self.biases)
+                inner = gated_activation(linear(row, matrix_of(self.gate_up, expert), into), activation)
+                total = total + linear(inner, matrix_of(self.down, expert), out_of)[0].float() * weight
             totals.append(total.to(self.x.dtype))
         return torch.stack(totals)
 
@@ -130,7 +133,10 @@ def quantised(form: WeightFormat | None, outputs: int, inputs: int, dtype: torch
 def test_bits_of_quantised_experts_are_those_of_each_pair_by_itself(
     forms: list[tuple[WeightFormat | None, ...]], tokens: int, k: int, dtype: torch.dtype
 ) -> None:
-    """With fewer rows of an expert than pass a weight at once, and with more; on one thread and several."""
+    """With fewer rows of an expert than pass a weight at once, and with more; on one thread and several.
+
+    With biases, too.
+    """
     case, inner, width = Case(tokens, 4, k, 96, 160, dtype), 96, 160
     each = [forms[expert % len(forms)] for expert in range(4)]
     gate_up: list[Weight] = []
@@ -142,6 +148,8 @@ def test_bits_of_quantised_experts_are_those_of_each_pair_by_itself(
         )
     case.gate_up = pack_experts(gate_up)
     case.down = pack_experts([quantised(down, width, inner, dtype) for *_, down in each])
+    if tokens > 1:
+        case.biases = torch.randn(4, 2 * inner).to(dtype), torch.randn(4, width).to(dtype)
     together = case.run()
     assert together.isfinite().all() and 0.01 < together.std() < 100
     assert torch.equal(together, case.one_by_one())

@@ -1,12 +1,14 @@
-"""Weights of 8-bit floats: what they hold, and that products have the bits of the dequantised weight's."""
+"""Weights of 8-bit floats: what they hold, and the bits of products, from the definition of their sums."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
 from kernels.float8_weight import Float8Format, Float8Weight
-from kernels.linear import linear, pack_weight
+from kernels.linear import linear
 from tests.kernels.instruction_sets import need_compiled
 
 # Outputs and inputs that fill the last blocks and that do not; and the inputs of a scale.
@@ -47,14 +49,40 @@ def test_it_holds_what_was_written(outputs: int, inputs: int, scale_inputs: int,
 @pytest.mark.parametrize("rows", [1, 2, 7, 40, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outputs", "inputs", "scale_inputs"), SHAPES)
-def test_a_product_has_the_bits_of_that_of_the_dequantised_weight(
+def test_a_product_has_the_bits_of_its_definition(
     outputs: int, inputs: int, scale_inputs: int, dtype: torch.dtype, rows: int
 ) -> None:
     need_compiled()
     weight, dense = made(outputs, inputs, scale_inputs, dtype)
+    scales = weight.scales.transpose(1, 2).flatten(0, 1)[:outputs]  # [O, S]
     x = torch.randn(rows, inputs + 96).to(dtype)[:, 96:]  # strided
+    sums = by_definition(x[:9], every_byte(outputs, inputs), scales, scale_inputs)
     for bias in (None, torch.randn(outputs).to(dtype)):
-        assert torch.equal(linear(x, weight, bias), linear(x, pack_weight(dense.clone()), bias))
+        found = linear(x, weight, bias)
+        assert torch.equal(found[:9], (sums if bias is None else sums + bias.float()).to(dtype))
+        assert torch.equal(found[-1:], linear(x[-1:], weight, bias))
+        exact = x.double() @ dense.double().T + (0 if bias is None else bias.double())
+        assert (found - exact).norm() < 0.01 * exact.norm()
+
+
+def by_definition(
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, scale_inputs: int
+) -> torch.Tensor:
+    """See kernels/cpu/float8_product.h; float32. Each product and sum is exact in float64, or nearly."""
+    outputs, inputs = values.shape
+    wide, rows = values.double(), x.double()
+    span = math.gcd(scale_inputs, 128) if scale_inputs and scale_inputs < inputs else 128
+    totals = torch.zeros(len(x), outputs, dtype=torch.float64)
+    for first in range(0, inputs, span):
+        order = [*range(first, min(first + span, inputs))]
+        if x.dtype is torch.bfloat16:  # the odd one of a pair first
+            order = sorted(order, key=lambda i: (i // 2, -i))
+        sums = torch.zeros_like(totals)
+        for i in order:
+            sums = (rows[:, i, None] * wide[:, i] + sums).float().double()
+        of_span = scales[:, first // scale_inputs if scale_inputs else 0].double()
+        totals = (sums * of_span + totals).float().double()
+    return totals.float()
 
 
 def small() -> Float8Weight:

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from kernels.cpu import library
 from kernels.gated_activation import (
-    ACTIVATIONS,
+    CUDA_ACTIVATIONS,
     Activation,
     gated_activation,
     gated_activation_reference,
@@ -21,7 +21,8 @@ from tests.kernels.cuda.poison import assert_rounded, far_apart, surrounded
 from tests.kernels.references import activated64, assert_close, gate_loss
 
 NAMES_OF_TRANSFORMERS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
-EACH = pytest.mark.parametrize("activation", ACTIVATIONS)
+# Of the other one: tests/workers/test_gpt_oss.py.
+EACH = pytest.mark.parametrize("activation", CUDA_ACTIVATIONS)
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton"))
 # Columns of a program of the CUDA kernel.
@@ -143,5 +144,7 @@ def test_wrong_arguments_are_named() -> None:
         gated_activation(torch.randn(2, 5))
     with pytest.raises(ValueError, match="gate_up: shape"):
         gated_activation(torch.randn(2, 5, 4))
-    with pytest.raises(ValueError, match="activation: must be one of silu, gelu_tanh, gelu, got 'relu'"):
+    with pytest.raises(
+        ValueError, match="activation: must be one of silu, gelu_tanh, gelu, clamped_swiglu, got 'relu'"
+    ):
         gated_activation(torch.randn(2, 4), "relu")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Deliberate mistakes in the compiled kernels are noticed, as those in the Triton kernels are.
+"""Deliberate mistakes in the compiled kernels are noticed: a test that cannot fail says nothing.
 
 Each is made in a copy of `kernels`, of which only the sources that its tests need are compiled.
 """

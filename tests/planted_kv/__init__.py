@@ -17,6 +17,8 @@ import torch
 
 from workers import adoption, other_commands
 from workers.executors.engine import Engine
+from workers.kv.disk_pages import ReadOutcome
+from workers.kv.page_files import PageFiles
 from workers.kv.tensors import KvTensors
 from workers.models.inputs import ForwardInputs
 from workers.operations import Adopt, Adopted
@@ -73,8 +75,19 @@ def adoptions(replace: Replace) -> None:
     replace(other_commands, "keep_confirmed", keep_confirmed)
 
 
+def files(replace: Replace) -> None:
+    """Files of pages are read whatever is in them."""
+    right = PageFiles.read
+
+    def read(self: PageFiles, *args: Any) -> ReadOutcome:
+        outcome = right(self, *args)
+        return ReadOutcome.READ if outcome is ReadOutcome.REFUSED else outcome
+
+    replace(PageFiles, "read", read)
+
+
 PLANTS: dict[str, Callable[[Replace], None]] = {
-    plant.__name__: plant for plant in (forwards, copies, adoptions)
+    plant.__name__: plant for plant in (forwards, copies, adoptions, files)
 }
 
 

@@ -121,6 +121,22 @@ def test_low_priority_may_fill_half_of_the_queue() -> None:
         assert isinstance(refused, QueueFull) and refused.metadata == {"limit": str(half)}
 
 
+def test_who_finds_the_queue_full_is_told_how_long_it_is() -> None:
+    """For a prompt like those in it; short forwards do not wait for these."""
+    overload = Overloaded([Group(per_s=4 * CAPACITY, timeout_s=None)], CAPACITY, max_queued_operations=8)
+    overload.run(SECONDS)
+    machine, retries_s = overload.machine, []
+    machine.submit([Append(AppendKind.PREFILL, "", [1] * TOKENS)] * 8, overload.now_s)
+    for tokens in (TOKENS, 1):
+        machine.submit([Append(AppendKind.PREFILL, "", [1] * tokens)], overload.now_s)
+        _, refused = machine.take_effects().replies[-1]
+        assert isinstance(refused, QueueFull)
+        retries_s.append(refused.retry_after_s)
+    long_s, short_s = retries_s
+    # Eight prompts are computed in eight twenty-fifths of a second.
+    assert long_s == pytest.approx(8 / CAPACITY, rel=0.5) and short_s == 0.05
+
+
 def test_a_decode_of_a_cache_is_refused_too() -> None:
     """And what is sent is told by when it has to begin."""
     machine = Overloaded([], CAPACITY).machine

@@ -40,7 +40,7 @@ def test_a_bug_while_starting_leaves_nothing_waiting(
 ) -> None:
     cache = gateway.create(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("service.caches.worker_load.WorkerLoad.estimate", lambda *_, **__: 1 / 0)
+        patch.setattr("service.caches.worker_load.WorkerLoad.enter", lambda *_, **__: 1 / 0)
         error = gateway.refusal(decode(cache, 3))
     assert error.reason == "INTERNAL" and isinstance(error.__cause__, ZeroDivisionError)
     assert gateway.machine.operations_in_flight == 0

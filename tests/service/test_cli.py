@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 from quire.cli.main import main
 
 from service.auth.tokens import read_token_store
+from service.config import Config
 from service.extensions.gateways.one_host import places
-from service.journal.base import JournalUnusable
-from service.journal.opening import open_configured
+from service.journal.base import Journal, JournalUnusable
+from service.shard import open_own_journal
 from tests.quire_command import run
 
 
@@ -52,14 +54,18 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
         assert capsys.readouterr().err.startswith(f"quire: {said}")
 
 
+def opened(kind: str, directory: Path) -> Journal:
+    return asyncio.run(open_own_journal(Config(journal=kind), directory, none, none))
+
+
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_a_data_directory_is_one_servers_whatever_its_journal(tmp_path: Path, kind: str) -> None:
     """Adapters and loaded weights are in it, too."""
     directory = tmp_path / "data"
-    with contextlib.closing(open_configured("memory", "normal", directory, none, none)):
+    with contextlib.closing(opened("memory", directory)):
         line = refused("--listen", "127.0.0.1:0", "--data-dir", str(directory), "--journal", kind)
     assert line["event"] == "cannot use the journal" and "in use by another gateway" in line["error"]
-    with contextlib.closing(open_configured(kind, "normal", directory, none, none)):
+    with contextlib.closing(opened(kind, directory)):
         pass
 
 
@@ -68,7 +74,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     victim.write_text("precious")
     (tmp_path / "lock").symlink_to(victim)
     with pytest.raises(JournalUnusable, match="lock"):
-        open_configured("disk", "normal", tmp_path, none, none)
+        opened("disk", tmp_path)
     assert victim.read_text() == "precious"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -12,8 +13,8 @@ from service.caches.machine import CacheMachine
 from service.caches.placement import PrefixAffinity, Workers
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.reservations import Limits
-from service.caches.worker_load import End
-from service.errors import NoWorker
+from service.caches.worker_load import End, WorkerLoad
+from service.errors import NoWorker, Overloaded
 from tests.forwards import SentForward, command_of
 
 # Prefixes are remembered every so many tokens.
@@ -148,8 +149,7 @@ def test_it_chooses_as_the_plain_model_does(seed: int) -> None:
         if rng.random() < 0.6:
             load = rng.choice(views).load
             queued = forward_for(caller)
-            load.estimate(queued, rng.randint(1, 60), 1, Priority.NORMAL, caller - 0.1)
-            load.enter(queued)
+            load.enter(queued, rng.randint(1, 60), 1, Priority.NORMAL, math.inf, caller - 0.1)
             if rng.random() < 0.5:
                 load.leave([queued], float(caller), End.ANSWERED)
 
@@ -171,9 +171,32 @@ def test_a_hot_prefix_is_not_tied_to_one_worker() -> None:
         chosen = placement.choose(tokens)
         held = placement.affinity.held(tokens).get((chosen.worker_id, chosen.epoch), 0)
         queued = forward_for(caller)
-        chosen.load.estimate(queued, len(tokens) - held, 1, Priority.NORMAL, 0.0)
-        chosen.load.enter(queued)
+        chosen.load.enter(queued, len(tokens) - held, 1, Priority.NORMAL, math.inf, 0.0)
         computed[chosen] += len(tokens) - held
         placement.affinity.record(tokens, chosen)
     # A quarter of all that is computed, and at most one prompt more than another.
     assert max(computed.values()) <= (64 * 64 + 3 * 512) / 4 + (512 + 64)
+
+
+def test_replays_that_are_read_from_disk_do_not_refuse_others() -> None:
+    """Before, each of their tokens counted as one that is computed, for minutes."""
+
+    def accepts_a_prompt(reused_tokens: int) -> bool:
+        load = WorkerLoad()
+        for number in range(200):
+            # Ten milliseconds a token; half of the prompts wait for another one.
+            others = [forward_for(1000 + n) for n in range(number % 2)]
+            for forward in (*others, forward_for(number + 1)):
+                load.enter(forward, 99, 1, Priority.NORMAL, 1000.0, number * 10.0)
+            load.leave([*others, forward], number * 10.0 + 1 + number % 2, End.ANSWERED)
+            load.replayed(32_000, reused_tokens)
+        replay, prompt = forward_for(1), forward_for(2)
+        load.enter(replay, 32_000, 0, Priority.NORMAL, 1000.0, 5000.0, is_replay=True)
+        prompt.deadline_s = 5000.0 + 400
+        try:
+            load.enter(prompt, 20_000, 1, Priority.NORMAL, 1000.0, 5000.0)
+        except Overloaded:
+            return False
+        return True
+
+    assert accepts_a_prompt(31_984) and not accepts_a_prompt(0)

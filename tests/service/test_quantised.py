@@ -31,9 +31,13 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 QUANTISED: dict[str, tuple[Damage, str]] = {
     "bitsandbytes": (
         setting(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        "must be one of awq, compressed-tensors, fbgemm_fp8, fp8, gptq, got 'bitsandbytes': use the original",
+        "awq, compressed-tensors, fbgemm_fp8, fp8, gptq, mxfp4, got 'bitsandbytes': use the original",
     ),
-    "mxfp4": (setting(quantization_config={"quant_method": "mxfp4"}), "got 'mxfp4'"),
+    "nvfp4": (setting(quantization_config={"quant_method": "modelopt"}), "got 'modelopt'"),
+    "mxfp4 of others": (
+        setting(quantization_config={"quant_method": "mxfp4", "group_size": 16}),
+        "quantization_config (mxfp4): group_size: is not known, got 16",
+    ),
     "without a method": (setting(quantization_config={"bits": 4}), "got None"),
     "3 bits": (
         setting(quantization_config=GPTQ | {"bits": 3}),

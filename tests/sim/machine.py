@@ -142,7 +142,7 @@ class WatchedMachine(CacheMachine):
 
     def held_by(self, worker: WorkerView) -> Iterator[tuple[CacheState, int]]:
         """The caches whose KV a worker has, and how many of their tokens."""
-        return ((entry.state, entry.kv_len) for entry in worker.held)
+        return ((entry.state, min(entry.kv_len, entry.length)) for entry in worker.held)
 
     def check_empty(self) -> None:
         """Asserts that nothing is left."""

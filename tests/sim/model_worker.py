@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from service.caches.effects import Claim, Command
 from service.caches.entries import WorkerView
 from service.pool import wire
-from tests.sim.toy_model import accepted_path, line_to, next_token, output_of
+from tests.sim.toy_model import VOCAB, accepted_path, line_to, next_token, output_of
 from workers.common import worker_pb2
 
 FAULT = worker_pb2.WORKER_ERROR_REASON_FAULT
@@ -425,15 +425,27 @@ class ModelWorker:
         del self._jobs[job.op_id]
         kept = len(path) + len(appended)
         done = worker_pb2.ForwardDone(kept=kept, kept_path=path if parents else (), appended=appended)
+        if options.draft_tokens:
+            done.draft_token_ids.extend(self._drafts([*tokens, chosen[path[-1]]], salt, options.draft_tokens))
         for token in chosen[len(chosen) - options.rows - len(appended) :]:
             done.outputs.append(output_of(token, output))
         self.outbox.append(worker_pb2.WorkerEvent(op_id=job.op_id, forward=done))
         # Another gateway may have used the number for something else.
         self.plain.discard(job.op_id)
-        wants_more = body.ephemeral or body.adapter or body.keep_all or output.ListFields()
+        wants_more = (
+            body.ephemeral or body.adapter or body.keep_all or output.ListFields() or options.draft_tokens
+        )
         is_decode = body.kind == worker_pb2.OPERATION_KIND_DECODE and len(body.token_ids) == 1
         if is_decode and options.rows == 1 and not wants_more and not appended:
             self.plain.add(job.op_id)
+
+    def _drafts(self, tokens: list[int], salt: tuple[int, int] | None, most: int) -> list[int]:
+        """What a draft model expects behind these: as many as it likes, and sometimes wrong."""
+        drafts: list[int] = []
+        for _ in range(self._rng.randint(0, most)):
+            right = self._rng.random() < 0.8
+            drafts.append(next_token(tokens + drafts, salt) if right else self._rng.randrange(VOCAB))
+        return drafts
 
     def _goes_on(
         self, body: worker_pb2.ForwardCommand, options: worker_pb2.ForwardOptions, tokens: Sequence[int]

@@ -43,7 +43,6 @@ _CHANNEL = (
 async def soak(
     options: argparse.Namespace,
     directory: Path,
-    server_type: Callable[..., Server] = Server,
     injector_type: Callable[..., Injector] = Injector,
     more_flags: Sequence[str] = (),
     spec: TinyModel | None = None,
@@ -56,7 +55,7 @@ async def soak(
         directories = [make_adapter(directory / f"adapter-{n}", model, n) for n in range(_ADAPTERS)]
     flags = ["--max-lora-adapters", "2", "--heartbeat-timeout-s", "1.5", "--kv-pages", str(options.kv_pages)]
     flags += more_flags
-    server = server_type(model, directory, workers=options.workers, flags=flags, seed=options.seed)
+    server = Server(model, directory, workers=options.workers, flags=flags, seed=options.seed)
     server.start()
     tally = Tally()
     async with server.connect(_CHANNEL) as channel:
@@ -104,6 +103,11 @@ async def soak(
     return tally
 
 
+def on_disk(scratch: Path) -> list[str]:
+    """Flags with which KV is on disk, too: so little that files give way."""
+    return ["--kv-disk", str(scratch / "kv"), "--kv-disk-gb", "0.001"]
+
+
 def _machine() -> str:
     found = machine.describe()
     return f"{found['cpu']} ({found['cores']} cores)"
@@ -115,19 +119,17 @@ def _main() -> int:
         "--tensor-parallel", type=int, default=1, help="ranks of each worker, which also fail"
     )
     command.add_argument(
-        "--kv-disk", action="store_true", help="KV is on disk too, and its files are damaged"
+        "--kv-disk", action="store_true", help="KV is on disk too; its files and directory are damaged"
     )
     command.add_argument("--out", type=Path, help="also write the report to this file")
     options = command.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-soak-") as scratch:
         parts: tuple[Any, ...] = ()
         if options.kv_disk:
-            # So little that files give way, too.
-            flags = ["--kv-disk", f"{scratch}/kv", "--kv-disk-gb", "0.001"]
-            parts = Server, DiskInjector, flags
+            parts = DiskInjector, on_disk(Path(scratch))
         if options.tensor_parallel > 1:
             flags = ["--tensor-parallel", str(options.tensor_parallel), "--step-timeout-s", _STEP_TIMEOUT_S]
-            parts = Server, RanksInjector, flags
+            parts = RanksInjector, flags
         tally = asyncio.run(soak(options, Path(scratch), *parts))
     asked = shlex.join(["python", "-m", "tests.soak", *sys.argv[1:]])
     report = tally.report(options.seed, asked, _machine())

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
-from tests.damaged_pages import FAULTS, files_in
+import grpc
+import psutil
+from quire.v1 import executor_pb2 as pb
+from quire.v1.executor_pb2_grpc import ModelExecutorServiceStub
+
+from tests.damaged_pages import FAULTS, SPOILT, THEIRS, files_in
 from tests.soak.server import Server
 from tests.soak.tally import Tally
 
@@ -35,6 +42,7 @@ _UNHEALED_SHARE = 0.15
 _LONGEST_WAIT_S = 20.0
 # Of the files of KV, by each such fault.
 _DAMAGED_SHARE = 0.2
+_KEPT_SHARE = 0.1
 
 
 class Injector:
@@ -150,19 +158,75 @@ class Injector:
 
 
 class DiskInjector(Injector):
-    """Also damages the files of KV on disk, in `kv` of the server's directory."""
+    """Also spoils what is in the directory of KV on disk, `kv` of the server's directory."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._kinds.append((0.5, self._damage_files))
+        more = [(0.5, self._damage_files), (0.15, self._spoil_directory), (0.1, self._fill_disk)]
+        self._kinds += [*more, (0.1, self._take_permissions)]
+        self._first = [self._damage_files, self._fill_disk, self._spoil_directory, self._damage_files]
+        self._root = self._server.directory / "kv" / "quire-kv"
+        self._outside = self._server.directory / "outside"
+        (self._outside / THEIRS).parent.mkdir(parents=True)
+        (self._outside / THEIRS).write_bytes(b"of someone else")
+        # Files as they were once, by their names: they come back when their caches have gone on.
+        self._stale: dict[Path, bytes] = {}
+
+    async def _some_work(self) -> None:
+        await super()._some_work()
+        async with self._server.connect(()) as channel:
+            with contextlib.suppress(grpc.RpcError):
+                status = await ModelExecutorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=1)
+                for worker in status.workers:
+                    self._tally.note_disk((worker.worker_id, worker.pid), worker.kv_disk)
 
     async def _damage_files(self) -> None:
         self._note("files of KV damaged")
-        for path in files_in(self._server.directory / "kv"):
-            if self._rng.random() < _DAMAGED_SHARE:
-                # It may be deleted, or found to be damaged, at any time.
-                with contextlib.suppress(OSError, ValueError, IndexError):
+        for path in files_in(self._root):
+            # It may be deleted, or found to be damaged, at any time.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if self._rng.random() < _KEPT_SHARE:
+                    self._stale[path] = path.read_bytes()
+                if self._rng.random() < _DAMAGED_SHARE:
                     self._rng.choice(FAULTS)(path, self._rng)
+        for path in self._rng.sample(sorted(self._stale), len(self._stale) // 2):
+            content = self._stale.pop(path)
+            with contextlib.suppress(OSError):
+                # Not what is there now: it may be a pipe, or a link.
+                if not path.parent.is_symlink():
+                    path.unlink(missing_ok=True)
+                    path.write_bytes(content)
+
+    async def _spoil_directory(self) -> None:
+        spoil = self._rng.choice(SPOILT)
+        self._note(f"directory of KV: {spoil.__name__}")
+        with contextlib.suppress(OSError, IndexError):
+            spoil(self._root, self._outside)
+        await asyncio.sleep(self._rng.uniform(0.05, 1.5))
+        if not (self._root / "lock").is_file():
+            # Otherwise nothing more is stored from now on.
+            shutil.rmtree(self._root, ignore_errors=True)
+        left = [path for path in self._outside.rglob("*") if path.is_file()]
+        if left != [self._outside / THEIRS]:
+            self._tally.lose("unexpected errors", f"{spoil.__name__}: outside of the directory are {left}")
+
+    async def _fill_disk(self) -> None:
+        """Workers cannot write a whole file."""
+        self._note("disk full")
+        pids = self._server.worker_pids()
+        for size in (self._rng.randrange(1 << 10), psutil.RLIM_INFINITY):
+            for pid in pids:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+            await asyncio.sleep(self._rng.uniform(0.05, 1.5))
+
+    async def _take_permissions(self) -> None:
+        """Of the directory, or to others: then no worker that starts uses it. For root only the latter."""
+        self._note("permissions of KV changed")
+        with contextlib.suppress(OSError):
+            self._root.chmod(self._rng.choice([0, 0o500, 0o755]))
+            await asyncio.sleep(self._rng.uniform(0.05, 1.5))
+            self._root.chmod(0o700)
 
 
 class RanksInjector(Injector):

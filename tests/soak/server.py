@@ -65,9 +65,11 @@ class MarkedGateway:
         """The ends at marked points since the last call: when, of what, and in which phase."""
         lines = self._marks_path.read_bytes().splitlines()
         for line in lines[self._marks_seen :]:
-            at_s, point = json.loads(line)
-            where, _, phase = point.partition(": ")
-            yield at_s, where, phase
+            # A worker that may write no large files may have written a part of one.
+            with contextlib.suppress(json.JSONDecodeError):
+                at_s, point = json.loads(line)
+                where, _, phase = point.partition(": ")
+                yield at_s, where, phase
         self._marks_seen = len(lines)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -92,18 +94,15 @@ class Server(MarkedGateway):
         workers: int,
         flags: Sequence[str],
         seed: int,
-        address: str = "",
-        namespace: str = "",
     ) -> None:
-        """`address`: by default a free port. `namespace`: of the gateway's network."""
         self.directory = directory
-        self.address = address or _free_address()
+        self.address = _free_address()
         every = [
             *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
             *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
             *("--data-dir", str(directory / "data"), *flags),
         ]
-        super().__init__(every, directory, "gateway", seed, namespace)
+        super().__init__(every, directory, "gateway", seed)
         self._workers: dict[int, psutil.Process] = {}
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:

@@ -41,6 +41,8 @@ class Tally:
     # Sequences with an adapter, and how often one was replaced.
     adapted: int = 0
     replaced_adapters: int = 0
+    # Of each worker that stored KV on disk, when it was last asked.
+    disks: dict[Any, Any] = field(default_factory=dict)
     # By class: how long callers whose call was under way waited beyond the fault.
     heal_s: dict[str, list[float]] = field(default_factory=dict)
     # The same for each of those callers.
@@ -68,6 +70,15 @@ class Tally:
         waiting = {caller for caller, since_s in self._under_way.items() if since_s <= at_s}
         if waiting:
             self._open.append((at_s, kind, waiting))
+
+    def note_disk(self, worker: Any, usage: Any) -> None:
+        """What a worker says of its KV on disk, or an empty message."""
+        if usage.max_bytes:
+            self.disks[worker] = usage
+
+    def disk_pages(self, what: str) -> int:
+        """Pages that were `written`, `read` or `refused`, at least."""
+        return sum(getattr(usage, f"{what}_pages") for usage in self.disks.values())
 
     def call_began(self, caller: int) -> None:
         """A caller asks, and asks again until it is answered. It has one call at a time."""
@@ -140,6 +151,9 @@ class Tally:
             f" {self.sequences} sequences, {self.replayed_tokens} tokens replayed."
             f" {self.adapted} sequences had an adapter; {self.replaced_adapters} times one was replaced.\n"
         )
+        if self.disks:
+            counts = (f"{self.disk_pages(what)} were {what}" for what in ("written", "read", "refused"))
+            lines.append(f"Pages on disk: at least {', '.join(counts)}.\n")
         lines += ["| must not happen | times |", "|---|---:|"]
         lines += [f"| {what} | {self.losses[what]} |" for what in LOSSES]
         lines += ["", "| fault, phase | times |", "|---|---:|"]

@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.tree_batches import Tree, with_trees
 from tests.token_trees import random_tree
+from workers.kv.states import FROM_START, Held, StateRun
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.models.inputs import AttentionBatch, ForwardInputs, depths_and_ancestors
@@ -26,6 +27,8 @@ class HandSequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
     lora_slot: int = -1
+    # Of a model with recurrent layers.
+    state: Held = FROM_START
 
 
 @dataclass
@@ -45,6 +48,22 @@ class HandPacker:
     def __init__(self, page_size: int, free_pages: Sequence[int]) -> None:
         self.page_size = page_size
         self.free_pages = list(free_pages)
+        # The states that are written, one after the other over all slots.
+        self._states = 0
+
+    def run(
+        self, model: Model, items: Sequence[Item], kv: KvTensors, capture: RowCapture | None = None
+    ) -> Any:
+        """The logits of a forward."""
+        inputs = self.pack(items)
+        if kv.states is not None:
+            inputs.states = [self._state_run(item.sequence, kv.states.num_slots) for item in items]
+        return model.logits(model.forward(inputs, kv, capture))
+
+    def _state_run(self, sequence: HandSequence, slots: int) -> StateRun:
+        source, self._states = sequence.state, self._states + 1
+        sequence.state = Held(sequence.length, self._states % slots)
+        return StateRun(source, (), (sequence.state,))
 
     def pack(self, items: Sequence[Item]) -> ForwardInputs:
         """The inputs of one forward. Lengthens the sequences and gives them pages."""
@@ -95,6 +114,8 @@ def poison(kv: KvTensors) -> None:
     for layer in range(kv.num_layers):
         for pages in kv.layer(layer):
             pages.data.fill_(float("nan"))
+    for tensor in kv.states.tensors if kv.states is not None else ():
+        tensor.fill_(float("nan"))
 
 
 def poisoned_pages(model: Any, pages: int = PAGES, kv_dtype: str = AUTO_KV) -> KvTensors:
@@ -145,7 +166,7 @@ def rows_in_chunks(
             if dice.random() < 0.7
         }
         capture = RowCapture(rows) if rows else None
-        logits = model.logits(model.forward(packer.pack(items), kv, capture))
+        logits = packer.run(model, items, kv, capture)
         states = {} if capture is None else capture.found
         assert len(logits) == len(owners) and states.keys() == rows.keys()
         for layer, picked, values in (

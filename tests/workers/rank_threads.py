@@ -76,6 +76,7 @@ class SplitModel:
             first.config, first.dtype, first.device, first.kv_layers
         )  # fmt: skip
         self.packs_kv = self.has_hidden_states = True
+        self.state_shapes = first.state_shapes
 
     def _on_all(self, run: Callable[[int], T]) -> list[T]:
         def guarded(rank: int) -> T:

@@ -109,7 +109,9 @@ class Bench:
             self.threads.pop(0)()
         while self.inbox:
             self.table.read(self.inbox.popleft())
+        had_work = self.table.has_work
         ready, results = self.table.advance(lambda: {one.adapter for one in self.scheduled})
+        assert had_work or not (ready or results), "the loop would sleep until a command comes"
         self.results += results
         for forward in ready:
             self.schedule(forward)

@@ -13,6 +13,7 @@ import torch
 
 from kernels.cpu import library
 from tests import isa
+from tests import quantised_directories as make
 from tests.families import settings_of
 from tests.gguf_files import TypeOf, write_gguf
 from tests.kernels.instruction_sets import instructions_used, need_compiled, use
@@ -29,26 +30,36 @@ WIDE: dict[str, Any] = {
 Q4_K_M: TypeOf = lambda name: (  # noqa: E731
     "bf16" if "lm_head" in name else "q6_k" if "v_proj" in name or "down_proj" in name else "q4_k"
 )
+FLOAT8 = "a directory of 8-bit floats"
 # A model, its dtype, and to what it is quantised; None: a file of Q4_K_M. With norms of heads; with bounds of
 # scores and of logits, scaled embeddings, windows and another activation; with another kind of rotation.
-CASES = [("qwen3", "bfloat16", None), ("gemma2", "bfloat16", "q8_0"), ("llama3", "float32", "q4_0")]
+CASES = [
+    ("qwen3", "bfloat16", None),
+    ("gemma2", "bfloat16", "q8_0"),
+    ("mistral", "bfloat16", FLOAT8),
+    ("llama3", "float32", "q4_0"),
+]
 
 
 def made(directory: Path, name: str, quantization: str | None) -> Path:
     family, settings = settings_of(name)
     make_family_model(directory / name, family, settings | WIDE)
+    if quantization == FLOAT8:
+        make.float8(make.in_one_file(directory / name, directory / "float8"), block=(64, 128))
+        return directory / "float8"
     if quantization is not None:
         return directory / name
     return write_gguf(directory / f"{name}.gguf", directory / name, Q4_K_M)
 
 
 @pytest.mark.timeout(1200)  # compiling takes 15 s, and much longer on a busy machine
-@pytest.mark.parametrize(("name", "dtype", "quantization"), CASES[:2])
+@pytest.mark.parametrize(("name", "dtype", "quantization"), CASES[:3])
 def test_avx2_has_the_bits_of_this_cpu(
     name: str, dtype: str, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_compiled()
     file = made(tmp_path, name, quantization)
+    quantization = None if quantization == FLOAT8 else quantization
     with use(instructions_used().name):
         expected = [*lines_of(file, dtype, quantization, 24)]
     # It compiles in half the time.
@@ -70,6 +81,7 @@ def test_2000_tokens_of_each_instruction_set(
     """
     need_compiled()
     file = made(tmp_path, name, quantization)
+    quantization = None if quantization == FLOAT8 else quantization
     flags = library.cpu_flags()
     expected = lines(file, dtype, quantization, COUNT, {})
     for known in library.X86_SETS:

@@ -107,7 +107,10 @@ def test_all_keys_may_be_absent(model_type: str) -> None:
         assert_same_config({"model_type": model_type, **opted})
 
 
-@pytest.mark.parametrize("name", MODELS)
+# All keys of each family at once: the test before this one.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "llama" else pytest.mark.thorough) for name in MODELS]
+)
 def test_each_key_may_be_absent(name: str) -> None:
     model_type, settings = settings_of(name)
     whole = {"model_type": model_type, **settings}

@@ -73,6 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "phi3": {},
     "phi3 with longrope": {},
+    "gpt_oss": {},
 }
 
 
@@ -118,8 +119,17 @@ def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
         assert torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize("kind", [*FORMATS, "mixed"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+# Each format, and in other families what a file has of several.
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(
+            family, kind, marks=[] if family == "llama" or kind == "mixed" else [pytest.mark.thorough]
+        )
+        for family in ("llama", "qwen3", "gemma2")
+        for kind in (*FORMATS, "mixed")
+    ],
+)
 def test_logits_are_those_that_transformers_computes_from_the_file(
     family: str, kind: str, tmp_path: Path
 ) -> None:

@@ -54,7 +54,7 @@ def test_native_code_has_the_logits_of_transformers(width: int, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "olmo2"])
 # The others: test_native_code_has_the_logits_of_transformers, which asks more of four of the families.
 @pytest.mark.parametrize(

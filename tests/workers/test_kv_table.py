@@ -345,59 +345,6 @@ def test_a_released_sequence_is_found_again() -> None:
     assert again.token_ids == tokens[:12]
 
 
-def test_the_tail_of_a_chain_is_evicted_before_its_head() -> None:
-    table = KvTable(4, PAGE)
-    tokens = list(range(16))
-    grow(table, table.create(1), tokens)
-    table.release(1)
-    grow(table, table.create(2), [99] * 5)
-    assert table.usage().evicted_pages == 2
-    assert table.match_prefix(table.create(3), tokens, 16) == 8
-
-
-def test_a_chain_with_a_hole_heals() -> None:
-    table = KvTable(4, PAGE)
-    tokens = list(range(12))
-    seq = table.create(1)
-    grow(table, seq, tokens)
-    middle = seq.pages[1]
-    (keeper,) = table.fork(seq, [2])
-    table.release(1)
-    # Rewrite the middle: the tail goes to the cache first, then the middle loses its content.
-    table.truncate(keeper, 5)
-    grow(table, keeper, [77])
-    assert keeper.pages[1] == middle
-    finder = table.create(3)
-    assert table.match_prefix(finder, tokens, 12) == 4
-    grow(table, finder, tokens[4:8])
-    assert table.match_prefix(finder, tokens[8:], 4) == 4
-    table.check_integrity()
-
-
-def test_a_twin_takes_over_when_the_indexed_page_is_gone() -> None:
-    table = KvTable(4, PAGE)
-    tokens = [1, 2, 3, 4]
-    first, twin = table.create(1), table.create(2)
-    grow(table, first, tokens)
-    grow(table, twin, tokens)
-    assert first.pages != twin.pages
-    table.truncate(first, 2)
-    grow(table, first, [9])
-    assert table.match_prefix(table.create(3), tokens, 4) == 0
-    table.release(2)
-    assert table.match_prefix(table.create(4), tokens, 4) == 4
-
-
-def test_a_sequence_within_a_page_or_with_room_reserved_is_not_matched() -> None:
-    table = KvTable(8, PAGE)
-    grow(table, table.create(1), [1, 2, 3, 4, 5, 6, 7, 8])
-    seq = table.create(2)
-    table.reserve(seq, 1)
-    assert table.match_prefix(seq, [1, 2, 3, 4], 4) == 0
-    table.append(seq, [1])
-    assert table.match_prefix(seq, [2, 3, 4, 5], 4) == 0
-
-
 def test_wrong_calls_change_nothing() -> None:
     table = KvTable(4, PAGE)
     seq = table.create(1)

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.bad_directories import setting
 from tests.model_factory import float32_losses
+from tests.recurrent import RECURRENT
 from tests.workers.packing import (
     new_packer,
     poisoned_pages,
@@ -125,6 +126,8 @@ GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xg
 # Each has something that others have not: biases of scores, or positions, where texts run one by one;
 # windows, latent keys, caps, learned positions, one head of keys, sinks, experts of attention, chunks.
 ALWAYS = "bloom cohere2 deepseek_v3 gemma2 gpt_bigcode gpt_neo gpt_oss jetmoe llama4_text"
+# Of those with recurrent layers: attention and Mamba in one layer, convolutions, the delta rule.
+ALWAYS_RECURRENT = "falcon_h1 lfm2 qwen3_next"
 
 
 def tiny_config(model_type: str, **more: Any) -> PreTrainedConfig:
@@ -162,7 +165,8 @@ def check_over_pages(model: LibraryModel) -> None:
     """Texts that grow by random chunks in shared batches over NaN, and trees, are as the library has them."""
     dice = random.Random(0)
     texts = random_texts(0, (1, 17, 50, 70))
-    layers = len(model.kv_layers) if model.has_hidden_states else None
+    text_config = model.module.config.get_text_config(decoder=True)
+    layers = text_config.num_hidden_layers if model.has_hidden_states else None
     in_chunks = rows_in_chunks(model, texts, poisoned_pages(model), new_packer(0), dice, layers)
     for text, rows, losses in zip(texts, in_chunks, losses_of(model, texts), strict=True):
         with model._use_attention(EAGER), torch.inference_mode():
@@ -198,6 +202,19 @@ def test_a_family_over_pages_computes_what_the_library_does(model_type: str) -> 
     check_over_pages(model)
 
 
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in ALWAYS_RECURRENT.split() else pytest.mark.thorough)
+        for name in RECURRENT
+    ],
+)
+def test_a_family_with_recurrent_layers_computes_what_the_library_does(model_type: str) -> None:
+    model = make_library_model(tiny_model(model_type, **RECURRENT[model_type]))
+    assert isinstance(model, GatheredModel) and model.state_shapes and model.has_hidden_states
+    check_over_pages(model)
+
+
 def test_a_packed_model_runs_text_by_text_as_well() -> None:
     """Two ways to the same logits."""
     check_over_pages(GatheredModel(tiny_model("gemma2")))
@@ -223,12 +240,16 @@ def test_a_model_that_hands_out_none_is_served_without(model_type: str) -> None:
 
 def directory_of(model_type: str, directory: Path, **more: Any) -> Path:
     """A sharded checkpoint."""
+    more = RECURRENT.get(model_type, {}) | more
     tiny_model(model_type, **more).save_pretrained(directory, max_shard_size="60KB")
     return directory
 
 
-# One with tied weights, one whose experts are stacked while loading, one with biases and fused projections.
-@pytest.mark.parametrize("model_type", ["cohere", "mixtral", "gpt2", "bloom", "deepseek_v3"])
+# One with tied weights, one whose experts are stacked while loading, one with biases and fused projections;
+# one with recurrent layers, whose config has an infinity.
+@pytest.mark.parametrize(
+    "model_type", ["cohere", "mixtral", "gpt2", "bloom", "deepseek_v3", "granitemoehybrid"]
+)
 def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: Path) -> None:
     directory = directory_of(model_type, tmp_path)
     told: list[tuple[int, int]] = []
@@ -236,7 +257,9 @@ def test_a_directory_is_the_model_it_was_saved_from(model_type: str, tmp_path: P
     model, description = load_library_model(plan, lambda *both: told.append(both))
     tokens = torch.tensor([5, 9, 2, 77, 30])
     with torch.inference_mode():
-        expected = tiny_model(model_type)(input_ids=tokens[None], use_cache=False).logits[0]
+        expected = tiny_model(model_type, **RECURRENT.get(model_type, {}))(
+            input_ids=tokens[None], use_cache=False
+        ).logits[0]
     assert torch.allclose(model.plain_logits(tokens), expected, rtol=0, atol=1e-4)
     assert told[-1][0] == told[-1][1] and [done for done, _ in told] == sorted(done for done, _ in told)
     assert description.vocab_size == VOCAB and description.eos_token_ids == (2,)
@@ -281,9 +304,9 @@ def refusal(directory: Path) -> str:
     [
         ("bert", "is_decoder: false makes this bert an encoder"),
         ("electra", "is_decoder: false makes this electra an encoder"),
-        ("mamba", "layer_types: 'linear_attention' has a state that pages cannot store"),
-        ("jamba", "has a state that pages cannot store"),
-        ("qwen3_next", "layer_types: 'linear_attention' has a state that pages cannot store"),
+        ("recurrent_gemma", "layer 0 of RecurrentGemmaForCausalLM keeps a state outside of the library's"),
+        ("rwkv", "RwkvForCausalLM has a state that is not in the library's cache"),
+        ("glm_moe_dsa", "layer_types: 'indexed_attention' stores what pages cannot hold"),
         ("openai-gpt", "OpenAIGPTLMHeadModel stores keys and values for 0 of"),
         ("t5", "t5 is an encoder with a decoder"),
         ("vit", "vit is not a causal language model"),

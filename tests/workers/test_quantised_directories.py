@@ -152,18 +152,6 @@ def logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
     return decoder.logits(decoder.forward(inputs, poisoned_pages(decoder))).float()
 
 
-@pytest.mark.parametrize("name", [name for name in DIRECTORIES if "float8" in name])
-def test_floats_have_the_bits_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
-    need_compiled()
-    meant = made(tmp_path, name, "bfloat16")
-    decoder = load_decoder(tmp_path, pack=True)
-    (tmp_path / "plain").mkdir()
-    plain = make_model(tmp_path / "plain", TinyModel(dtype="bfloat16"))
-    save_file({one: tensor.bfloat16() for one, tensor in meant.items()}, plain / "model.safetensors")
-    tokens = random_texts(2, (40,))[0]
-    assert torch.equal(logits(decoder, tokens), logits(load_decoder(plain, pack=True), tokens))
-
-
 @pytest.mark.parametrize(
     "name", ["gptq in another order", "w8a8 with zero points and a head", "float8 in blocks"]
 )

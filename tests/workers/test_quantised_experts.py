@@ -41,11 +41,13 @@ Q4_K_M: TypeOf = lambda name: (  # noqa: E731
 KINDS: dict[str, TypeOf | str] = {
     "q8_0": "q8_0",
     "Q4_K_M": Q4_K_M,
+    "mxfp4": lambda name: "mxfp4" if ".experts." in name else "q8_0",
     "gate and up apart": lambda name: "q5_k" if "up_proj" in name or "w3" in name else "q3_k",
 }
 FAMILIES = {
     "mixtral": {},
     "qwen3_moe": {"moe_intermediate_size": 256},
+    "gpt_oss": {},
 }
 
 
@@ -93,7 +95,13 @@ def assert_logits_are(decoder: Decoder, expected: torch.Tensor, most: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("mixtral", "Q4_K_M"), ("qwen3_moe", "q8_0"), ("qwen3_moe", "gate and up apart")]
+    ("family", "kind"),
+    [
+        ("mixtral", "Q4_K_M"),
+        ("qwen3_moe", "q8_0"),
+        ("qwen3_moe", "gate and up apart"),
+        ("gpt_oss", "mxfp4"),
+    ],
 )
 def test_a_gguf_file_is_computed_as_it_is_dequantised(family: str, kind: str, tmp_path: Path) -> None:
     """By the library, with the same inputs rounded. It proves itself, too."""

@@ -72,7 +72,7 @@ class Lease(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., epoch: _Optional[int] = ..., silence_timeout_s: _Optional[float] = ..., config: _Optional[_Union[WorkerConfig, _Mapping]] = ..., secret: _Optional[str] = ...) -> None: ...
 
 class WorkerConfig(_message.Message):
-    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank", "workers", "tensor_parallel", "quantization", "kv_disk", "kv_disk_gb", "kv_disk_write_mb_per_s", "kv_cache_dtype")
+    __slots__ = ("worker_id", "model", "device", "device_index", "dtype", "kv_pages", "gpu_memory_utilization", "cuda_graphs", "threads", "max_batch_tokens", "max_batch_items", "max_mixed_prefill_tokens", "max_request_bytes", "max_response_bytes", "log_level", "log_format", "model_backend", "no_self_check", "model_was_proved", "orphan_grace_s", "batch_invariant", "max_lora_adapters", "max_lora_bytes", "max_lora_rank", "workers", "tensor_parallel", "quantization", "kv_disk", "kv_disk_gb", "kv_disk_write_mb_per_s", "kv_cache_dtype", "draft_model")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class WorkerConfig(_message.Message):
     KV_DISK_GB_FIELD_NUMBER: _ClassVar[int]
     KV_DISK_WRITE_MB_PER_S_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     device: str
@@ -135,7 +136,8 @@ class WorkerConfig(_message.Message):
     kv_disk_gb: float
     kv_disk_write_mb_per_s: float
     kv_cache_dtype: str
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_disk: _Optional[str] = ..., kv_disk_gb: _Optional[float] = ..., kv_disk_write_mb_per_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
+    draft_model: str
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., device_index: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_pages: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., cuda_graphs: _Optional[str] = ..., threads: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., max_mixed_prefill_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., log_level: _Optional[str] = ..., log_format: _Optional[str] = ..., model_backend: _Optional[str] = ..., no_self_check: _Optional[str] = ..., model_was_proved: _Optional[bool] = ..., orphan_grace_s: _Optional[float] = ..., batch_invariant: _Optional[str] = ..., max_lora_adapters: _Optional[int] = ..., max_lora_bytes: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., workers: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., quantization: _Optional[str] = ..., kv_disk: _Optional[str] = ..., kv_disk_gb: _Optional[float] = ..., kv_disk_write_mb_per_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., draft_model: _Optional[str] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("commands", "lease", "give_back", "refusal")
@@ -176,7 +178,7 @@ class WorkerCommand(_message.Message):
     def __init__(self, op_id: _Optional[int] = ..., forward: _Optional[_Union[ForwardCommand, _Mapping]] = ..., fork: _Optional[_Union[ForkCommand, _Mapping]] = ..., truncate: _Optional[_Union[TruncateCommand, _Mapping]] = ..., release: _Optional[_Union[ReleaseCommand, _Mapping]] = ..., abort: _Optional[_Union[AbortCommand, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., adopt: _Optional[_Union[AdoptCommand, _Mapping]] = ..., adapter: _Optional[_Union[AdapterCommand, _Mapping]] = ..., replace_weights: _Optional[_Union[ReplaceWeightsCommand, _Mapping]] = ..., decodes: _Optional[_Union[DecodesCommand, _Mapping]] = ...) -> None: ...
 
 class ForwardOptions(_message.Message):
-    __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept", "experts", "experts_from", "end_token_ids")
+    __slots__ = ("rows", "scored", "output", "verify_rows", "sample_seeds", "parents", "accept", "experts", "experts_from", "end_token_ids", "draft_tokens")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +189,7 @@ class ForwardOptions(_message.Message):
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FROM_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     rows: int
     scored: int
     output: _types_pb2.OutputOptions
@@ -197,7 +200,8 @@ class ForwardOptions(_message.Message):
     experts: bytes
     experts_from: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., experts: _Optional[bytes] = ..., experts_from: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    draft_tokens: int
+    def __init__(self, rows: _Optional[int] = ..., scored: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.OutputOptions, _Mapping]] = ..., verify_rows: _Optional[_Iterable[_Union[_types_pb2.VerifyRow, _Mapping]]] = ..., sample_seeds: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_types_pb2.VerifyAccept, str]] = ..., experts: _Optional[bytes] = ..., experts_from: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[int] = ...) -> None: ...
 
 class ForwardCommand(_message.Message):
     __slots__ = ("sequence", "position", "token_ids", "options", "default_seed", "keep_all", "prompt_len", "ephemeral", "timeout_ns", "kind", "caller", "salt", "priority", "prelaunch", "adapter")
@@ -371,7 +375,7 @@ class DecodesDone(_message.Message):
     def __init__(self, rows: _Optional[bytes] = ..., outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ...) -> None: ...
 
 class ForwardDone(_message.Message):
-    __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs", "token_is_argmax", "kept_path", "samples", "appended")
+    __slots__ = ("outputs", "kept", "reused_tokens", "timing", "token_logprobs", "token_is_argmax", "kept_path", "samples", "appended", "draft_token_ids")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -381,6 +385,7 @@ class ForwardDone(_message.Message):
     KEPT_PATH_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     APPENDED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepOutput]
     kept: int
     reused_tokens: int
@@ -390,7 +395,8 @@ class ForwardDone(_message.Message):
     kept_path: _containers.RepeatedScalarFieldContainer[int]
     samples: _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]
     appended: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., kept: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., kept_path: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[_types_pb2.SampledToken, _Mapping]]] = ..., appended: _Optional[_Iterable[int]] = ...) -> None: ...
+    draft_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[_types_pb2.StepOutput, _Mapping]]] = ..., kept: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., timing: _Optional[_Union[_types_pb2.StepTiming, _Mapping]] = ..., token_logprobs: _Optional[_Iterable[float]] = ..., token_is_argmax: _Optional[_Iterable[bool]] = ..., kept_path: _Optional[_Iterable[int]] = ..., samples: _Optional[_Iterable[_Union[_types_pb2.SampledToken, _Mapping]]] = ..., appended: _Optional[_Iterable[int]] = ..., draft_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ControlDone(_message.Message):
     __slots__ = ()

@@ -14,6 +14,7 @@ import numpy as np
 
 from workers.adapters.slots import LoraAdapterMetrics
 from workers.adapters.table import AdapterTable
+from workers.drafting import Drafting
 from workers.executors.engine import Engine
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.executors.replacement import WeightsReplacement
@@ -81,6 +82,9 @@ class ModelExecutor:
         self.replacement: WeightsReplacement[Any] | None = None
         # None: its KV is not stored.
         self.kv_disk: KvDisk | None = None
+        # None: nothing is drafted. See `use_draft_model`.
+        self.drafting: Drafting | None = None
+        self._draft_model: ModelExecutor | None = None
         self.text = text or ModelText()
         self._model = model
         self._capabilities = dataclasses.replace(
@@ -89,6 +93,21 @@ class ModelExecutor:
             max_lora_adapters=0 if adapters is None else adapters.max_adapters,
             backend_reason=backend_reason,
         )
+
+    def use_draft_model(self, other: ModelExecutor, step_tokens: int) -> None:
+        """Drafts with another model from now on, which belongs to this executor then.
+
+        `step_tokens`: the most tokens that it computes before the first one of a draft.
+        """
+        model = other.info()
+        self._draft_model = other
+        self.drafting = Drafting(
+            other.engine,
+            vocab_sizes=(model.vocab_size, self._model.vocab_size),
+            max_seq_tokens=other.capabilities().kv_capacity_tokens,
+            step_tokens=step_tokens,
+        )
+        self._capabilities = dataclasses.replace(self._capabilities, draft_model=model.model_id)
 
     def warmup(self) -> None:
         """Runs a step of each kind, so that no caller waits for its first one. Needs one page.
@@ -111,6 +130,8 @@ class ModelExecutor:
         self.engine.release(_WARM)
         self.engine.release(_WARM_TOO)
         self.engine.reset_counts()
+        if self._draft_model is not None:
+            self._draft_model.warmup()
 
     def _captured_outputs(self) -> list[OutputSpec]:
         """What is captured of the layers, if the model can."""
@@ -153,6 +174,8 @@ class ModelExecutor:
     def shutdown(self) -> None:
         """Removes all sequences."""
         self.engine.release_all()
+        if self._draft_model is not None:
+            self._draft_model.shutdown()
 
     # Metadata and metrics.
 
@@ -167,7 +190,14 @@ class ModelExecutor:
 
     def status(self) -> ExecutorStatus:
         """The running step, and the counts since the start."""
-        return self.engine.status()
+        status = self.engine.status()
+        if self._draft_model is None or status.step_age_ns:
+            return status
+        # Drafts are made between two steps. If that ends never, it is noticed as if a step did not end.
+        drafting = self._draft_model.status()
+        return dataclasses.replace(
+            status, step_age_ns=drafting.step_age_ns, step_expected_ns=drafting.step_expected_ns
+        )
 
     def cache_metrics_snapshot(self) -> PoolUsage:
         """How the pages are used."""
@@ -195,6 +225,7 @@ def _capabilities(name: str, model: ModelDescription, engine: Engine) -> Capabil
         supports_native_unified_decode=engine.takes_trees,
         page_size_tokens=kv.page_size,
         bytes_per_page=kv.bytes_per_page,
+        bytes_per_state=0 if kv.states is None else kv.states.bytes_per_state,
         kv_capacity_tokens=min(model.max_seq_len, kv.num_pages * kv.page_size),
         supports_token_trees=engine.takes_trees,
         supports_hidden_states=engine.runner.has_hidden_states,

@@ -41,6 +41,7 @@ from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.executors.info import ExecutorStatus, StepCounts
 from workers.extra_samples import draw_extra_samples
 from workers.kv.sequence import KvSequence
+from workers.kv.states import StateSlots
 from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
@@ -112,7 +113,7 @@ class Engine:
         # The least time for each token of a step so far; short steps take more. 0: no step yet.
         self._ns_per_token = 0.0
 
-    def begin(self, forward: Forward) -> None:
+    def begin(self, forward: Forward) -> None:  # noqa: C901 - it runs for each forward, as few calls
         """Reuses pages of the prefix cache for a forward, and reserves pages for the rest.
 
         Truncates the sequence to the forward's position if it is longer. Creates an unknown sequence at
@@ -139,6 +140,8 @@ class Engine:
             copies = table.reserve(sequence, tokens - reused)
             if copies:
                 self._copy_pages(sequence, copies)
+            if table.states is not None:
+                self._begin_from_state(table.states, sequence)
         except Exception:
             self._restore(forward)
             raise
@@ -155,10 +158,28 @@ class Engine:
         Returns which of those that are `allowed` have begun. It has no effect on the others.
         """
         decodes.started_ns = time.monotonic_ns()
+        if self.kv_table.states is not None:
+            allowed = self._with_states(self.kv_table.states, decodes, allowed)
         decodes.rows, begun = self.kv_table.reserve_next(
             decodes.sequences, decodes.columns[POSITION], allowed
         )
+        if self.kv_table.states is not None:
+            for sequence in decodes.take(begun).sequences:
+                self.kv_table.states.begin(self._known(sequence))
         return begun
+
+    def _begin_from_state(self, states: StateSlots, sequence: KvSequence) -> None:
+        if not states.is_near(sequence):
+            raise KvMissing(f"the recurrent state of {sequence.key}")
+        states.begin(sequence)
+
+    def _with_states(self, states: StateSlots, decodes: Decodes, allowed: Mask | None) -> Mask:
+        """Those of `allowed` whose recurrent state is there, as many as there is room for."""
+        known = map(self.kv_table.get, decodes.sequences)
+        found = np.array([seq is not None and states.is_near(seq) for seq in known], np.bool_)
+        if allowed is not None:
+            found &= allowed
+        return found & (found.cumsum() <= states.room)
 
     def as_chunks(self, decodes: Decodes) -> list[Chunk]:
         """Plain decodes that have begun, to be run one by one."""
@@ -332,6 +353,10 @@ class Engine:
     def _execute(self, chunks: Sequence[Chunk], decodes: Decodes) -> Decodes:
         items, tables = decodes.size + len(chunks), self.kv_table.page_tables(decodes.rows)
         inputs = pack(chunks, self.kv.page_size, decodes, tables)
+        if self.kv_table.states is not None:
+            parts = [(self._known(sequence), 1) for sequence in decodes.sequences]
+            parts += [(chunk.forward.kv, chunk.count) for chunk in chunks]
+            inputs.states = self.kv_table.states.run(parts)
         try:
             rows = sampling_rows(chunks, decodes, self._history_of)
             # Nothing is made of each row if nobody wants more than tokens.
@@ -409,6 +434,8 @@ class Engine:
         elif chunk.is_last:
             forward.kept_path = paths[forward]
             self.kv_table.append(forward.kv, [forward.token_ids[i] for i in forward.kept_path])
+        if self.kv_table.states is not None and chunk.is_last:
+            self.kv_table.states.end(forward.sequence)
         forward.computed += chunk.count
         forward.steps += 1
         forward.batch_items = items
@@ -465,6 +492,9 @@ class Engine:
     def count(self, forward: Forward) -> None:
         """Counts a forward that was requested and is complete."""
         self._counts.add_operation(forward.kind, forward.compute_ns)
+        if forward.kind is Kind.VERIFY and forward.accept is Accept.CHOSEN:
+            self._counts.draft_tokens += len(forward.token_ids) - 1
+            self._counts.accepted_draft_tokens += forward.kept - 1
 
     def complete(self, forward: Forward) -> None:
         """Completes the answer of a forward whose tokens are all computed. Truncates rejected drafts."""

@@ -33,6 +33,10 @@ class Capabilities:
     max_lora_adapters: int = 0
     # The setting or tensor because of which the transformers library runs the model and not native code.
     backend_reason: str = ""
+    # The recurrent state of a sequence. 0: the model has none.
+    bytes_per_state: int = 0
+    # The name of the model that drafts; "": none does.
+    draft_model: str = ""
 
 
 @dataclass(slots=True)
@@ -52,6 +56,9 @@ class StepCounts:
     steps: int = 0
     step_tokens: int = 0
     batch_items: int = 0
+    # Of verifies that keep accepted drafts only.
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def add_operation(self, kind: Kind, took_ns: int, operations: int = 1) -> None:
         """Count completed operations, which took so long in all."""

@@ -15,23 +15,39 @@ import torch
 from kernels.packed_pages import PackedKeys
 from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
+from workers.executors.draft_model import load_draft_model
 from workers.executors.engine import Engine
 from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served
 from workers.executors.lora_slots import adapter_table
-from workers.executors.memory import LoraLimits, StepLimits, allocate_pages, gpu_num_pages, new_runner
+from workers.executors.memory import (
+    LoraLimits,
+    StepLimits,
+    allocate_pages,
+    gpu_num_pages,
+    new_runner,
+    new_table,
+)
 from workers.executors.ranks import connect, loading, ranked_adapters, ranked_pages
 from workers.executors.replacement import Served, WeightsReplacement
 from workers.kv.sizing import KvSizingError, choose_num_pages
-from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.active_kernels import check_cuda_device
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
-from workers.models.model import AUTO_KV, BFLOAT16_KV, Model, ModelDescription, new_pages, page_bytes
+from workers.models.model import (
+    AUTO_KV,
+    BFLOAT16_KV,
+    Model,
+    ModelDescription,
+    new_pages,
+    page_bytes,
+    state_sizes,
+)
 from workers.models.source import source_of
 from workers.models.text import ModelText
 from workers.models.tokenizer import MAX_BYTES
 from workers.models.weights import copy_weights
+from workers.runners.base import Runner
 from workers.runners.eager import EagerRunner
 from workers.runners.tensor_parallel import LeadingRunner, RankGroup
 
@@ -64,6 +80,7 @@ class LlmExecutor(ModelExecutor):
         max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
         ranks: RankGroup | None = None,
+        draft: Path | None = None,
     ) -> Self:
         """Loads the weights and allocates the pool.
 
@@ -81,15 +98,12 @@ class LlmExecutor(ModelExecutor):
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
         ranks: over which the model is split; None: this process runs all of it.
+        draft: a smaller model that drafts, as it is in its files; None: nothing is drafted.
 
         Raises ModelError for a directory that cannot be served, KvSizingError if memory is too small.
         """
-        device = torch.device(device)
+        device = _prepared(device)
         limits = limits or StepLimits()
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-            torch.cuda.set_device(device)  # kernels are launched on the thread's current device
-            check_cuda_device(device)
         source = source_of(directory)
         source.check()
         choice = choose_backend(directory, backend, on_cuda=device.type == "cuda")
@@ -127,30 +141,30 @@ class LlmExecutor(ModelExecutor):
             _make_batch_invariant(model, directory, backend)
         served = Served(model)
         kv_dtype = kv_dtype if dtype != AUTO else _kv_dtype_for(model, description, kv_dtype)
-        kv = _pages(model, description, kv_pages, limits, ranks, kv_dtype)
+        drafting = load_draft_model(draft, text, dtype, device, self_check=self_check)
+        beside_bytes = 0 if drafting is None else page_bytes(drafting[0])
+        kv = _pages(model, description, kv_pages, limits, ranks, beside_bytes, kv_dtype)
         own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
-        adapters: AdapterTable[Any] | None = None
-        if lora is not None and backend == NATIVE:
-            if ranks is None:
-                adapters = adapter_table(served, lora, own)
-            else:
-                adapters = ranked_adapters(served, lora, ranks, own)
+        adapters = _adapters(served, lora if backend == NATIVE else None, own, ranks)
         described = _described(description, directory, text)
-        table = KvTable(kv.num_pages, kv.page_size)
-        engine = Engine(
-            table,
-            kv,
-            runner,
-            takes_trees=model.takes_trees,
-            batch_invariant=model.batch_invariant,
-            num_experts=description.num_experts,
-        )
+        engine = _engine(model, description, kv, runner)
         executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
+        if drafting is not None:
+            executor.use_draft_model(cls._drafting(*drafting, kv.num_pages, limits), limits.max_tokens)
         if device.type != "cuda" or backend == NATIVE:
             executor.replacement = executor._new_replacement(served, description, backend, quantization)
         return executor
+
+    @classmethod
+    def _drafting(
+        cls, model: Model, description: ModelDescription, num_pages: int, limits: StepLimits
+    ) -> Self:
+        """The executor of a draft model, with as many pages as the model for which it drafts."""
+        kv = allocate_pages(model, num_pages, AUTO_KV)
+        runner = new_runner(model, kv, limits, description.max_seq_len)
+        return cls(description, _engine(model, description, kv, runner))
 
     def _new_replacement(
         self, served: Served, description: ModelDescription, backend: str, quantization: str | None
@@ -216,6 +230,35 @@ class LlmExecutor(ModelExecutor):
         self._model = description
 
 
+def _prepared(device: torch.device | str) -> torch.device:
+    """A device that can be used. Raises ModelError."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)  # kernels are launched on the thread's current device
+        check_cuda_device(device)
+    return device
+
+
+def _adapters(
+    served: Served, lora: LoraLimits | None, own: Runner, ranks: RankGroup | None
+) -> AdapterTable[Any] | None:
+    if lora is None:
+        return None
+    return adapter_table(served, lora, own) if ranks is None else ranked_adapters(served, lora, ranks, own)
+
+
+def _engine(model: Model, description: ModelDescription, kv: KvTensors, runner: Runner) -> Engine:
+    return Engine(
+        new_table(kv),
+        kv,
+        runner,
+        takes_trees=model.takes_trees,
+        batch_invariant=model.batch_invariant,
+        num_experts=description.num_experts,
+    )
+
+
 def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
     """Select the kernels for it. Raises ModelError if there are none for the model."""
     if model.device.type == "cuda" and backend == NATIVE:
@@ -277,19 +320,27 @@ def _pages(
     kv_pages: int | None,
     limits: StepLimits,
     ranks: RankGroup | None,
+    beside_bytes: int,
     kv_dtype: str,
 ) -> KvTensors:
     """A pool that fits the memory of the device, or of all ranks.
 
-    Raises KvSizingError, and ModelError if there are no pages of this `kv_dtype` for the model.
+    `beside_bytes`: what is allocated with each page; with ranks nothing is. Raises KvSizingError, and
+    ModelError if there are no pages of this `kv_dtype` for the model.
     """
     if kv_dtype != AUTO_KV and model.device.type != "cpu":
         raise ModelError(f"kv_cache_dtype = {kv_dtype} needs device = cpu")
     if ranks is not None:
         return ranked_pages(model, description, kv_pages, limits, ranks, kv_dtype)
     if model.device.type != "cuda":
-        num_pages = choose_num_pages(kv_pages, page_bytes(model, kv_dtype))
+        fixed_bytes = state_sizes(model, kv_dtype).fixed_bytes
+        bytes_per_page = page_bytes(model, kv_dtype) + beside_bytes
+        num_pages = choose_num_pages(kv_pages, bytes_per_page, fixed_bytes)
     else:
-        sizes = {"max_seq_len": description.max_seq_len, "vocab_size": description.vocab_size}
+        sizes = {
+            "max_seq_len": description.max_seq_len,
+            "vocab_size": description.vocab_size,
+            "beside_bytes": beside_bytes,
+        }
         num_pages = gpu_num_pages(model, kv_pages, limits, **sizes)
     return allocate_pages(model, num_pages, kv_dtype)

@@ -75,7 +75,7 @@ def choose_backend(directory: Path, asked: str, *, on_cuda: bool = False) -> Cho
         try:
             config = ModelConfig.from_directory(directory)
             if on_cuda:
-                check_cuda_kernels(config.head_dim)
+                check_cuda_kernels(config)
             if asked == AUTO:
                 check_names(directory, config)
             return Choice(NATIVE, config.vocab_size)
@@ -153,7 +153,7 @@ def load_served(  # noqa: PLR0913 - the settings of a load
                 raise UnsupportedError("quantization needs a model that native code runs")
             return _load_library(directory, dtype, device, progress, self_check=self_check)
         plan = plan_load(directory, dtype, device, group, quantization)
-        if plan.has_integers:
+        if plan.is_quantised:
             use_bits_of_all_cpus()
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from workers.kv.sizing import GpuMemory, KvSizingError, choose_num_gpu_pages
+from workers.kv.states import StateSlots
+from workers.kv.table import KvTable
 from workers.kv.tensors import KvTensors
 from workers.models.errors import ModelError
-from workers.models.model import PAGE_SIZE, Model, new_pages, page_bytes
+from workers.models.model import PAGE_SIZE, Model, new_pages, page_bytes, state_sizes
 from workers.models.shard import Group
 from workers.runners.base import Runner
 from workers.runners.cuda_graph import CudaGraphRunner
@@ -51,11 +53,17 @@ class LoraLimits:
 
 
 def gpu_num_pages(
-    model: Model, kv_pages: int | None, limits: StepLimits, *, max_seq_len: int, vocab_size: int
+    model: Model,
+    kv_pages: int | None,
+    limits: StepLimits,
+    *,
+    max_seq_len: int,
+    vocab_size: int,
+    beside_bytes: int = 0,
 ) -> int:
     """The pages that fit into the memory that the weights and the largest step leave. Runs such a step.
 
-    Raises KvSizingError.
+    `beside_bytes`: what is allocated with each page. Raises KvSizingError.
     """
     try:
         trial = new_pages(model, -(-limits.max_tokens // PAGE_SIZE))
@@ -76,10 +84,11 @@ def gpu_num_pages(
         ) from error
     free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
     # The rotations of all positions that fit the pages also need memory; the trial had those of a few.
-    positions = min(max_seq_len, free_bytes // page_bytes(model) * PAGE_SIZE)
-    working_bytes += positions * model.rotation_bytes
+    bytes_per_page = page_bytes(model) + beside_bytes
+    positions = min(max_seq_len, free_bytes // bytes_per_page * PAGE_SIZE)
+    working_bytes += positions * model.rotation_bytes + state_sizes(model).fixed_bytes
     memory = GpuMemory(total_bytes, free_bytes, working_bytes, limits.gpu_memory_utilization)
-    return choose_num_gpu_pages(kv_pages, page_bytes(model), memory)
+    return choose_num_gpu_pages(kv_pages, bytes_per_page, memory)
 
 
 def allocate_pages(model: Model, num_pages: int, kv_dtype: str) -> KvTensors:
@@ -96,6 +105,14 @@ def allocate_pages(model: Model, num_pages: int, kv_dtype: str) -> KvTensors:
         raise KvSizingError(
             f"{num_pages} pages need {needed_bytes >> 20} MiB of GPU memory in one piece, which is not there"
         ) from error
+
+
+def new_table(kv: KvTensors) -> KvTable:
+    """The accounting of these pages, and of the states beside them."""
+    states = None
+    if kv.states is not None:
+        states = StateSlots(kv.states.num_slots, kv.states.spacing, kv.page_size)
+    return KvTable(kv.num_pages, kv.page_size, states)
 
 
 def new_runner(

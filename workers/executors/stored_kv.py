@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 
 from workers.executors.base import ModelExecutor
-from workers.kv.page_files import IDENTITY_BYTES, PageFiles
+from workers.kv.page_directory import IDENTITY_BYTES, PageDirectory
+from workers.kv.page_files import PageFiles
 from workers.kv_disk import KvDisk
 from workers.models.errors import ModelError
 from workers.models.kv_identity import kv_identity, weights_digest
@@ -28,6 +29,9 @@ def open_kv_disk(
     if kv.device.type != "cpu" or kv.others is not None:
         _log.warning("KV is not stored on disk: that needs one rank on the CPU")
         return None
+    if kv.states is not None:
+        _log.warning("KV is not stored on disk: recurrent states would be missing")
+        return None
     try:
         identity = kv_identity(
             kv,
@@ -37,9 +41,8 @@ def open_kv_disk(
             bytes_wanted=IDENTITY_BYTES,
         )
         pieces = len(kv.page_views(0))
-        files = PageFiles(
-            directory, identity, page_bytes=kv.bytes_per_page, pieces=pieces, max_bytes=max_bytes
-        )
+        shared = PageDirectory(directory, max_bytes)
+        files = PageFiles(shared, identity, page_bytes=kv.bytes_per_page, pieces=pieces)
         disk = KvDisk(
             engine.kv_table,
             kv.page_views,
@@ -50,5 +53,5 @@ def open_kv_disk(
     except (OSError, ModelError) as error:
         _log.error("KV is not stored on disk: %s", error)
         return None
-    _log.info("KV is stored on disk: %d MiB are there", files.bytes >> 20)
+    _log.info("KV is stored on disk: %d MiB are there", files.size_bytes >> 20)
     return disk

@@ -29,11 +29,13 @@ class PageWrite:
     """A page that is being written.
 
     Attributes:
+        parent: The digest of the page before it, or the root's.
         is_stale: Its memory may have other contents by now, or will have at once. The step loop's thread sets
             it before it writes to the page; the writing thread reads it after its last read of the page.
     """
 
     digest: bytes
+    parent: bytes
     page: int
     is_stale: bool = False
 
@@ -74,20 +76,20 @@ class DiskPages:
 
     def __init__(self) -> None:
         self.counts = DiskCounts()
-        # False: nothing is stored any more. What is on disk is still read.
+        # False: nothing is stored. What is on disk is still read.
         self.takes_writes = True
         self._on_disk: set[bytes] = set()
-        # In the order in which they were filled, with their pages.
-        self._queued: dict[bytes, int] = {}
+        # In the order in which they were filled: their parents and pages.
+        self._queued: dict[bytes, tuple[bytes, int]] = {}
         self._writing: dict[bytes, PageWrite] = {}
         self._reading: dict[bytes, int] = {}
 
     # What the pool does.
 
-    def published(self, page: int, digest: bytes) -> None:
-        """A page of the pool is full, and can be found by this digest."""
+    def published(self, page: int, digest: bytes, parent: bytes) -> None:
+        """A page of the pool is full, and can be found by this digest. It follows the page of `parent`."""
         if self.takes_writes and digest not in self._on_disk and digest not in self._writing:
-            self._queued[digest] = page
+            self._queued[digest] = parent, page
 
     def discarded(self, digest: bytes) -> None:
         """The page of this digest is about to get other contents."""
@@ -99,16 +101,16 @@ class DiskPages:
     # Writes.
 
     @property
-    def has_queued(self) -> bool:
-        """Whether `next_write` has a page."""
-        return bool(self._queued)
+    def unwritten(self) -> int:
+        """How many pages are queued or being written."""
+        return len(self._queued) + len(self._writing)
 
     def next_write(self) -> PageWrite | None:
         """The page to write next, which is being written from now on. None: there is none."""
         if not self._queued:
             return None
         digest = next(iter(self._queued))
-        write = self._writing[digest] = PageWrite(digest, self._queued.pop(digest))
+        write = self._writing[digest] = PageWrite(digest, *self._queued.pop(digest))
         return write
 
     def written(self, write: PageWrite, *, is_stored: bool) -> None:
@@ -126,16 +128,11 @@ class DiskPages:
         self._queued.pop(digest, None)
 
     def stop_writes(self) -> None:
-        """Store nothing from now on. Writes that are under way end as they can."""
+        """Store nothing until `takes_writes` is set again. Writes that are under way end as they can."""
         self.takes_writes = False
         self._queued.clear()
 
     # Reads.
-
-    @property
-    def stored(self) -> int:
-        """How many pages are thought to be on disk."""
-        return len(self._on_disk)
 
     def has(self, digest: bytes) -> bool:
         """Whether a page is thought to be on disk."""
@@ -178,7 +175,8 @@ class DiskPages:
 
     def check_integrity(self, lookup: Callable[[bytes], int | None]) -> None:
         """Raise IntegrityError for a contradiction. `lookup`: `PagePool.lookup`."""
-        for digest, page in (*self._queued.items(), *((w.digest, w.page) for w in self._writing.values())):
+        queued = ((digest, page) for digest, (_, page) in self._queued.items())
+        for digest, page in (*queued, *((write.digest, write.page) for write in self._writing.values())):
             if lookup(digest) != page:
                 raise IntegrityError(f"page {page} is to be stored, and has other contents")
         states = (self._queued.keys(), self._writing.keys(), self._on_disk)

@@ -4,8 +4,8 @@ They know no states and no pool. The step loop's thread hands them pages, and th
 these by `report`, which has to be quick and safe on any thread.
 
 The thread that writes keeps to a bandwidth and gives way to all others: it has a low priority, and what it
-has not written in time is only computed again. It also looks once a second which files other processes have
-written or deleted. A failed write ends all writes, since a disk that is full or read-only stays so.
+has not written in time is only computed again. It also looks about once a second which files other processes
+have written or deleted. After a failed write it writes nothing for a minute: the disk is full, or read-only.
 """
 
 from __future__ import annotations
@@ -28,8 +28,21 @@ _READERS = 2
 # A read of many pages is done in such portions, in turns with others.
 _PORTION_PAGES = 16
 _LIST_S = 1.0
+# Of the time, for lists of very many files.
+_LISTING_SHARE = 0.05
+# After a failed write.
+_RETRY_S = 60.0
 # Of the thread that writes: steps should not notice it.
 _NICENESS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PageRead:
+    """A page of the pool, into which the page of `digest` is read. `parent`: the digest of that before it."""
+
+    digest: bytes
+    parent: bytes
+    page: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +55,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class WritesFailed:
-    """The disk takes no writes any more. `why` is for the log."""
+    """The disk takes no writes. `why` is for the log."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WritesGoOn:
+    """It may take writes again by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +80,7 @@ class Listed:
     gone: set[bytes]
 
 
-Report = Written | WritesFailed | PageReads | Listed
+Report = Written | WritesFailed | WritesGoOn | PageReads | Listed
 
 
 class DiskThreads:
@@ -87,7 +105,7 @@ class DiskThreads:
         self._files, self._views, self._report = files, views, report
         self._bytes_per_s = write_bytes_per_s
         self._writes: queue.Queue[PageWrite] = queue.Queue(MOST_WRITES)
-        self._reads: queue.SimpleQueue[Sequence[tuple[bytes, int]]] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[Sequence[PageRead]] = queue.SimpleQueue()
         for run in (self._write_pages, *[self._read_pages] * _READERS):
             threading.Thread(target=run, name="kv-disk", daemon=True).start()
 
@@ -95,34 +113,38 @@ class DiskThreads:
         """Store a page. At most MOST_WRITES are under way at a time."""
         self._writes.put_nowait(write)
 
-    def read(self, pages: Sequence[tuple[bytes, int]]) -> None:
-        """Read these digests into these pages."""
-        self._reads.put(pages)
+    def read(self, reads: Sequence[PageRead]) -> None:
+        """Read these pages."""
+        self._reads.put(reads)
 
     def _write_pages(self) -> None:
         if sys.platform == "linux":
             # Of this thread alone.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        failed = False
+        retry_s: float | None = None
         next_s = list_s = time.monotonic()
         while True:
             now_s = time.monotonic()
+            if retry_s is not None and now_s >= retry_s:
+                retry_s = None
+                self._report(WritesGoOn())
             if now_s >= list_s:
                 self._list_changes()
-                list_s = time.monotonic() + _LIST_S
+                done_s = time.monotonic()
+                list_s = done_s + max(_LIST_S, (done_s - now_s) / _LISTING_SHARE)
             try:
                 write = self._writes.get(timeout=max(0.0, list_s - time.monotonic()))
             except queue.Empty:
                 continue
             time.sleep(max(0.0, next_s - time.monotonic()))
             is_stored = False
-            if not failed and not write.is_stale:
+            if retry_s is None and not write.is_stale:
                 views = self._views(write.page)
                 next_s = max(next_s, time.monotonic()) + sum(map(len, views)) / self._bytes_per_s
                 try:
                     is_stored = self._files.write(write, views)
                 except OSError as error:
-                    failed = True
+                    retry_s = time.monotonic() + _RETRY_S
                     self._report(WritesFailed(error.strerror or repr(error)))
             self._report(Written(write, is_stored))
 
@@ -137,10 +159,12 @@ class DiskThreads:
 
     def _read_pages(self) -> None:
         while True:
-            pages = self._reads.get()
-            portion, rest = pages[:_PORTION_PAGES], pages[_PORTION_PAGES:]
+            reads = self._reads.get()
+            portion, rest = reads[:_PORTION_PAGES], reads[_PORTION_PAGES:]
             if rest:
                 self._reads.put(rest)
-            self._report(
-                PageReads([(digest, self._files.read(digest, self._views(page))) for digest, page in portion])
-            )
+            outcomes = [
+                (read.digest, self._files.read(read.digest, read.parent, self._views(read.page)))
+                for read in portion
+            ]
+            self._report(PageReads(outcomes))

@@ -1,4 +1,4 @@
-"""Sizes of memory: whether the weights fit, and how many pages the KV pool gets."""
+"""Sizes of memory: whether the weights fit, how many pages the KV pool gets, and how many states."""
 
 from __future__ import annotations
 
@@ -46,6 +46,49 @@ class GpuMemory:
 
 # A sequence needs one page, and the warm-up too.
 _MIN_PAGES = 1
+# Recurrent states beside those that pages bring: of eight running forwards.
+_MIN_STATES = 24
+# The most tokens from one snapshot to the next, and so that a truncation or a reused prefix computes again.
+_MAX_STATE_SPACING = 512
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """How many recurrent states a pool of pages has beside it.
+
+    Snapshots are so far apart that one takes about the memory of the keys and values in between.
+
+    Attributes:
+        bytes_per_state: Of all layers. 0: there are no recurrent layers.
+        kv_bytes_per_page: Of all layers with keys and values.
+        page_size: Tokens.
+    """
+
+    bytes_per_state: int
+    kv_bytes_per_page: int
+    page_size: int
+
+    @property
+    def spacing(self) -> int:
+        """The tokens from one snapshot to the next: full pages."""
+        tokens = self.bytes_per_state * self.page_size // max(1, self.kv_bytes_per_page)
+        pages = -(-min(tokens, _MAX_STATE_SPACING) // self.page_size)
+        return max(1, pages) * self.page_size
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Those of a page, and its share of the states."""
+        states = -(-self.bytes_per_state * self.page_size // self.spacing)
+        return self.kv_bytes_per_page + states
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Of the states that there are with any number of pages."""
+        return _MIN_STATES * self.bytes_per_state
+
+    def num_states(self, num_pages: int) -> int:
+        """One for each snapshot that fits the pages, and those of a few running forwards."""
+        return _MIN_STATES + num_pages * self.page_size // self.spacing
 
 
 def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
@@ -57,13 +100,15 @@ def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
         )
 
 
-def choose_num_pages(asked: int | None, bytes_per_page: int) -> int:
+def choose_num_pages(asked: int | None, bytes_per_page: int, fixed_bytes: int = 0) -> int:
     """The number of pages in main memory: as requested, or what fits a share of the free memory.
+
+    `fixed_bytes`: what is needed with any number of pages.
 
     Raises KvSizingError if that does not fit, or is less than one page.
     """
     _check_asked(asked)
-    free_bytes = available_bytes()
+    free_bytes = max(0, available_bytes() - fixed_bytes)
     if asked is not None:
         if asked * bytes_per_page > free_bytes:
             raise KvSizingError(

@@ -33,6 +33,7 @@ from workers.kv.integrity import IntegrityCheck
 from workers.kv.page_pool import IntegrityError, PagePool, page_digest, root_digest
 from workers.kv.page_tables import PageTables
 from workers.kv.sequence import NO_ROW, KvSequence, Rows, SequenceColumns
+from workers.kv.states import StateSlots
 
 # What the gateway puts before the salt of a tenant: see `Tenant.salt` there.
 _NUMBERED_ADAPTER = re.compile(rb"a\d+/")
@@ -61,11 +62,15 @@ class KvTable:
     Methods that take a KvSequence raise ValueError for one that is not (or no longer) in this table.
     """
 
-    def __init__(self, num_pages: int, page_size: int = 16) -> None:
+    def __init__(self, num_pages: int, page_size: int = 16, states: StateSlots | None = None) -> None:
+        """`states`: of a model with recurrent layers."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
+        self.states = states
         self._pool = PagePool(num_pages)
+        if states is not None:
+            self._pool.on_discard = states.discarded
         self._sequences: dict[int, KvSequence] = {}
         self._columns = SequenceColumns(page_size)
         # By key, the row in the columns; by row, the sequence.
@@ -134,6 +139,8 @@ class KvTable:
             return 0
         whole_tokens = max(0, min(limit, len(tokens))) // page_size * page_size
         digest = _last_digest(seq)
+        if self.states is not None:
+            whole_tokens = self._up_to_snapshot(self.states, digest, tokens[:whole_tokens])
         reused_tokens = 0
         while reused_tokens < whole_tokens:
             page_tokens = tokens[reused_tokens : reused_tokens + page_size]
@@ -149,7 +156,25 @@ class KvTable:
         self._columns.changes[seq.row] += 1
         for check in self._checks:
             check.pages_added(seq.key, seq.pages[len(seq.pages) - reused_tokens // page_size :])
+        if self.states is not None and reused_tokens:
+            self.states.matched(seq)
         return reused_tokens
+
+    def _up_to_snapshot(self, states: StateSlots, digest: bytes, tokens: Sequence[int]) -> int:
+        """How many of these tokens, which fill pages after that of `digest`, can be reused with a state."""
+        found = 0
+        for start in range(0, len(tokens), self.page_size):
+            digest = page_digest(digest, tokens[start : start + self.page_size])
+            if self._pool.lookup(digest) is None:
+                break
+            if states.has_snapshot(digest):
+                found = start + self.page_size
+        return found
+
+    @property
+    def reuse_unit(self) -> int:
+        """A prefix is reused up to a multiple of so many tokens."""
+        return self.page_size if self.states is None else self.states.spacing
 
     def _may_share_next(self, seq: KvSequence) -> bool:
         """Whether a shared page can be the next of a sequence: it ends with a full page, its last one."""
@@ -285,6 +310,8 @@ class KvTable:
             raise ValueError(f"sequence {seq.key}: {end} tokens do not fit in the {seq.writable} reserved")
         self._extend(seq, tokens)
         self._index_pages(seq, end)
+        if self.states is not None:
+            self.states.appended(seq)
 
     def append_next(self, rows: Rows, positions: Rows, tokens: Rows) -> None:
         """As `append` of one token to each of the sequences in these rows, after `reserve_next`."""
@@ -295,6 +322,11 @@ class KvTable:
         for row in rows[ends % self.page_size == 0].tolist():
             seq = self._in_row[row]
             self._index_pages(seq, len(seq))
+        if self.states is not None:
+            for row in rows.tolist():
+                seq = self._in_row[row]
+                self.states.appended(seq)
+                self.states.end(seq.key)
 
     def _index_pages(self, seq: KvSequence, end: int) -> None:
         for i in range(seq.digests.length, end // self.page_size):
@@ -306,7 +338,7 @@ class KvTable:
     def _publish(self, seq: KvSequence, i: int) -> None:
         page, digest = seq.pages[i], seq.digests[i]
         if self._pool.publish(page, digest) and self._disk is not None and is_lasting(seq.salt):
-            self._disk.published(page, digest)
+            self._disk.published(page, digest, seq.digests[i - 1] if i else root_digest(seq.salt))
 
     def truncate(self, seq: KvSequence, new_len: int) -> None:
         """Cut `seq` to `new_len` tokens and free all pages after them, also reserved ones.
@@ -334,6 +366,8 @@ class KvTable:
         columns = self._columns
         columns.lengths[seq.row], columns.writable[seq.row] = new_len, 0
         columns.changes[seq.row] += 1
+        if self.states is not None:
+            self.states.truncated(seq)
 
     def fork(self, seq: KvSequence, child_keys: Sequence[int]) -> list[KvSequence]:
         """Add and return sequences with the same tokens in the same pages. Reserved slots are not shared.
@@ -359,6 +393,8 @@ class KvTable:
             children.append(child)
         if len(seq) % self.page_size and children:
             self._columns.writable[seq.row] = 0
+        if self.states is not None:
+            self.states.forked(seq.key, child_keys)
         return children
 
     def release(self, key: int) -> bool:
@@ -367,6 +403,8 @@ class KvTable:
         if seq is None:
             return False
         self.truncate(seq, 0)
+        if self.states is not None:
+            self.states.released(key)
         del self._sequences[key], self._row_of[key], self._in_row[seq.row]
         self._columns.remove(seq.row)
         return True
@@ -380,10 +418,11 @@ class KvTable:
 
     def next_digests(
         self, key: int, position: int, salt: bytes, tokens: Sequence[int], limit: int
-    ) -> Iterator[bytes]:
-        """The digests of the full pages that at most `limit` of `tokens` fill, at a position of a sequence.
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """The full pages that at most `limit` of `tokens` fill, at a position of a sequence.
 
-        None if it has no such position, or if the position is within a page.
+        Of each its digest, and that of the page before it, or the root's. None if it has no such position, or
+        if the position is within a page.
         """
         page_size, seq = self.page_size, self._sequences.get(key)
         if position % page_size or (position and (seq is None or len(seq) < position)):
@@ -392,8 +431,8 @@ class KvTable:
         if position and seq is not None:
             digest = seq.digests[position // page_size - 1]
         for start in range(0, max(0, min(limit, len(tokens))) // page_size * page_size, page_size):
-            digest = page_digest(digest, tokens[start : start + page_size])
-            yield digest
+            parent, digest = digest, page_digest(digest, tokens[start : start + page_size])
+            yield digest, parent
 
     def hold(self, digest: bytes) -> int | None:
         """The page of this digest, which stays in the pool until `let_go`. None: it is not in the pool."""
@@ -470,6 +509,8 @@ class KvTable:
             yield from check.slices()
         finally:
             self._checks.remove(check)
+        if self.states is not None:
+            self.states.check_integrity()
         if self._tokens != sum(map(len, self._sequences.values())):
             raise IntegrityError(f"{self._tokens} tokens counted, the sequences disagree")
 

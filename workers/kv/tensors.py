@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kernels.packed_pages import SCALE_BYTES, PackedKeys, PackedValues, Pages, can_pack
 from workers import huge_pages
+from workers.kv.state_tensors import StateTensors
 
 # Pages copied at once. Limits the temporary memory of `copy_pages`.
 _COPY_BATCH_PAGES = 16
@@ -75,9 +76,10 @@ class KvTensors:
     Attributes:
         quantised: Whether keys and values are stored in 8 bits with a scale each.
         others: Of rank 0, the others, which copy what this one copies; None: there are none.
+        states: Of a model with recurrent layers; None: it has none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - how the pages of a model are stored
         self,
         layers: Sequence[LayerKv],
         *,
@@ -86,6 +88,7 @@ class KvTensors:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         pack: bool = True,
+        states: StateTensors | None = None,
         quantised: bool = False,
         row_dtype: torch.dtype | None = None,
     ) -> None:
@@ -98,13 +101,15 @@ class KvTensors:
             dtype: Of keys and values, or with 8 bits of the products with them.
             device: Their device.
             pack: Pack the pages of layers for which there are compiled kernels.
+            states: What recurrent layers keep. With it there may be no other layers: pages then hold nothing.
             quantised: Store keys and values in 8 bits with a scale each, in packed pages.
             row_dtype: Of what is written, and of queries; None: the dtype. Packed pages may be narrower.
 
         Raises:
             ValueError: A size is below 1, there are no layers, or no kernels for such pages of one.
         """
-        for name, size in (("layers", len(layers)), ("num_pages", num_pages), ("page_size", page_size)):
+        kinds = len(layers) + (states is not None)
+        for name, size in (("layers", kinds), ("num_pages", num_pages), ("page_size", page_size)):
             _check_size(name, size)
         self.layers = tuple(layers)
         self.num_pages = num_pages
@@ -113,6 +118,7 @@ class KvTensors:
         self.quantised = quantised
         self.device = torch.device(device)
         self.others: OtherRanks | None = None
+        self.states = states
         # All tensors of one shape share one piece of memory, so that one operation copies a page in all of
         # them. If keys, values and layers have the same shape, that is the whole cache.
         shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))

@@ -10,6 +10,7 @@ from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.library import InstructionSetError, instruction_set, kernel_name
 from kernels.paged_attention import CUDA_WIDTHS
+from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
 
 # The name where no kernels were compiled for the CPU: the same operations in torch, which are slower.
@@ -85,8 +86,10 @@ def check_cuda_device(device: torch.device) -> None:
         )
 
 
-def check_cuda_kernels(head_dim: int) -> None:
-    """Raises UnsupportedError for a head width for which there are no CUDA kernels."""
-    if head_dim not in CUDA_WIDTHS:
+def check_cuda_kernels(config: ModelConfig) -> None:
+    """Raises UnsupportedError for a model for which there are no CUDA kernels."""
+    if config.family.expert_biases:
+        raise UnsupportedError(f"model_type: {config.model_type} has no native code on a CUDA device")
+    if config.head_dim not in CUDA_WIDTHS:
         known = ", ".join(map(str, CUDA_WIDTHS))
-        raise UnsupportedError(f"head_dim: must be one of {known} on a CUDA device, got {head_dim}")
+        raise UnsupportedError(f"head_dim: must be one of {known} on a CUDA device, got {config.head_dim}")

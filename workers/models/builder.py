@@ -18,7 +18,7 @@ from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.errors import UnsupportedError
-from workers.models.experts import Experts
+from workers.models.experts import ExpertBiases, Experts
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 from workers.models.registry import FAMILIES
@@ -147,8 +147,7 @@ class _Parts:
         """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
         taken = {name: Slice((width, size), (range(width),), part)}
-        group = self._shard.group
-        return self._linear(place, taken, bias=bias and (group is None or group.rank == 0))
+        return self._linear(place, taken, bias=bias and self._shard.is_first)
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -184,6 +183,7 @@ class _Parts:
             head_norm = self._norm_weight(len(heads) + len(kv_heads), width)
         elif family.qk_norm == "row":
             row_norms = self._norm_weight(len(heads) * width), self._norm_weight(len(kv_heads) * width)
+        sinks = torch.empty(len(heads), dtype=torch.float32, device=self._device) if family.sinks else None
         return Attention(
             config,
             self._shard,
@@ -200,6 +200,7 @@ class _Parts:
             ),
             head_norm=head_norm,
             row_norms=row_norms,
+            sinks=sinks,
         )
 
     def _mlp(self, index: int) -> GatedMlp:
@@ -226,10 +227,16 @@ class _Parts:
             ]
             return [self.matrix(of_expert, inputs, taken) for of_expert in named]
 
+        biases = None
+        if self._family.expert_biases:
+            sizes = (experts.count,), (experts.count, 2 * len(part)), (experts.count, width)
+            router, into, out_of = (self.empty(*size) for size in sizes)
+            biases = ExpertBiases(router, into, out_of, has_down=self._shard.is_first)
         return Experts(
             self._config,
             part,
             index,
+            biases=biases,
             router=self.matrix({f"{place}{names.router}.weight": experts.count}, width),
             gate_up=matrices({names.gate: len(part), names.up: len(part)}, width, range(width)),
             down=matrices({names.down: width}, size, part),

@@ -151,6 +151,7 @@ def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
     found.heads, found.kv_heads, found.width = len(shard.heads), len(shard.kv_heads), config.head_dim
     found.attention_scale, found.softcap = config.attention_scale, config.attention_softcap or 0.0
     found.window = layer.window or 0
+    found.sinks = None if body.sinks is None else body.sinks.data_ptr()
     if layer.rope is not None:
         found.rope = ropes.index(layer.rope)
     eps = config.rms_norm_eps

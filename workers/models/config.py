@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.gated_activation import Activation
+from kernels.gated_activation import GATE_LIMIT, SIGMOID_GAIN, Activation
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
@@ -237,7 +237,12 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
 
 
 def _activation(settings: Mapping[str, object], family: Family) -> Activation:
-    """The activation of the gate. Raises UnsupportedError."""
+    """The activation of the gate. Raises ModelError, or UnsupportedError."""
+    if family.clamped_gate:
+        for setting, only in (("swiglu_alpha", SIGMOID_GAIN), ("swiglu_limit", GATE_LIMIT)):
+            if (got := number(settings, setting, only)) != only:
+                raise UnsupportedError(f"{setting}: must be {only}, got {got}")
+        return "clamped_swiglu"
     name = settings.get(family.activation) or "silu"
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)

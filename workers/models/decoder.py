@@ -21,6 +21,7 @@ from kernels.packed_pages import can_pack_width, packed_width
 from kernels.rope import RopeSpec, rope_table
 from kernels.softcap import softcap
 from kernels.weight import Weight
+from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture, routing_of
 from workers.models.compiled_layers import Stage, compiled
@@ -47,6 +48,7 @@ class Decoder:
     has_hidden_states = True
     takes_trees = True
     packs_kv = True
+    state_shapes: tuple[StateShape, ...] = ()
     graphable = True
 
     def __init__(

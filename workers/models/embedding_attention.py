@@ -46,6 +46,7 @@ from kernels.cpu import paged_attention as cpu_attention
 from kernels.cpu.kv_write import kv_write
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
 from kernels.paged_attention import paged_attention
+from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -72,6 +73,7 @@ class EmbeddingAttention(WithoutLora):
     has_hidden_states = False
     takes_trees = True
     packs_kv = True
+    state_shapes: tuple[StateShape, ...] = ()
     batch_invariant = True
     graphable = False
 

@@ -6,16 +6,38 @@ Dimension letters: T tokens; C hidden width; I intermediate width of an expert; 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route
-from kernels.linear import linear
+from kernels.linear import DenseWeight, linear
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext
 from workers.models.linear import Linear, LoadTarget
 from workers.models.shard import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """Those of a layer, uninitialised until its targets are filled.
+
+    Attributes:
+        router: [E].
+        gate_up: [E, 2 * I].
+        down: [E, C].
+        has_down: Whether `down` is to be filled. If not, another rank adds it, and here it is 0.
+    """
+
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    has_down: bool
+
+    def __post_init__(self) -> None:
+        if not self.has_down:
+            self.down.zero_()
 
 
 class Experts:
@@ -30,6 +52,7 @@ class Experts:
         router: Weight,
         gate_up: ExpertWeights,
         down: ExpertWeights,
+        biases: ExpertBiases | None = None,
     ) -> None:
         """Take ownership of parameters.
 
@@ -40,10 +63,12 @@ class Experts:
             router: [E, C].
             gate_up: [E, 2 * I, C], rows of gate, then up; I: the width of `part`.
             down: [E, C, I].
+            biases: None: there are none.
         """
         self.router = router
         self.gate_up = gate_up
         self.down = down
+        self._biases = biases
         assert config.experts is not None and config.family.experts is not None
         self._config = config.experts
         self._names = config.family.experts
@@ -70,6 +95,27 @@ class Experts:
                 into, at = matrix.part(first)
                 target = LoadTarget(into, taken.shape, taken=taken, first=at)
                 yield f"{prefix}{name.format(index)}.weight", target
+        if self._biases is not None:
+            yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(width, size))
+
+    def _bias_targets(
+        self, prefix: str, biases: ExpertBiases, rows: Slice, whole: Slice
+    ) -> Iterator[tuple[str, LoadTarget]]:
+        """`rows`: those of gate and up that this rank has; `whole`: all of down."""
+        names, count = self._names, self._config.count
+        taken = Slice.whole(count)
+        router = LoadTarget(DenseWeight(biases.router), (count,), taken=taken)
+        yield f"{prefix}{names.router}.bias", router
+        for index in range(count):
+            gate_up, down = DenseWeight(biases.gate_up[index]), DenseWeight(biases.down[index])
+            for name, bias, first, taken in (
+                (names.gate, gate_up, 0, rows),
+                (names.up, gate_up, len(self._part), rows),
+                (names.down, down, 0, whole),
+            ):
+                if bias is gate_up or biases.has_down:
+                    target = LoadTarget(bias, taken.shape[:1], taken=taken, first=first)
+                    yield f"{prefix}{name.format(index)}.bias", target
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """None: experts take no adapters."""
@@ -84,7 +130,9 @@ class Experts:
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
-        logits = linear(x, self.router, batch_invariant=context.batch_invariant)  # [T, E]
+        biases = self._biases
+        bias = None if biases is None else biases.router
+        logits = linear(x, self.router, bias, batch_invariant=context.batch_invariant)  # [T, E]
         routing = context.routing
         given = None if routing is None else routing.given_of(self._index)
         expert_ids, weights = route(logits, self._config.per_token, self._config.normalized, dtype, given)
@@ -97,5 +145,6 @@ class Experts:
             expert_ids,
             weights,
             self._activation,
+            biases=None if biases is None else (biases.gate_up, biases.down),
             batch_invariant=context.batch_invariant,
         )

@@ -8,6 +8,7 @@ Dimension letters: T tokens of all items; N items; R wanted rows.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from kernels.attention_batch import AttentionBatch
 from kernels.attention_trees import MAX_TREE_TOKENS, TokenTrees, depths_and_ancestors
+from workers.kv.states import StateRun
 
 __all__ = ["MAX_TREE_TOKENS", "AttentionBatch", "ForwardInputs", "TokenTrees", "depths_and_ancestors"]
 
@@ -36,6 +38,8 @@ class ForwardInputs:
     # [T, L, E] int64: the experts that each row is computed with, E in each of the L layers that have any.
     # -1: the router chooses. None: it does for all rows.
     experts: torch.Tensor | None = None
+    # [N] of a model with recurrent layers: the states that each item begins from and writes.
+    states: Sequence[StateRun] = ()
 
     def to(self, device: torch.device, *, pinned: bool = False) -> ForwardInputs:
         """A copy on a device; this object if it is there already.

@@ -168,6 +168,7 @@ class Attention:
         output: Linear,
         head_norm: torch.Tensor | None,
         row_norms: tuple[torch.Tensor, torch.Tensor] | None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Take ownership of parameters.
 
@@ -180,6 +181,7 @@ class Attention:
             head_norm: [H + K, D], the q weight for every query head, then the k weight for every key-value
                 head; None: heads are not normalised.
             row_norms: [H * D] and [K * D], the weights for queries and keys; None: rows are not normalised.
+            sinks: [H] float32, see `kernels.paged_attention`; None: there are none.
         """
         self.config, self.layer, self.shard = config, config.layers[index], shard
         self.index, self.is_last = index, index == config.num_hidden_layers - 1
@@ -187,6 +189,7 @@ class Attention:
         self.output = output
         self.head_norm = head_norm
         self.row_norms = row_norms
+        self.sinks = sinks
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
@@ -201,6 +204,10 @@ class Attention:
         slices = row_norm_slices(self.shard, *(len(weight) for weight in self.row_norms or ()))
         for name, weight, taken in zip(names, self.row_norms or (), slices, strict=False):
             yield name, LoadTarget(DenseWeight(weight), taken.shape[:1], offset, taken)
+        if self.sinks is not None:
+            shape = (self.config.num_attention_heads, 1)
+            taken = Slice(shape, (self.shard.heads,), range(1))
+            yield f"{prefix}sinks", LoadTarget(DenseWeight(self.sinks), shape[:1], taken=taken)
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""
@@ -237,6 +244,7 @@ class Attention:
             scale=self.config.attention_scale,
             sliding_window=self.layer.window,
             softcap=self.config.attention_softcap,
+            sinks=self.sinks,
             batch_invariant=context.batch_invariant,
         )
         return attended[:, :, : self.config.head_dim].flatten(1)

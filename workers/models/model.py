@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from workers.kv.sizing import StateSizes
+from workers.kv.state_tensors import StateShape, StateTensors, state_bytes
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -24,7 +26,7 @@ class ModelDescription:
     """What clients read about a model, named as in the protos. Sizes in elements, tokens and bytes.
 
     Attributes:
-        num_kv_heads: Of the first layer, as `head_dim`.
+        num_kv_heads: Of the first layer with keys and values, as `head_dim`. 0: there is none.
         num_parameters: The number of weights; tied ones count once.
         weight_bytes: The bytes of the parameters in memory.
         fingerprint: 32 hexadecimal digits that distinguish models: a hash of the config and of the weights in
@@ -61,8 +63,10 @@ class Model(Protocol):
 
     dtype: torch.dtype
     device: torch.device
-    # The shape of a token's keys and values in each layer.
+    # The shape of a token's keys and values in each layer that has any.
     kv_layers: tuple[LayerKv, ...]
+    # The tensors of a sequence's recurrent state, in all layers. None: it has no such layers.
+    state_shapes: tuple[StateShape, ...]
     # Whether `forward` fills `capture`.
     has_hidden_states: bool
     # Whether its attention supports token trees; see `AttentionBatch`.
@@ -112,18 +116,28 @@ class Model(Protocol):
 AUTO_KV, BFLOAT16_KV, INT8_KV = "auto", "bfloat16", "int8"
 
 
-def page_bytes(model: Model, kv_dtype: str = AUTO_KV) -> int:
-    """The bytes of one page: keys and values of all layers."""
+def state_sizes(model: Model, kv_dtype: str = AUTO_KV) -> StateSizes:
+    """How many states a model needs beside its pages, and how far apart."""
     dtype, quantised = _kv_format(model, kv_dtype)
-    return KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=dtype, quantised=quantised)
+    kv_bytes = KvTensors.page_bytes(model.kv_layers, page_size=PAGE_SIZE, dtype=dtype, quantised=quantised)
+    return StateSizes(state_bytes(model.state_shapes), kv_bytes, PAGE_SIZE)
+
+
+def page_bytes(model: Model, kv_dtype: str = AUTO_KV) -> int:
+    """The bytes of one page: keys and values of all layers, and its share of the states."""
+    return state_sizes(model, kv_dtype).bytes_per_page
 
 
 def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensors:
-    """Allocate pages for a model, on its device.
+    """Allocate pages for a model, and states, if it has recurrent layers, on its device.
 
     Raises ValueError if there are no kernels for this model with such pages.
     """
     dtype, quantised = _kv_format(model, kv_dtype)
+    states = None
+    if model.state_shapes:
+        sizes = state_sizes(model, kv_dtype)
+        states = StateTensors(model.state_shapes, sizes.num_states(num_pages), sizes.spacing, model.device)
     return KvTensors(
         model.kv_layers,
         num_pages=num_pages,
@@ -131,6 +145,7 @@ def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensor
         dtype=dtype,
         device=model.device,
         pack=model.packs_kv,
+        states=states,
         quantised=quantised,
         row_dtype=model.dtype,
     )

@@ -38,6 +38,7 @@ from workers.models.parts import Part
 from workers.models.quantised.drawn_rows import drawn_rows
 from workers.models.recipes import recipe
 from workers.models.self_check import check_parity
+from workers.models.stacked_experts import separated_values
 from workers.models.weights import formats_of, names_of
 
 _log = logging.getLogger(__name__)
@@ -192,6 +193,8 @@ def _check_logits(
         # In the layout of checkpoints: each expert by itself, projections fused or not.
         tensors = revert_weight_conversion(module, module.state_dict())
     config = _config_of(module)
+    if config.family.experts is not None and config.family.experts.stacked is not None:
+        tensors = separated_values(tensors, config.family.experts)
     formats = formats_of(quantization, forms, config)
     decoder = build_decoder(config, dtype, device, formats=formats)
     blocks: dict[str, tuple[WeightFormat, Part]] = {}

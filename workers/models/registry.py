@@ -34,12 +34,22 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of tensors in a layer of a checkpoint; {} stands for the number of the expert."""
+    """Names of tensors in a layer of a checkpoint; {} stands for the number of the expert.
+
+    Attributes:
+        router: Before "weight", or "bias".
+        gate: Likewise.
+        up: Likewise.
+        down: Likewise.
+        stacked: What the names of tensors begin with that have the matrices of all experts; see
+            `workers.models.stacked_experts`. None: each matrix is a tensor.
+    """
 
     router: str
     gate: str
     up: str
     down: str
+    stacked: str | None = None
 
 
 PRE_NORMS = NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
@@ -120,6 +130,9 @@ class Family:
         mlp_names: The projections of the MLP in a checkpoint: gate and up, or one that is fused.
         experts: The names of the experts' tensors; None: no layer has experts.
         wide_routing: The router's weights of experts stay float32.
+        expert_biases: The router and the projections of experts have biases.
+        clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
+        sinks: Each head has a logit that is a term of the softmax and has no value.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -140,6 +153,9 @@ class Family:
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj")
     experts: ExpertNames | None = None
     wide_routing: bool = False
+    expert_biases: bool = False
+    clamped_gate: bool = False
+    sinks: bool = False
 
 
 def _defaults(
@@ -195,6 +211,14 @@ _MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.experts.{}.w1",
     "block_sparse_moe.experts.{}.w3",
     "block_sparse_moe.experts.{}.w2",
+)
+
+_GPT_OSS_EXPERTS = ExpertNames(
+    "mlp.router",
+    "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down_proj",
+    stacked="mlp.experts.",
 )
 
 _MISTRAL = Family(
@@ -322,6 +346,33 @@ FAMILIES: dict[str, Family] = {
         wide_norms=True,
         layer_types=_full_every(4),
         rope_by_type=True,
+    ),
+    "gpt_oss": Family(
+        defaults=_defaults(
+            *(201088, 2880, 2880, 36, 64, 131072, None, None),
+            num_key_value_heads=8,
+            head_dim=64,
+            rms_norm_eps=1e-5,
+            sliding_window=128,
+            attention_bias=True,
+            num_local_experts=128,
+            num_experts_per_tok=4,
+            rope_theta=150_000.0,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        ),
+        reads=_WINDOW
+        | names("layer_types num_local_experts num_experts num_experts_per_tok swiglu_alpha swiglu_limit"),
+        wide_norms=True,
+        layer_types=_full_every(2),
+        experts=_GPT_OSS_EXPERTS,
+        expert_biases=True,
+        clamped_gate=True,
+        sinks=True,
     ),
     "granite": Family(
         reads=names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),

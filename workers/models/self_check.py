@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from workers.kv.states import FROM_START, Held, StateRun
 from workers.models.checkpoint import name_of
 from workers.models.errors import ModelError
 from workers.models.inputs import AttentionBatch, ForwardInputs
@@ -103,14 +104,22 @@ def _run_paged(model: Model, sequences: list[list[int]]) -> list[torch.Tensor]:
     for index in range(kv.num_layers):
         for half in kv.layer(index):
             half.data.fill_(torch.nan)
+    for tensor in kv.states.tensors if kv.states is not None else ():
+        tensor.fill_(torch.nan)
     lengths, rows = [0, 0], [[], []]  # type: tuple[list[int], list[list[torch.Tensor]]]
-    for step in _STEPS:
+    states = [FROM_START, FROM_START]
+    for number, step in enumerate(_STEPS):
         parts = [min(step[i], len(sequences[i]) - lengths[i]) for i in range(2)]
         taken = [i for i in range(2) if parts[i]]
         if not taken:
             break
         ends = [lengths[i] + parts[i] for i in range(2)]
         inputs = _pack([(sequences[i], owned[i], lengths[i], ends[i]) for i in taken]).to(model.device)
+        if kv.states is not None:
+            # Each sequence has two slots, and writes them in turn.
+            written = [Held(end, 2 * i + number % 2) for i, end in enumerate(ends)]
+            inputs.states = [StateRun(states[i], (), (written[i],)) for i in taken]
+            states = written
         logits = model.logits(model.forward(inputs, kv))  # [R, V]
         for i, part in zip(taken, torch.split(logits, [parts[i] for i in taken]), strict=True):
             rows[i].append(part)

@@ -106,6 +106,11 @@ class Shard:
             vocabulary_rows=rows,
         )
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is that of rank 0, which adds what a sum over the ranks has once."""
+        return self.group is None or self.group.rank == 0
+
     def part(self, size: int) -> range:
         """The rank's part of a width that is a multiple of the number of ranks."""
         return _part(size, *_place(self.group))

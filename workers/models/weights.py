@@ -33,6 +33,7 @@ from workers.models.recipes import recipe
 from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
 from workers.models.source import source_of
+from workers.models.stacked_experts import separated
 
 _log = logging.getLogger(__name__)
 
@@ -82,10 +83,9 @@ class LoadPlan:
         return formats_of(self.quantization, self.forms, self.config)
 
     @property
-    def has_integers(self) -> bool:
-        """Whether some matrices are integers in groups, whose products have the same bits on every CPU."""
-        forms = self.forms.values()
-        return self.quantization is not None or not all(isinstance(form, Float8Format) for form in forms)
+    def is_quantised(self) -> bool:
+        """Whether some matrices are, whose products have the same bits on every CPU."""
+        return self.quantization is not None or bool(self.forms)
 
     @property
     def format_names(self) -> str:
@@ -310,8 +310,9 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     """The tensors of the text part, by their names in a text model.
 
     As the library, takes the tensors of a base model, which have no prefix, and of two that are tied either.
+    Experts that are in one tensor become tensors of their own.
 
-    Raises ModelError if two tensors have the same name there.
+    Raises ModelError if two tensors have the same name there, or experts cannot be separated.
     """
     renamed_prefixes: Sequence[tuple[str, str]] = ()
     left_out: tuple[str, ...] = ()
@@ -329,7 +330,10 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
             found[renamed] = entry
     if config.tie_word_embeddings and _HEAD in found and _EMBEDDING not in found:
         found[_EMBEDDING] = found.pop(_HEAD)
-    return found
+    names = config.family.experts
+    if names is None or names.stacked is None or config.experts is None:
+        return found
+    return separated(found, names, config.experts.count)
 
 
 def _targets(

@@ -39,7 +39,7 @@ class ConstraintSettings(TypedDict, total=False):
 class SpeculationSettings(TypedDict, total=False):
     """Speculative decoding: where drafts come from, and the most tokens of one."""
 
-    method: Literal["prompt_lookup"]
+    method: Literal["prompt_lookup", "draft_model"]
     max_draft_tokens: int
 
 
@@ -49,7 +49,7 @@ class TextSettings(SamplingSettings, total=False):
     Attributes:
         sampling: Default settings, such as `model_info().sampling_defaults`.
         timeout: In seconds or a timedelta.
-        speculation: Speculative decoding, which changes no text: "prompt_lookup", or with its other setting.
+        speculation: Speculative decoding, which changes no text: its method, or with its other setting.
     """
 
     sampling: types_pb2.SamplingParams | SamplingSettings | None
@@ -69,7 +69,7 @@ class TextSettings(SamplingSettings, total=False):
     min_logprob: float | None
     max_entropy: float | None
     hidden: types_pb2.HiddenStates | None
-    speculation: Literal["prompt_lookup"] | runner_pb2.Speculation | SpeculationSettings | None
+    speculation: Literal["prompt_lookup", "draft_model"] | runner_pb2.Speculation | SpeculationSettings | None
 
 
 def item(

@@ -36,7 +36,11 @@ _WORKER_GAUGES = {
     "quire_worker_step_age_seconds": ("snapshot.step_age_ns", "How long the current step has run."),
     "quire_worker_sequences": ("snapshot.pool.sequences", "Caches whose KV it has."),
     "quire_kv_disk_bytes": ("snapshot.kv_disk.bytes", "All files in its kv_disk."),
-    "quire_kv_disk_stopped": ("snapshot.kv_disk.stopped", "1 if it stores nothing more in its kv_disk."),
+    "quire_kv_disk_stopped": ("snapshot.kv_disk.stopped", "1 if it stores nothing in its kv_disk."),
+    "quire_kv_disk_unwritten_pages": (
+        "snapshot.kv_disk.unwritten_pages",
+        "Pages in memory that are still to be stored.",
+    ),
 }
 # Of a WorkerSnapshot.
 _WORKER_COUNTS = {

@@ -77,3 +77,16 @@ def body(error: QuireError) -> dict[str, Any]:
         param = "model"
     code = _CODES.get(error.reason, error.reason.lower())
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def anthropic_body(error: QuireError) -> dict[str, Any]:
+    """The error object of Anthropic's API."""
+    status = http_status(error)
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

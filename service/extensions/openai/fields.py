@@ -35,6 +35,10 @@ class Fields:
     def path(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
 
+    def has(self, name: str) -> bool:
+        """Whether a field is there, and not null."""
+        return self._values.get(name) is not None
+
     def raw(self, name: str) -> Any:
         """A field, not checked; None: absent."""
         self._read.add(name)
@@ -76,6 +80,11 @@ def _is_same(value: object, other: object) -> bool:
 def bad_field(field: str, problem: str) -> InvalidArgument:
     """The error for an invalid value of a field."""
     return InvalidArgument("BAD_FIELD", field, f"{field or 'the request'} {problem}")
+
+
+def unsupported(field: str, why: str) -> InvalidArgument:
+    """The error for a field with a valid value that could change the result, and cannot here."""
+    return InvalidArgument("UNSUPPORTED_FIELD", field, f"{field}: {why}")
 
 
 def string(value: object, field: str) -> str:

@@ -19,12 +19,15 @@ from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
 from service.extensions.http.server import HttpServer
 from service.extensions.openai import requests
+from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
-from service.extensions.openai.generate import Forward, GenerateHandler, generate
-from service.extensions.openai.generation import CompletionHandler
-from service.extensions.openai.middleware import HEALTH, Middleware
+from service.extensions.openai.generate import GenerateResponse, generate
+from service.extensions.openai.generation import CompletionHandler, Forward
+from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
+from service.extensions.openai.responses_api import ResponsesResponse, responses
 from service.extensions.openai.settings import OpenAiSettings
+from service.extensions.openai.tokenize import BodyHandler, Tokens
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 
@@ -47,12 +50,13 @@ class OpenAiFront(Extension):
 
     def __init__(self, settings: OpenAiSettings) -> None:
         self.listen, self._settings = settings.openai_listen, settings
+        self._parsers = settings.tool_call_parser, settings.reasoning_parser
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
         self._state = parts.state
         config = parts.state.config
-        self._models = Models(parts.router, parts.state)
+        self._models = Models(parts.router, parts.state, self._parsers)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
         routes = self._routes(parts.executions, parts.text, parts.api.Forward)
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
@@ -65,14 +69,31 @@ class OpenAiFront(Extension):
     def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
         is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
-        shared = executions, self._models, self._state, text, self.bodies
+        shared = executions, self._models, self._state, text, self.bodies, forward
+        by_tokens = GenerateResponse, False
+        tokens = Tokens(self._models, self._state, text)
+        answers = {
+            "/tokenize": tokens.tokenize,
+            "/detokenize": tokens.detokenize,
+            f"{MESSAGES}/count_tokens": tokens.count,
+        }
         routes = [
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
             Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
+            Route(
+                "/v1/responses", CompletionHandler(responses, *shared, ResponsesResponse), methods=["POST"]
+            ),
+            Route(MESSAGES, CompletionHandler(messages, *shared, MessageResponse), methods=["POST"]),
+            *(
+                Route(path, BodyHandler(each, self.bodies), methods=["POST"])
+                for path, each in answers.items()
+            ),
             Route("/v1/chat/completions", CompletionHandler(requests.chat, *shared), methods=["POST"]),
-            Route("/inference/v1/generate", GenerateHandler(of_tokens, *shared, forward), methods=["POST"]),
+            Route(
+                "/inference/v1/generate", CompletionHandler(of_tokens, *shared, *by_tokens), methods=["POST"]
+            ),
         ]
         return Router(routes, redirect_slashes=False)
 

@@ -6,43 +6,36 @@ log-probabilities has both forms of vLLM: `token_id`, and `token` as "token_id:N
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from typing import Any
 
-import grpc
-from quire.v1 import executor_pb2, runner_pb2, types_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 from service.api.validation import MAX_REQUEST_ID_CHARS
-from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string
-from service.extensions.openai.generation import CompletionHandler
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.item_fields import (
     GENERATE,
     GENERATE_PARAMS,
+    GENERATE_REQUEST,
     MAX_ID,
     MAX_TOP_LOGPROBS,
+    given,
     set_fields,
 )
-from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.prompts import ranked
 from service.extensions.openai.requests import (
     NEUTRAL,
     CompletionRequest,
     ResolveModel,
     new_item,
+    priority_of,
     prompt_tokens,
     stream_options,
-    unsupported,
 )
 from service.extensions.openai.responses import CompletionResponse
-from service.extensions.openai.token_texts import TokenTexts, finite
 from service.runtimes.local import NAME
 
-# Scores a prompt: the method Forward.
-Forward: TypeAlias = Callable[
-    [executor_pb2.ForwardRequest, "grpc.aio.ServicerContext[Any, Any]"],
-    Awaitable[executor_pb2.ForwardResponse],
-]
 _MAX_IDS = 1 << 20
 _MAX_PRIORITY = 1 << 63
 _IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
@@ -62,9 +55,8 @@ class GenerateRequest(CompletionRequest):
     """A valid request, not yet checked against the model. It has one item."""
 
     request_id: str
-    # How many alternatives to each token of the output, and of the prompt. None: no log-probabilities of it.
+    # How many alternatives to each token of the output. None: no log-probabilities of it.
     num_top: int | None
-    num_prompt_top: int | None
 
 
 def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False) -> GenerateRequest:
@@ -91,11 +83,11 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
         raise unsupported("sampling_params.min_tokens", text)
     num_top = params.get("logprobs", integer, 0, MAX_TOP_LOGPROBS)
     _set_logprobs(item, num_top, is_processed=is_processed)
-    is_stream, with_usage = stream_options(fields)
+    options = stream_options(fields)
     num_prompt_top = params.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
-    if is_stream and num_prompt_top is not None:
+    if options["is_stream"] and num_prompt_top is not None:
         raise unsupported("sampling_params.prompt_logprobs", "a stream has none")
-    item.cache_salt = _cache_salt(params, fields)
+    set_fields(item, fields, GENERATE_REQUEST)
     params.refuse_others(_IGNORED_SETTINGS, NEUTRAL)
     request_id = fields.get("request_id", string) or ""
     if len(request_id) > MAX_REQUEST_ID_CHARS:
@@ -104,16 +96,15 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
         raise unsupported("output_mode", "must be tokens")
     if fields.get("return_token_ids", boolean):
         raise unsupported("return_token_ids", "the prompt is used as it is sent")
-    priority = _priority(fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0)
+    priority = priority_of(fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0)
     fields.refuse_others(_IGNORED, {"content_parts": []})
     return GenerateRequest(
         items=[item],
         model=model,
-        table=GENERATE,
+        tables=(given(params, GENERATE_PARAMS), given(fields, GENERATE_REQUEST), GENERATE),
         is_chat=False,
         has_logprobs=num_top is not None,
-        is_stream=is_stream,
-        with_usage=with_usage,
+        **options,
         priority=priority,
         request_id=request_id,
         num_top=num_top,
@@ -142,31 +133,10 @@ def _set_logprobs(item: runner_pb2.ExecuteItem, num_top: int | None, *, is_proce
         item.sampled_logprobs = True
 
 
-def _cache_salt(*places: Fields) -> str:
-    """The salt of the last place that has one. An empty one is refused: it would be as if there were none."""
-    salt = ""
-    for fields in places:
-        if fields.raw("cache_salt") is not None:
-            salt = fields.required("cache_salt")
-    return salt
-
-
-def _priority(given: int) -> types_pb2.Priority:
-    """The priority: in vLLM a request with a lower number runs first."""
-    if given == 0:
-        return types_pb2.PRIORITY_UNSPECIFIED
-    return types_pb2.PRIORITY_HIGH if given < 0 else types_pb2.PRIORITY_LOW
-
-
 class GenerateResponse(CompletionResponse):
     """All choices of one request, as token ids."""
 
     _request: GenerateRequest
-
-    def __init__(self, request: GenerateRequest, scored: executor_pb2.ForwardResponse | None) -> None:
-        """`scored`: the prompt's tokens, if their log-probabilities are wanted."""
-        super().__init__(request, TokenTexts(None))
-        self._scored = scored
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
         request = self._request
@@ -178,13 +148,13 @@ class GenerateResponse(CompletionResponse):
         }
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        choice = self._update_choice(chunk)
+        choice, _ = self._update_choice(chunk)
         if chunk.token_ids or choice.finish:
             yield self._event(self._fields(choice.index, choice.finish, lambda: iter((chunk,))))
 
     def _body(self) -> dict[str, Any]:
-        scored = None if self._scored is None else self._prompt_entries()
-        return {"prompt_logprobs": scored, **super()._body()}
+        choice = next(iter(self._choices.values()))
+        return {"prompt_logprobs": None, **self._of_prompt(choice), **super()._body()}
 
     def _whole(self, choice: Any) -> dict[str, Any]:
         return self._fields(choice.index, choice.finish, choice.chunks)
@@ -204,74 +174,12 @@ class GenerateResponse(CompletionResponse):
         for token_id, logprob in zip(chunk.token_ids, chunk.logprobs, strict=False):
             entries = [
                 {"token": f"token_id:{each}", "token_id": each, "logprob": value, "rank": rank}
-                for each, value, rank in _ranked(token_id, _value(logprob), logprob.top)
+                for each, value, rank in ranked(token_id, _value(logprob), logprob.top)
             ]
             top = entries[: max(1, self._request.num_top or 0)]
             yield {**entries[0], "top_logprobs": top}
-
-    def _prompt_entries(self) -> Iterator[dict[int, dict[str, Any]] | None]:
-        """For each token of the prompt: it, then the most likely ones at its place. The first has none."""
-        assert self._scored is not None
-        yield None
-        rest = self._request.items[0].tokens.token_ids[1:]
-        for token_id, logprob, output in zip(
-            rest, self._scored.token_logprobs, self._scored.outputs, strict=False
-        ):
-            yield {
-                each: {"logprob": value, "rank": rank, "decoded_token": None}
-                for each, value, rank in _ranked(token_id, logprob, output.top)
-            }
 
 
 def _value(logprob: runner_pb2.TokenLogprob) -> float:
     is_processed = logprob.HasField("sampled_logprob")
     return logprob.sampled_logprob if is_processed else logprob.logprob
-
-
-def _ranked(token_id: int, logprob: float, top: types_pb2.TopLogprobs) -> list[tuple[int, float, int | None]]:
-    """A token, then the most likely others: each with its log-probability and its rank, if that is known."""
-    rank = None
-    others: list[tuple[int, float, int | None]] = []
-    for place, (each, value) in enumerate(zip(top.token_ids, top.logprobs, strict=True), start=1):
-        if each == token_id:
-            rank = place
-        else:
-            others.append((each, finite(value), place))
-    return [(token_id, finite(logprob), rank), *others]
-
-
-@dataclass(frozen=True, eq=False)
-class GenerateHandler(CompletionHandler):
-    """Handles requests for tokens. An ASGI application."""
-
-    forward: Forward
-
-    def _resolve(self, model: str) -> ResolvedModel:
-        return self.models.resolve(model, needs_text=False)
-
-    @asynccontextmanager
-    async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
-        """Scores the prompt first, if that is wanted."""
-        assert isinstance(request, GenerateRequest)
-        with _ForwardContext() as context:
-            scored = None
-            if request.num_prompt_top is not None:
-                forward = executor_pb2.ForwardRequest(
-                    token_ids=request.items[0].tokens.token_ids,
-                    output=types_pb2.OutputOptions(top_logprobs=request.num_prompt_top),
-                    priority=request.priority,
-                    adapter_id=request.model.adapter_id,
-                    cache_salt=request.items[0].cache_salt,
-                )
-                scored = await self.forward(forward, cast("Any", context))
-            yield GenerateResponse(request, scored)
-
-
-class _ForwardContext(ExitStack):
-    """What a Forward needs of a gRPC context. Its answer counts until the response is sent."""
-
-    def time_remaining(self) -> None:
-        """There is no deadline."""
-
-    def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        self.callback(callback, self)

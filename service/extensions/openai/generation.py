@@ -6,12 +6,13 @@ The batch ends at once if the client disconnects or does not read for too long.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
-from quire.v1 import runner_pb2
+import grpc
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -23,13 +24,19 @@ from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
+from service.extensions.openai.prompts import Prompt, Prompts, prompts_of
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
-from service.extensions.openai.responses import CompletionResponse, to_json
+from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
 
+# The method of this name.
+Forward: TypeAlias = Callable[
+    [executor_pb2.ForwardRequest, "grpc.aio.ServicerContext[Any, Any]"],
+    Awaitable[executor_pb2.ForwardResponse],
+]
 # A response is sent in parts of about this size.
 _PART_BYTES = 1 << 16
 _JSON = (b"content-type", b"application/json")
@@ -51,6 +58,10 @@ class CompletionHandler:
     state: ServerState
     text: TextModel
     body_reader: BodyReader
+    # Scores prompts.
+    forward: Forward
+    response: Callable[[CompletionRequest, TokenTexts, Prompts], CompletionResponse] = CompletionResponse
+    needs_text: bool = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
@@ -70,17 +81,18 @@ class CompletionHandler:
         try:
             await self._answer(completion_request, scope, send)
         except InvalidArgument as error:
-            field = param_of(error.field, completion_request.table)
+            field = param_of(error.field, *completion_request.tables)
             raise InvalidArgument(error.reason, field, error.message) from None
 
     async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
         """Runs the request as an execution, and sends its response. Raises QuireError."""
-        request = runner_pb2.ExecuteRequest(
-            runtime=completion_request.model.runtime,
-            items=completion_request.items,
-            priority=completion_request.priority,
-        )
         async with self._response(completion_request) as response:
+            # Preparing the response may have made tokens of prompts.
+            request = runner_pb2.ExecuteRequest(
+                runtime=completion_request.model.runtime,
+                items=completion_request.items,
+                priority=completion_request.priority,
+            )
             execution = self.executions.open(request, current_tenant(), None)
             reader = execution.attach({})
             send_response = self._send_stream if completion_request.is_stream else self._send_whole
@@ -91,14 +103,37 @@ class CompletionHandler:
                 scope["quire.answer"] = _described(execution.started, response)
 
     def _resolve(self, model: str) -> ResolvedModel:
-        return self.models.resolve(model)
+        return self.models.resolve(model, needs_text=self.needs_text)
 
     @asynccontextmanager
     async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
         """The response, before its first chunk. The context ends when it is sent."""
-        wants_texts = request.has_logprobs and request.model.is_local
-        token_texts = TokenTexts(await self.text.tokenizer() if wants_texts else None)
-        yield CompletionResponse(request, token_texts)
+        prompts, tokenizer = Prompts(), None
+        if request.model.is_local:
+            prompts = await prompts_of(request, self.text)
+            if self.needs_text and (request.has_logprobs or request.num_scored is not None):
+                tokenizer = await self.text.tokenizer()
+        with _ForwardContext() as context:
+            for item, prompt in zip(request.items, prompts.each, strict=False):
+                if request.num_scored is not None:
+                    prompt.scored = await self._score(request, item, prompt, context)
+            yield self.response(request, TokenTexts(tokenizer), prompts)
+
+    async def _score(
+        self,
+        request: CompletionRequest,
+        item: runner_pb2.ExecuteItem,
+        prompt: Prompt,
+        context: _ForwardContext,
+    ) -> executor_pb2.ForwardResponse:
+        forward = executor_pb2.ForwardRequest(
+            token_ids=prompt.token_ids,
+            output=types_pb2.OutputOptions(top_logprobs=request.num_scored or 0),
+            priority=request.priority,
+            adapter_id=request.model.adapter_id,
+            cache_salt=item.cache_salt,
+        )
+        return await self.forward(forward, cast("Any", context))
 
     async def _send_whole(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
@@ -137,15 +172,25 @@ class CompletionHandler:
         while chunks := await execution.read(reader):
             response.begin(execution.started)
             try:
-                await body.write(event(each) for chunk in chunks for each in response.events(chunk))
+                await body.write(response.frame(each) for chunk in chunks for each in response.events(chunk))
             except QuireError:
                 # What came before a failed sample is sent.
                 await body.flush()
                 raise
             await body.flush()
-        await body.write(map(event, response.last_events()))
-        await body.write(["data: [DONE]\n\n"])
+        await body.write(map(response.frame, response.last_events()))
+        await body.write([response.last_frame])
         await body.end()
+
+
+class _ForwardContext(ExitStack):
+    """What a Forward needs of a gRPC context. Its answer counts until the response is sent."""
+
+    def time_remaining(self) -> None:
+        """There is no deadline."""
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        self.callback(callback, self)
 
 
 class _ResponseBody:
@@ -189,11 +234,6 @@ class _ResponseBody:
         taken = "".join(self._parts).encode()
         self._parts, self._num_characters = [], 0
         return taken
-
-
-def event(value: object) -> str:
-    """A server-sent event."""
-    return f"data: {to_json(value)}\n\n"
 
 
 def _described(started: runner_pb2.ExecutionStarted, response: CompletionResponse) -> dict[str, str | int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -25,6 +25,16 @@ from service.runtimes.items import MAX_SAMPLES, MAX_STOPS
 # Only so that a list is short: an item may have fewer.
 _MAX_STOP_IDS = 1024
 _MAX_ALLOWED_IDS = 1 << 20
+_MAX_CHOICES = 1024
+_MAX_DOCUMENTS = 1024
+_ANY_OBJECT = '{"type":"object"}'
+_NEUTRAL_OF_STRUCTURED = {
+    "disable_fallback": False,
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+}
+# What templates know beside `reasoning_effort`.
+_EFFORTS = {"none": {"enable_thinking": False}}
 MAX_TOP_LOGPROBS = 20
 MAX_ID = (1 << 32) - 1
 _SEEDS = 1 << 64
@@ -60,21 +70,27 @@ def set_fields(item: runner_pb2.ExecuteItem, fields: Fields, table: Sequence[Ite
             one.set(item, value, fields.path(one.name))
 
 
+def given(fields: Fields, table: Sequence[ItemField]) -> tuple[ItemField, ...]:
+    """The entries of a table that a request has: several may set the same field of an item."""
+    return tuple(one for one in table if fields.has(one.name))
+
+
 # Before the path of a field of an item, in errors of a batch.
 _BEFORE = re.compile(r"^(?:items\[\d+\]\.|output\.)+")
 
 
-def param_of(field: str, table: Sequence[ItemField]) -> str:
-    """The field of the request that an error names by a field of an item."""
+def param_of(field: str, *tables: Sequence[ItemField]) -> str:
+    """The field of the request that an error names by a field of an item. The first table that knows it."""
     path = _BEFORE.sub("", field)
-    places = [(of, one) for one in table for of in (one.of, *one.also)]
-    # The longest one says most.
-    for of, one in sorted(places, key=lambda place: len(place[0]), reverse=True):
-        rest = path.removeprefix(of)
-        if path.startswith(of) and rest[:1] in ("", ".", "["):
-            # Entries of a list are the same in both; fields of a message are not.
-            inner = rest.replace(".arguments_json", ".function.arguments") if rest[:1] == "[" else ""
-            return f"{one.parent}{one.name}{inner}"
+    for table in tables:
+        places = [(of, one) for one in table for of in (one.of, *one.also)]
+        # The longest one says most.
+        for of, one in sorted(places, key=lambda place: len(place[0]), reverse=True):
+            rest = path.removeprefix(of)
+            if path.startswith(of) and rest[:1] in ("", ".", "["):
+                # Entries of a list are the same in both; fields of a message are not.
+                inner = rest.replace(".arguments_json", ".function.arguments") if rest[:1] == "[" else ""
+                return f"{one.parent}{one.name}{inner}"
     return path.removeprefix("sampling.")
 
 
@@ -118,6 +134,49 @@ def _set_stop_ids(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     item.stop_token_ids.extend(token_ids(array(value, path, _MAX_STOP_IDS), path))
 
 
+def _set_special(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    item.special_tokens_in_text = not boolean(value, path)
+
+
+def _set_salt(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    """An empty one is refused: it would be as if there were none."""
+    item.cache_salt = string(value, path)
+    if not item.cache_salt:
+        raise bad_field(path, "is required")
+
+
+def _set_variables(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    if not isinstance(value, dict):
+        raise bad_field(path, "must be an object")
+    if value:
+        given = json.loads(item.chat.variables_json or "{}")
+        item.chat.variables_json = _json({**given, **value}, path)
+
+
+def _set_effort(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    effort = string(value, path)
+    _set_variables(item, {"reasoning_effort": effort, **_EFFORTS.get(effort, {})}, path)
+
+
+def _set_documents(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    if array(value, path, _MAX_DOCUMENTS):
+        _set_variables(item, {"documents": value}, path)
+
+
+def _set_generation_prompt(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    item.chat.omit_generation_prompt = not boolean(value, path)
+
+
+def _set_prediction(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    """What is predicted repeats the prompt in all but a few places, so that drafts come from there."""
+    fields = Fields(value, path)
+    if fields.raw("type") != "content":
+        raise bad_field(fields.path("type"), "must be content")
+    fields.raw("content")
+    fields.refuse_others()
+    item.speculation.method = runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP
+
+
 def _set_bias(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIAS:
         raise bad_field(path, f"must be an object of at most {MAX_LOGIT_BIAS} tokens")
@@ -151,21 +210,79 @@ def _set_format(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     form = Fields(value, path)
     kind = form.raw("type")
     if kind == "json_object":
-        item.constraint.json_schema = '{"type":"object"}'
+        _set_constraint(item, path, json_schema=_ANY_OBJECT)
     elif kind == "json_schema":
         inner = Fields(form.raw("json_schema"), form.path("json_schema"))
         schema = inner.raw("schema")
         if not isinstance(schema, dict):
             raise bad_field(inner.path("schema"), "must be an object")
-        item.constraint.json_schema = _json(schema, path)
+        _set_constraint(item, path, json_schema=_json(schema, path))
         inner.refuse_others({"name", "description", "strict"})
     elif kind != "text":
         raise bad_field(form.path("type"), "must be text, json_object or json_schema")
     form.refuse_others()
 
 
+def _set_constraint(item: runner_pb2.ExecuteItem, path: str, **kind: str) -> None:
+    if item.HasField("constraint"):
+        raise bad_field(path, "is one constraint too many: only one can be")
+    for name, text in kind.items():
+        if not text:
+            raise bad_field(path, "must not be empty")
+        setattr(item.constraint, name, text)
+
+
+def _set_schema(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    """A schema, or its text."""
+    _set_constraint(item, path, json_schema=value if isinstance(value, str) else _json(value, path))
+
+
+def _set_regex(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    _set_constraint(item, path, regex=string(value, path))
+
+
+def _set_grammar(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    _set_constraint(item, path, lark=string(value, path))
+
+
+def _set_choice(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    choices = [
+        string(each, f"{path}[{index}]") for index, each in enumerate(array(value, path, _MAX_CHOICES))
+    ]
+    if not choices:
+        raise bad_field(path, "must have at least one entry")
+    _set_constraint(item, path, lark="start: " + " | ".join(json.dumps(each) for each in choices))
+
+
+def _set_any_object(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    if boolean(value, path):
+        _set_constraint(item, path, json_schema=_ANY_OBJECT)
+
+
+_STRUCTURED: Mapping[str, SetField] = {
+    "json": _set_schema,
+    "regex": _set_regex,
+    "choice": _set_choice,
+    "grammar": _set_grammar,
+    "json_object": _set_any_object,
+}
+
+
+def _set_structured(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    """As in vLLM."""
+    fields = Fields(value, path)
+    for name, set_it in _STRUCTURED.items():
+        if (inner := fields.raw(name)) is not None:
+            set_it(item, inner, fields.path(name))
+    fields.refuse_others(neutral=_NEUTRAL_OF_STRUCTURED)
+    if not item.HasField("constraint"):
+        raise bad_field(path, f"needs one of {', '.join(_STRUCTURED)}")
+
+
 def _set_allowed(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     allowed = array(value, path, _MAX_ALLOWED_IDS)
+    if item.HasField("constraint"):
+        raise bad_field(path, "is one constraint too many: only one can be")
     if not allowed:
         raise InvalidArgument("BAD_MASK", path, "no token is allowed")
     item.constraint.mask.allowed.ids.extend(token_ids(allowed, path))
@@ -198,25 +315,45 @@ _COMMON = (
     *map(_sampling, SETTINGS),
     plain("seed", "sampling.seed", _seed),
     ItemField("logit_bias", "sampling.logit_bias", _set_bias),
+    plain("ignore_eos", "ignore_eos", boolean),
+    ItemField("cache_salt", "cache_salt", _set_salt),
+    ItemField("allowed_token_ids", "constraint.mask", _set_allowed),
+    ItemField("structured_outputs", "constraint", _set_structured),
+)
+# Of both routes that return texts.
+_TEXTS = (
+    *_COMMON,
+    ItemField("skip_special_tokens", "special_tokens_in_text", _set_special),
+    ItemField("guided_json", "constraint", _set_schema),
+    ItemField("guided_regex", "constraint.regex", _set_regex),
+    ItemField("guided_choice", "constraint", _set_choice),
+    ItemField("guided_grammar", "constraint.lark", _set_grammar),
+    ItemField("prediction", "speculation", _set_prediction),
 )
 # Of /v1/completions. Each of its prompts becomes an item.
 COMPLETION = (
-    *_COMMON,
+    *_TEXTS,
     _MAX_TOKENS,
     ItemField("logprobs", "top_logprobs", _set_logprobs),
     ItemField("prompt", "text", None, also=("tokens",)),
 )
 # Of /v1/chat/completions.
 CHAT = (
-    *_COMMON,
+    *_TEXTS,
     _MAX_TOKENS,
     # It comes after the older name, and overrides it.
     plain("max_completion_tokens", "max_tokens", integer, 1, MAX_ID),
     plain("logprobs", "logprobs", boolean),
     plain("top_logprobs", "top_logprobs", integer, 0, MAX_TOP_LOGPROBS),
-    ItemField("messages", "chat.messages", _set_messages, also=("chat",)),
+    # The server makes tokens of them.
+    ItemField("messages", "chat.messages", _set_messages, also=("chat", "tokens")),
     ItemField("tools", "chat.tools_json", _set_tools),
     ItemField("response_format", "constraint", _set_format),
+    ItemField("documents", "chat.variables_json", _set_documents),
+    ItemField("reasoning_effort", "chat.variables_json", _set_effort),
+    ItemField("chat_template_kwargs", "chat.variables_json", _set_variables),
+    plain("continue_final_message", "chat.continue_last_message", boolean),
+    ItemField("add_generation_prompt", "chat.omit_generation_prompt", _set_generation_prompt),
 )
 # Of `sampling_params` of /inference/v1/generate, and beside them.
 GENERATE_PARAMS = tuple(
@@ -224,9 +361,12 @@ GENERATE_PARAMS = tuple(
     for one in (
         *_COMMON,
         _MAX_TOKENS,
-        plain("ignore_eos", "ignore_eos", boolean),
         ItemField("logprobs", "top_logprobs", None),
-        ItemField("allowed_token_ids", "constraint", _set_allowed),
     )
 )
-GENERATE = (*GENERATE_PARAMS, ItemField("token_ids", "tokens.token_ids", None))
+# Beside these.
+GENERATE_REQUEST = (
+    ItemField("cache_salt", "cache_salt", _set_salt),
+    ItemField("token_ids", "tokens.token_ids", None),
+)
+GENERATE = (*GENERATE_PARAMS, *GENERATE_REQUEST)

@@ -25,13 +25,17 @@ from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgumen
 from service.extensions.http.connection import connection_of
 from service.extensions.http.framing import is_address
 from service.extensions.openai import errors
-from service.extensions.openai.generation import event
+from service.extensions.openai.responses import event
+from service.extensions.openai.translated import named_event
 from service.logging import bind_request_id, get_logger
 from service.printable import escaped
 from service.setting_rules import is_private
 
 _log = get_logger(__name__)
 HEALTH = "/health"
+# Anthropic's API: errors have its form, and a token may come in its header.
+MESSAGES = "/v1/messages"
+_API_KEY = "x-api-key"
 _REQUEST_ID = "x-request-id"
 # The equivalent gRPC methods, for which the authenticator knows the required role.
 _LIST = "/quire.v1.ModelRunnerService/ListRuntimes"
@@ -124,6 +128,8 @@ class Middleware:
         if self._authenticator is not None:
             method = _LIST if path.startswith(_MODELS) else _EXECUTE
             tokens = request.headers.getlist(AUTHORIZATION)
+            if not tokens and path.startswith(MESSAGES):
+                tokens = [f"Bearer {key}" for key in request.headers.getlist(_API_KEY)]
             # Not by the tenant in the context: that may be of an earlier request on this connection.
             if not self._authenticator.authenticate(method, [(AUTHORIZATION, token) for token in tokens]):
                 self._authenticator.authenticate_by_certificate(
@@ -158,10 +164,13 @@ class _Response:
 
     async def fail(self, error: QuireError) -> None:
         """Sends an error in the form that fits: a response, an event of the stream, or an abort."""
+        is_anthropic = self._request.scope["path"].startswith(MESSAGES)
+        body = errors.anthropic_body(error) if is_anthropic else errors.body(error)
         if not self._has_begun:
-            response = JSONResponse(errors.body(error), errors.http_status(error), errors.headers(error))
+            response = JSONResponse(body, errors.http_status(error), errors.headers(error))
             await response(self._request.scope, self._request.receive, self.send)
         elif self._is_stream:
-            await self._send({"type": "http.response.body", "body": event(errors.body(error)).encode()})
+            frame = named_event(body) if is_anthropic else event(body)
+            await self._send({"type": "http.response.body", "body": frame.encode()})
         else:
             connection_of(self._request.scope).abort()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api.server_state import ServerState
 from service.errors import NoTokenizer, RuntimeNotFound
+from service.extensions.openai.output_formats import AUTO, OutputFormats, formats_of
 from service.printable import escaped
 from service.runtimes.router import Router
 
@@ -29,14 +30,18 @@ class ResolvedModel:
     max_tokens: int = _MANY_TOKENS
     # Empty: the base model.
     adapter_id: str = ""
+    # Of its tool calls and thoughts.
+    formats: OutputFormats = field(default_factory=OutputFormats)
 
 
 class Models:
     """Finds and lists models."""
 
-    def __init__(self, router: Router, state: ServerState) -> None:
+    def __init__(self, router: Router, state: ServerState, parsers: tuple[str, str] = (AUTO, AUTO)) -> None:
+        """`parsers`: of tool calls and of thoughts, by the names of their formats."""
         self._router = router
         self._state = state
+        self._parsers = parsers
         self._created = int(time.time())
 
     def resolve(self, model: str, *, needs_text: bool = True) -> ResolvedModel:
@@ -56,6 +61,8 @@ class Models:
             sampling_defaults=ready.sampling_defaults,
             max_tokens=self._state.limits.max_seq_tokens,
             adapter_id="" if model in (runtime.name, runtime.model_id) else model,
+            # Templates by name, of which one may be for chats with tools only.
+            formats=formats_of("".join(ready.chat_template.sources.values()), *self._parsers),
         )
 
     def is_remote(self, model: object) -> bool:

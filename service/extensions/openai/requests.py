@@ -7,47 +7,72 @@ unknown fields, are refused. Those that set a field of an item are in `item_fiel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from quire.v1 import runner_pb2, types_pb2
 
-from service.errors import InvalidArgument, SequenceTooLong
-from service.extensions.openai.fields import Fields, bad_field, boolean, integer, string
-from service.extensions.openai.item_fields import CHAT, COMPLETION, ItemField, set_fields, token_ids
+from service.errors import SequenceTooLong
+from service.extensions.openai.fields import Fields, bad_field, boolean, integer, string, unsupported
+from service.extensions.openai.item_fields import (
+    CHAT,
+    COMPLETION,
+    MAX_ID,
+    MAX_TOP_LOGPROBS,
+    ItemField,
+    given,
+    set_fields,
+    token_ids,
+)
 from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.tools import Reading, reading_of
 from service.runtimes.items import MAX_SAMPLES
 
 _MAX_PROMPTS = 1024
+_MAX_PRIORITY = 1 << 63
 # OpenAI's default for completions.
 _DEFAULT_MAX_TOKENS = 16
 # For OpenAI's accounting, placement and storage.
 _IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "prediction",
+        "prompt_cache_retention",
     }
 )  # fmt: skip
 
 # Settings of other servers, with the values at which they ask for nothing: some clients always send them.
 NEUTRAL = MappingProxyType(
     {
-        "add_generation_prompt": True, "bad_words": [], "best_of": 1, "chat_template_kwargs": {},
-        "continue_final_message": False, "detokenize": True, "documents": [], "early_stopping": False,
-        "echo": False, "extra_args": {}, "function_call": "none", "functions": [], "ignore_eos": False,
-        "include_reasoning": True, "include_stop_str_in_output": False, "length_penalty": 1,
-        "logits_processors": [], "logprob_token_ids": [], "min_tokens": 0, "mm_processor_kwargs": {},
-        "priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": False,
-        "skip_special_tokens": True, "spaces_between_special_tokens": True,
-        "suffix": "", "use_beam_search": False, "verbosity": "medium", "vllm_xargs": {},
+        "bad_words": [], "best_of": 1, "detokenize": True, "early_stopping": False, "echo": False,
+        "extra_args": {}, "function_call": "none", "functions": [], "include_stop_str_in_output": False,
+        "length_penalty": 1, "logits_processors": [], "logprob_token_ids": [], "min_tokens": 0,
+        "mm_processor_kwargs": {}, "return_token_ids": False, "return_tokens_as_token_ids": False,
+        "spaces_between_special_tokens": True, "suffix": "", "use_beam_search": False,
+        "verbosity": "medium", "vllm_xargs": {},
+    }
+)  # fmt: skip
+# Of chats, that completions may have, too.
+_NEUTRAL_OF_CHATS = MappingProxyType(
+    {
+        "add_generation_prompt": True, "chat_template_kwargs": {}, "continue_final_message": False,
+        "documents": [], "include_reasoning": True,
     }
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A valid request, not yet checked against the model."""
+    """A valid request, not yet checked against the model.
+
+    Attributes:
+        with_usage: Whether a stream ends with its usage. `usage_in_all`: each event has that so far.
+        tables: Which fields set those of the items: of this request, then of any.
+        reading: How answers are divided. None: they are not.
+        num_prompt_top: How many alternatives to each token of prompts. None: no log-probabilities of these.
+        echo: The answer begins with the prompt. `echo_only`: and has nothing else.
+        with_token_ids: Whether the tokens of prompts and answers are returned.
+    """
 
     items: list[runner_pb2.ExecuteItem]
     model: ResolvedModel
@@ -55,9 +80,21 @@ class CompletionRequest:
     has_logprobs: bool
     is_stream: bool
     with_usage: bool
+    usage_in_all: bool = False
     priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED
-    # Which of its fields set those of the items.
-    table: Sequence[ItemField] = ()
+    tables: Sequence[Sequence[ItemField]] = field(default=(), compare=False)
+    reading: Reading | None = None
+    num_prompt_top: int | None = None
+    echo: bool = False
+    echo_only: bool = False
+    with_token_ids: bool = False
+
+    @property
+    def num_scored(self) -> int | None:
+        """As `num_prompt_top`, but also for what an echo needs."""
+        of_echo = self.items[0].top_logprobs if self.echo and self.has_logprobs else None
+        wanted = [number for number in (of_echo, self.num_prompt_top) if number is not None]
+        return max(wanted, default=None)
 
 
 # Finds the runtime for a model's name.
@@ -70,14 +107,18 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
     model = resolve(fields.required("model"))
     shared = new_item(model)
     shared.max_tokens = _DEFAULT_MAX_TOKENS
-    set_fields(shared, fields, COMPLETION)
-    if fields.get("echo", boolean):
-        raise unsupported("echo", "the prompt cannot be repeated")
+    echo = bool(fields.get("echo", boolean))
+    # Some clients ask for the log-probabilities of a prompt so.
+    echo_only = echo and fields.get("max_tokens", integer, 0, MAX_ID) == 0
+    set_fields(shared, fields, [one for one in COMPLETION if not (echo_only and one.name == "max_tokens")])
+    if echo_only:
+        shared.max_tokens = 1
+    if echo and not model.is_local:
+        raise unsupported("echo", "a provider does not return the tokens of a prompt")
     if fields.get("suffix", string):
         raise unsupported("suffix", "texts can be continued, not filled in")
     if fields.get("best_of", integer, 1, MAX_SAMPLES) not in (None, 1, shared.n):
         raise unsupported("best_of", "must be n: all samples are returned")
-    is_stream, with_usage = stream_options(fields)
     items: list[runner_pb2.ExecuteItem] = []
     for prompt in _prompts(fields.raw("prompt"), model.max_tokens):
         item = runner_pb2.ExecuteItem()
@@ -88,8 +129,12 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         else:
             item.tokens.token_ids.extend(prompt)
         items.append(item)
-    fields.refuse_others(_IGNORED, {**NEUTRAL, "add_special_tokens": True})
-    return CompletionRequest(items, model, False, shared.logprobs, is_stream, with_usage, table=COMPLETION)
+    common = _common(fields, model, COMPLETION)
+    neutral = {**NEUTRAL, **_NEUTRAL_OF_CHATS, "add_special_tokens": True}
+    fields.refuse_others(_IGNORED, neutral)
+    return CompletionRequest(
+        items=items, is_chat=False, has_logprobs=shared.logprobs, echo=echo, echo_only=echo_only, **common
+    )
 
 
 def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
@@ -102,12 +147,39 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
         raise bad_field("messages", "is required")
     if item.top_logprobs and not item.logprobs:
         raise bad_field("top_logprobs", "needs logprobs")
-    _check_tools(item.chat, fields)
+    is_constrained = item.HasField("constraint")
+    reading = reading_of(item, fields, model)
     if fields.raw("modalities") not in (None, ["text"]):
         raise unsupported("modalities", 'must be ["text"]')
-    is_stream, with_usage = stream_options(fields)
+    common = _common(fields, model, CHAT)
+    if item.HasField("constraint") and not is_constrained:
+        # It is that of calls.
+        common["tables"] = ((ItemField("tools", "constraint", None),), *common["tables"])
     fields.refuse_others(_IGNORED, {**NEUTRAL, "add_special_tokens": False})
-    return CompletionRequest([item], model, True, item.logprobs, is_stream, with_usage, table=CHAT)
+    return CompletionRequest(
+        items=[item], is_chat=True, has_logprobs=item.logprobs, reading=reading, **common
+    )
+
+
+def _common(fields: Fields, model: ResolvedModel, table: Sequence[ItemField]) -> dict[str, Any]:
+    """What the requests of both routes have beside their items."""
+    num_prompt_top = fields.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
+    with_token_ids = bool(fields.get("return_token_ids", boolean))
+    priority = fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0
+    if not model.is_local and (num_prompt_top is not None or with_token_ids):
+        name = "return_token_ids" if with_token_ids else "prompt_logprobs"
+        raise unsupported(name, "a provider does not return the tokens of a prompt")
+    options = stream_options(fields)
+    if num_prompt_top is not None and options["is_stream"]:
+        raise unsupported("prompt_logprobs", "a stream has none")
+    return {
+        "model": model,
+        "num_prompt_top": num_prompt_top,
+        "with_token_ids": with_token_ids,
+        "priority": priority_of(priority),
+        "tables": (given(fields, table), table),
+        **options,
+    }
 
 
 def new_item(model: ResolvedModel) -> runner_pb2.ExecuteItem:
@@ -145,30 +217,27 @@ def prompt_tokens(values: list[Any], field: str, max_tokens: int) -> list[int]:
     return token_ids(values, field)
 
 
-def stream_options(fields: Fields) -> tuple[bool, bool]:
-    """Whether the response is a stream, and whether that includes its usage."""
+def stream_options(fields: Fields) -> dict[str, Any]:
+    """Whether the response is a stream, and which of its events have usage."""
     is_stream = bool(fields.get("stream", boolean))
-    options = fields.raw("stream_options")
-    if options is None:
-        return is_stream, False
-    inner = Fields(options, "stream_options")
-    with_usage = bool(inner.get("include_usage", boolean))
-    inner.refuse_others({"include_obfuscation"}, {"continuous_usage_stats": False})
-    if with_usage and not is_stream:
-        raise bad_field("stream_options", "needs stream")
-    return is_stream, with_usage
+    with_usage = usage_in_all = False
+    if (options := fields.raw("stream_options")) is not None:
+        inner = Fields(options, "stream_options")
+        with_usage = bool(inner.get("include_usage", boolean))
+        usage_in_all = bool(inner.get("continuous_usage_stats", boolean))
+        inner.refuse_others({"include_obfuscation"})
+        if with_usage and not is_stream:
+            raise bad_field("stream_options", "needs stream")
+    # As in vLLM, the second needs the first.
+    return {
+        "is_stream": is_stream,
+        "with_usage": with_usage,
+        "usage_in_all": with_usage and usage_in_all,
+    }
 
 
-def _check_tools(item_chat: runner_pb2.Chat, fields: Fields) -> None:
-    choice = fields.raw("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "must be none or auto")
-    if fields.raw("parallel_tool_calls") not in (None, True) and item_chat.tools_json:
-        raise unsupported("parallel_tool_calls", "the model decides how many tools it calls")
-    if choice == "none":
-        item_chat.ClearField("tools_json")
-
-
-def unsupported(field: str, why: str) -> InvalidArgument:
-    """The error for a field with a valid value that could change the result, and cannot here."""
-    return InvalidArgument("UNSUPPORTED_FIELD", field, f"{field}: {why}")
+def priority_of(given_number: int) -> types_pb2.Priority:
+    """The priority: in vLLM a request with a lower number runs first."""
+    if given_number == 0:
+        return types_pb2.PRIORITY_UNSPECIFIED
+    return types_pb2.PRIORITY_HIGH if given_number < 0 else types_pb2.PRIORITY_LOW

@@ -6,26 +6,22 @@ log-probabilities would take ten times as much memory, and as Python objects for
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import runner_pb2
 
 from service.api.status import from_status
+from service.extensions.openai.choices import Choice
+from service.extensions.openai.output_parser import Part
+from service.extensions.openai.prompts import Prompt, Prompts, prompt_logprobs
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, by_text
 from service.runtimes.base import SampleKey
-
-_FINISH = {
-    runner_pb2.FINISH_REASON_STOP: "stop",
-    runner_pb2.FINISH_REASON_LENGTH: "length",
-    runner_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
-    runner_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-    runner_pb2.FINISH_REASON_CANCELLED: "stop",
-}
 
 # A token with its log-probability and those of alternatives; see `TokenTexts`.
 _Entry = dict[str, Any]
@@ -35,19 +31,41 @@ _CHUNK_BYTES = 48
 to_json = json.JSONEncoder(separators=(",", ":"), default=list).encode
 
 
-class CompletionResponse:
-    """All choices of one request, and their usage."""
+def event(value: Any) -> str:
+    """A server-sent event."""
+    return f"data: {to_json(value)}\n\n"
 
-    def __init__(self, request: CompletionRequest, token_texts: TokenTexts) -> None:
+
+class CompletionResponse:
+    """All choices of one request, and their usage.
+
+    Attributes:
+        frame: Writes an event of a stream. `last_frame`: what ends a stream.
+    """
+
+    frame = staticmethod(event)
+    last_frame = "data: [DONE]\n\n"
+
+    def __init__(
+        self, request: CompletionRequest, token_texts: TokenTexts, prompts: Prompts | None = None
+    ) -> None:
+        """`prompts`: what is known of them, if anything of it is wanted."""
         self._request = request
         self._token_texts = token_texts
+        self._prompts = prompts or Prompts()
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
         # Of a stream: whether its first events were made.
         self._has_begun = False
         keys = [(item.item_id, sample) for item in request.items for sample in range(item.n)]
-        self._choices = {key: _Choice(index) for index, key in enumerate(keys)}
+        self._choices = {key: self._choice(index) for index, key in enumerate(keys)}
         self._usage: dict[SampleKey, runner_pb2.Usage] = {}
+
+    def _choice(self, index: int) -> Choice:
+        reading, parser = self._request.reading, None
+        if reading is not None:
+            parser = reading.parser(is_thinking=self._prompts.is_thinking, dropped=self._prompts.dropped)
+        return Choice(index, parser, len(self._prompt(index).text) if self._request.echo else 0)
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
         """Sets the fields that describe the execution. Call before all others."""
@@ -66,32 +84,74 @@ class CompletionResponse:
     # Streams.
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        """The event of a chunk, if it has one. Raises QuireError if its sample failed."""
-        choice = self._update_choice(chunk)
+        """The events of a chunk, if it has any. Raises QuireError if its sample failed."""
+        choice, parts = self._update_choice(chunk)
+        yield from self._first_events(choice)
+        if self._request.echo_only:
+            chunk, parts = runner_pb2.SampleChunk(finish_reason=chunk.finish_reason), []
+        entries = self._new_entries(choice, chunk) if self._request.has_logprobs else []
+        deltas = list(self._deltas(parts))
+        token_ids = list(chunk.token_ids) if self._request.with_token_ids else []
+        if not (deltas or entries or token_ids or choice.finish):
+            return
+        last = max(0, len(deltas) - 1)
+        for number, delta in enumerate(deltas or [self._delta()]):
+            fields = {"index": choice.index, **delta}
+            fields["logprobs"] = self._logprobs(functools.partial(iter, entries), choice.num_characters)
+            if self._request.with_token_ids:
+                fields["token_ids"] = token_ids
+            yield self._event({**fields, "finish_reason": choice.finish if number == last else None})
+            # The first event has those of the chunk.
+            entries, token_ids = [], []
+
+    def _first_events(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """Before all others: the roles of chats; the prompts, if completions begin with them."""
         if self._request.is_chat and not self._has_begun:
             for each in self._choices.values():
-                delta = {"role": "assistant", "content": ""}
-                yield self._event({"index": each.index, "delta": delta, "finish_reason": None})
+                delta = self._delta(role="assistant", content="")
+                yield self._event({"index": each.index, **delta, "finish_reason": None}) | self._of_prompts()
         self._has_begun = True
-        entries = self._new_entries(choice, chunk) if self._request.has_logprobs else []
-        if not (chunk.text or chunk.tool_calls or entries or choice.finish):
+        if self._request.is_chat or choice.has_begun:
             return
-        fields: dict[str, Any] = {"index": choice.index}
-        if self._request.is_chat:
-            fields["delta"] = {"content": chunk.text} if chunk.text else {}
-            if chunk.tool_calls:
-                fields["delta"]["tool_calls"] = [_call(call, with_index=True) for call in chunk.tool_calls]
-        else:
-            fields["text"] = chunk.text
-        fields["logprobs"] = self._logprobs(lambda: iter(entries), choice.num_characters)
-        yield self._event({**fields, "finish_reason": choice.finish})
+        choice.has_begun = True
+        if self._request.echo or self._request.with_token_ids:
+            prompt = self._prompt(choice.index)
+            logprobs = self._logprobs(functools.partial(self._prompt_entries, choice), choice.begin)
+            fields = {"index": choice.index, "text": prompt.text, "logprobs": logprobs}
+            yield self._event({**fields, **self._of_prompt(choice), "finish_reason": None})
 
-    def _new_entries(self, choice: _Choice, chunk: runner_pb2.SampleChunk) -> list[_Entry]:
+    def _deltas(self, parts: list[Part]) -> Iterator[dict[str, Any]]:
+        """What an event has of each part."""
+        if not self._request.is_chat:
+            if text := "".join(part.content for part in parts):
+                yield self._delta(content=text)
+            return
+        with_thoughts = self._request.reading is not None and self._request.reading.with_thoughts
+        for part in parts:
+            if part.content:
+                yield self._delta(content=part.content)
+            elif part.thoughts and with_thoughts:
+                yield self._delta(reasoning_content=part.thoughts)
+            elif part.begun:
+                call_id, name = part.begun
+                function = {"arguments": "", "name": name}
+                call = {"index": part.index, "id": call_id, "type": "function", "function": function}
+                yield self._delta(tool_calls=[call])
+            elif part.arguments:
+                call = {"index": part.index, "function": {"arguments": part.arguments}}
+                yield self._delta(tool_calls=[call])
+
+    def _delta(self, **fields: Any) -> dict[str, Any]:
+        """What is new, in the form of the route."""
+        return {"delta": fields} if self._request.is_chat else {"text": fields.get("content", "")}
+
+    def _new_entries(self, choice: Choice, chunk: runner_pb2.SampleChunk) -> list[_Entry]:
         """The tokens whose log-probabilities are sent with a chunk, whose text is counted.
 
         Completions have offsets of texts: a token waits if its text is held back, and may never be sent.
         """
-        entries = [*choice.waiting, *self._token_texts.entries(chunk, choice.num_characters)]
+        new = self._token_texts.entries(chunk, choice.num_characters, choice.begin)
+        entries = [*choice.waiting, *new]
         choice.num_characters += len(chunk.text)
         is_ready = self._request.is_chat or choice.finish
         choice.waiting = [] if is_ready else [e for e in entries if e["offset"] > choice.num_characters]
@@ -99,49 +159,95 @@ class CompletionResponse:
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         if self._request.with_usage:
-            yield {**self._head, "choices": [], "usage": self.usage()}
+            yield {**self._head, "choices": [], "usage": self.reported_usage()}
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         event = {**self._head, "choices": [choice]}
         if self._request.with_usage:
-            event["usage"] = None
+            event["usage"] = self.reported_usage() if self._request.usage_in_all else None
         return event
 
     # In one piece.
 
     def add(self, chunk: runner_pb2.SampleChunk) -> int:
         """Stores a chunk. Returns the bytes that it takes. Raises QuireError if its sample failed."""
-        choice = self._update_choice(chunk)
-        choice.has_text = choice.has_text or bool(chunk.text)
-        choice.has_calls = choice.has_calls or bool(chunk.tool_calls)
+        choice, parts = self._update_choice(chunk)
+        if self._request.is_chat:
+            choice.keep(parts)
         data = chunk.SerializeToString()
         choice.chunks_data.append(data)
         return len(data) + _CHUNK_BYTES
 
     def pieces(self) -> Iterator[str]:
         """The response as JSON, after all samples have ended. Other tasks can run between its pieces."""
-        return _json_pieces({**self._head, "usage": self.usage(), **self._body()})
+        head = {**self._head, "usage": self.reported_usage()}
+        return json_pieces({**head, **self._of_prompts(), **self._body()})
 
     def _body(self) -> dict[str, Any]:
         """What follows the head and the usage, with iterators for what may be large."""
         return {"choices": [self._whole(choice) for choice in self._choices.values()]}
 
-    def _whole(self, choice: _Choice) -> dict[str, Any]:
+    def _whole(self, choice: Choice) -> dict[str, Any]:
         """A choice, with iterators for what may be large."""
         fields: dict[str, Any] = {"index": choice.index}
-        text = _Text(chunk.text for chunk in choice.chunks())
+        num_characters = 0
         if self._request.is_chat:
-            has_text = choice.has_text or not choice.has_calls
-            fields["message"] = {"role": "assistant", "refusal": None, "content": text if has_text else None}
-            if choice.has_calls:
-                fields["message"]["tool_calls"] = [_call(call) for call in choice.calls()]
+            fields["message"] = self._message(choice)
         else:
-            fields["text"] = text
-        num_characters = (
-            sum(len(chunk.text) for chunk in choice.chunks()) if self._request.has_logprobs else 0
-        )
+            fields["text"] = _Text(self._texts(choice))
+            if self._request.has_logprobs:
+                num_characters = choice.begin + sum(len(chunk.text) for chunk in choice.chunks())
+            fields |= self._of_prompt(choice)
+        if self._request.with_token_ids:
+            fields["token_ids"] = (token_id for chunk in choice.chunks() for token_id in chunk.token_ids)
         logprobs = self._logprobs(lambda: self._entries(choice), num_characters)
         return {**fields, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        content = _Text(iter(choice.content)) if any(choice.content) or not choice.calls else None
+        message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": content}
+        reading = self._request.reading
+        if choice.thoughts and reading is not None and reading.with_thoughts:
+            message["reasoning_content"] = _Text(iter(choice.thoughts))
+        if choice.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                }
+                for call in choice.calls.values()
+            ]
+        return message
+
+    def _texts(self, choice: Choice) -> Iterator[str]:
+        if self._request.echo:
+            yield self._prompt(choice.index).text
+        if not self._request.echo_only:
+            yield from (chunk.text for chunk in choice.chunks())
+
+    # Of prompts.
+
+    def _prompt(self, index: int) -> Prompt:
+        """That of a choice. Each item has as many samples as the others."""
+        return self._prompts.each[index // self._request.items[0].n]
+
+    def _of_prompts(self) -> dict[str, Any]:
+        """What a chat's response has of its prompt."""
+        return self._of_prompt(next(iter(self._choices.values()))) if self._request.is_chat else {}
+
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if self._request.num_prompt_top is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._prompt(choice.index), self._token_texts)
+        if self._request.with_token_ids:
+            fields["prompt_token_ids"] = list(self._prompt(choice.index).token_ids)
+        return fields
+
+    def _prompt_entries(self, choice: Choice) -> Iterator[_Entry]:
+        prompt = self._prompt(choice.index)
+        if self._request.echo and prompt.scored is not None:
+            yield from self._token_texts.of_prompt(prompt.token_ids, prompt.scored)
 
     # Both.
 
@@ -162,67 +268,49 @@ class CompletionResponse:
             "text_offset": (min(entry["offset"], num_characters) for entry in entries()),
         }
 
-    def _entries(self, choice: _Choice) -> Iterator[_Entry]:
-        num_characters = 0
-        for chunk in choice.chunks():
-            yield from self._token_texts.entries(chunk, num_characters)
+    def _entries(self, choice: Choice) -> Iterator[_Entry]:
+        if self._request.echo:
+            yield from self._prompt_entries(choice)
+        num_characters = choice.begin
+        for chunk in choice.chunks() if not self._request.echo_only else ():
+            yield from self._token_texts.entries(chunk, num_characters, choice.begin)
             num_characters += len(chunk.text)
 
-    def _update_choice(self, chunk: runner_pb2.SampleChunk) -> _Choice:
-        """Stores a chunk's finish reason and usage; returns its choice. Raises QuireError if it failed."""
+    def _update_choice(self, chunk: runner_pb2.SampleChunk) -> tuple[Choice, list[Part]]:
+        """A chunk's choice, whose end and usage are stored, and its parts. Raises QuireError if it failed."""
         key = chunk.item_id, chunk.sample
         choice = self._choices[key]
         if chunk.finish_reason == runner_pb2.FINISH_REASON_ERROR:
             raise from_status(chunk.error)
         if chunk.finish_reason:
             self._usage[key] = chunk.usage
-        choice.finish = _FINISH.get(chunk.finish_reason)
-        return choice
+        return choice, choice.parts(chunk)
+
+    def reported_usage(self) -> dict[str, Any]:
+        """The usage in the form of the route."""
+        return self.usage()
 
     def usage(self) -> dict[str, Any]:
-        """That of all samples which have ended; a prompt counts once."""
+        """That of all samples so far; a prompt counts once."""
         usages = self._usage.items()
+        thoughts = sum(choice.reasoning_tokens for choice in self._choices.values())
+        thoughts += sum(usage.reasoning_tokens for _, usage in usages)
         prompt = sum(usage.input_tokens for (_, sample), usage in usages if not sample)
         output = sum(usage.output_tokens for _, usage in usages)
+        for index, (key, choice) in enumerate(self._choices.items()):
+            if key not in self._usage:
+                output += choice.num_tokens
+                prompt += len(self._prompt(index).token_ids) if self._prompts.each and not key[1] else 0
+        if self._request.echo_only:
+            output = 0
         cached = sum(usage.cached_tokens for (_, sample), usage in usages if not sample)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning_tokens for _, u in usages)},
+            "completion_tokens_details": {"reasoning_tokens": thoughts, **_of_drafts(self._usage.values())},
         }
-
-
-class _Choice:
-    """One sample's part of the response."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.finish: str | None = None
-        # Of a stream: the characters that were sent, and tokens whose log-probabilities were not.
-        self.num_characters = 0
-        self.waiting: list[_Entry] = []
-        # Of a response in one piece: serialized chunks.
-        self.chunks_data: list[bytes] = []
-        self.has_text = self.has_calls = False
-
-    def chunks(self) -> Iterator[runner_pb2.SampleChunk]:
-        return map(runner_pb2.SampleChunk.FromString, self.chunks_data)
-
-    def calls(self) -> Iterator[runner_pb2.ToolCall]:
-        """The tool calls, whose parts are in the chunks."""
-        calls: dict[int, list[runner_pb2.ToolCall]] = {}
-        for chunk in self.chunks():
-            for part in chunk.tool_calls:
-                calls.setdefault(part.index, []).append(part)
-        for index, parts in calls.items():
-            yield runner_pb2.ToolCall(
-                index=index,
-                id=next((part.id for part in parts if part.id), ""),
-                name=next((part.name for part in parts if part.name), ""),
-                arguments_json="".join(part.arguments_json for part in parts),
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +320,13 @@ class _Text:
     parts: Iterator[str]
 
 
-def _json_pieces(value: object) -> Iterator[str]:
+def json_pieces(value: object) -> Iterator[str]:
     """JSON of a value in which an iterator is a list, whose entries are one piece each."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         separator = "{"
         for name, inner in value.items():
             yield f'{separator}"{name}":'
-            yield from _json_pieces(inner)
+            yield from json_pieces(inner)
             separator = ","
         yield "}"
     elif isinstance(value, _Text):
@@ -256,11 +344,21 @@ def _json_pieces(value: object) -> Iterator[str]:
         separator = "["
         for inner in value:
             yield separator
-            yield from _json_pieces(inner)
+            yield from json_pieces(inner)
             separator = ","
         yield "]"
     else:
         yield to_json(value)
+
+
+def _of_drafts(usages: Iterable[runner_pb2.Usage]) -> dict[str, int]:
+    """The tokens that were predicted, and in how far rightly; nothing if there were none."""
+    usages = list(usages)
+    drafted = sum(usage.draft_tokens for usage in usages)
+    accepted = sum(usage.accepted_draft_tokens for usage in usages)
+    if not drafted:
+        return {}
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
 
 
 def _of_chat(entry: _Entry) -> dict[str, Any]:
@@ -270,14 +368,3 @@ def _of_chat(entry: _Entry) -> dict[str, Any]:
 
 def _alternative(token: Mapping[str, Any]) -> dict[str, Any]:
     return {name: token[name] for name in ("token", "logprob", "bytes")}
-
-
-def _call(call: runner_pb2.ToolCall, *, with_index: bool = False) -> dict[str, Any]:
-    """A tool call, or a part of one: only its first part has an id and a name."""
-    function: dict[str, Any] = {"arguments": call.arguments_json}
-    if call.name:
-        function["name"] = call.name
-    fields: dict[str, Any] = {"index": call.index} if with_index else {}
-    if call.id or not with_index:
-        fields |= {"id": call.id, "type": "function"}
-    return {**fields, "function": function}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from service.config import ExtensionSettings
+from service.extensions.openai.output_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from service.setting_rules import HOST_PORT_ADDRESS
 from service.settings import Port, setting
 
@@ -28,4 +29,16 @@ class OpenAiSettings(ExtensionSettings):
         "which log-probabilities /inference/v1/generate returns, as vLLM's setting of this name: the model's"
         " own, or those that tokens were drawn with",
         ("raw_logprobs", "processed_logprobs"),
+    )
+    tool_call_parser: str = setting(
+        AUTO,
+        "how the model writes tool calls, by vLLM's names; auto: as its chat template shows; none: they are"
+        " text",
+        (AUTO, NONE, *(form.name for form in TOOL_FORMATS)),
+    )
+    reasoning_parser: str = setting(
+        AUTO,
+        "how the model marks its thoughts; auto: as its chat template shows; none: they are part of the"
+        " answer",
+        (AUTO, NONE, *(form.name for form in REASONING_FORMATS)),
     )

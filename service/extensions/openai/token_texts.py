@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.v1 import runner_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
+from service.text.detokenizer import Detokenizer
 from service.text.token_bytes import decoder_types, spelled_bytes
 
 if TYPE_CHECKING:
@@ -27,11 +28,13 @@ class TokenTexts:
         self._decoders = set() if tokenizer is None else decoder_types(tokenizer.decoder)
         self._bytes = functools.lru_cache(_MAX_CACHED_TOKENS)(self._find_bytes)
 
-    def entries(self, chunk: runner_pb2.SampleChunk, num_before: int) -> Iterator[dict[str, Any]]:
+    def entries(
+        self, chunk: runner_pb2.SampleChunk, num_before: int, begin: int = 0
+    ) -> Iterator[dict[str, Any]]:
         """Each token of a chunk with its log-probabilities, except an end token.
 
-        `num_before`: the characters of the sample before the chunk. The `offset` of an entry is where its
-        text begins, which may be behind the text that was sent so far.
+        `begin`: the characters before the sample, `num_before`: those before the chunk. The `offset` of an
+        entry is where its text begins, which may be behind the text that was sent so far.
         """
         num_tokens = len(chunk.logprobs)
         if num_tokens and self._ends_with_end_token(chunk):
@@ -42,12 +45,36 @@ class TokenTexts:
             yield {
                 **token,
                 "logprob": finite(entry.logprob),
-                "top_logprobs": [
-                    {**self._token(other), "logprob": finite(logprob)}
-                    for other, logprob in zip(entry.top.token_ids, entry.top.logprobs, strict=True)
-                ],
-                "offset": entry.text_offset if entry.HasField("text_offset") else num_before,
+                "top_logprobs": self._alternatives(entry.top),
+                "offset": begin + entry.text_offset if entry.HasField("text_offset") else num_before,
             }
+
+    def of_prompt(
+        self, token_ids: Sequence[int], scored: executor_pb2.ForwardResponse
+    ) -> Iterator[dict[str, Any]]:
+        """Each token of a prompt, as `entries`. The first one has no log-probability."""
+        assert self._tokenizer is not None
+        detokenizer = Detokenizer(self._tokenizer)
+        num_characters = 0
+        for index, token_id in enumerate(token_ids):
+            offset = num_characters + len(detokenizer.unsettled)
+            num_characters += len(detokenizer.push(token_id))
+            entry = {**self._token(token_id), "logprob": None, "top_logprobs": None, "offset": offset}
+            if index:
+                top = scored.outputs[index - 1].top
+                entry["logprob"] = finite(scored.token_logprobs[index - 1])
+                entry["top_logprobs"] = self._alternatives(top)
+            yield entry
+
+    def name(self, token_id: int) -> str | None:
+        """A token's text or name; None: not known."""
+        return None if self._tokenizer is None else str(self._token(token_id)["token"])
+
+    def _alternatives(self, top: types_pb2.TopLogprobs) -> list[dict[str, Any]]:
+        return [
+            {**self._token(other), "logprob": finite(logprob)}
+            for other, logprob in zip(top.token_ids, top.logprobs, strict=True)
+        ]
 
     def _ends_with_end_token(self, chunk: runner_pb2.SampleChunk) -> bool:
         if chunk.finish_reason != runner_pb2.FINISH_REASON_STOP or not chunk.token_ids:
@@ -87,8 +114,13 @@ class TokenTexts:
         return not self._tokenizer.decode([token_id] * 3)
 
 
-def by_text(entry: Mapping[str, Any]) -> dict[str, float]:
-    """The alternatives to a token by their texts, and the token itself; each has a key of its own."""
+def by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
+    """The alternatives to a token by their texts, and the token itself; each has a key of its own.
+
+    None: it is the first token of a prompt.
+    """
+    if entry["top_logprobs"] is None:
+        return None
     others = [top for top in entry["top_logprobs"] if top["id"] != entry.get("id")]
     # Different tokens can have the same text: that of a letter, and the byte of it.
     texts = [entry["token"], *(top["token"] for top in others if not top["is_byte"])]

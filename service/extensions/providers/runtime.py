@@ -34,7 +34,9 @@ DIALECTS: dict[DialectName, type[Dialect]] = {
 # Fields that no dialect has: providers send no token ids, and their models have no adapters of ours.
 _UNSUPPORTED = (
     "tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id", "cache", "min_logprob", "max_entropy",
-    "hidden", "chat.template", "constraint.mask", "constraint.regex", "constraint.lark",
+    "hidden", "chat.template", "chat.variables_json", "chat.continue_last_message",
+    "chat.omit_generation_prompt", "constraint.mask", "constraint.regex", "constraint.lark",
+    "special_tokens_in_text",
 )  # fmt: skip
 # A provider's vocabulary is unknown here.
 _LIMITS = RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)

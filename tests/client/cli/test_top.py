@@ -88,6 +88,16 @@ def test_kv_on_disk_has_a_line_if_a_worker_stores_any() -> None:
     )
 
 
+def test_drafts_have_a_line_if_there_were_any() -> None:
+    now, before = reading(13.0, 30), reading(11.0, 20)
+    assert not any(line.startswith("drafts") for line in shown(now, before))
+    for one, count in ((now, 30), (before, 20)):
+        counts = one.status.workers[0].counts
+        counts.draft_tokens, counts.accepted_draft_tokens = 10 * count, 6 * count
+    assert line(shown(now, before), "drafts") == ("drafts     tokens/s verified 50.0   60% of them accepted")
+    assert "out 250.0" in line(shown(now, before), "tokens/s"), "a step can choose several tokens"
+
+
 def line(lines: list[str], title: str) -> str:
     (found,) = (line for line in lines if line.split()[0] == title)
     return found

@@ -8,8 +8,8 @@ two processes. Prints one JSON object a line, a `Report`. Must run without TRITO
 Compiling everything takes minutes, so what the compiler made of unchanged input is read from compiled.json
 beside this file, by a digest of that input. --anew compiles it nevertheless. --record writes it after
 a change of a kernel, of its configurations or of Triton; its diff shows what the change did to registers and
-memory. It holds what each of VERSIONS made, and --record replaces what the running one did: so it has to be
-run with each of them.
+memory. It holds what the pinned Triton made. With another version everything is compiled, as `make
+test-torch` does with the lowest one that is supported.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from kernels.cuda.variant import EARLY_FROM, SHARED_BYTES
 from tests.kernels.cuda.shipped import Case
 
 PROCESSES = 2
-# The versions of Triton that are recorded: that of the lowest torch that is supported, and the pinned one.
+# Whose results are checked: the Triton of the lowest torch that is supported, and the pinned one.
 VERSIONS = ("3.6.0", "3.7.1")
+# The pinned one.
+RECORDED = VERSIONS[-1]
 RECORD = Path(__file__).with_name("compiled.json")
 SHIPPED = "tests.kernels.cuda.shipped"
 _OPTIONS = re.compile(r"num_warps=(\d+) num_stages=(\d+)")
@@ -90,11 +92,11 @@ def shipped_options() -> frozenset[tuple[str, int, int]]:
     return frozenset((kernel, int(each[1]), int(each[2])) for kernel, each in found if each)
 
 
-def digest_of(case: Case, version: str = triton.__version__) -> str:
+def digest_of(case: Case) -> str:
     """A digest of all that a compiler reads: the kernel, what it calls, its configuration, and Triton."""
     launch = case.launch
     options = launch.arguments, launch.constexprs, launch.options
-    inputs = repr((version, _code_of(kernel_of(launch)), options, case.architecture))
+    inputs = repr((triton.__version__, _code_of(kernel_of(launch)), options, case.architecture))
     return hashlib.sha256(inputs.encode()).hexdigest()[:32]
 
 
@@ -120,12 +122,14 @@ def _code_of(kernel: Any) -> tuple[str, ...]:
 
 @functools.cache
 def recorded() -> dict[str, Compiled]:
-    """What was compiled before, by any version, by digest."""
-    return {line["digest"]: Compiled(**line["compiled"]) for line in _lines()}
+    """What was compiled before, by digest."""
+    made = [made for line in _lines() for made in line["on"].values()]
+    return {one["digest"]: Compiled(**one["compiled"]) for one in made}
 
 
 @functools.cache
 def _lines() -> list[dict[str, Any]]:
+    """A line for each configuration; `on` has what was made of it, with its digest, by architecture."""
     lines: list[dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else []
     return lines
 
@@ -251,29 +255,15 @@ def reports_of(where: str, *, anew: bool) -> list[Report]:
     return [report_on(case, outcomes[digest_of(case)]) for case in cases]
 
 
-def reports_by_record(where: str) -> list[Report]:
-    """What the versions that do not run made of each case of `where`."""
-    reports = []
-    for version in VERSIONS:
-        for case in discover(where) if version != triton.__version__ else ():
-            digest = digest_of(case, version)
-            made = recorded().get(digest)
-            faults = ["is not recorded"] if made is None else unexpected(case, made)
-            name = f"{case.name}, Triton {version}"
-            reports.append(Report(name, case.architecture, digest, faults, made))
-    return reports
-
-
 def write_record(reports: list[Report], record: Path = RECORD) -> None:
-    """Write a record: a line for each configuration that compiles, and those of the other versions."""
-    lines = [line for line in _lines() if line["triton"] in VERSIONS and line["triton"] != triton.__version__]
-    for report in reports:
-        if report.compiled is None:
-            continue
-        told = {key: value for key, value in dataclasses.asdict(report).items() if key != "faults"}
-        lines.append({"triton": triton.__version__} | told)
-    lines.sort(key=lambda line: (line["name"], -line["architecture"], line["triton"]))
-    record.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n", encoding="utf-8")
+    """Write a record of what compiles: a line for each configuration."""
+    on = dict[str, dict[str, Any]]()
+    for report in sorted(reports, key=lambda report: (report.name, -report.architecture)):
+        if report.compiled is not None:
+            made = {"digest": report.digest, "compiled": dataclasses.asdict(report.compiled)}
+            on.setdefault(report.name, {})[str(report.architecture)] = made
+    lines = [json.dumps({"name": name, "on": made}) for name, made in on.items()]
+    record.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -287,6 +277,7 @@ def main() -> None:
     reports = reports_of(arguments.where, anew=arguments.anew)
     write_reports(reports)
     if arguments.record:
+        assert triton.__version__ == RECORDED, f"what Triton {RECORDED} makes is recorded"
         write_record(reports)
 
 

@@ -74,7 +74,13 @@ class Reader:
 
 
 def prepared(
-    item_id: str, prompt: Sequence[int], max_tokens: int, samples: int, max_draft_tokens: int = 0
+    item_id: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    samples: int,
+    max_draft_tokens: int = 0,
+    *,
+    has_draft_model: bool = False,
 ) -> PreparedItem:
     spec = SampleSpec(
         item_id,
@@ -85,6 +91,7 @@ def prepared(
         None,
         with_logprobs=False,
         max_draft_tokens=max_draft_tokens,
+        has_draft_model=has_draft_model,
     )
     return PreparedItem(
         spec,
@@ -158,6 +165,7 @@ class World:
                 self.rng.randint(1, 20),
                 self.rng.choice([1, 1, 3]),
                 self.rng.choice([0, 1, 5]),
+                has_draft_model=self.rng.random() < 0.5,
             )
             for n in range(self.rng.randint(1, 4))
         ]
@@ -396,10 +404,13 @@ class SlowMatcher:
     def take(self, token_id: int) -> None:
         """Allows every token."""
 
-    async def allowed(self, _process: object) -> bytes:
+    async def allowed_along(
+        self, _process: object, _draft: Sequence[int], most: int
+    ) -> tuple[Sequence[int], Sequence[bytes]]:
+        assert not most
         self.num_calls += 1
         await self.may_continue.wait()
-        return bytes(1)
+        return (), (bytes(1),)
 
 
 @pytest.mark.parametrize("turns", range(6))

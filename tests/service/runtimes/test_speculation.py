@@ -83,3 +83,34 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
                 drafter.decoded(1.0)
     assert drafter.expects_draft and len(drafter.draft(15)) == 15
     assert drafter.accepted > 400
+
+
+def test_a_draft_model_that_has_nothing_to_say_is_asked_ever_less_often() -> None:
+    drafter, asked = Drafter([1, 2, 3], 15, has_model=True), 0
+    for _ in range(2_000):
+        assert not drafter.draft(15)
+        if wanted := drafter.wanted(15):
+            asked += 1
+            drafter.offer((), wanted)
+        else:
+            # Before it is asked again, nothing is prelaunched.
+            is_next = drafter.expects_draft
+            drafter.decoded(1.0)
+            assert is_next == (drafter.wanted(15) > 0)
+    # Eight times before each pause, which are of 16, 32, 64, ... tokens.
+    assert 8 * 6 <= asked <= 8 * 8
+
+
+def test_what_a_draft_model_has_offered_is_verified_next_or_never() -> None:
+    drafter = Drafter([1], 15, has_model=True)
+    assert not drafter.wanted(15), "the time of a plain step is not known"
+    drafter.decoded(1.0)
+    assert drafter.wanted(15) == 4 and drafter.wanted(2) == 2 and drafter.wanted(-1) == 0
+    drafter.offer([7, 8, 9, 10], 4)
+    assert list(drafter.draft(15)) == [7, 8, 9, 10] and list(drafter.draft(2)) == [7, 8]
+    drafter.verified(4, 0, 9.0)
+    drafter.offer([5, 6], 2)
+    assert not drafter.draft(15), "the last did not pay off"
+    for _ in range(16):
+        drafter.decoded(1.0)
+    assert drafter.wanted(15) and not drafter.draft(15), "they were for another place"

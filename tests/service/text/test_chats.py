@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -51,9 +52,12 @@ class InProcess(ChatTemplates):
         *,
         name: str = "default",
         tools: Sequence[Any] | None = None,
+        further: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = True,
         tenant: str = "",
     ) -> str:
-        variables = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
+        variables = {**further, "messages": messages, "tools": tools, "documents": None}
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
             return render(template.sources[name], {**template.special_tokens, **variables}, PLENTY)
         except FAILURES as error:
@@ -260,3 +264,20 @@ def test_the_template_for_tools_is_taken_where_there_are_some(
             asyncio.run(prompt_of(ChatTemplates(), types_pb2.ChatTemplate(sources=sources), made))
     else:
         assert written(made, sources) == f"{used}{tools or None}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"variables_json": "["}, "chat.variables_json"),
+        ({"variables_json": "[]"}, "chat.variables_json"),
+        ({"variables_json": '{"messages": []}'}, "chat.variables_json"),
+        ({"continue_last_message": True}, "chat.continue_last_message"),
+    ],
+)
+def test_variables_and_ends_that_are_refused(fields: Mapping[str, Any], field: str) -> None:
+    made = parsed([{"role": "user", "content": "hi"}])
+    made.MergeFrom(runner_pb2.Chat(**fields))
+    with pytest.raises(InvalidArgument) as caught:
+        written(made, "{{ messages[0].role }}")
+    assert caught.value.field == field

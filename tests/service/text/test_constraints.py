@@ -220,6 +220,41 @@ async def test_a_sample_without_an_end_token_completes(shared: Constraints) -> N
         await compute(empty)
 
 
+@given(
+    expression=EXPRESSIONS,
+    draft=st.lists(st.sampled_from([*b"ab1", *"\u00e9".encode(), 257]), max_size=6),
+    most=st.integers(0, 6),
+)
+@settings(max_examples=settings().max_examples // 6)
+async def test_masks_along_a_draft_are_those_of_its_tokens(
+    shared: Constraints, expression: str, draft: list[int], most: int
+) -> None:
+    """Of each prefix of what is drafted; and it does not end the text."""
+    try:
+        new = await factory(shared, "regex", expression)
+        along, apart = new(), new()
+        drafted, masks = await along.in_turn(lambda process: along.allowed_along(process, draft, most))
+    except InvalidArgument:
+        return
+    assert len(drafted) <= most and len(masks) == len(drafted) + 1
+    for index, mask in enumerate(masks):
+        assert mask == await compute(apart) and not (drafted and apart.is_complete)
+        if index == len(drafted):
+            break
+        apart.take(drafted[index])
+        if [*drafted[:index]] == draft[:index] and draft[index:] and drafted[index] != draft[index]:
+            # Its token was left out for a forced one.
+            assert not mask[draft[index] >> 3] >> (draft[index] & 7) & 1
+    # Nothing of a draft is kept.
+    assert await compute(along) == masks[0]
+
+
+async def test_what_a_grammar_forces_is_drafted(shared: Constraints) -> None:
+    matcher = (await factory(shared, "regex", "a(bab|bab1)"))()
+    drafted, _ = await matcher.in_turn(lambda process: matcher.allowed_along(process, b"b", 9))
+    assert bytes(drafted) == b"abab", "then it may end"
+
+
 async def test_a_token_that_the_mask_forbids_is_an_error(shared: Constraints) -> None:
     constrained = (await factory(shared, "regex", "ab"))()
     await compute(constrained)

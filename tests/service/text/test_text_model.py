@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from quire.v1 import runner_pb2, types_pb2
@@ -54,7 +55,7 @@ async def served() -> AsyncIterator[ServedModel]:
     served.text.close()
 
 
-def chat(content: str, **more: str) -> runner_pb2.Chat:
+def chat(content: str, **more: Any) -> runner_pb2.Chat:
     message = runner_pb2.ChatMessage(role=runner_pb2.CHAT_ROLE_USER, content=content)
     return runner_pb2.Chat(messages=[message], **more)
 

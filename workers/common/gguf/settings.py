@@ -6,7 +6,7 @@ change the model. Sources: the converters of llama.cpp, which write the files, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,8 @@ TOKEN_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
 )  # fmt: skip
+# <|end|> ends a message of gpt-oss, and not its text.
+_ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>", "<|endoftext|>")
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _CONTROL = 3
 
@@ -77,6 +79,7 @@ class Architecture:
     norm_offset: float = 0.0
 
 
+_GPT_OSS = "gpt-oss"
 _GEMMA_READS = frozenset({"attention.sliding_window", "final_logit_softcapping"})
 ARCHITECTURES = {
     "llama": Architecture(
@@ -98,6 +101,10 @@ ARCHITECTURES = {
         norm_offset=1.0,
     ),
     "phi3": Architecture("phi3", frozenset({"attention.sliding_window"})),
+    _GPT_OSS: Architecture(
+        "gpt_oss",
+        frozenset({*_EXPERTS, "expert_feed_forward_length", "attention.sliding_window"}),
+    ),
 }
 
 
@@ -142,7 +149,7 @@ def read_settings(
     settings["vocab_size"] = _vocab_size(tensors)
     settings["tie_word_embeddings"] = HEAD not in tensors
     settings["dtype"] = _dtype(tensors)
-    settings |= _token_ids(metadata)
+    settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == _GPT_OSS else _ENDS)
     settings |= _of_architecture(name, own, settings, tensors)
     settings |= _rope(name, own, settings, tensors, read_factors)
     return settings
@@ -153,7 +160,8 @@ def served_types(tensors: Mapping[str, TensorInfo]) -> set[str]:
     for info in tensors.values():
         if info.type not in DENSE | QUANTISED:
             known = ", ".join(sorted(DENSE | QUANTISED))
-            raise GgufError(f"tensor {info.name} must be one of {known}, got {info.type}")
+            instead = "use a file of another type, such as Q4_K_M"
+            raise GgufError(f"tensor {info.name} must be one of {known}, got {info.type}: {instead}")
     return {info.type for info in tensors.values()}
 
 
@@ -200,7 +208,8 @@ def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     return names[tensors[EMBEDDING].type] if types <= names.keys() else "bfloat16"
 
 
-def _token_ids(metadata: Mapping[str, Value]) -> dict[str, object]:
+def _token_ids(metadata: Mapping[str, Value], ends: Collection[str]) -> dict[str, object]:
+    """`ends`: control tokens that end a text wherever they are in a vocabulary."""
     tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     ids = [metadata.get(f"tokenizer.ggml.{name}") for name in _END_IDS]
     found = [token_id for token_id in ids if type(token_id) is int]
@@ -208,7 +217,7 @@ def _token_ids(metadata: Mapping[str, Value]) -> dict[str, object]:
         found += [
             index
             for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if kind == _CONTROL and token in _ENDS
+            if kind == _CONTROL and token in ends
         ]
     return {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -236,6 +245,14 @@ def _of_architecture(
             return _gemma(name, own, settings, window)
         case "phi3":
             return {"sliding_window": window}
+        case "gpt-oss":
+            return {
+                "num_local_experts": own.get("expert_count"),
+                "num_experts_per_tok": own.get("expert_used_count"),
+                "intermediate_size": own.get("expert_feed_forward_length", settings["intermediate_size"]),
+                "sliding_window": window,
+                "rope_parameters": {"rope_type": "default"},  # if the file says nothing else
+            }
     return {}
 
 
@@ -310,7 +327,9 @@ def _rope(
     if kind == "linear" and not factors:
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and not factors:
-        found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original)
+        # As its makers have it: no file says so.
+        more = {"truncate": False} if name == _GPT_OSS else {}
+        found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original) | more
     elif kind != "none":
         also = f" with {min(factors)}" if factors else ""
         raise GgufError(f"{name}.rope.scaling.type: is not supported{also}, got {shown(kind)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from workers.common.quantised import awq, compressed_tensors, fp8, gptq
+from workers.common.quantised import awq, compressed_tensors, fp8, gptq, mxfp4
 from workers.common.quantised.scheme import NotUnderstood, Quantisation, shown
 
 SETTING: Final = "quantization_config"
@@ -18,6 +18,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, object]], Quantisation]]] = {
     "fbgemm_fp8": fp8.read_fbgemm,
     "fp8": fp8.read,
     "gptq": gptq.read,
+    mxfp4.MXFP4: mxfp4.read,
 }
 
 

@@ -42,6 +42,10 @@ _WITH_NORMS_AFTER = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_SINKS = "attn_sinks"
+_OF_GPT_OSS = {"post_attention_norm": "post_attention_layernorm", _SINKS: "self_attn"}
+# Dimensions of the tensors of all experts.
+_STACKED = {"weight": 3, "bias": 2}
 _INTERLEAVED = ("attn_q", "attn_k")
 
 
@@ -164,6 +168,8 @@ class _Names:
         self.parts = dict(_IN_LAYER)
         if family.norms == SANDWICH_NORMS:
             self.parts |= _WITH_NORMS_AFTER
+        if family.sinks:
+            self.parts |= _OF_GPT_OSS
         if family.mlp_names == ("gate_up_proj",):
             self.parts["ffn_up"] = "mlp.gate_up_proj"
         self._experts: dict[str, str] = {}
@@ -186,17 +192,17 @@ class _Names:
         layer = block.removeprefix("blk.")
         if not (block.startswith("blk.") and layer.isascii() and layer.isdigit()):
             yield _GLOBAL.get(info.name, info.name), entry
-        elif part in self._experts and kind == "weight" and len(info.shape) == 3:
+        elif part in self._experts and len(info.shape) == _STACKED.get(kind):
             count, size = info.shape[0], info.nbytes // info.shape[0]
             if count != self._num_experts:
                 says = f"{count} experts, and the metadata say {self._num_experts!r}"
                 raise ModelError(f"{header.path}: tensor {info.name} is of {says}")
             for index in range(count):
                 begin = info.begin + index * size
-                name = f"model.layers.{layer}.{self._experts[part].format(index)}.weight"
+                name = f"model.layers.{layer}.{self._experts[part].format(index)}.{kind}"
                 yield name, replace(entry, shape=info.shape[1:], begin=begin, nbytes=size)
         else:
-            known = self.parts.get(part)
+            known, kind = self.parts.get(part), "sinks" if part == _SINKS else kind
             yield info.name if known is None else f"model.layers.{layer}.{known}.{kind}", entry
 
 

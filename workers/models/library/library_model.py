@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors, LayerKv
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
@@ -44,10 +45,12 @@ class LibraryModel(WithoutLora, ABC):
         configs: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
         self._configs = {id(config): config for config in configs}
         parameters = inspect.signature(module.forward).parameters
+        self._parameters = frozenset(parameters)
         self._takes_positions = "position_ids" in parameters
         self._takes_rows = "logits_to_keep" in parameters
-        # Both are set by the probe of the subclass.
+        # These are set by the probe of the subclass.
         self.kv_layers: tuple[LayerKv, ...] = ()
+        self.state_shapes: tuple[StateShape, ...] = ()
         self.has_hidden_states = False
 
     @abstractmethod

@@ -27,7 +27,7 @@ from workers.models.errors import ModelError
 from workers.models.library.activations import fix_activations
 from workers.models.library.errors import library_errors
 from workers.models.library.file_tensors import sequential_reads, tensors_to_read
-from workers.models.library.gathered_model import GatheredModel
+from workers.models.library.gathered_model import GatheredModel, is_recurrent
 from workers.models.library.library_model import LibraryModel, build
 from workers.models.library.packed_linear import pack_linears
 from workers.models.library.packed_model import PackedModel
@@ -117,17 +117,17 @@ def load_library_model(
         if plan.device.type == "cpu":
             fix_activations(module)
         model = make_library_model(module)
-    settings, first = plan.settings, model.kv_layers[0]
+    settings, first = plan.settings, next(iter(model.kv_layers), None)
     text = settings.config.get_text_config(decoder=True)
     return model, ModelDescription(
         architecture=settings.config.model_type,
         vocab_size=settings.vocab_size,
         max_seq_len=settings.max_position_embeddings,
-        num_layers=len(model.kv_layers),
+        num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        num_attention_heads=text.num_attention_heads,
-        num_kv_heads=first.kv_heads,
-        head_dim=first.key_dim,
+        num_attention_heads=0 if first is None else text.num_attention_heads,
+        num_kv_heads=0 if first is None else first.kv_heads,
+        head_dim=0 if first is None else first.key_dim,
         dtype=checkpoint.name_of(model.dtype),
         num_parameters=plan.num_parameters,
         weight_bytes=plan.weight_bytes,
@@ -148,6 +148,10 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
     """
     try:
         with library_errors("run a batch of the model"):
+            if is_recurrent(module):
+                raise ModelError(
+                    f"{type(module).__name__} has recurrent layers, so sequences cannot be packed"
+                )
             return PackedModel(module)
     except ModelError as error:
         why_not_packed = str(error)

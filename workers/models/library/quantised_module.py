@@ -6,7 +6,7 @@ rounded to bytes in groups, as kernels/cpu/grouped_product.h rounds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -52,26 +52,44 @@ class _Experts(nn.Module):
 
     def __init__(self, stacked: Any) -> None:
         super().__init__()
-        self.activation = stacked.act_fn
-        inner = stacked.down_proj.shape[2]
-        parts = stacked.gate_up_proj[:, :inner], stacked.gate_up_proj[:, inner:], stacked.down_proj
-        self.gate, self.up, self.down = (nn.ModuleList(map(_projection, matrices)) for matrices in parts)
+        self.apply_gate, self.is_concatenated = stacked._apply_gate, stacked.is_concatenated  # noqa: SLF001
+        matrices = stacked.gate_up_proj, stacked.down_proj
+        gate_up, down = (each.transpose(1, 2) if stacked.is_transposed else each for each in matrices)
+        biases = (stacked.gate_up_proj_bias, stacked.down_proj_bias) if stacked.has_bias else (None, None)
+        gates, ups = self._halves(gate_up)
+        of_gates, of_ups = (None, None) if biases[0] is None else self._halves(biases[0])
+        self.gate, self.up = _projections(gates, of_gates), _projections(ups, of_ups)
+        self.down = _projections(down, biases[1])
+
+    def _halves(self, outputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Those of gate and of up: [E, 2 * I, ...] -> [E, I, ...] twice."""
+        return outputs.chunk(2, dim=1) if self.is_concatenated else (outputs[:, ::2], outputs[:, 1::2])
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[T, C], experts [T, k] and their weights [T, k] -> [T, C], as the library computes it."""
         total = torch.zeros_like(x)
         for expert, (gate, up, down) in enumerate(zip(self.gate, self.up, self.down, strict=True)):
             token, choice = torch.where(chosen == expert)
+            if not len(token):
+                continue
             rows = x[token]
-            result = down(self.activation(gate(rows)) * up(rows)) if len(rows) else rows
+            both = gate(rows), up(rows)  # [n, I] each
+            gate_up = torch.cat(both, 1) if self.is_concatenated else torch.stack(both, 2).flatten(1)
+            result = down(self.apply_gate(gate_up))
             total.index_add_(0, token, (result * weights[token, choice, None]).to(total.dtype))
         return total
 
 
-def _projection(matrix: torch.Tensor) -> nn.Linear:
-    made = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(matrix, requires_grad=False)
-    return made
+def _projections(matrices: torch.Tensor, biases: torch.Tensor | None) -> nn.ModuleList:
+    """[E, O, I] and [E, O] -> one for each expert."""
+    found = nn.ModuleList()
+    for expert, matrix in enumerate(matrices):
+        made = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+        made.weight = nn.Parameter(matrix, requires_grad=False)
+        if biases is not None:
+            made.bias = nn.Parameter(biases[expert], requires_grad=False)
+        found.append(made)
+    return found
 
 
 @contextmanager
@@ -93,10 +111,12 @@ def separate_experts(module: Any, names: ExpertNames | None) -> Iterator[dict[st
         stacked[layer.mlp] = layer.mlp.experts
         layer.mlp.experts = made = _Experts(layer.mlp.experts)
         place = f"model.layers.{index}."
-        parameters[f"{place}{names.router}.weight"] = layer.mlp.gate.weight
+        router = getattr(layer.mlp, names.router.rpartition(".")[2])
+        parameters[f"{place}{names.router}.weight"] = router.weight
         for name, projections in ((names.gate, made.gate), (names.up, made.up), (names.down, made.down)):
             for expert, projection in enumerate(projections):
-                parameters[f"{place}{name.format(expert)}.weight"] = projection.weight
+                for kind, parameter in projection.named_parameters():
+                    parameters[f"{place}{name.format(expert)}.{kind}"] = parameter
     try:
         yield parameters
     finally:

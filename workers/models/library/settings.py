@@ -27,7 +27,7 @@ from workers.models.errors import ModelError
 from workers.models.files import errors_naming
 from workers.models.library.errors import library_errors
 from workers.models.source import ModelSource, source_of
-from workers.models.values import token_ids
+from workers.models.values import names, token_ids
 
 # Several times the sizes of the largest models: layers and heads, widths, positions that are only a limit,
 # and any other integer. `loading` checks the size of tables of positions before they are built.
@@ -35,13 +35,22 @@ _MAX_LAYERS, _MAX_WIDTH, _MAX_POSITIONS, _MAX_INTEGER = 1 << 12, 1 << 20, 1 << 2
 # Numbers under these names are not sizes. Rotary bases, for example, are large.
 _NOT_SIZES = ("theta", "token_id", "_base", "seed")
 
-# The layers that store only keys and values of tokens. Others have a state that pages cannot store.
-_PAGED_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "moe"}
+# The layers that store keys and values of tokens, a recurrent state, both or nothing. Others store more.
+_KNOWN_LAYERS = names(
+    """
+    full_attention sliding_attention chunked_attention attention dense moe mlp
+    linear_attention conv hybrid hybrid_sliding
+    """
 )
 
-# The names of the longest sequence. Some models with ALiBi, which has no limit, have none of them.
-_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
+# The names of the longest sequence. Models without positions, or with ALiBi, may have none of them.
+_LENGTHS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "model_max_length",
+)
 _DEFAULT_LENGTH = 2048
 
 # The names of the number of experts, and of the number of experts for each token.
@@ -98,7 +107,9 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
         for name, value in _drop_oversized(settings, CONFIG_MAPPING[model_type]).items()
         if name != QUANTISATION and not name.lstrip("_").startswith(("attn_impl", "experts_impl"))
     }
-    config = CONFIG_MAPPING[model_type].from_dict(_with_plain_dtypes(settings))
+    # Infinities are objects in the library's files.
+    decoded: Any = PreTrainedConfig._decode_special_floats(_with_plain_dtypes(settings))  # noqa: SLF001
+    config = CONFIG_MAPPING[model_type].from_dict(decoded)
     text = config.get_text_config(decoder=True)
     if not isinstance(text, PreTrainedConfig):
         raise ModelError(f"text_config: must be an object, got {text!r}")
@@ -110,7 +121,7 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
         raise ModelError(f"model_type: {model_type} is not a causal language model")
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     _check_causal(config, text)
-    _check_layers(model_type, text, model_class)
+    _check_layers(text)
     _check_experts(text)
     vocab_size = text.vocab_size
     if not isinstance(vocab_size, int) or vocab_size < 2:
@@ -217,17 +228,11 @@ def _check_experts(text: PreTrainedConfig) -> None:
             raise ModelError(f"{name}: must be at least 1, got {per_token}")
 
 
-def _check_layers(model_type: str, text: PreTrainedConfig, model_class: type[PreTrainedModel]) -> None:
-    """Raises ModelError for layers that store more than keys and values."""
+def _check_layers(text: PreTrainedConfig) -> None:
+    """Raises ModelError for layers that store more than keys, values and a recurrent state."""
     for kind in getattr(text, "layer_types", None) or ():
-        if kind not in _PAGED_LAYERS:
-            raise ModelError(
-                f"layer_types: {kind!r} has a state that pages cannot store, and is not supported"
-            )
-    if getattr(model_class, "_is_stateful", False):
-        raise ModelError(
-            f"model_type: {model_type} has a state that pages cannot store, and is not supported"
-        )
+        if kind not in _KNOWN_LAYERS:
+            raise ModelError(f"layer_types: {kind!r} stores what pages cannot hold, and is not supported")
 
 
 def _max_seq_len(text: PreTrainedConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from workers.common.quantised.mxfp4 import MXFP4
 from workers.common.quantised.scheme import Layout, Quantisation, Scheme
 from workers.models.checkpoint import StoredTensor, TensorEntry
 from workers.models.errors import ModelError
@@ -11,6 +12,7 @@ from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
 from workers.models.quantised.matrix import QuantisedMatrix
+from workers.models.quantised.mxfp4 import mxfp4_tensors
 from workers.models.quantised.tensors import FLOAT8, Tensors
 
 _READERS: Mapping[Layout, Callable[[Tensors, Scheme], QuantisedMatrix]] = {
@@ -46,6 +48,8 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
     Raises:
         ModelError: A matrix has not the tensors that the config says.
     """
+    if said.method == MXFP4:
+        return mxfp4_tensors(entries)
     modules: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")

@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 _KINDS = ("prefill", "decode", "verify", "score")
+# What the chosen tokens are counted by.
+_CHOSEN = ("decode_operations", "verify_operations", "accepted_draft_tokens")
 _BAR_CHARS = 10
 _MOST_REASONS = 3
 _COLUMNS = (
@@ -61,7 +63,7 @@ def _work(
         (
             "tokens/s",
             f"in {_rate(total, elapsed_s, 'prefix_query_tokens')} ({reused} reused)",
-            f"out {_rate(total, elapsed_s, 'decode_operations', 'verify_operations')}",
+            f"out {_rate(total, elapsed_s, *_CHOSEN)}",
             f"computed {_rate(total, elapsed_s, 'step_tokens')}",
         ),
         (
@@ -78,6 +80,7 @@ def _work(
             f"{pages:,} in all",
         ),
         *_on_disk(status, total, elapsed_s),
+        *_drafts(status, total, elapsed_s),
     ]
 
 
@@ -101,6 +104,17 @@ def _on_disk(
             f"{stopped} of {len(disks)} workers store nothing" if stopped else "",
         )
     ]
+
+
+def _drafts(
+    status: executor_pb2.GetStatusResponse, total: Counter[str] | None, elapsed_s: float
+) -> list[Sequence[str]]:
+    """A line about speculative decoding, if there was any."""
+    if not any(worker.counts.draft_tokens for worker in status.workers):
+        return []
+    accepted = "-" if total is None else _percent(total["accepted_draft_tokens"], total["draft_tokens"])
+    drafted = _rate(total, elapsed_s, "draft_tokens")
+    return [("drafts", f"tokens/s verified {drafted}", f"{accepted} of them accepted")]
 
 
 def _callers(now: Reading, before: Reading | None, elapsed_s: float) -> list[Sequence[str]]:

@@ -23,6 +23,7 @@ class SpeculationMethod(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SPECULATION_METHOD_UNSPECIFIED: _ClassVar[SpeculationMethod]
     SPECULATION_METHOD_PROMPT_LOOKUP: _ClassVar[SpeculationMethod]
+    SPECULATION_METHOD_DRAFT_MODEL: _ClassVar[SpeculationMethod]
 
 class ChatRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -71,6 +72,7 @@ ROUTING_POLICY_LOCAL_FIRST: RoutingPolicy
 ROUTING_POLICY_CHEAPEST: RoutingPolicy
 SPECULATION_METHOD_UNSPECIFIED: SpeculationMethod
 SPECULATION_METHOD_PROMPT_LOOKUP: SpeculationMethod
+SPECULATION_METHOD_DRAFT_MODEL: SpeculationMethod
 CHAT_ROLE_UNSPECIFIED: ChatRole
 CHAT_ROLE_SYSTEM: ChatRole
 CHAT_ROLE_USER: ChatRole
@@ -120,7 +122,7 @@ class ExecuteRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., policy: _Optional[_Union[RoutingPolicy, str]] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ..., resume_after: _Optional[_Iterable[_Union[SampleProgress, _Mapping]]] = ..., keep: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ExecuteItem(_message.Message):
-    __slots__ = ("item_id", "tokens", "text", "chat", "cache", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt", "min_logprob", "hidden", "speculation", "max_entropy")
+    __slots__ = ("item_id", "tokens", "text", "chat", "cache", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt", "min_logprob", "hidden", "speculation", "max_entropy", "special_tokens_in_text")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +147,7 @@ class ExecuteItem(_message.Message):
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     MAX_ENTROPY_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_IN_TEXT_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     tokens: TokenPrompt
     text: str
@@ -169,7 +172,8 @@ class ExecuteItem(_message.Message):
     hidden: _types_pb2.HiddenStates
     speculation: Speculation
     max_entropy: float
-    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., cache: _Optional[_Union[CachePrompt, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., min_logprob: _Optional[float] = ..., hidden: _Optional[_Union[_types_pb2.HiddenStates, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., max_entropy: _Optional[float] = ...) -> None: ...
+    special_tokens_in_text: bool
+    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., cache: _Optional[_Union[CachePrompt, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., min_logprob: _Optional[float] = ..., hidden: _Optional[_Union[_types_pb2.HiddenStates, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., max_entropy: _Optional[float] = ..., special_tokens_in_text: _Optional[bool] = ...) -> None: ...
 
 class Speculation(_message.Message):
     __slots__ = ("method", "max_draft_tokens")
@@ -196,14 +200,20 @@ class CachePrompt(_message.Message):
     def __init__(self, cache_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Chat(_message.Message):
-    __slots__ = ("messages", "template", "tools_json")
+    __slots__ = ("messages", "template", "tools_json", "variables_json", "continue_last_message", "omit_generation_prompt")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_LAST_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    OMIT_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     template: str
     tools_json: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., template: _Optional[str] = ..., tools_json: _Optional[str] = ...) -> None: ...
+    variables_json: str
+    continue_last_message: bool
+    omit_generation_prompt: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., template: _Optional[str] = ..., tools_json: _Optional[str] = ..., variables_json: _Optional[str] = ..., continue_last_message: _Optional[bool] = ..., omit_generation_prompt: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")

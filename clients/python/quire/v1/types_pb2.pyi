@@ -294,7 +294,7 @@ class ChatTemplate(_message.Message):
     def __init__(self, sources: _Optional[_Mapping[str, str]] = ..., special_tokens: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
-    __slots__ = ("executor", "runner", "kernels", "device", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "bytes_per_page", "kv_capacity_tokens", "max_lora_adapters", "max_batch_tokens", "max_batch_items", "supports_token_trees", "supports_hidden_states", "products", "batch_invariant", "backend_reason")
+    __slots__ = ("executor", "runner", "kernels", "device", "supports_native_unified_decode", "supports_verify", "supports_fork", "supports_sampling", "supports_prefix_reuse", "supports_lora", "page_size_tokens", "bytes_per_page", "kv_capacity_tokens", "max_lora_adapters", "max_batch_tokens", "max_batch_items", "supports_token_trees", "supports_hidden_states", "products", "batch_invariant", "backend_reason", "draft_model", "bytes_per_state")
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     RUNNER_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +316,8 @@ class ExecutorCapabilities(_message.Message):
     PRODUCTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     BACKEND_REASON_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_STATE_FIELD_NUMBER: _ClassVar[int]
     executor: str
     runner: str
     kernels: _containers.RepeatedScalarFieldContainer[str]
@@ -337,7 +339,9 @@ class ExecutorCapabilities(_message.Message):
     products: str
     batch_invariant: bool
     backend_reason: str
-    def __init__(self, executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_lora_adapters: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., supports_token_trees: _Optional[bool] = ..., supports_hidden_states: _Optional[bool] = ..., products: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., backend_reason: _Optional[str] = ...) -> None: ...
+    draft_model: str
+    bytes_per_state: int
+    def __init__(self, executor: _Optional[str] = ..., runner: _Optional[str] = ..., kernels: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., supports_native_unified_decode: _Optional[bool] = ..., supports_verify: _Optional[bool] = ..., supports_fork: _Optional[bool] = ..., supports_sampling: _Optional[bool] = ..., supports_prefix_reuse: _Optional[bool] = ..., supports_lora: _Optional[bool] = ..., page_size_tokens: _Optional[int] = ..., bytes_per_page: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., max_lora_adapters: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_batch_items: _Optional[int] = ..., supports_token_trees: _Optional[bool] = ..., supports_hidden_states: _Optional[bool] = ..., products: _Optional[str] = ..., batch_invariant: _Optional[bool] = ..., backend_reason: _Optional[str] = ..., draft_model: _Optional[str] = ..., bytes_per_state: _Optional[int] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
     __slots__ = ("sequences", "tokens", "pages_total", "pages_free", "pages_cached", "pages_referenced", "prefix_hit_tokens", "prefix_query_tokens", "evicted_pages", "copied_pages")
@@ -364,7 +368,7 @@ class PoolUsage(_message.Message):
     def __init__(self, sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_referenced: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., copied_pages: _Optional[int] = ...) -> None: ...
 
 class KvDiskUsage(_message.Message):
-    __slots__ = ("bytes", "max_bytes", "stopped", "wanted_pages", "read_pages", "refused_pages", "written_pages", "dropped_pages")
+    __slots__ = ("bytes", "max_bytes", "stopped", "wanted_pages", "read_pages", "refused_pages", "written_pages", "dropped_pages", "unwritten_pages")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +377,7 @@ class KvDiskUsage(_message.Message):
     REFUSED_PAGES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_PAGES_FIELD_NUMBER: _ClassVar[int]
     DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    UNWRITTEN_PAGES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     max_bytes: int
     stopped: bool
@@ -381,10 +386,11 @@ class KvDiskUsage(_message.Message):
     refused_pages: int
     written_pages: int
     dropped_pages: int
-    def __init__(self, bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., stopped: _Optional[bool] = ..., wanted_pages: _Optional[int] = ..., read_pages: _Optional[int] = ..., refused_pages: _Optional[int] = ..., written_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ...) -> None: ...
+    unwritten_pages: int
+    def __init__(self, bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., stopped: _Optional[bool] = ..., wanted_pages: _Optional[int] = ..., read_pages: _Optional[int] = ..., refused_pages: _Optional[int] = ..., written_pages: _Optional[int] = ..., dropped_pages: _Optional[int] = ..., unwritten_pages: _Optional[int] = ...) -> None: ...
 
 class StepCounts(_message.Message):
-    __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items", "replay_operations", "replay_ns")
+    __slots__ = ("prefill_operations", "prefill_ns", "decode_operations", "decode_ns", "verify_operations", "verify_ns", "score_operations", "score_ns", "steps", "step_tokens", "batch_items", "replay_operations", "replay_ns", "draft_tokens", "accepted_draft_tokens")
     PREFILL_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +404,8 @@ class StepCounts(_message.Message):
     BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     REPLAY_OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     REPLAY_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prefill_operations: int
     prefill_ns: int
     decode_operations: int
@@ -411,7 +419,9 @@ class StepCounts(_message.Message):
     batch_items: int
     replay_operations: int
     replay_ns: int
-    def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., replay_operations: _Optional[int] = ..., replay_ns: _Optional[int] = ...) -> None: ...
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, prefill_operations: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., decode_operations: _Optional[int] = ..., decode_ns: _Optional[int] = ..., verify_operations: _Optional[int] = ..., verify_ns: _Optional[int] = ..., score_operations: _Optional[int] = ..., score_ns: _Optional[int] = ..., steps: _Optional[int] = ..., step_tokens: _Optional[int] = ..., batch_items: _Optional[int] = ..., replay_operations: _Optional[int] = ..., replay_ns: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class LoraAdapterMetrics(_message.Message):
     __slots__ = ("adapter_id", "rank", "sequences", "operations", "tokens", "version", "resident", "size_bytes", "loads", "evictions", "waiting")

@@ -97,13 +97,19 @@ def unexpected(*_: object, **__: object) -> Any:
 
 @asynccontextmanager
 async def serving(
-    runtime: FakeRuntime, *, has_worker: bool = True, forward: Any = None, **settings: Any
+    runtime: FakeRuntime,
+    *,
+    has_worker: bool = True,
+    forward: Any = None,
+    texts: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Server]:
-    """`forward`: answers requests for the log-probabilities of prompts."""
+    """`forward`: answers requests for the log-probabilities of prompts. `texts`: of what a worker says."""
     config = Config().with_values({"openai_listen": "127.0.0.1:0", **settings})
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
-    state = state_of(config, worker_pb2.WorkerReady(model=model, executor=able) if has_worker else None)
+    ready = worker_pb2.WorkerReady(model=model, executor=able, **texts or {})
+    state = state_of(config, ready if has_worker else None)
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")

@@ -43,7 +43,7 @@ def test_every_sampling_setting_is_on_every_route(table: tuple[ItemField, ...]) 
         (CHAT, "chat", "messages"),
         (CHAT, "chat.template", "messages"),
         (CHAT, "chat.tools_json", "tools"),
-        (CHAT, "items[0].constraint.json_schema", "response_format"),
+        (CHAT, "items[0].constraint.json_schema", "structured_outputs"),
         (CHAT, "sampling.penalty_from", "penalty_from"),
         (COMPLETION, "items[7].tokens.token_ids[3]", "prompt"),
         (COMPLETION, "items[7].text", "prompt"),
@@ -54,7 +54,7 @@ def test_every_sampling_setting_is_on_every_route(table: tuple[ItemField, ...]) 
         (GENERATE, "items[0].constraint.mask", "sampling_params.allowed_token_ids"),
         (GENERATE, "items[0].top_logprobs", "sampling_params.logprobs"),
         (GENERATE, "items[0].n", "sampling_params.n"),
-        (GENERATE, "cache_salt", "cache_salt"),
+        (GENERATE, "cache_salt", "sampling_params.cache_salt"),
     ],
 )
 def test_an_error_names_the_field_of_the_request(

@@ -80,7 +80,7 @@ def test_a_neutral_value_asks_for_nothing(name: str) -> None:
     [
         ("bad_words", ["x"]), ("bad_words", ""), ("length_penalty", 1.1), ("length_penalty", True),
         ("min_tokens", 1), ("min_tokens", False), ("use_beam_search", True), ("use_beam_search", 0),
-        ("chat_template_kwargs", {"x": 1}), ("best_of", 2), ("functions", [{}]), ("verbosity", "low"),
+        ("best_of", 2), ("functions", [{}]), ("verbosity", "low"),
         ("unknown", []), ("unknown", {}), ("unknown", False), ("unknown", 0), ("unknown", ""),
         ("stream_options", {"include_usage": True}), ("echo", True), ("add_special_tokens", True),
     ],
@@ -89,13 +89,6 @@ def test_any_other_value_of_what_is_not_supported_is_refused(name: str, value: A
     with pytest.raises(InvalidArgument) as caught:
         item(**{name: value})
     assert caught.value.field == name
-
-
-def test_tool_calls_cannot_be_limited_where_there_are_tools() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(InvalidArgument) as caught:
-        item(tools=tools, parallel_tool_calls=False)
-    assert caught.value.field == "parallel_tool_calls"
 
 
 def test_response_formats() -> None:

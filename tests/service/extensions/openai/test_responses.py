@@ -55,7 +55,12 @@ def answers(
     found = []
     for is_stream in (False, True):
         request = CompletionRequest(
-            [runner_pb2.ExecuteItem(item_id="0", n=1)], MODEL, is_chat, True, is_stream, False
+            items=[runner_pb2.ExecuteItem(item_id="0", n=1)],
+            model=MODEL,
+            is_chat=is_chat,
+            has_logprobs=True,
+            is_stream=is_stream,
+            with_usage=False,
         )
         response = CompletionResponse(request, TokenTexts(kind(name)))
         response.begin(runner_pb2.ExecutionStarted())

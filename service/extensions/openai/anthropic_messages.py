@@ -1,0 +1,248 @@
+"""Anthropic's /v1/messages: its requests as chats, and their answers as its content blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from quire.v1 import runner_pb2
+
+from service.extensions.openai.choices import Choice
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
+from service.extensions.openai.item_fields import MAX_ID
+from service.extensions.openai.requests import CompletionRequest, ResolveModel
+from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.translated import (
+    CALL,
+    TEXT,
+    THOUGHTS,
+    Block,
+    Blocks,
+    as_chat,
+    blocks_of,
+    named_event,
+    text_of,
+)
+from service.text.bounded_json import MAX_MESSAGES
+
+_NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
+# The fields that mean the same in chats.
+_SAME = ("model", "stream", "temperature", "top_p", "top_k")
+_IGNORED = frozenset({"metadata", "service_tier", "betas"})
+# What only concerns caches and citations.
+_IGNORED_OF_BLOCKS = frozenset({"cache_control", "citations"})
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+_MAX_BLOCKS = 1024
+_TEXTS = {"text": "text"}
+_DELTAS = {
+    THOUGHTS: ("thinking_delta", "thinking"),
+    TEXT: ("text_delta", "text"),
+    CALL: ("input_json_delta", "partial_json"),
+}
+
+
+def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = True) -> CompletionRequest:
+    """A request to /v1/messages. Raises InvalidArgument, and what `resolve` raises."""
+    fields = Fields(value)
+    body: dict[str, Any] = {name: fields.raw(name) for name in _SAME}
+    body["max_tokens"] = fields.get("max_tokens", integer, 1, MAX_ID)
+    if needs_max_tokens and body["max_tokens"] is None:
+        raise bad_field("max_tokens", "is required")
+    body["stop"] = fields.raw("stop_sequences")
+    body["messages"] = [*_system(fields), *_messages(fields)]
+    body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.raw("tools") or [])]
+    if (choice := fields.raw("tool_choice")) is not None:
+        body |= _choice(Fields(choice, "tool_choice"))
+    if (thinking := fields.raw("thinking")) is not None:
+        body["chat_template_kwargs"] = _thinking(Fields(thinking, "thinking"))
+    fields.refuse_others(_IGNORED, {"mcp_servers": [], "container": None})
+    return as_chat(CompletionRequest, body, resolve, _NAMES)
+
+
+def _system(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.raw("system")
+    if given is None:
+        return []
+    return [{"role": "system", "content": text_of(given, "system", _TEXTS, _IGNORED_OF_BLOCKS)}]
+
+
+def _messages(fields: Fields) -> Iterator[dict[str, Any]]:
+    for index, each in enumerate(fields.get("messages", array, MAX_MESSAGES) or []):
+        message = Fields(each, f"messages[{index}]")
+        role, content = message.raw("role"), message.raw("content")
+        message.refuse_others()
+        if role not in ("user", "assistant", "system"):
+            raise bad_field(message.path("role"), "must be user, assistant or system")
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+        elif not isinstance(content, list) or len(content) > _MAX_BLOCKS:
+            raise bad_field(message.path("content"), f"must be a string, or a list of at most {_MAX_BLOCKS}")
+        else:
+            blocks = [Fields(block, f"{message.path('content')}[{n}]") for n, block in enumerate(content)]
+            yield from _of_assistant(blocks) if role == "assistant" else _of_others(blocks, role)
+
+
+def _of_others(blocks: list[Fields], role: str) -> Iterator[dict[str, Any]]:
+    """The results of tools, and the texts after each of them."""
+    texts: list[str] = []
+    for block in blocks:
+        kind = block.raw("type")
+        if kind == "text":
+            texts.append(block.get("text", string) or "")
+        elif kind == "tool_result":
+            block.get("is_error", boolean)
+            content = block.raw("content")
+            result = (
+                "" if content is None else text_of(content, block.path("content"), _TEXTS, _IGNORED_OF_BLOCKS)
+            )
+            if texts:
+                yield {"role": role, "content": "\n".join(texts)}
+                texts = []
+            yield {"role": "tool", "tool_call_id": block.required("tool_use_id"), "content": result}
+        else:
+            raise bad_field(block.path("type"), "must be text or tool_result")
+        block.refuse_others(_IGNORED_OF_BLOCKS)
+    if texts:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _of_assistant(blocks: list[Fields]) -> Iterator[dict[str, Any]]:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        kind = block.raw("type")
+        if kind == "text":
+            texts.append(block.get("text", string) or "")
+        elif kind == "thinking":
+            thoughts.append(block.get("thinking", string) or "")
+        elif kind == "tool_use":
+            function = {"name": block.required("name"), "arguments": json.dumps(block.raw("input") or {})}
+            calls.append({"id": block.required("id"), "type": "function", "function": function})
+        elif kind != "redacted_thinking":
+            raise bad_field(block.path("type"), "must be text, thinking, redacted_thinking or tool_use")
+        block.refuse_others(_IGNORED_OF_BLOCKS | {"signature", "data"})
+    message: dict[str, Any] = {"role": "assistant"}
+    if texts or not calls:
+        message["content"] = "\n".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    yield message
+
+
+def _tool(tool: object, path: str) -> dict[str, Any]:
+    fields = Fields(tool, path)
+    if fields.raw("type") not in (None, "custom"):
+        raise unsupported(fields.path("type"), "must be custom: the server runs no tools")
+    function = {"name": fields.required("name"), "parameters": fields.raw("input_schema") or {}}
+    if (description := fields.get("description", string)) is not None:
+        function["description"] = description
+    fields.refuse_others(_IGNORED_OF_BLOCKS | {"strict"})
+    return {"type": "function", "function": function}
+
+
+def _choice(fields: Fields) -> dict[str, Any]:
+    kind = fields.raw("type")
+    body: dict[str, Any] = {"parallel_tool_calls": not fields.get("disable_parallel_tool_use", boolean)}
+    if kind == "tool":
+        body["tool_choice"] = {"type": "function", "function": {"name": fields.required("name")}}
+    elif kind in _CHOICES:
+        body["tool_choice"] = _CHOICES[kind]
+    else:
+        raise bad_field(fields.path("type"), "must be auto, any, tool or none")
+    fields.refuse_others()
+    return body
+
+
+def _thinking(fields: Fields) -> dict[str, Any] | None:
+    """Templates know only whether a model thinks; not how much."""
+    kind = fields.raw("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise bad_field(fields.path("type"), "must be enabled, disabled or adaptive")
+    fields.refuse_others({"budget_tokens", "display"})
+    return None if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
+
+
+class MessageResponse(CompletionResponse):
+    """One message, as content blocks."""
+
+    frame = staticmethod(named_event)
+    last_frame = ""
+
+    def begin(self, started: runner_pb2.ExecutionStarted) -> None:
+        model = self._request.model.adapter_id or started.model_id or started.runtime
+        self._head = {
+            "id": f"msg_{started.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+
+    def _body(self) -> dict[str, Any]:
+        (choice,) = self._choices.values()
+        with_thoughts = self._request.reading is not None
+        blocks = blocks_of(choice, with_thoughts=with_thoughts)
+        return {"content": [_content(block, is_whole=True) for block in blocks], **_end(choice)}
+
+    def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
+        choice, parts = self._update_choice(chunk)
+        if not self._has_begun:
+            self._has_begun = True
+            self._blocks = Blocks()
+            end = {"stop_reason": None, "stop_sequence": None}
+            yield {
+                "type": "message_start",
+                "message": {**self._head, "content": [], **end, "usage": self.reported_usage()},
+            }
+        for what, block, text in self._blocks.add(parts, with_thoughts=self._request.reading is not None):
+            yield _block_event(what, block, text)
+        if choice.finish:
+            yield from (_block_event(*event) for event in self._blocks.end())
+            yield {"type": "message_delta", "delta": _end(choice), "usage": self.reported_usage()}
+            yield {"type": "message_stop"}
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def reported_usage(self) -> dict[str, Any]:
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    reason = "stop_sequence" if choice.stop else _STOP_REASONS.get(choice.finish or "")
+    return {"stop_reason": reason, "stop_sequence": choice.stop or None}
+
+
+def _content(block: Block, *, is_whole: bool) -> dict[str, Any]:
+    """A block, or its beginning."""
+    text = block.text if is_whole else ""
+    if block.kind == THOUGHTS:
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if block.kind == TEXT:
+        return {"type": "text", "text": text}
+    arguments = json.loads(text) if is_whole and text else {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+
+def _block_event(what: str, block: Block, text: str) -> dict[str, Any]:
+    if what == "begin":
+        content = _content(block, is_whole=False)
+        return {"type": "content_block_start", "index": block.index, "content_block": content}
+    if what == "end":
+        return {"type": "content_block_stop", "index": block.index}
+    kind, name = _DELTAS[block.kind]
+    return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}

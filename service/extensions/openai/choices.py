@@ -1,0 +1,101 @@
+"""What is known of each choice of a response: its parts, as they come or all together, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.v1 import runner_pb2
+
+from service.extensions.openai.output_parser import OutputParser, Part
+
+_FINISH = {
+    runner_pb2.FINISH_REASON_STOP: "stop",
+    runner_pb2.FINISH_REASON_LENGTH: "length",
+    runner_pb2.FINISH_REASON_CONTENT_FILTER: "content_filter",
+    runner_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    runner_pb2.FINISH_REASON_CANCELLED: "stop",
+}
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call, whose arguments are in pieces."""
+
+    id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+
+class Choice:
+    """One sample's part of the response."""
+
+    def __init__(self, index: int, parser: OutputParser | None = None, begin: int = 0) -> None:
+        """`parser`: divides the text; None: it is content. `begin`: the characters before the sample."""
+        self.index = index
+        self.begin = begin
+        self.num_tokens = 0
+        self.finish: str | None = None
+        # The stop text that has ended it.
+        self.stop = ""
+        self.reasoning_tokens = 0
+        self._parser = parser
+        self._open_calls: set[int] = set()
+        # Of a stream: the characters that were sent, tokens whose log-probabilities were not, and whether
+        # something was sent.
+        self.num_characters = begin
+        self.waiting: list[dict[str, Any]] = []
+        self.has_begun = False
+        # Of a response in one piece: serialized chunks, and the parts of a chat.
+        self.chunks_data: list[bytes] = []
+        self.content: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: dict[int, Call] = {}
+
+    def parts(self, chunk: runner_pb2.SampleChunk) -> list[Part]:
+        """The parts that are known with a chunk. With the last one, also sets the reason of the end."""
+        self.num_tokens += len(chunk.token_ids)
+        parts = self._parts_of_text(chunk)
+        for call in chunk.tool_calls:
+            if call.id or call.name:
+                parts.append(Part(begun=(call.id, call.name), index=call.index))
+            if call.arguments_json:
+                parts.append(Part(arguments=call.arguments_json, index=call.index))
+        for part in parts:
+            if part.begun:
+                self._open_calls.add(part.index)
+            elif part.broken:
+                self._open_calls.discard(part.index)
+        self.finish, self.stop = _FINISH.get(chunk.finish_reason), chunk.stop
+        if self.finish == "stop" and self._open_calls:
+            self.finish = "tool_calls"
+        return parts
+
+    def _parts_of_text(self, chunk: runner_pb2.SampleChunk) -> list[Part]:
+        if self._parser is None:
+            return [Part(content=chunk.text)] if chunk.text else []
+        was_thinking = self._parser.is_thinking
+        parts = self._parser.push(chunk.text)
+        if was_thinking or self._parser.is_thinking:
+            self.reasoning_tokens += len(chunk.token_ids)
+        return [*parts, *self._parser.end()] if chunk.finish_reason else parts
+
+    def keep(self, parts: list[Part]) -> None:
+        """Keeps the parts of a chat for a response in one piece, where malformed calls are content."""
+        for part in parts:
+            if part.thoughts:
+                self.thoughts.append(part.thoughts)
+            elif part.begun:
+                call = self.calls.setdefault(part.index, Call())
+                call.id, call.name = call.id or part.begun[0], call.name or part.begun[1]
+            elif part.arguments:
+                self.calls.setdefault(part.index, Call()).arguments.append(part.arguments)
+            else:
+                if part.broken:
+                    del self.calls[part.index]
+                self.content.append(part.content + part.broken)
+
+    def chunks(self) -> Iterator[runner_pb2.SampleChunk]:
+        """Those that were stored."""
+        return map(runner_pb2.SampleChunk.FromString, self.chunks_data)

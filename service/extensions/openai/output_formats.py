@@ -1,0 +1,228 @@
+"""How models write tool calls and thoughts: one table, by families, with the names that vLLM has for them.
+
+Which of them a model writes is seen in its chat template, which shows the model how it has to.
+"""
+
+# ruff: noqa: RUF001 - DeepSeek's markers have a wide bar.
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+_Format = TypeVar("_Format", "ToolFormat", "ReasoningFormat")
+# Of everything between the arguments of calls: names and markers.
+MAX_HEAD_CHARACTERS = 512
+
+
+class Pattern:
+    """Texts of which a parser expects one: literal characters, and what stands for others.
+
+    A space is any whitespace, none included; {name}, {id} and {key} are what they say, {word} is not used.
+    """
+
+    _ATOMS = re.compile(r"\{(\w+)\}|(.)", re.DOTALL)
+    _CLASSES = {  # noqa: RUF012 - constant
+        "name": r"(?P<name>[\w.\-]+)",
+        "id": r"(?P<id>[\w.:\-]+)",
+        "key": r"(?P<key>[^<>\n]+)",
+        "word": r"\w+",
+    }
+
+    def __init__(self, *texts: str) -> None:
+        self._whole: list[re.Pattern[str]] = []
+        self._begins: list[re.Pattern[str]] = []
+        for text in texts:
+            atoms = [self._atom(match) for match in self._ATOMS.finditer(text)]
+            self._whole.append(re.compile("".join(atoms)))
+            # Each atom is optional together with all after it.
+            begin = functools.reduce(lambda rest, atom: f"(?:{atom}{rest})?", reversed(atoms), "")
+            self._begins.append(re.compile(begin))
+
+    def match(self, text: str) -> dict[str, str] | None:
+        """What stands for the placeholders, if this is one of the texts."""
+        for pattern in self._whole:
+            if match := pattern.fullmatch(text):
+                return match.groupdict()
+        return None
+
+    def may_begin_with(self, text: str) -> bool:
+        """Whether more characters can make it one of the texts."""
+        return len(text) <= MAX_HEAD_CHARACTERS and any(begin.fullmatch(text) for begin in self._begins)
+
+    @classmethod
+    def _atom(cls, match: re.Match[str]) -> str:
+        placeholder, literal = match.groups()
+        if placeholder:
+            return cls._CLASSES[placeholder]
+        return r"\s*" if literal == " " else re.escape(literal)
+
+
+class Arguments(enum.Enum):
+    """How a call is written, after its head."""
+
+    # An object with the name and the arguments.
+    CALL_OBJECT = enum.auto()
+    # The arguments as an object; the head has the name.
+    OBJECT = enum.auto()
+    # Pairs of a key and a value, each between markers.
+    PAIRS = enum.auto()
+    # name(key=value), ... as in Python, in a list.
+    PYTHON = enum.auto()
+    # A message with a recipient, in a channel.
+    MESSAGE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A section of calls: one of `begins`, `opening`, calls with `between` them, `closing`.
+
+    What is written with spaces, from `opening` to `key`, are texts of a `Pattern`.
+
+    Attributes:
+        name: For `--tool-call-parser`.
+        marks: The chat template has all of these.
+        first: An answer that begins with this character may be a section that nothing begins.
+        head, tail: Before and after the arguments of each call.
+        between: None: a section has one call.
+        key, value_end: Before and after the value of a pair.
+        id_characters: How long ids have to be. 0: any.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    begins: tuple[str, ...]
+    arguments: Arguments
+    first: str = ""
+    opening: str = " "
+    head: tuple[str, ...] = (" ",)
+    tail: str = " "
+    between: str | None = None
+    closing: str = " "
+    key: str = ""
+    value_end: str = ""
+    id_characters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Thoughts are between two markers; without a `begin` they are messages of their own.
+
+    Attributes:
+        name: For `--reasoning-parser`.
+        after: What a template writes between the end of thoughts and the answer.
+        answer: What begins an answer without thoughts, if the template has not begun these.
+    """
+
+    name: str
+    begin: str
+    end: str
+    after: str = ""
+    answer: str = ""
+
+
+# What this server makes a model write, by a grammar, if it has to call tools.
+FORCED = ToolFormat(
+    "forced", (), (), Arguments.CALL_OBJECT, first="[", opening=" [ ", between=" , ", closing=" ]"
+)
+_CALLS = ("<｜tool▁calls▁begin｜>",)
+_CALL, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+_CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", " <｜tool▁calls▁end｜>"
+
+# The first whose marks a template has is used.
+TOOL_FORMATS = (
+    ToolFormat("openai", ("<|channel|>",), ("<|start|>", "<|channel|>"), Arguments.MESSAGE),
+    ToolFormat(
+        "kimi_k2", ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_begin|>",), Arguments.OBJECT,
+        head=("<|tool_call_begin|> {id} <|tool_call_argument_begin|> ",),
+        tail=" <|tool_call_end|>", between=" ", closing=" <|tool_calls_section_end|>",
+    ),
+    ToolFormat(
+        "deepseek_v3", (*_CALLS, "```json"), _CALLS, Arguments.OBJECT,
+        head=(_CALL + "{word}" + _SEP + "{name} ```json ",),
+        tail=" ``` " + _CALL_END, between=" ", closing=_CALLS_END,
+    ),
+    ToolFormat(
+        "deepseek_v31", _CALLS, _CALLS, Arguments.OBJECT,
+        head=(_CALL + " {name} " + _SEP + " ",), tail=" " + _CALL_END, between=" ", closing=_CALLS_END,
+    ),
+    ToolFormat(
+        "mistral", ("[TOOL_CALLS]", "[ARGS]"), ("[TOOL_CALLS]",), Arguments.OBJECT,
+        head=("{name}[ARGS] ", "{name}[CALL_ID]{word}[ARGS] "), id_characters=9,
+    ),
+    ToolFormat(
+        "mistral_list", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), Arguments.CALL_OBJECT,
+        opening=" [ ", between=" , ", closing=" ]", id_characters=9,
+    ),
+    ToolFormat(
+        "glm45", ("<arg_key>",), ("<tool_call>",), Arguments.PAIRS,
+        head=("{name} ",), key="<arg_key>{key}</arg_key> <arg_value>", value_end="</arg_value>",
+        closing=" </tool_call>",
+    ),
+    ToolFormat(
+        "qwen3_coder", ("<function=",), ("<tool_call>",), Arguments.PAIRS,
+        head=("<function={name}> ",), key="<parameter={key}>", value_end="</parameter>",
+        tail=" </function>", closing=" </tool_call>",
+    ),
+    ToolFormat(
+        "hermes", ("<tool_call>",), ("<tool_call>",), Arguments.CALL_OBJECT, closing=" </tool_call>"
+    ),
+    ToolFormat("llama4_pythonic", ("<|python_start|>",), ("<|python_start|>",), Arguments.PYTHON,
+               closing=" <|python_end|>"),
+    ToolFormat("pythonic", ("[func_name1(",), (), Arguments.PYTHON, first="["),
+    ToolFormat(
+        "llama3_json", ('"parameters": dictionary of argument name',), ("<|python_tag|>",),
+        Arguments.CALL_OBJECT, first="{", between=" ; ",
+    ),
+)  # fmt: skip
+REASONING_FORMATS = (
+    ReasoningFormat("openai", "", "<|end|>", answer="<|channel|>final<|message|>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("think", "<think>", "</think>", after="\n\n"),
+)
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """What a model writes beside its answers. None: nothing of that kind that is known."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """What must not be lost, even if it is a special token."""
+        found = {"<|message|>"}
+        if self.tools is not None:
+            texts = (self.tools.opening, *self.tools.head, self.tools.tail, self.tools.closing)
+            found.update(self.tools.begins)
+            found.update(marker for text in texts for marker in _MARKER.findall(text))
+        if self.reasoning is not None:
+            found.update((self.reasoning.begin, self.reasoning.end))
+        return frozenset(found - {""})
+
+
+_MARKER = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
+
+
+@functools.lru_cache(maxsize=64)
+def formats_of(template: str, tools: str = AUTO, reasoning: str = AUTO) -> OutputFormats:
+    """What a model with this chat template writes, or what the settings say by name."""
+    return OutputFormats(
+        _chosen(tools, TOOL_FORMATS, lambda each: all(mark in template for mark in each.marks)),
+        _chosen(reasoning, REASONING_FORMATS, lambda each: (each.begin or "<|channel|>") in template),
+    )
+
+
+def _chosen(
+    name: str, formats: Iterable[_Format], is_of_template: Callable[[_Format], bool]
+) -> _Format | None:
+    if name == AUTO:
+        return next(filter(is_of_template, formats), None)
+    return next((each for each in formats if each.name == name), None)

@@ -1,0 +1,528 @@
+"""Divides what a model writes into content, thoughts and tool calls, while it is written.
+
+One engine for all families, whose formats are in `output_formats`. It reads character by character, as a
+generator, so that a text has the same parts however it is cut into pieces. Where no marker can begin, it
+takes whole pieces.
+
+A call begins when its name is known. What turns out to be none before that is content. One that turns out to
+be malformed later is *broken*: its text is content for whom it was not sent, and its arguments end there in a
+stream.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import secrets
+import string
+import warnings
+from collections import deque
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NoReturn, TypeAlias
+
+from service.extensions.openai.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
+from service.extensions.openai.output_formats import (
+    MAX_HEAD_CHARACTERS,
+    Arguments,
+    OutputFormats,
+    Pattern,
+    ToolFormat,
+)
+
+MAX_CALLS = 128
+MAX_ARGUMENT_CHARACTERS = 1 << 20
+# Of an object that is not known to be a call yet, which is held back.
+_MAX_HELD_CHARACTERS = 1 << 16
+_SPACES = " \t\r\n"
+# Spaces that are held back, since they may come before a call, where they mean nothing.
+_MAX_HELD_SPACES = 256
+_ID_CHARACTERS = string.ascii_letters + string.digits
+# An object that begins as calls do, up to the beginning of the arguments.
+_CALL_OBJECT = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
+)
+_NAME = re.compile(r"[\w.:\-]{1,256}")
+_MESSAGE = "<|message|>"
+_RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]+)")
+
+
+class _NoCall(Exception):
+    """What was read is no call, and none of it was returned."""
+
+
+class _Broken(Exception):
+    """The call that has begun is malformed, or too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next part of an answer; one field is set.
+
+    Attributes:
+        begun: The id and the name of a call.
+        arguments: A piece of its arguments.
+        broken: Its text, which is malformed.
+        index: Of the call, in the order in which they have begun.
+    """
+
+    content: str = ""
+    thoughts: str = ""
+    begun: tuple[str, str] | None = None
+    arguments: str = ""
+    broken: str = ""
+    index: int = 0
+
+
+def _kind(part: Part) -> tuple[str, int]:
+    kinds = ("content", "thoughts", "arguments", "begun", "broken")
+    return next(kind for kind in kinds if getattr(part, kind)), part.index
+
+
+# Receives characters, and an empty text at the end; sends nothing.
+_Reading: TypeAlias = Generator[None, str, Any]
+
+
+class OutputParser:
+    """The parts of one answer. `push` its pieces in order, then `end`."""
+
+    def __init__(
+        self,
+        formats: OutputFormats,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        max_calls: int = MAX_CALLS,
+        is_thinking: bool = False,
+        dropped: Collection[str] = (),
+    ) -> None:
+        """`tools`: the schemas of arguments by the names of functions; empty: there are no calls.
+
+        `max_calls`: further ones are left out. `is_thinking`: the answer begins within thoughts. `dropped`:
+        texts that are no part of an answer.
+        """
+        self._tools = tools
+        self._max_calls = max_calls
+        messages = formats.tools is not None and formats.tools.arguments is Arguments.MESSAGE
+        self._format = formats.tools if tools or messages else None
+        self._reasoning = formats.reasoning
+        self._markers = {*dropped, *self._begins()}
+        self.num_calls = 0
+        self.is_thinking = is_thinking
+        self._parts: list[Part] = []
+        self._spaces = ""
+        # Whether spaces at the beginning of the next text are dropped.
+        self._drops_spaces = is_thinking
+        # What comes next, before what is pushed; and what was read since the beginning of a section.
+        self._ahead: deque[str] = deque()
+        self._read_text: list[str] = []
+        self._has_ended = False
+        self._patterns: dict[tuple[str, ...], Pattern] = {}
+        # Where the next piece can be taken up to; None: it has to be read by characters.
+        self._plain: re.Pattern[str] | None = None
+        self._reader = self._answer()
+        next(self._reader)
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are known after the next piece of the answer."""
+        at = 0
+        while at < len(text):
+            if self._plain is not None:
+                found = self._plain.search(text, at)
+                end = len(text) if found is None else found.start()
+                self._say(text[at:end])
+                at = end
+            if at < len(text):
+                self._reader.send(text[at])
+                at += 1
+        return self._taken()
+
+    def end(self) -> list[Part]:
+        """The last parts. The answer has ended."""
+        self._has_ended = True
+        for _ in self._reader:
+            pass
+        return self._taken()
+
+    def _taken(self) -> list[Part]:
+        """The parts so far, with neighbours of one kind as one."""
+        parts, self._parts = self._parts, []
+        merged: list[Part] = []
+        for (kind, index), group in groupby(parts, _kind):
+            if kind in ("content", "thoughts", "arguments"):
+                texts: dict[str, Any] = {kind: "".join(getattr(part, kind) for part in group)}
+                merged.append(Part(**texts, index=index))
+            else:
+                merged.extend(group)
+        return merged
+
+    # Reading.
+
+    def _read(self) -> Generator[None, str, str]:
+        """The next character; empty: the answer has ended."""
+        if self._ahead:
+            char = self._ahead.popleft()
+        elif self._has_ended:
+            return ""
+        else:
+            # `end` resumes it with nothing.
+            char = (yield) or ""
+        if char:
+            self._read_text.append(char)
+        return char
+
+    def _unread(self, num_characters: int) -> None:
+        """The last characters are read again next."""
+        for _ in range(num_characters):
+            self._ahead.appendleft(self._read_text.pop())
+
+    def _match(self, *texts: str) -> Generator[None, str, dict[str, str] | None]:
+        """Reads the longest of the texts of a pattern. None: it is none of them, and nothing is read."""
+        pattern = self._patterns.get(texts)
+        if pattern is None:
+            pattern = self._patterns[texts] = Pattern(*texts)
+        text, found, matched = "", pattern.match(""), 0
+        while pattern.may_begin_with(text):
+            char = yield from self._read()
+            if not char:
+                break
+            text += char
+            if (match := pattern.match(text)) is not None:
+                found, matched = match, len(text)
+        self._unread(len(text) - matched)
+        return found
+
+    def _until(self, end: str) -> Generator[None, str, str]:
+        """Reads up to a literal, which is dropped. Raises _Broken if it does not come."""
+        text = ""
+        while not text.endswith(end):
+            char = yield from self._read()
+            if not char or len(text) > MAX_ARGUMENT_CHARACTERS:
+                raise _Broken
+            text += char
+        return text.removesuffix(end)
+
+    # Content and thoughts.
+
+    def _begins(self) -> set[str]:
+        begins = set(self._format.begins) if self._format is not None else set()
+        if self._reasoning is not None and self._reasoning.begin:
+            begins.add(self._reasoning.begin)
+        if self._format is not None and self._format.arguments is Arguments.MESSAGE:
+            begins.update(("<|end|>", "<|return|>", "<|call|>"))
+        return begins
+
+    def _answer(self) -> _Reading:
+        if self.is_thinking:
+            yield from self._thoughts()
+        yield from self._unmarked_section()
+        while marker := (yield from self._text(self._markers)):
+            if self._reasoning is not None and marker == self._reasoning.begin:
+                self._begin_thoughts()
+                yield from self._thoughts()
+                yield from self._unmarked_section()
+            elif self._format is not None and marker in self._format.begins:
+                yield from self._section(self._format, marker)
+        if not self.num_calls:
+            self._say_spaces()
+
+    def _begin_thoughts(self) -> None:
+        self._spaces = ""
+        self.is_thinking = self._drops_spaces = True
+
+    def _thoughts(self) -> _Reading:
+        assert self._reasoning is not None
+        yield from self._text({self._reasoning.end})
+        self._spaces = ""
+        self.is_thinking, self._drops_spaces = False, True
+
+    def _text(self, markers: Collection[str]) -> Generator[None, str, str]:
+        """Reads text up to one of the markers, which it returns; empty: the text has ended."""
+        firsts = {marker[0] for marker in markers}
+        plain = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else r"(?!)")
+        held = ""
+        while True:
+            self._plain = None if held or self._ahead else plain
+            char = yield from self._read()
+            self._plain = None
+            self._read_text.clear()
+            if not char:
+                self._say(held)
+                return ""
+            held += char
+            while held and not any(marker.startswith(held) for marker in markers):
+                self._say(held[0])
+                held = held[1:]
+            if held in markers:
+                return held
+
+    def _say(self, text: str) -> None:
+        """Adds content or thoughts, but holds back spaces, which may be dropped."""
+        text = self._spaces + text
+        if self._drops_spaces:
+            text = text.lstrip(_SPACES)
+        held = max(len(text.rstrip(_SPACES)), len(text) - _MAX_HELD_SPACES)
+        self._spaces = text[held:]
+        if held:
+            self._drops_spaces = False
+            self._add_text(text[:held])
+
+    def _say_spaces(self) -> None:
+        if self._spaces and not self._drops_spaces:
+            self._add_text(self._spaces)
+        self._spaces = ""
+
+    def _add_text(self, text: str) -> None:
+        self._parts.append(Part(thoughts=text) if self.is_thinking else Part(content=text))
+
+    # Sections of calls.
+
+    def _unmarked_section(self) -> _Reading:
+        """The whole answer, if it is a section that nothing begins. Otherwise nothing is read."""
+        form = self._format
+        if form is None or not form.first:
+            return
+        yield from self._match(" ")
+        char = yield from self._read()
+        self._unread(len(char))
+        if char == form.first:
+            yield from self._section(form, "")
+        else:
+            self._unread(len(self._read_text))
+
+    def _section(self, form: ToolFormat, marker: str) -> _Reading:
+        """Calls after a marker. If there is none, the marker is content, and what follows is read again."""
+        before, begin = self.num_calls, marker
+        try:
+            if form.arguments is Arguments.MESSAGE:
+                yield from self._message(form)
+                return
+            yield from self._expect(form.opening)
+            yield from self._call(form, is_marked=bool(marker))
+            while form.between is not None:
+                self._read_text.clear()
+                begin = ""
+                if (yield from self._match(form.between)) is None:
+                    break
+                yield from self._call(form, is_marked=bool(marker))
+        except _NoCall:
+            self._unread(len(self._read_text))
+            if self.num_calls == before:
+                self._say(marker)
+                return
+        except _Broken:
+            self._add_to_call(broken=begin + "".join(self._read_text))
+            return
+        # Models may leave it out.
+        yield from self._match(form.closing)
+
+    def _expect(self, *texts: str) -> Generator[None, str, dict[str, str]]:
+        found = yield from self._match(*texts)
+        if found is None:
+            raise _NoCall
+        return found
+
+    def _call(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
+        """A call, or several where these are one text. Raises _NoCall or _Broken."""
+        head = yield from self._expect(*form.head)
+        if form.arguments is Arguments.CALL_OBJECT:
+            yield from self._call_object(form, is_marked=is_marked)
+        elif form.arguments is Arguments.PYTHON:
+            yield from self._python_calls(form, is_marked=is_marked)
+        elif form.arguments is Arguments.PAIRS:
+            yield from self._pairs(form, head["name"])
+            return
+        else:
+            given_id = head.get("id", "")
+            name = head.get("name") or given_id.rpartition(":")[0].removeprefix("functions.")
+            yield from self._arguments(form, name, given_id)
+        # Models may leave it out.
+        yield from self._match(form.tail)
+
+    def _begin(self, form: ToolFormat, name: str, given_id: str = "", *, is_marked: bool = True) -> None:
+        """A call begins. Raises _NoCall if it is none."""
+        if not _NAME.fullmatch(name) or self.num_calls >= MAX_CALLS:
+            raise _NoCall
+        if not is_marked and name not in self._tools:
+            raise _NoCall
+        self._spaces, self._drops_spaces = "", True
+        self.num_calls += 1
+        self._add_to_call(begun=(given_id or _new_id(form), name))
+
+    def _add_to_call(self, **what: Any) -> None:
+        """Adds a part of the call that has begun last."""
+        if self.num_calls <= self._max_calls:
+            self._parts.append(Part(**what, index=self.num_calls - 1))
+
+    def _add_arguments(self, text: str) -> None:
+        self._add_to_call(arguments=text)
+
+    def _arguments(self, form: ToolFormat, name: str, given_id: str = "") -> _Reading:
+        """A call whose arguments are an object. Raises _NoCall or _Broken."""
+        char = yield from self._read()
+        self._unread(len(char))
+        if char != "{":
+            raise _NoCall
+        self._begin(form, name, given_id)
+        scanner, size = JsonScanner(), 0
+        while not scanner.is_complete:
+            char = yield from self._read_json(scanner)
+            size += 1
+            if not char or size > MAX_ARGUMENT_CHARACTERS:
+                raise _Broken
+            self._add_arguments(char)
+
+    def _read_json(self, scanner: JsonScanner) -> Generator[None, str, str]:
+        """The next character, which the scanner has; empty: the answer has ended, or it is no JSON."""
+        char = yield from self._read()
+        if char:
+            try:
+                scanner.feed(char)
+            except MalformedJson:
+                self._unread(1)
+                return ""
+        return char
+
+    def _call_object(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
+        """A call as an object with its name and its arguments. Raises _NoCall or _Broken."""
+        scanner, text = JsonScanner(), ""
+        has_begun = is_in_arguments = False
+        while not scanner.is_complete:
+            char = yield from self._read_json(scanner)
+            text += char
+            most = MAX_ARGUMENT_CHARACTERS if has_begun else _MAX_HELD_CHARACTERS
+            if not char or len(text) > most:
+                raise _Broken if has_begun else _NoCall
+            begins = not has_begun and char == "{" and scanner.depth == 2
+            if begins and (match := _CALL_OBJECT.fullmatch(text)):
+                self._begin(form, match["name"], is_marked=is_marked)
+                has_begun = is_in_arguments = True
+            if is_in_arguments:
+                self._add_arguments(char)
+                is_in_arguments = scanner.depth > 1
+        if not has_begun:
+            name, arguments = _call_of(text)
+            self._begin(form, name, is_marked=is_marked)
+            self._add_arguments(arguments)
+
+    def _pairs(self, form: ToolFormat, name: str) -> _Reading:
+        """The arguments as keys and values, and the end of the call. Raises _NoCall or _Broken."""
+        ends = [form.tail + form.closing, *([form.tail] if form.tail.strip() else [])]
+        key = yield from self._match(" " + form.key)
+        if key is None:
+            yield from self._expect(*ends)
+        self._begin(form, name)
+        before = "{"
+        while key is not None:
+            value = yield from self._until(form.value_end)
+            typed = _typed(value, self._tools.get(name, {}), key["key"])
+            self._add_arguments(f"{before}{json.dumps(key['key'])}: {typed}")
+            before = ", "
+            key = yield from self._match(" " + form.key)
+            if key is None and (yield from self._match(*ends)) is None:
+                raise _Broken
+        self._add_arguments("{}" if before == "{" else "}")
+
+    def _python_calls(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
+        """A list of calls as in Python. Raises _NoCall."""
+        text, depth, quote, is_escaped = "", 0, "", False
+        while not text or depth:
+            char = yield from self._read()
+            if not char or len(text) >= _MAX_HELD_CHARACTERS:
+                raise _NoCall
+            text += char
+            if is_escaped:
+                is_escaped = False
+            elif quote:
+                is_escaped = char == "\\"
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            else:
+                depth += (char in "[({") - (char in "])}")
+                if not 0 <= depth <= MAX_LEVELS:
+                    raise _NoCall
+        for name, arguments in _calls_of_python(text, self._tools if not is_marked else None):
+            self._begin(form, name)
+            self._add_arguments(arguments)
+
+    def _message(self, form: ToolFormat) -> _Reading:
+        """A message of gpt-oss: a call, or the beginning of thoughts or content."""
+        head = ""
+        while not head.endswith(_MESSAGE):
+            char = yield from self._read()
+            head += char
+            if not char or len(head) > MAX_HEAD_CHARACTERS:
+                raise _NoCall
+        recipient = _RECIPIENT.search(head)
+        if recipient and self._tools:
+            yield from self._match(" ")
+            yield from self._arguments(form, recipient["name"])
+        elif "analysis" in head and self._reasoning is not None:
+            self._begin_thoughts()
+            yield from self._thoughts()
+        else:
+            self._spaces, self._drops_spaces = "", True
+
+
+def _new_id(form: ToolFormat) -> str:
+    characters = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(form.id_characters or 24))
+    return characters if form.id_characters else f"call_{characters}"
+
+
+def _call_of(text: str) -> tuple[str, str]:
+    """The name and the arguments of a call that is an object. Raises _NoCall."""
+    try:
+        call = json.loads(text)
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise _NoCall from None
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        raise _NoCall
+    return call["name"], json.dumps(arguments)
+
+
+def _calls_of_python(text: str, known: Collection[str] | None) -> list[tuple[str, str]]:
+    """The names and the arguments of calls in a list. `known`: names; None: any. Raises _NoCall."""
+    try:
+        with warnings.catch_warnings():
+            # Of escapes that Python does not know.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List) or not 0 < len(tree.elts) <= MAX_CALLS:
+            raise _NoCall
+        calls = []
+        for node in tree.elts:
+            if not isinstance(node, ast.Call) or node.args:
+                raise _NoCall
+            name = ast.unparse(node.func)
+            if not _NAME.fullmatch(name) or (known is not None and name not in known):
+                raise _NoCall
+            values = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg}
+            if len(values) != len(node.keywords):
+                raise _NoCall
+            calls.append((name, json.dumps(values, allow_nan=False)))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise _NoCall from None
+    return calls
+
+
+def _typed(text: str, schema: Mapping[str, Any], key: str) -> str:
+    """The value of a parameter as JSON: what its schema says, a text otherwise."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    properties = schema.get("properties")
+    declared = properties.get(key) if isinstance(properties, dict) else None
+    kind = declared.get("type") if isinstance(declared, dict) else None
+    if kind != "string":
+        try:
+            return json.dumps(json.loads(text, parse_constant=_refuse))
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(text)
+
+
+def _refuse(_constant: str) -> NoReturn:
+    raise ValueError

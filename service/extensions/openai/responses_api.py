@@ -1,0 +1,297 @@
+"""OpenAI's /v1/responses: its requests as chats, and their answers as output items.
+
+Nothing is stored: what came before is in the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import runner_pb2
+
+from service.extensions.openai.fields import Fields, array, bad_field, string, unsupported
+from service.extensions.openai.requests import CompletionRequest, ResolveModel
+from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.translated import (
+    CALL,
+    TEXT,
+    THOUGHTS,
+    Block,
+    Blocks,
+    as_chat,
+    blocks_of,
+    named_event,
+    text_of,
+)
+from service.text.bounded_json import MAX_MESSAGES
+
+_NAMES = {
+    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
+# The fields that mean the same in chats.
+_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p")
+_IGNORED = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "stream_options",
+    }
+)  # fmt: skip
+_NEUTRAL = {"truncation": "disabled", "background": False, "include": [], "top_logprobs": 0}
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_IGNORED_OF_TEXTS = frozenset({"annotations", "logprobs"})
+_IGNORED_OF_ITEMS = frozenset({"id", "status", "phase"})
+_EVENTS = {
+    THOUGHTS: "response.reasoning_text",
+    TEXT: "response.output_text",
+    CALL: "response.function_call_arguments",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesRequest(CompletionRequest):
+    """`given`: the fields of the request that its response repeats."""
+
+    given: Mapping[str, Any]
+
+
+def responses(value: object, resolve: ResolveModel) -> ResponsesRequest:
+    """A request to /v1/responses. Raises InvalidArgument, and what `resolve` raises."""
+    fields = Fields(value)
+    body: dict[str, Any] = {name: fields.raw(name) for name in _SAME}
+    body["max_completion_tokens"] = fields.raw("max_output_tokens")
+    instructions = fields.get("instructions", string)
+    system = [] if instructions is None else [{"role": "system", "content": instructions}]
+    body["messages"] = system + _messages(fields)
+    tools = fields.raw("tools") or []
+    body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    choice = fields.raw("tool_choice")
+    body["tool_choice"] = _choice(Fields(choice, "tool_choice")) if isinstance(choice, dict) else choice
+    if (text := fields.raw("text")) is not None:
+        body["response_format"] = _format(Fields(text, "text"))
+    if (reasoning := fields.raw("reasoning")) is not None:
+        of_reasoning = Fields(reasoning, "reasoning")
+        body["reasoning_effort"] = of_reasoning.raw("effort")
+        of_reasoning.refuse_others({"summary", "generate_summary"})
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if fields.raw(name) is not None:
+            raise unsupported(name, "nothing is stored: send what came before as input")
+    fields.refuse_others(_IGNORED, _NEUTRAL)
+    given = {
+        "instructions": instructions,
+        "max_output_tokens": body["max_completion_tokens"],
+        "parallel_tool_calls": body["parallel_tool_calls"] is not False,
+        "temperature": body["temperature"],
+        "top_p": body["top_p"],
+        "tool_choice": choice or "auto",
+        "tools": tools,
+        "text": text or {"format": {"type": "text"}},
+        "reasoning": reasoning or {"effort": None, "summary": None},
+        "metadata": fields.raw("metadata") or {},
+    }
+    return as_chat(ResponsesRequest, body, resolve, _NAMES, given=given)
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.raw("input")
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for index, each in enumerate(fields.get("input", array, MAX_MESSAGES) or []):
+        item = Fields(each, f"input[{index}]")
+        _add_item(messages, item)
+        item.refuse_others(_IGNORED_OF_ITEMS)
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
+    """An item as a message, or as a part of the assistant's last one."""
+    kind = item.raw("type")
+    if kind in (None, "message"):
+        role = item.required("role")
+        content = text_of(item.raw("content"), item.path("content"), _TEXTS, _IGNORED_OF_TEXTS)
+        if role == "assistant" and _is_open(messages, "content"):
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "reasoning":
+        item.raw("summary"), item.raw("encrypted_content")
+        content = text_of(item.raw("content") or [], item.path("content"), {"reasoning_text": "text"})
+        messages.append({"role": "assistant", "reasoning_content": content})
+    elif kind == "function_call":
+        function = {"name": item.required("name"), "arguments": item.get("arguments", string) or ""}
+        call = {"id": item.required("call_id"), "type": "function", "function": function}
+        if not _is_open(messages, ""):
+            messages.append({"role": "assistant"})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = text_of(item.raw("output"), item.path("output"), _TEXTS)
+        messages.append({"role": "tool", "tool_call_id": item.required("call_id"), "content": content})
+    else:
+        text = "must be message, reasoning, function_call or function_call_output"
+        raise bad_field(item.path("type"), text)
+
+
+def _is_open(messages: list[dict[str, Any]], name: str) -> bool:
+    """Whether the last message is the assistant's, and has no such field yet."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and name not in messages[-1]
+
+
+def _tool(tool: object, path: str) -> dict[str, Any]:
+    fields = Fields(tool, path)
+    if fields.raw("type") != "function":
+        raise unsupported(fields.path("type"), "must be function: the server runs no tools")
+    names = ("name", "description", "parameters", "strict")
+    function = {name: fields.raw(name) for name in names if fields.raw(name) is not None}
+    fields.refuse_others()
+    return {"type": "function", "function": function}
+
+
+def _choice(fields: Fields) -> dict[str, Any]:
+    if fields.raw("type") != "function":
+        raise unsupported(fields.path("type"), "must be function")
+    name = fields.required("name")
+    fields.refuse_others()
+    return {"type": "function", "function": {"name": name}}
+
+
+def _format(fields: Fields) -> dict[str, Any] | None:
+    given = fields.raw("format")
+    fields.refuse_others(neutral={"verbosity": "medium"})
+    if given is None:
+        return None
+    form = Fields(given, fields.path("format"))
+    if form.raw("type") != "json_schema":
+        return dict(given)
+    return {
+        "type": "json_schema",
+        "json_schema": {name: each for name, each in given.items() if name != "type"},
+    }
+
+
+class ResponsesResponse(CompletionResponse):
+    """One response, as output items."""
+
+    _request: ResponsesRequest
+    frame = staticmethod(named_event)
+    last_frame = ""
+
+    def begin(self, started: runner_pb2.ExecutionStarted) -> None:
+        self._head = {
+            "id": f"resp_{started.request_id}",
+            "object": "response",
+            "created_at": self._created,
+            "model": self._request.model.adapter_id or started.model_id or started.runtime,
+            "error": None,
+            "previous_response_id": None,
+            "background": False,
+            "store": False,
+            "truncation": "disabled",
+            **self._request.given,
+        }
+        self._number = started.request_id
+
+    def _body(self) -> dict[str, Any]:
+        (choice,) = self._choices.values()
+        blocks = blocks_of(choice, with_thoughts=self._request.reading is not None)
+        return {"output": [self._item(block) for block in blocks], **self._status()}
+
+    def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
+        for number, event in enumerate(self._unnumbered(chunk), self._num_events):
+            self._num_events = number + 1
+            yield {**event, "sequence_number": number}
+
+    _num_events = 0
+
+    def _unnumbered(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
+        choice, parts = self._update_choice(chunk)
+        if not self._has_begun:
+            self._has_begun = True
+            self._blocks = Blocks()
+            new = {
+                **self._head,
+                "status": "in_progress",
+                "incomplete_details": None,
+                "output": [],
+                "usage": None,
+            }
+            yield {"type": "response.created", "response": new}
+            yield {"type": "response.in_progress", "response": new}
+        for what, block, text in self._blocks.add(parts, with_thoughts=self._request.reading is not None):
+            yield from self._block_events(what, block, text)
+        if choice.finish:
+            for what, block, text in self._blocks.end():
+                yield from self._block_events(what, block, text)
+            output = [self._item(block) for block in self._blocks.all]
+            response = {**self._head, "output": output, **self._status(), "usage": self.reported_usage()}
+            yield {"type": f"response.{response['status']}", "response": response}
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def _status(self) -> dict[str, Any]:
+        (choice,) = self._choices.values()
+        reasons = {"length": "max_output_tokens", "content_filter": "content_filter"}
+        reason = reasons.get(choice.finish or "")
+        details = {"reason": reason} if reason else None
+        return {"status": "incomplete" if reason else "completed", "incomplete_details": details}
+
+    def _item(self, block: Block, *, is_whole: bool = True) -> dict[str, Any]:
+        """An output item, or its beginning."""
+        name = f"{self._number}_{block.index}"
+        status = "completed" if is_whole else "in_progress"
+        if block.kind == CALL:
+            call = {"id": f"fc_{name}", "type": "function_call", "status": status, "call_id": block.call_id}
+            return {**call, "name": block.name, "arguments": block.text if is_whole else ""}
+        content = [_part(block, is_whole=True)] if is_whole else []
+        if block.kind == THOUGHTS:
+            return {
+                "id": f"rs_{name}",
+                "type": "reasoning",
+                "summary": [],
+                "content": content,
+                "status": status,
+            }
+        item = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
+        return {**item, "status": status, "content": content}
+
+    def _block_events(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        item = self._item(block, is_whole=what == "end")
+        of_item = {"output_index": block.index, "item_id": item["id"]}
+        of_part = of_item if block.kind == CALL else {**of_item, "content_index": 0}
+        if what == "delta":
+            logprobs: dict[str, Any] = {"logprobs": []} if block.kind == TEXT else {}
+            yield {"type": f"{_EVENTS[block.kind]}.delta", **of_part, "delta": text, **logprobs}
+        elif what == "begin":
+            yield {"type": "response.output_item.added", "output_index": block.index, "item": item}
+            if block.kind != CALL:
+                part = _part(block, is_whole=False)
+                yield {"type": "response.content_part.added", **of_part, "part": part}
+        else:
+            if block.kind == CALL:
+                done: dict[str, Any] = {"arguments": block.text, "name": block.name}
+            else:
+                done = {"text": block.text, **({"logprobs": []} if block.kind == TEXT else {})}
+            yield {"type": f"{_EVENTS[block.kind]}.done", **of_part, **done}
+            if block.kind != CALL:
+                yield {"type": "response.content_part.done", **of_part, "part": _part(block, is_whole=True)}
+            yield {"type": "response.output_item.done", "output_index": block.index, "item": item}
+
+    def reported_usage(self) -> dict[str, Any]:
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _part(block: Block, *, is_whole: bool) -> dict[str, Any]:
+    text = block.text if is_whole else ""
+    if block.kind == THOUGHTS:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

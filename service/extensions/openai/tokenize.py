@@ -1,0 +1,115 @@
+"""vLLM's /tokenize and /detokenize, and Anthropic's /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from service.api.server_state import ServerState
+from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong
+from service.extensions.openai.anthropic_messages import messages
+from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.fields import Fields, bad_field, boolean, string, unsupported
+from service.extensions.openai.item_fields import CHAT, param_of, token_ids
+from service.extensions.openai.models import Models, ResolvedModel
+from service.extensions.openai.requests import chat
+from service.runtimes.local import NAME
+from service.text.text_model import TextModel
+
+# What a chat may have here of its fields.
+_OF_CHATS = (
+    "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokenizer of this server's own model over HTTP."""
+
+    models: Models
+    state: ServerState
+    text: TextModel
+
+    async def tokenize(self, value: object) -> dict[str, Any]:
+        """The tokens of a text, or of messages as a chat's prompt. Raises QuireError."""
+        fields = Fields(value)
+        model = await self._model(fields)
+        with_names = fields.get("return_token_strs", boolean)
+        if fields.has("messages"):
+            body = {name: fields.raw(name) for name in _OF_CHATS}
+            ids: Sequence[int] = await self._of_chat({"model": model.runtime, **body})
+            fields.refuse_others(neutral={"add_special_tokens": False})
+        else:
+            prompt = fields.get("prompt", string)
+            if prompt is None:
+                raise bad_field("prompt", "is required")
+            with_special = fields.get("add_special_tokens", boolean) is not False
+            fields.refuse_others()
+            ids = await self.text.encode(
+                prompt, max_tokens=model.max_tokens, add_special_tokens=with_special, field="prompt"
+            )
+        tokenizer = await self.text.tokenizer()
+        names = list(map(tokenizer.id_to_token, ids)) if tokenizer is not None and with_names else None
+        most = self.state.max_seq_tokens
+        return {"count": len(ids), "max_model_len": most, "tokens": list(ids), "token_strs": names}
+
+    async def detokenize(self, value: object) -> dict[str, Any]:
+        """The text of tokens. Raises QuireError."""
+        fields = Fields(value)
+        model = await self._model(fields)
+        given = fields.raw("tokens")
+        if not isinstance(given, list):
+            raise bad_field("tokens", "must be a list of token ids")
+        fields.refuse_others()
+        if len(given) > model.max_tokens:
+            raise SequenceTooLong(len(given), model.max_tokens)
+        ids = token_ids(given, "tokens")
+        tokenizer = await self.text.tokenizer()
+        if tokenizer is None:
+            raise NoTokenizer
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)}
+
+    async def count(self, value: object) -> dict[str, Any]:
+        """How many tokens the prompt of Anthropic's messages has. Raises QuireError."""
+        await self.state.first_worker(None)
+        request = messages(value, self.models.resolve, needs_max_tokens=False)
+        if not request.model.is_local:
+            raise unsupported("model", "a provider does not count tokens")
+        return {"input_tokens": len(await self._encoded(request.items[0]))}
+
+    async def _of_chat(self, body: dict[str, Any]) -> list[int]:
+        request = chat({name: each for name, each in body.items() if each is not None}, self.models.resolve)
+        return await self._encoded(request.items[0])
+
+    async def _encoded(self, item: Any) -> list[int]:
+        try:
+            return list(await self.text.encode_chat(item.chat, max_tokens=self.state.limits.max_seq_tokens))
+        except InvalidArgument as error:
+            raise InvalidArgument(error.reason, param_of(error.field, CHAT), error.message) from None
+
+    async def _model(self, fields: Fields) -> ResolvedModel:
+        await self.state.first_worker(None)
+        model = self.models.resolve(fields.get("model", string) or NAME)
+        if not model.is_local:
+            raise unsupported("model", "the tokens of a provider are not known")
+        return model
+
+
+@dataclass(frozen=True, eq=False)
+class BodyHandler:
+    """Answers a body with a value. An ASGI application."""
+
+    answer: Callable[[object], Awaitable[dict[str, Any]]]
+    body_reader: BodyReader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises QuireError."""
+        async with self.body_reader.read(Request(scope, receive)) as value:
+            response = JSONResponse(await self.answer(value))
+        await response(scope, receive, send)

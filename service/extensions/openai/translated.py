@@ -1,0 +1,124 @@
+"""What the translations of other APIs share: requests become those of chats, and answers are blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from service.errors import InvalidArgument
+from service.extensions.openai.choices import Choice
+from service.extensions.openai.fields import Fields, bad_field, string
+from service.extensions.openai.output_parser import Part
+from service.extensions.openai.requests import CompletionRequest, ResolveModel, chat
+from service.extensions.openai.responses import to_json
+
+_Request = TypeVar("_Request", bound=CompletionRequest)
+THOUGHTS, TEXT, CALL = "thoughts", "text", "call"
+
+
+def as_chat(
+    kind: type[_Request], body: dict[str, Any], resolve: ResolveModel, names: Mapping[str, str], **more: Any
+) -> _Request:
+    """The request of a chat as one of another API. `names`: what that calls the fields of chats.
+
+    Raises InvalidArgument, and what `resolve` raises.
+    """
+    try:
+        request = chat({name: value for name, value in body.items() if value is not None}, resolve)
+    except InvalidArgument as error:
+        first, dot, rest = error.field.partition(".")
+        name, bracket, index = first.partition("[")
+        place = names.get(name, name) + bracket + index + dot + rest
+        raise InvalidArgument(error.reason, place, error.message) from None
+    given = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
+    given["tables"] = tuple(
+        tuple(dataclasses.replace(one, name=names.get(one.name, one.name)) for one in table)
+        for table in request.tables
+    )
+    # Prompts are counted when a stream begins.
+    return kind(**given | {"with_usage": request.is_stream, "usage_in_all": request.is_stream} | more)
+
+
+def text_of(value: object, path: str, kinds: Mapping[str, str], ignored: frozenset[str] = frozenset()) -> str:
+    """The text of a content: a string, or a list of texts. `kinds`: the field of a part that has its text."""
+    if isinstance(value, str):
+        return string(value, path)
+    if not isinstance(value, list):
+        raise bad_field(path, "must be a string or a list")
+    texts = []
+    for index, each in enumerate(value):
+        part = Fields(each, f"{path}[{index}]")
+        kind = part.raw("type")
+        if kind not in kinds:
+            raise bad_field(part.path("type"), f"must be {' or '.join(kinds)}")
+        texts.append(part.get(kinds[kind], string) or "")
+        part.refuse_others(ignored)
+    return "\n".join(texts)
+
+
+@dataclass(slots=True)
+class Block:
+    """A stretch of thoughts or text, or a call; its text or arguments are in pieces."""
+
+    kind: str
+    index: int
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Blocks:
+    """The blocks of a stream, one open at a time."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._is_open = False
+
+    def add(self, parts: list[Part], *, with_thoughts: bool) -> Iterator[tuple[str, Block, str]]:
+        """What happens to which block: it begins, ends, or gets a text (delta)."""
+        for part in parts:
+            if part.thoughts and not with_thoughts:
+                continue
+            if part.begun:
+                yield from self._begin(CALL, *part.begun)
+            elif part.content or part.thoughts:
+                kind = TEXT if part.content else THOUGHTS
+                if not (self._is_open and self.all[-1].kind == kind):
+                    yield from self._begin(kind)
+            if text := part.content or part.thoughts or part.arguments:
+                self.all[-1].texts.append(text)
+                yield "delta", self.all[-1], text
+
+    def end(self) -> Iterator[tuple[str, Block, str]]:
+        """Ends the open block."""
+        if self._is_open:
+            self._is_open = False
+            yield "end", self.all[-1], ""
+
+    def _begin(self, kind: str, call_id: str = "", name: str = "") -> Iterator[tuple[str, Block, str]]:
+        yield from self.end()
+        self._is_open = True
+        self.all.append(Block(kind, len(self.all), call_id, name))
+        yield "begin", self.all[-1], ""
+
+
+def blocks_of(choice: Choice, *, with_thoughts: bool) -> list[Block]:
+    """The blocks of a response in one piece."""
+    blocks = [Block(THOUGHTS, 0, texts=choice.thoughts)] if with_thoughts and choice.thoughts else []
+    if any(choice.content):
+        blocks.append(Block(TEXT, 0, texts=choice.content))
+    blocks += [Block(CALL, 0, call.id, call.name, call.arguments) for call in choice.calls.values()]
+    for index, block in enumerate(blocks):
+        block.index = index
+    return blocks
+
+
+def named_event(value: Any) -> str:
+    """A server-sent event with its type as its name."""
+    return f"event: {value['type']}\ndata: {to_json(value)}\n\n"

@@ -1,0 +1,147 @@
+"""What users of other packages write, run by their own interpreter: `client_scripts.py NAME URL`.
+
+Each raises an error if the answer is not what the package promises.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+MODEL, KEY = "storyteller", "none"
+QUESTION = "Describe a pet."
+LIMITS = {"max_tokens": 300, "temperature": 0}
+
+
+def pet_class():
+    from pydantic import BaseModel, Field
+
+    class Pet(BaseModel):
+        """A pet."""
+
+        kind: Literal["cat", "dog"]
+        age: int = Field(ge=0, le=9)
+
+    return Pet
+
+
+def instructor(url):
+    import instructor
+    import openai
+
+    client = instructor.from_openai(openai.OpenAI(base_url=url, api_key=KEY), mode=instructor.Mode.TOOLS)
+    talk = [{"role": "user", "content": QUESTION}]
+    client.chat.completions.create(
+        model=MODEL, response_model=pet_class(), messages=talk, max_retries=0, **LIMITS
+    )
+
+
+def langchain(url):
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(base_url=url, api_key=KEY, model=MODEL, **LIMITS)
+    pet = pet_class()
+    assert isinstance(model.with_structured_output(pet, method="function_calling").invoke(QUESTION), pet)
+    (call,) = (
+        model.bind_tools([pet], tool_choice="any", parallel_tool_calls=False).invoke(QUESTION).tool_calls
+    )
+    assert pet(**call["args"])
+
+
+def pydantic_ai(url):
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=url, api_key=KEY)
+    for kind in (OpenAIChatModel, OpenAIResponsesModel):
+        agent = Agent(kind(MODEL, provider=provider), output_type=pet_class())
+        agent.run_sync(QUESTION, model_settings=LIMITS)
+
+
+def pydantic_ai_anthropic(url):
+    from anthropic import AsyncAnthropic
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    client = AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=KEY)
+    model = AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=client))
+    Agent(model, output_type=pet_class()).run_sync(QUESTION, model_settings=LIMITS)
+
+
+def anthropic(url):
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=KEY)
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
+    tool = {"name": "pet", "input_schema": pet_class().model_json_schema()}
+    choice = {"type": "tool", "name": "pet"}
+    whole = client.messages.create(**asked, max_tokens=100, tools=[tool], tool_choice=choice)
+    assert pet_class()(**whole.content[0].input) and whole.stop_reason == "tool_use"
+    with client.messages.stream(**asked, max_tokens=20) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == final.content[0].text and final.usage.output_tokens == 20
+    assert client.messages.count_tokens(**asked).input_tokens == final.usage.input_tokens
+
+
+def smolagents(url):
+    from smolagents import OpenAIServerModel, ToolCallingAgent
+
+    model = OpenAIServerModel("local", api_base=url, api_key=KEY)
+    agent = ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
+    assert agent.run(QUESTION) == "A dog."
+
+
+def openai_agents(url):
+    import openai
+    from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    set_default_openai_client(openai.AsyncOpenAI(base_url=url, api_key=KEY))
+
+    @function_tool
+    def weather(city: str) -> str:
+        return f"Sun in {city}."
+
+    done = Runner.run_sync(Agent(name="guide", model="local", tools=[weather]), QUESTION)
+    assert done.final_output == "There is sun."
+    assert "Sun in Bern." in json.dumps(done.to_input_list())
+
+
+def lm_eval(url):
+    """The log-likelihood of answers, from an echo with log-probabilities."""
+    task = """
+task: pets
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+    with tempfile.TemporaryDirectory() as directory:
+        data = Path(directory, "pets.jsonl")
+        row = {"question": "Once upon a time there", "choices": ["was", "xq"], "answer": 0}
+        data.write_text(json.dumps(row) + "\n")
+        Path(directory, "pets.yaml").write_text(task % data)
+        tokenizer = Path(__file__).parents[2] / "workers/models/storyteller"
+        arguments = f"base_url={url}/completions,model={MODEL},tokenizer={tokenizer}"
+        command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "pets"]
+        command += ["--include_path", directory, "--model_args", arguments, "--output_path", directory]
+        subprocess.run(command, check=True)
+        (found,) = Path(directory).rglob("results*.json")
+        assert json.loads(found.read_text())["results"]["pets"]["acc,none"] == 1
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2])

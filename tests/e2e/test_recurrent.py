@@ -1,0 +1,69 @@
+"""Models with recurrent layers through a gateway, against transformers: any operations, a killed worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quire.v1 import executor_pb2 as pb
+
+from tests.e2e.parity_machine import WITH_LOGITS, ParityMachine, run_parity_machine
+from tests.gateway_process import GatewayProcess
+from tests.model_factory import hf_logits
+from tests.recurrent import RECURRENT
+from tests.workers.test_library_model import tiny_model
+
+FLAGS = ["--dtype", "float32", "--kv-pages", "64", "--max-batch-tokens", "48"]
+# A worker that is started again imports the library.
+PATIENCE_S = 120
+
+
+class RecurrentMachine(ParityMachine):
+    """Of a model that takes no trees."""
+
+    takes_trees = False
+
+
+def recurrent_model(model_type: str, directory: Path) -> Path:
+    tiny_model(model_type, **RECURRENT[model_type]).save_pretrained(directory)
+    return directory
+
+
+# In every run: the same operations in an engine, in tests/workers/test_recurrent_engine.py.
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_any_sequence_of_operations_matches_transformers(model_type: str, tmp_path: Path) -> None:
+    model = recurrent_model(model_type, tmp_path / "model")
+    with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
+        run_parity_machine(gateway, model, examples=3, steps=15, machine=RecurrentMachine)
+
+
+def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(tmp_path: Path) -> None:
+    """Its state is that of its last append, of a snapshot, and computed again from all tokens."""
+    model = recurrent_model("granitemoehybrid", tmp_path / "model")
+    with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
+        capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
+        assert capabilities.bytes_per_state and not capabilities.supports_token_trees
+        text = [(3 * i + 1) % 97 for i in range(240)]
+        prefill = pb.PrefillRequest(token_ids=text)
+        cache = gateway.stub.Prefill(prefill, timeout=PATIENCE_S).kv_cache.cache_id
+        for length in (230, 100):
+            del text[length:]
+            cut = pb.TruncateKVRequest(cache_id=cache, new_len=length)
+            gateway.stub.TruncateKV(cut, timeout=PATIENCE_S)
+            append_and_check(gateway, model, cache, text)
+        (worker,) = gateway.status().workers
+        os.kill(worker.pid, signal.SIGKILL)
+        append_and_check(gateway, model, cache, text)
+
+
+def append_and_check(gateway: GatewayProcess, model: Path, cache: str, text: list[int]) -> None:
+    request = pb.DecodeRequest(cache_id=cache, token_id=5, position=len(text), output=WITH_LOGITS)
+    answer = gateway.stub.Decode(request, timeout=PATIENCE_S)
+    text.append(5)
+    exact = hf_logits(model, text)[-1].numpy()
+    found = np.frombuffer(answer.output.logits.data, "<f4")
+    assert np.abs(found - exact).max() / np.abs(exact).max() < 1e-4

@@ -1,0 +1,241 @@
+"""What models write, as content, thoughts and tool calls: by family, in any pieces, and malformed."""
+
+# ruff: noqa: RUF001 - DeepSeek's markers have a wide bar.
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from service.extensions.openai.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
+from service.extensions.openai.output_formats import (
+    FORCED,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    OutputFormats,
+    ToolFormat,
+    formats_of,
+)
+from service.extensions.openai.output_parser import MAX_CALLS, OutputParser, Part
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "look_up": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "stop": {"properties": {}},
+}
+BY_NAME = {each.name: each for each in (*TOOL_FORMATS, FORCED)}
+THOUGHTS = {each.name: each for each in REASONING_FORMATS}
+# Two calls as each family writes them: look_up with two arguments, and stop with none.
+ARGUMENTS = '{"city": "Bern <b>", "days": 3}'
+OBJECTS = ('{"name": "look_up", "arguments": ' + ARGUMENTS + "}", '{"name": "stop", "arguments": {}}')
+WRITTEN = {
+    "openai": "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>" + ARGUMENTS
+    + "<|call|><|start|>assistant to=functions.stop<|channel|>commentary json<|message|>{}<|call|>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0"
+    f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.stop:1"
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n"
+    f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>stop\n```json\n"
+    "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{ARGUMENTS}"
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "mistral": f"[TOOL_CALLS]look_up[ARGS]{ARGUMENTS}[TOOL_CALLS]stop[CALL_ID]a1B2c3D4e[ARGS]{{}}",
+    "mistral_list": f"[TOOL_CALLS] [{', '.join(OBJECTS)}]",
+    "glm45": "<tool_call>look_up\n<arg_key>city</arg_key>\n<arg_value>Bern <b></arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=look_up>\n<parameter=city>\nBern <b>\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=stop>\n</function>\n"
+    "</tool_call>",
+    "hermes": "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in OBJECTS),
+    "llama4_pythonic": '<|python_start|>[look_up(city="Bern <b>", days=3), stop()]<|python_end|>',
+    "pythonic": '[look_up(city="Bern <b>", days=3), stop()]',
+    "llama3_json": "; ".join(OBJECTS).replace("arguments", "parameters"),
+    "forced": f"[{', '.join(OBJECTS)}]",
+}  # fmt: skip
+
+
+def parts_of(
+    form: ToolFormat, pieces: Sequence[str], reasoning: str = "think", **settings: Any
+) -> list[Part]:
+    parser = OutputParser(OutputFormats(form, THOUGHTS.get(reasoning)), TOOLS, **settings)
+    return [*itertools.chain.from_iterable(map(parser.push, pieces)), *parser.end()]
+
+
+def gathered(parts: Sequence[Part]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, thoughts and calls, where the text of a broken call is content."""
+    content = thoughts = ""
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        content += part.content + part.broken
+        thoughts += part.thoughts
+        if part.begun:
+            calls.append((part.begun[1], ""))
+        if part.arguments:
+            calls[-1] = calls[-1][0], calls[-1][1] + part.arguments
+        if part.broken:
+            calls.pop()
+    return content, thoughts, calls
+
+
+def valued(calls: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_calls_of_each_family(name: str, is_thinking: bool) -> None:
+    text, reasoning = WRITTEN[name], "openai" if name == "openai" else "think"
+    if is_thinking and name == "openai":
+        text = f"<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant{text}"
+    elif is_thinking:
+        text = f"<think>\nHm.\n</think>\n\n{text}"
+    # In pieces of one character.
+    content, thoughts, calls = gathered(parts_of(BY_NAME[name], text, reasoning))
+    assert valued(calls) == [("look_up", {"city": "Bern <b>", "days": 3}), ("stop", {})]
+    assert (content, thoughts) == ("", "Hm." if is_thinking else "")
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=[each.name for each in TOOL_FORMATS])
+def test_a_template_shows_the_format(form: ToolFormat) -> None:
+    template = "{# tools #} <think> " + " ".join((*form.marks, *form.begins))
+    assert formats_of(template).tools is form
+    assert formats_of(template, "none", "none") == OutputFormats()
+    assert formats_of("", form.name).tools is form
+    thoughts = formats_of(template).reasoning
+    assert thoughts is not None and thoughts.name == ("openai" if form.name == "openai" else "think")
+
+
+def test_thoughts_that_the_prompt_has_begun() -> None:
+    parts = parts_of(BY_NAME["hermes"], ["\nSo <tool", "_call>?\n</th", "ink>\n\nYes. \n"], is_thinking=True)
+    assert gathered(parts) == ("Yes. \n", "So <tool_call>?", [])
+    assert gathered(parts_of(BY_NAME["hermes"], ["Wait"], is_thinking=True)) == ("", "Wait", [])
+
+
+def test_arguments_are_sent_while_they_are_written() -> None:
+    parser = OutputParser(OutputFormats(BY_NAME["hermes"], None), TOOLS)
+    assert parser.push('Sure.\n<tool_call>\n{"name": "look_up", ') == [Part(content="Sure.")]
+    begun, arguments = parser.push('"arguments": {"city": "Be')
+    assert begun.begun is not None and begun.begun[1] == "look_up" and begun.begun[0].startswith("call_")
+    assert arguments == Part(arguments='{"city": "Be')
+    assert parser.push('rn"}}\n</tool_call>\n') == [Part(arguments='rn"}')]
+    assert parser.end() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call> none"),
+        ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "stop", "arguments": [}'),
+        ("hermes", '<tool_call>{"name": "stop", "arguments": {"a": 01}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "stop", "arguments": {"a": "b'),
+        ("hermes", '<tool_call>{"name": "stop", "arguments": ' + '{"a":' * MAX_LEVELS),
+        ("mistral", "[TOOL_CALLS]stop[ARGS]none"),
+        ("mistral_list", "[TOOL_CALLS] [1]"),
+        ("llama3_json", '{"name": "Ada", "parameters": {}}'),
+        ("llama3_json", '{"answer": 42}'),
+        ("pythonic", "[link](https://example.org)"),
+        ("pythonic", "[other()]"),
+        ("pythonic", "[stop(1)]"),
+        ("llama4_pythonic", "<|python_start|>[stop(a=open('x'))]"),
+        ("glm45", "<tool_call>what is it?</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=look_up>\n<parameter=city>\nBern"),
+        ("kimi_k2", "<|tool_calls_section_begin|>none"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜>none"),
+    ],
+)  # fmt: skip
+def test_what_is_no_call_is_content(name: str, text: str) -> None:
+    assert gathered(parts_of(BY_NAME[name], [text])) == (text, "", [])
+
+
+def test_calls_after_a_malformed_one_are_found() -> None:
+    text = '<tool_call>{"name": "stop", "arguments": {1}} ' + WRITTEN["hermes"]
+    content, _, calls = gathered(parts_of(BY_NAME["hermes"], [text]))
+    assert content == '<tool_call>{"name": "stop", "arguments": {1}}'
+    assert [name for name, _ in calls] == ["look_up", "stop"]
+
+
+def test_there_are_limits() -> None:
+    form = BY_NAME["hermes"]
+    content, _, calls = gathered(parts_of(form, [WRITTEN["hermes"] * MAX_CALLS]))
+    assert len(calls) == MAX_CALLS and content.count("<tool_call>") == MAX_CALLS
+    _, _, calls = gathered(parts_of(form, [WRITTEN["hermes"]], max_calls=1))
+    assert [name for name, _ in calls] == ["look_up"]
+
+
+def without_ids(parts: Sequence[Part]) -> list[tuple[str, str]]:
+    """The kinds of the parts and their texts, with neighbours of one kind as one, and calls without ids."""
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        if part.begun:
+            found.append(("begun", part.begun[1]))
+        for kind in ("content", "thoughts", "arguments", "broken"):
+            if text := getattr(part, kind):
+                before = found.pop()[1] if found and found[-1][0] == kind else ""
+                found.append((kind, before + text))
+    return found
+
+
+FRAGMENTS = [
+    "<think>", "</think>", " ", "\n", "a", "{", "}", "[", "]", '"', "\\", ",", ":", "1", "stop", "(", ")",
+    '{"name": "stop", "arguments": {', '"a": [1, {"b": "\\u00e9"}]', "}}", "assistant", "analysis",
+    "<|message|>", "<|end|>", "<|start|>", "<|channel|>",
+    *{form.begins[0] for form in BY_NAME.values() if form.begins},
+    *{text for form in BY_NAME.values() for text in (form.closing, form.tail, form.value_end, form.key)},
+    *WRITTEN.values(),
+    *(text[: len(text) // 2] for text in WRITTEN.values()),
+]  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(BY_NAME)),
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=12).map("".join),
+    st.data(),
+)
+def test_any_cut_gives_the_same_parts(name: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(text)])]
+    reasoning = "openai" if name == "openai" else "think"
+    settings = {"is_thinking": data.draw(st.booleans())}
+    whole, cut = (parts_of(BY_NAME[name], each, reasoning, **settings) for each in ([text], pieces))
+    assert without_ids(whole) == without_ids(cut)
+    content, thoughts, calls = gathered(whole)
+    assert all(isinstance(arguments, dict) for _, arguments in valued(calls)), "complete calls are valid"
+    # Nothing is invented, and without markers nothing is lost.
+    if "<" not in text and not calls:
+        assert (thoughts or content).strip(" \t\r\n") == text.strip(" \t\r\n")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), JSON).map(json.dumps), st.data())
+@example('{"a": 1}', None)
+def test_the_scanner_knows_json(text: str, data: st.DataObject | None) -> None:
+    """It takes each object, and of one with a mistake only what Python's parser takes."""
+    if data is not None:
+        at, char = data.draw(st.integers(0, len(text) - 1)), data.draw(st.sampled_from(' {}[]",:\\1e.-tu\n'))
+        text = data.draw(
+            st.sampled_from([text, text[:at] + char + text[at + 1 :], text[:at] + char + text[at:]])
+        )
+    scanner = JsonScanner()
+    try:
+        for char in text:
+            scanner.feed(char)
+        is_valid = scanner.is_complete
+    except MalformedJson:
+        is_valid = False
+    try:
+        expected = isinstance(json.loads(text.rstrip()), dict) and text == text.rstrip()
+    except ValueError:
+        expected = False
+    assert is_valid == expected

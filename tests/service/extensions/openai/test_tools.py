@@ -1,0 +1,211 @@
+"""Tool calls and thoughts over HTTP, of a runtime that writes what it is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from quire.v1 import runner_pb2, types_pb2
+
+from service.runtimes.base import Batch, ChunkSink
+from tests.chat_templates import byte_tokenizer
+from tests.service.extensions.openai.test_front import FakeRuntime, serving
+
+# In the style of Qwen: calls as Hermes writes them, and thoughts that the prompt may begin.
+TEMPLATE = (
+    "{% if tools %}Call as <tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}|{{ message.role }}:{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}|{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+        "$defs": {"City": {"enum": ["Bern", "Rome"]}},
+    },
+}
+TOOLS: Any = [{"type": "function", "function": each} for each in (WEATHER, {"name": "stop"})]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+ASKED: Any = {"model": "local", "messages": [{"role": "user", "content": "Go."}]}
+CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>\n' * 2
+
+
+class Writer(FakeRuntime):
+    """This server's own runtime, which writes a text in small pieces, and keeps what it was asked.
+
+    Of several texts, one for each request.
+    """
+
+    def __init__(self, text: str | list[str], size: int = 3) -> None:
+        super().__init__(self._write, "local")
+        self.text, self._size = text, size
+        self.items: list[runner_pb2.ExecuteItem] = []
+
+    async def _write(self, batch: Batch, sink: ChunkSink) -> None:
+        self.items = list(batch.items)
+        text = self.text if isinstance(self.text, str) else self.text.pop(0)
+        for begin in range(0, len(text), self._size):
+            piece = text[begin : begin + self._size]
+            sink.put([runner_pb2.SampleChunk(item_id="0", position=begin, token_ids=[1], text=piece)])
+        usage = runner_pb2.Usage(input_tokens=7, output_tokens=-(-len(text) // self._size))
+        sink.put(
+            [runner_pb2.SampleChunk(item_id="0", finish_reason=runner_pb2.FINISH_REASON_STOP, usage=usage)]
+        )
+
+    @property
+    def prompt(self) -> str:
+        """The text of the tokens that it was asked to continue."""
+        decoded: str = byte_tokenizer().decode(list(self.items[0].tokens.token_ids))
+        return decoded
+
+
+@asynccontextmanager
+async def answering(
+    text: str | list[str], template: str = TEMPLATE, special: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[tuple[Any, Writer]]:
+    """A client of a server whose model writes a text. `special`: special tokens of its tokenizer."""
+    runtime = Writer(text)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(special))
+    texts = {
+        "tokenizer_json": tokenizer.to_str().encode(),
+        "chat_template": types_pb2.ChatTemplate(sources={"default": template}),
+    }
+    async with serving(runtime, texts=texts, **settings) as served, served.client() as client:
+        yield client, runtime
+
+
+async def both(client: Any, **settings: Any) -> dict[str, Any]:
+    """The message and the reason of its end, which are the same in one piece and as a stream."""
+    whole = await client.chat.completions.create(**ASKED, **settings)
+    message, finish = whole.choices[0].message, whole.choices[0].finish_reason
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    found = {"content": message.content, "calls": calls, "finish": finish}
+    found["thoughts"] = getattr(message, "reasoning_content", None)
+    content = thoughts = ""
+    parts: dict[int, list[Any]] = {}
+    async for event in await client.chat.completions.create(**ASKED, **settings, stream=True):
+        (choice,) = event.choices
+        content += choice.delta.content or ""
+        thoughts += getattr(choice.delta, "reasoning_content", None) or ""
+        for part in choice.delta.tool_calls or []:
+            call = parts.setdefault(part.index, [part.id, part.function.name, ""])
+            call[2] += part.function.arguments
+        finish = choice.finish_reason
+    assert all(call[0].startswith("call_") for call in parts.values())
+    streamed = {"content": content or None, "calls": [tuple(call[1:]) for call in parts.values()]}
+    assert found == {**streamed, "finish": finish, "thoughts": thoughts or None}
+    return found
+
+
+async def test_what_a_model_writes_is_divided() -> None:
+    async with answering(f"<think>\nHm.\n</think>\n\nLet me see.\n{CALLS}") as (client, runtime):
+        found = await both(client, tools=TOOLS)
+        calls = [("weather", '{"city": "Bern"}')] * 2
+        assert found == {"content": "Let me see.", "calls": calls, "finish": "tool_calls", "thoughts": "Hm."}
+        assert '"name": "weather"' in runtime.prompt
+        answer = await client.chat.completions.create(**ASKED, tools=TOOLS)
+        assert answer.usage.completion_tokens_details.reasoning_tokens in range(4, 9)
+        found = await both(client, tools=TOOLS, parallel_tool_calls=False)
+        assert found["calls"] == calls[:1]
+        # Without tools there are no calls.
+        for settings in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            found = await both(client, **settings, extra_body={"include_reasoning": False})
+            text = f"Let me see.\n{CALLS}"
+            assert found == {"content": text, "calls": [], "finish": "stop", "thoughts": None}
+            assert "weather" not in runtime.prompt
+
+
+async def test_a_malformed_call_is_content() -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": Bern}}\n</tool_call>'
+    async with answering(text) as (client, _):
+        answer = await client.chat.completions.create(**ASKED, tools=TOOLS)
+        (choice,) = answer.choices
+        assert (choice.message.content, choice.message.tool_calls) == (text, None)
+        assert choice.finish_reason == "stop"
+
+
+async def test_thoughts_that_the_prompt_begins() -> None:
+    thinking = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    async with answering("So.\n</think>\n\nYes.") as (client, runtime):
+        found = await both(client, **thinking)
+        assert (found["thoughts"], found["content"]) == ("So.", "Yes.")
+        assert runtime.prompt.endswith("|<think>\n")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    async with answering("{}") as (client, runtime):
+        found = await both(client, response_format=schema, **thinking)
+        assert (found["thoughts"], found["content"]) == (None, "{}")
+        assert runtime.prompt.endswith("|<think>\n</think>\n\n"), "a grammar allows no thoughts"
+
+
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, "{% for message in messages %}{{ message.content }}{% endfor %}"]
+)
+async def test_forced_calls_have_a_grammar(template: str) -> None:
+    """Also of a model whose template knows no tools."""
+    written: list[Any] = [
+        {"name": "weather", "arguments": {"city": "Rome"}},
+        {"name": "stop", "arguments": {}},
+    ]
+    async with answering(json.dumps(written), template) as (client, runtime):
+        found = await both(client, tools=TOOLS, tool_choice="required")
+        assert found["calls"] == [("weather", '{"city": "Rome"}'), ("stop", "{}")]
+        assert (found["content"], found["finish"]) == (None, "tool_calls")
+        schema = json.loads(runtime.items[0].constraint.json_schema)
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid
+        assert is_valid(written) and is_valid(written[1:])
+        wrong = [{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "stop", "arguments": {"a": 1}}]
+        wrong += [{"name": "weather", "arguments": {"city": "Rome", "a": 1}}]
+        wrong += [{"name": "other", "arguments": {}}, {"name": "stop"}]
+        assert not any(is_valid([each]) for each in wrong) and not is_valid([])
+        runtime.text = json.dumps(written[:1])
+        for settings in ({"tool_choice": NAMED}, {"tool_choice": "required", "parallel_tool_calls": False}):
+            found = await both(client, tools=TOOLS, **settings)
+            assert found["calls"] == [("weather", '{"city": "Rome"}')]
+            schema = json.loads(runtime.items[0].constraint.json_schema)
+            is_valid = jsonschema.Draft202012Validator(schema).is_valid
+            assert is_valid(written[:1]) and not is_valid(written)
+            assert is_valid(written[1:]) == (settings["tool_choice"] == "required")
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {**NAMED, "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice.type"),
+        ({"tool_choice": NAMED, "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [{**NAMED, "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ],
+)  # fmt: skip
+async def test_bad_choices(settings: dict[str, Any], param: str) -> None:
+    async with answering("") as (client, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**ASKED, **settings)
+        assert caught.value.param == param
+
+
+async def test_formats_can_be_set() -> None:
+    settings = {"tool_call_parser": "pythonic", "reasoning_parser": "none"}
+    async with answering(
+        '[weather(city="Rome")]', "{{ messages | tojson }}{{ tools | tojson }}", **settings
+    ) as (client, _):
+        found = await both(client, tools=TOOLS)
+        assert found["calls"] == [("weather", '{"city": "Rome"}')]
+
+
+async def test_markers_that_are_special_tokens_are_asked_for() -> None:
+    async with answering(f"<|pad|>Hi.{CALLS}", special=["<tool_call>", "<|pad|>"]) as (client, runtime):
+        found = await both(client, tools=TOOLS)
+        assert runtime.items[0].special_tokens_in_text
+        assert (found["content"], len(found["calls"])) == ("Hi.", 2), "others are no part of the text"
+        found = await both(client, tools=TOOLS, extra_body={"skip_special_tokens": False})
+        assert found["content"] == "<|pad|>Hi."

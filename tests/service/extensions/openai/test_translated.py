@@ -1,0 +1,190 @@
+"""/v1/responses and /v1/messages: the same execution in other forms, in one piece and as a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from quire.v1 import runner_pb2
+
+from service.errors import InvalidArgument
+from service.extensions.openai.anthropic_messages import messages
+from service.extensions.openai.responses_api import responses
+from tests.service.extensions.openai.test_requests import resolve
+from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
+
+OF_RESPONSES: Any = [{"type": "function", **WEATHER}]
+OF_MESSAGES: Any = [{"name": "weather", "input_schema": WEATHER["parameters"]}]
+WRITTEN = f"<think>\nHm.\n</think>\n\nLet me see.\n{CALLS}"
+IMAGE: Any = [{"role": "user", "content": [{"type": "image"}]}]
+TALK: Any = [{"role": "user", "content": "Go."}]
+
+
+async def test_responses() -> None:
+    async with answering(WRITTEN) as (client, runtime):
+        asked: Any = {"model": "local", "input": "Go.", "instructions": "Be kind.", "tools": OF_RESPONSES}
+        whole = await client.responses.create(**asked)
+        assert [item.type for item in whole.output] == [
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call",
+        ]
+        assert (whole.output_text, whole.status) == ("Let me see.", "completed")
+        assert whole.output[0].content[0].text == "Hm."
+        assert json.loads(whole.output[3].arguments) == {"city": "Bern"}
+        assert whole.usage.input_tokens == 7 and whole.usage.output_tokens_details.reasoning_tokens
+        assert "|system:Be kind.|user:Go." in runtime.prompt
+        # The SDK checks the order of the events, and puts the response together.
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert streamed.output_text == whole.output_text and streamed.usage == whole.usage
+        assert [item.type for item in streamed.output] == [item.type for item in whole.output]
+        assert [each.arguments for each in streamed.output[2:]] == [
+            each.arguments for each in whole.output[2:]
+        ]
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert "".join(event.delta for event in deltas) == "Let me see."
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**asked, previous_response_id="resp_1")
+        assert caught.value.param == "previous_response_id"
+
+
+async def raw_events(client: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with client._client.stream("POST", f"{client.base_url}{path}", json=body) as response:
+        assert response.status_code == 200
+        lines = [line async for line in response.aiter_lines()]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert names == [event["type"] for event in events]
+    return events
+
+
+async def test_messages() -> None:
+    async with answering(WRITTEN) as (client, runtime):
+        asked: Any = {
+            "model": "local",
+            "max_tokens": 99,
+            "messages": TALK,
+            "tools": OF_MESSAGES,
+            "system": "Be kind.",
+        }
+        whole = (await client._client.post(f"{client.base_url}messages", json=asked)).json()
+        assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+        assert whole["content"][0]["thinking"] == "Hm." and whole["content"][1]["text"] == "Let me see."
+        assert whole["content"][2]["input"] == {"city": "Bern"}
+        assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", 7)
+        assert "|system:Be kind.|user:Go." in runtime.prompt
+        events = await raw_events(client, "messages", {**asked, "stream": True})
+        blocks: list[dict[str, Any]] = []
+        for event in events:
+            if event["type"] == "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append({**event["content_block"], "text": ""})
+            elif event["type"] == "content_block_delta":
+                assert event["index"] == len(blocks) - 1
+                (text,) = (value for name, value in event["delta"].items() if name != "type")
+                blocks[-1]["text"] += text
+        assert [block["type"] for block in blocks] == [block["type"] for block in whole["content"]]
+        assert [block["text"] for block in blocks[:2]] == ["Hm.", "Let me see."]
+        assert json.loads(blocks[3]["text"]) == {"city": "Bern"}
+        assert events[0]["message"]["usage"]["input_tokens"] > 0
+        assert events[-2]["delta"]["stop_reason"] == "tool_use" and events[-1] == {"type": "message_stop"}
+        count = await client._client.post(
+            f"{client.base_url}messages/count_tokens", json={**asked, "max_tokens": None}
+        )
+        assert count.json() == {"input_tokens": events[0]["message"]["usage"]["input_tokens"]}
+        refused = await client._client.post(f"{client.base_url}messages", json={**asked, "speed": "fast"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_tokens_and_back() -> None:
+    async with answering("") as (client, _):
+        root = str(client.base_url).removesuffix("v1/")
+
+        async def post(path: str, **body: Any) -> Any:
+            return (await client._client.post(f"{root}{path}", json=body)).json()
+
+        found = await post("tokenize", prompt="ab", return_token_strs=True)
+        assert found == {
+            "count": 2,
+            "max_model_len": found["max_model_len"],
+            "tokens": found["tokens"],
+            "token_strs": ["a", "b"],
+        }
+        found = await post(
+            "tokenize", model="local", messages=TALK, chat_template_kwargs={"enable_thinking": True}
+        )
+        assert await post("detokenize", tokens=found["tokens"]) == {"prompt": "|user:Go.|<think>\n"}
+        refused = await post("detokenize", tokens=[-1])
+        assert refused["error"]["param"] == "tokens[0]"
+
+
+def test_conversations_are_those_of_chats() -> None:
+    """Calls and their results, thoughts, and texts in parts."""
+    call = runner_pb2.ToolCall(id="c1", name="weather", arguments_json='{"city": "Bern"}')
+    roles = (runner_pb2.CHAT_ROLE_USER, runner_pb2.CHAT_ROLE_ASSISTANT, runner_pb2.CHAT_ROLE_TOOL)
+    expected = [
+        runner_pb2.ChatMessage(role=roles[0], content="Go.\nNow."),
+        runner_pb2.ChatMessage(role=roles[1], content="Yes.", reasoning_content="Hm.", tool_calls=[call]),
+        runner_pb2.ChatMessage(role=roles[2], tool_call_id="c1", content="Sun."),
+        runner_pb2.ChatMessage(role=roles[0], content="And?"),
+    ]
+    of_messages = [
+        {"role": "user", "content": [{"type": "text", "text": each} for each in ("Go.", "Now.")]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "text", "text": "Yes.", "cache_control": {"type": "ephemeral"}},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Bern"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "Sun."}]},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]  # fmt: skip
+    of_responses = [
+        {"role": "user", "content": [{"type": "input_text", "text": each} for each in ("Go.", "Now.")]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "status": "completed", "id": "m",
+         "content": [{"type": "output_text", "text": "Yes.", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Bern"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "Sun."},
+        {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    made = messages({"model": "m", "max_tokens": 9, "messages": of_messages}, resolve)
+    assert list(made.items[0].chat.messages) == expected
+    made = responses({"model": "m", "input": of_responses}, resolve)
+    assert list(made.items[0].chat.messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "field"),
+    [
+        (messages, {"messages": TALK}, "max_tokens"),
+        (messages, {"messages": IMAGE}, "messages[0].content[0].type"),
+        (messages, {"messages": TALK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        (messages, {"messages": TALK, "tool_choice": {"type": "any"}}, "tool_choice"),
+        (messages, {"messages": TALK, "stop_sequences": 3}, "stop_sequences"),
+        (responses, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        (responses, {"input": "x", "background": True}, "background"),
+        (responses, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (responses, {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+        (responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (responses, {}, "input"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(parse: Any, body: dict[str, Any], field: str) -> None:
+    more = {"max_tokens": 9} if parse is messages and field != "max_tokens" else {}
+    with pytest.raises(InvalidArgument) as caught:
+        parse({"model": "m", **body, **more}, resolve)
+    assert caught.value.field == field

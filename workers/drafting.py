@@ -1,0 +1,231 @@
+"""Drafts of a second, smaller model: the tokens that it expects behind those that were chosen.
+
+A forward that asks for drafts (`Forward.draft_tokens`) is answered with them, and its caller lets the next
+forward of that sequence verify them. So all rows of a step that draft do it together, behind the step, and a
+caller sends one command for each verify.
+
+**Drafts are hints.** A wrong one costs time, a missing one too, and neither changes a text. So the KV of the
+draft model is nobody's state: it is not stored, moved or journaled, and each sequence of it may be dropped at
+any time. It follows the model's sequence of the same number when that drafts: what both have in common stays,
+the rest is cut, and what is missing is computed, in parts beside which others need not wait long. So forks,
+truncations, rejected drafts, evictions and replays need no word from anybody.
+
+What it draws, it draws with the settings, seed and position of the row that will verify it. Draws are a
+function of these (ADR 4), so where both models see similar distributions they choose the same token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.decodes import CHOSEN, POSITION, TOKEN, Decodes
+from workers.executors.engine import Engine
+from workers.kv.page_pool import OutOfPages
+from workers.kv.table import KvTable
+from workers.logging import get_logger
+from workers.operations import GREEDY, Chunk, Forward, Kind, OutputSpec
+from workers.runners.base import DeviceLostError
+
+_log = get_logger(__name__)
+
+Tokens = NDArray[np.int64]
+
+
+class Drafting:
+    """Owner of the draft model's sequences. One thread uses it: that of the step loop.
+
+    Attributes:
+        engine: The draft model's, with pages of its own.
+    """
+
+    def __init__(
+        self, engine: Engine, *, vocab_sizes: tuple[int, int], max_seq_tokens: int, step_tokens: int
+    ) -> None:
+        """Take the engine of a draft model.
+
+        vocab_sizes: of the draft model, and of the model for which it drafts.
+        max_seq_tokens: the longest sequence of the draft model.
+        step_tokens: the most tokens that are computed before the first draft, of all sequences together.
+        """
+        self.engine = engine
+        self._vocab_size, self._target_vocab_size = vocab_sizes
+        self._max_seq_tokens = max_seq_tokens
+        self._step_tokens = step_tokens
+        # Its sequences, the least recently used first.
+        self._used: dict[int, None] = {}
+
+    def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
+        """Sets the `drafts` of forwards that are complete: at most as many as each asks for.
+
+        Args:
+            forwards: Of different sequences.
+            table: That of the model they ran on.
+            until_ns: After this time.monotonic_ns() no further token is drafted. None: all are.
+
+        Raises:
+            DeviceLostError: The device has failed.
+        """
+        try:
+            self._drop_unknown(table)
+            begun = self._begin(forwards, table)
+            self._run([own for _, own in begun])
+            if drafting := [pair for pair in begun if pair[1].outputs]:
+                self._follow(drafting, until_ns)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            _log.error("tokens could not be drafted", exc_info=error)
+            for forward in forwards:
+                forward.drafts = ()
+                self._drop(forward.sequence)
+
+    def _drop_unknown(self, table: KvTable) -> None:
+        for sequence in [one for one in self._used if table.get(one) is None]:
+            self._drop(sequence)
+
+    def _drop(self, sequence: int) -> None:
+        self._used.pop(sequence, None)
+        self.engine.release(sequence)
+
+    def _begin(self, forwards: Sequence[Forward], table: KvTable) -> list[tuple[Forward, Forward]]:
+        """Each forward with that of the draft model which computes what that has not yet.
+
+        Those that have no row will draft another time: there is more to compute than a step may.
+        """
+        room, begun = self._step_tokens, list[tuple[Forward, Forward]]()
+        for forward in forwards:
+            own = self._next(forward, table, room)
+            if own is not None and self._find_pages(own, forwards):
+                self._used[own.sequence] = None
+                room -= own.remaining
+                begun.append((forward, own))
+        return begun
+
+    def _next(self, forward: Forward, table: KvTable, room: int) -> Forward | None:
+        """The draft model's forward over what it lacks, at most `room` tokens. None: it cannot draft."""
+        sequence = table.get(forward.sequence)
+        if sequence is None or not room:
+            return None
+        chosen = forward.outputs[forward.kept - len(forward.token_ids) - 1].token_id
+        tokens = np.append(sequence.token_ids.as_array().astype(np.int64), chosen)
+        salt = table.salt_of(sequence)
+        common = self._common(forward.sequence, salt, tokens)
+        missing = tokens[common:]
+        if len(tokens) >= self._max_seq_tokens or int(missing.max()) >= self._vocab_size:
+            self._drop(forward.sequence)
+            return None
+        is_all = len(missing) <= room
+        # The most recently used last.
+        self._used.pop(forward.sequence, None)
+        return Forward(
+            0,
+            forward.sequence,
+            common,
+            missing[:room].tolist(),
+            rows=int(is_all),
+            output=self._output(forward.output),
+            prompt_len=forward.prompt_len,
+            salt=salt,
+        )
+
+    def _common(self, sequence: int, salt: bytes, tokens: Tokens) -> int:
+        """How many of a sequence's tokens the draft model has: without the last, whose row is wanted."""
+        known = self.engine.kv_table.get(sequence)
+        if known is None:
+            return 0
+        if self.engine.kv_table.salt_of(known) != salt:
+            self._drop(sequence)
+            return 0
+        own = known.token_ids.as_array()
+        compared = min(len(own), len(tokens) - 1)
+        differs = (own[:compared] != tokens[:compared]).nonzero()[0]
+        return int(differs[0]) if len(differs) else compared
+
+    def _output(self, output: OutputSpec) -> OutputSpec:
+        """How the draft model chooses: as the model does, as far as both have the same tokens."""
+        sampling, mask = output.sampling, output.mask
+        if self._vocab_size != self._target_vocab_size:
+            mask = None
+            sampling = None if sampling is None else replace(sampling, logit_bias={})
+        return GREEDY if sampling is None and mask is None else OutputSpec(sampling=sampling, mask=mask)
+
+    def _find_pages(self, own: Forward, forwards: Sequence[Forward]) -> bool:
+        """Begins a forward. If pages are missing, other sequences are dropped, the least recently used first.
+
+        False: there are too few without those that draft now.
+        """
+        drafting = {forward.sequence for forward in forwards}
+        while True:
+            try:
+                self.engine.begin(own)
+            except OutOfPages:
+                dropped = next((sequence for sequence in self._used if sequence not in drafting), None)
+                if dropped is None:
+                    self._drop(own.sequence)
+                    return False
+                self._drop(dropped)
+            else:
+                return True
+
+    def _run(self, forwards: Sequence[Forward]) -> None:
+        """Computes what is missing, and the first token of each draft."""
+        if forwards:
+            self.engine.execute([Chunk(own, own.computed, own.remaining) for own in forwards])
+        for own in forwards:
+            if own.failure is not None:
+                self._drop(own.sequence)
+            else:
+                self.engine.complete(own)
+
+    def _follow(self, drafting: Sequence[tuple[Forward, Forward]], until_ns: int | None) -> None:
+        """Drafts token after token, each behind the last one: those of all sequences in one step."""
+        by_sequence = {own.sequence: forward for forward, own in drafting}
+        ends = {own.sequence: self._end(forward, own) for forward, own in drafting}
+        decodes = _decodes_after([own for _, own in drafting])
+        while decodes.size:
+            goes_on = np.zeros(decodes.size, np.bool_)
+            positions, tokens = decodes.column(POSITION), decodes.column(TOKEN)
+            for index, sequence in enumerate(decodes.sequences):
+                # The token, which is not in the sequence yet, is the draft's next one.
+                if tokens[index] < self._target_vocab_size:
+                    by_sequence[sequence].drafts = (*by_sequence[sequence].drafts, tokens[index])
+                    goes_on[index] = positions[index] + 1 < ends[sequence]
+            if until_ns is not None and time.monotonic_ns() >= until_ns:
+                return
+            decodes = decodes.take(goes_on)
+            begun = self.engine.begin_decodes(decodes) if decodes.size else goes_on
+            decodes = decodes.take(begun)
+            if not decodes.size:
+                return
+            decodes = self.engine.execute((), decodes)
+            decodes = Decodes(decodes.columns.copy(), decodes.outputs)
+            decodes.columns[POSITION] += 1
+            decodes.columns[TOKEN] = decodes.columns[CHOSEN]
+
+    def _end(self, forward: Forward, own: Forward) -> int:
+        """The position behind the last token of a draft."""
+        first = own.position + len(own.token_ids)
+        return min(first + forward.draft_tokens, self._max_seq_tokens)
+
+
+def _decodes_after(forwards: Sequence[Forward]) -> Decodes:
+    """The decodes of the tokens that forwards have chosen."""
+    return Decodes.of(
+        [
+            Forward(
+                0,
+                own.sequence,
+                own.position + len(own.token_ids),
+                (own.outputs[-1].token_id,),
+                output=own.output,
+                kind=Kind.DECODE,
+                prompt_len=own.prompt_len,
+            )
+            for own in forwards
+        ]
+    )

@@ -1,0 +1,155 @@
+"""Matrices of experts that a checkpoint has in one tensor for all experts of a layer, as gpt_oss has them.
+
+Tensors are gate_up_proj [E, C, 2 * I], whose outputs are those of gate and up by turns, down_proj [E, I, C],
+and their biases [E, 2 * I] and [E, C]. In MXFP4 a matrix is [E, outputs, inputs]; see
+`workers.models.quantised.mxfp4`. Here each becomes a matrix [outputs, inputs] of one projection of one
+expert, as a checkpoint of another family has it.
+
+Dimension letters: C hidden width; I intermediate width of an expert; E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
+from workers.models.errors import ModelError
+from workers.models.quantised.mxfp4 import Mxfp4Experts
+from workers.models.registry import ExpertNames
+
+_GATE_UP, _DOWN, _BIAS = "gate_up_proj", "down_proj", "_bias"
+_PARTS = frozenset(name + bias for name in (_GATE_UP, _DOWN) for bias in ("", _BIAS))
+# Of a layer. More would only fill memory with descriptions of tensors.
+_MAX_EXPERTS = 4096
+_STACK = 3
+
+
+class _Transposed(StoredTensor):
+    """A matrix [O, I] of which a file has the columns one after the other."""
+
+    def __init__(self, columns: TensorEntry) -> None:
+        self._columns = columns
+        self.name, self.file, self.dtype = columns.name, columns.file, columns.dtype
+        self.shape, self.begin, self.nbytes = columns.shape[::-1], columns.begin, columns.nbytes
+
+    def parts(
+        self, rows: range | None = None, staging: Staging | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `StoredTensor`: one part, since any row needs all of the file's tensor."""
+        assert staging is None, "no model with such tensors runs natively on a GPU"
+        wanted = range(self.shape[0]) if rows is None else rows
+        found = torch.empty(len(wanted), self.shape[1], dtype=DTYPES[self.dtype])
+        for first, columns in self._columns.parts():
+            found[:, first : first + len(columns)] = columns[:, wanted.start : wanted.stop].T
+        yield wanted.start, found
+
+    def samples(self) -> Iterator[bytes]:
+        """See `StoredTensor`."""
+        return self._columns.samples()
+
+
+class _EveryOther(StoredTensor):
+    """Every other row of a tensor, or element of a vector."""
+
+    def __init__(self, within: StoredTensor, first: int) -> None:
+        self._within, self._first = within, first
+        self.name, self.file, self.dtype, self.begin = within.name, within.file, within.dtype, within.begin
+        self.shape, self.nbytes = (within.shape[0] // 2, *within.shape[1:]), within.nbytes // 2
+
+    def parts(
+        self, rows: range | None = None, staging: Staging | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `StoredTensor`."""
+        wanted = range(self.shape[0]) if rows is None else rows
+        for at, part in self._within.parts(range(2 * wanted.start, 2 * wanted.stop), staging):
+            assert isinstance(part, torch.Tensor)
+            skipped = (at + self._first) % 2
+            yield (at + skipped) // 2, part[skipped::2]
+
+    def samples(self) -> Iterator[bytes]:
+        """See `StoredTensor`."""
+        return self._within.samples()
+
+
+def separated(entries: Mapping[str, StoredTensor], names: ExpertNames, count: int) -> dict[str, StoredTensor]:
+    """The tensors of a model with those of each expert by itself; see the module.
+
+    Args:
+        entries: The tensors, by their names in a checkpoint.
+        names: Those of the family.
+        count: The number of experts of a layer.
+
+    Raises:
+        ModelError: A tensor is not of so many experts, or has a shape that cannot be.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, entry in entries.items():
+        layer, part = _place(name, names)
+        if layer is None:
+            found[name] = entry
+            continue
+        _check(entry, part, count)
+        for expert in range(count):
+            for own, tensor in _of_expert(_taken(entry, expert), part, names):
+                found[layer + own.format(expert)] = tensor
+    return found
+
+
+def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
+    """The same for tensors in memory: views of them, by their names in a checkpoint."""
+    found: dict[str, torch.Tensor] = {}
+    for name, stack in tensors.items():
+        layer, part = _place(name, names)
+        if layer is None:
+            found[name] = stack
+            continue
+        for expert, own in enumerate(stack):
+            matrix, kind = (own, ".bias") if part.endswith(_BIAS) else (own.T, ".weight")
+            if part.startswith(_DOWN):
+                found[layer + names.down.format(expert) + kind] = matrix
+            else:
+                found[layer + names.gate.format(expert) + kind] = matrix[::2]
+                found[layer + names.up.format(expert) + kind] = matrix[1::2]
+    return found
+
+
+def _place(name: str, names: ExpertNames) -> tuple[str | None, str]:
+    """What the name begins with before those of a layer's parts, and the part; None: it is no such tensor."""
+    layer, found, part = name.partition(names.stacked or "\n")
+    return (layer, part) if found and part in _PARTS else (None, part)
+
+
+def _check(entry: StoredTensor, part: str, count: int) -> None:
+    """Raises ModelError."""
+    outputs = entry.shape[1 if isinstance(entry, Mxfp4Experts) else -1] if entry.shape else 0
+    dimensions = _STACK - part.endswith(_BIAS)
+    if len(entry.shape) != dimensions or 0 in entry.shape or (part.startswith(_GATE_UP) and outputs % 2):
+        raise ModelError(f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, which cannot be")
+    if entry.shape[0] != count or count > _MAX_EXPERTS:
+        says = f"is of {entry.shape[0]} experts, and the config says {count}, of at most {_MAX_EXPERTS}"
+        raise ModelError(f"{entry.file}: tensor {entry.name} {says}")
+    if isinstance(entry, TensorEntry) and entry.dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")
+
+
+def _taken(stack: StoredTensor, expert: int) -> StoredTensor:
+    """The matrix [O, I] of an expert, or its bias."""
+    if isinstance(stack, Mxfp4Experts):
+        return stack.of_expert(expert)
+    assert isinstance(stack, TensorEntry)
+    size = stack.nbytes // stack.shape[0]
+    own = dataclasses.replace(stack, shape=stack.shape[1:], begin=stack.begin + expert * size, nbytes=size)
+    return _Transposed(own) if len(own.shape) > 1 else own
+
+
+def _of_expert(tensor: StoredTensor, part: str, names: ExpertNames) -> Iterator[tuple[str, StoredTensor]]:
+    kind = ".bias" if part.endswith(_BIAS) else ".weight"
+    if part.startswith(_DOWN):
+        yield names.down + kind, tensor
+    else:
+        yield names.gate + kind, _EveryOther(tensor, 0)
+        yield names.up + kind, _EveryOther(tensor, 1)
