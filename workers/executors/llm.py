@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 
-from kernels.packed_pages import PackedKeys
 from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
 from workers.executors.draft_model import load_draft_model
@@ -36,10 +35,8 @@ from workers.models.decoder import Decoder
 from workers.models.errors import ModelError
 from workers.models.model import (
     AUTO_KV,
-    BFLOAT16_KV,
     Model,
     ModelDescription,
-    new_pages,
     page_bytes,
     state_sizes,
 )
@@ -140,7 +137,8 @@ class LlmExecutor(ModelExecutor):
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
         served = Served(model)
-        kv_dtype = kv_dtype if dtype != AUTO else _kv_dtype_for(model, description, kv_dtype)
+        if dtype == kv_dtype == AUTO and description.quantization:
+            kv_dtype = kv_dtype_of_quantised(model)
         drafting = load_draft_model(draft, text, dtype, device, self_check=self_check)
         beside_bytes = 0 if drafting is None else page_bytes(drafting[0])
         kv = _pages(model, description, kv_pages, limits, ranks, beside_bytes, kv_dtype)
@@ -301,17 +299,6 @@ def model_id_of(directory: Path) -> str:
         return directory.name
     # Of the files of a repository with several models, each has a name of its own.
     return found[1].replace("--", "/") + (found[2] or "")
-
-
-def _kv_dtype_for(model: Model, description: ModelDescription, asked: str) -> str:
-    """How pages are stored if the dtype of a model was left open.
-
-    Quantised models get float32 between products, which is no reason for KV in float32.
-    """
-    if asked != AUTO_KV or not description.quantization or model.dtype is not torch.float32:
-        return asked
-    keys, _ = new_pages(model, 1).layer(0)
-    return BFLOAT16_KV if isinstance(keys, PackedKeys) else AUTO_KV
 
 
 def _pages(

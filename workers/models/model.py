@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.packed_pages import PackedKeys
 from workers.kv.sizing import StateSizes
 from workers.kv.state_tensors import StateShape, StateTensors, state_bytes
 from workers.kv.tensors import KvTensors, LayerKv
@@ -149,6 +150,13 @@ def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensor
         quantised=quantised,
         row_dtype=model.dtype,
     )
+
+
+def kv_dtype_of_quantised(model: Model) -> str:
+    """How pages are stored if nothing is said: float32 between products is no reason for KV in float32."""
+    keys, _ = new_pages(model, 1).layer(0)
+    is_free = model.dtype is torch.float32 and isinstance(keys, PackedKeys)
+    return BFLOAT16_KV if is_free else AUTO_KV
 
 
 def _kv_format(model: Model, kv_dtype: str) -> tuple[torch.dtype, bool]:
