@@ -143,7 +143,8 @@ class Config:
     )
     dtype: str = setting(
         AUTO,
-        "data type of weights and KV cache; auto is the model's, but float32 for float16 on a CPU",
+        "data type of weights and of what is between them; auto is the model's, but on a CPU float32 for"
+        " float16, and where all matrices are quantised",
         DTYPES,
     )
     quantization: str = setting(
@@ -155,7 +156,8 @@ class Config:
     )
     kv_cache_dtype: str = setting(
         AUTO,
-        "data type of the KV cache: auto is dtype; bfloat16 halves that of float32; int8, with a scale for"
+        "data type of the KV cache: auto is dtype, or bfloat16 for quantised weights whose dtype is auto;"
+        " bfloat16 halves that of float32; int8, with a scale for"
         " each key and value of a head, about halves that of bfloat16, and is less exact; on the CPU",
         KV_CACHE_DTYPES,
     )

@@ -37,6 +37,13 @@ from workers.models.model import (
     AUTO_KV,
     Model,
     ModelDescription,
+    kv_dtype_of_quantised,
+    page_bytes,
+    state_sizes,
+)
+    AUTO_KV,
+    Model,
+    ModelDescription,
     page_bytes,
     state_sizes,
 )
