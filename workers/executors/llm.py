@@ -41,12 +41,6 @@ from workers.models.model import (
     page_bytes,
     state_sizes,
 )
-    AUTO_KV,
-    Model,
-    ModelDescription,
-    page_bytes,
-    state_sizes,
-)
 from workers.models.source import source_of
 from workers.models.text import ModelText
 from workers.models.tokenizer import MAX_BYTES
