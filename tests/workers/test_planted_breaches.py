@@ -68,9 +68,9 @@ def sums_in_an_order_that_depends_on_the_number_of_rows(patch: pytest.MonkeyPatc
 
 @breach(FLOAT32)
 def experts_of_a_single_row_by_torch(patch: pytest.MonkeyPatch) -> None:
-    def mixture(original: Any, x: torch.Tensor, gate_up: Any, down: Any, *others: Any) -> Any:
+    def mixture(original: Any, x: torch.Tensor, gate_up: Any, down: Any, *others: Any, **options: Any) -> Any:
         if len(x) > 1:
-            return original(x, gate_up, down, *others)
+            return original(x, gate_up, down, *others, **options)
         plain_gate_up, plain_down = ([each.dense() for each in packed] for packed in (gate_up, down))
         return experts_reference(x, plain_gate_up, plain_down, *others)
 

@@ -68,6 +68,7 @@ class TextSettings(SamplingSettings, total=False):
     cache_salt: str
     min_logprob: float | None
     max_entropy: float | None
+    special_tokens_in_text: bool
     hidden: types_pb2.HiddenStates | None
     speculation: Literal["prompt_lookup", "draft_model"] | runner_pb2.Speculation | SpeculationSettings | None
 

@@ -67,14 +67,16 @@ class Writer:
         """Whether the text may end here, and the bytes that may follow."""
         new = list(self.text[self._num_known :])
         sample = {"sample": self._number, "begin": self._num_known, "token_ids": new}
+        sample |= {"draft": [], "draft_tokens": 0}
         reply, mask = task(
             self._server, method="mask", **sample, **({} if self._num_known else self._grammar)
         )
         assert "error" not in reply, (reply, self.text)
         self._num_known = len(self.text)
         allowed = [byte for byte in range(256) if mask and mask[byte >> 3] >> (byte & 7) & 1]
-        assert allowed or reply["may_end"], (self.text, "a dead end")
-        return reply["may_end"], allowed
+        (may_end,) = reply["may_end"]
+        assert allowed or may_end, (self.text, "a dead end")
+        return may_end, allowed
 
     def write(self, text: str) -> bool:
         """Appends a text if the grammar allows it. Returns whether it does and the text may then end."""
