@@ -47,6 +47,9 @@ _TIMEOUT_S = 7200.0
 _POLL_S = 0.05
 # How often a worker looks for files of others, about.
 _LISTED_S = 1.0
+# What a virtual machine has freed, its host may take back within seconds, and new memory is then slow. A
+# worker that starts has such memory, so the plain read gets it too.
+_MEMORY_IS_GONE_S = 10.0
 _DECODED_TOKENS = 48
 _ROUND_S = 20.0
 
@@ -132,6 +135,7 @@ def restore(model: Path, scratch: Path, tokens: int, computed: int, *, cold: boo
     _say("reads the same files without a server")
     if cold:
         drop_from_page_cache(files)
+    time.sleep(_MEMORY_IS_GONE_S)
     plain_s = plain_read_s(files)
     kv_bytes = sum(path.stat().st_size for path in files)
     replay_s = computed_s * tokens / computed
