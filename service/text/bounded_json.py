@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -81,7 +82,7 @@ def parse(text: str, reason: str, field: str) -> Any:
 def loads(text: str) -> Any:
     """As `json.loads`, but refuses NaN and the infinities. Raises ValueError."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
         raise ValueError from None
 
@@ -179,6 +180,14 @@ def _json_of(chat: runner_pb2.Chat) -> Iterator[tuple[str, bytes]]:
 
 def _refuse(_constant: str) -> NoReturn:
     raise ValueError
+
+
+def _finite(digits: str) -> float:
+    """What is beyond the largest float would be written as Infinity, which is no JSON. Raises ValueError."""
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError
+    return number
 
 
 def _too_large(reason: str, field: str) -> InvalidArgument:

@@ -56,7 +56,7 @@ def render(source: str, variables: Mapping[str, Any], max_characters: int) -> st
     )
     parts: list[str] = []
     characters_left = max_characters
-    for part in template.generate(**variables):
+    for part in template.generate(variables):
         characters_left -= len(part)
         if characters_left < 0:
             raise OverflowError(f"it wrote more than {max_characters} characters")

@@ -11,6 +11,7 @@ from quire.v1 import runner_pb2
 from service.extensions.openai.choices import Choice
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.item_fields import MAX_ID
+from service.extensions.openai.messages import MAX_TOOLS
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.translated import (
@@ -24,6 +25,7 @@ from service.extensions.openai.translated import (
     named_event,
     text_of,
 )
+from service.text import bounded_json
 from service.text.bounded_json import MAX_MESSAGES
 
 _NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
@@ -57,7 +59,8 @@ def messages(value: object, resolve: ResolveModel, *, needs_max_tokens: bool = T
         raise bad_field("max_tokens", "is required")
     body["stop"] = fields.raw("stop_sequences")
     body["messages"] = [*_system(fields), *_messages(fields)]
-    body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.raw("tools") or [])]
+    tools = fields.get("tools", array, MAX_TOOLS) or []
+    body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if (choice := fields.raw("tool_choice")) is not None:
         body |= _choice(Fields(choice, "tool_choice"))
     if (thinking := fields.raw("thinking")) is not None:
@@ -153,7 +156,7 @@ def _choice(fields: Fields) -> dict[str, Any]:
     body: dict[str, Any] = {"parallel_tool_calls": not fields.get("disable_parallel_tool_use", boolean)}
     if kind == "tool":
         body["tool_choice"] = {"type": "function", "function": {"name": fields.required("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         body["tool_choice"] = _CHOICES[kind]
     else:
         raise bad_field(fields.path("type"), "must be auto, any, tool or none")
@@ -234,8 +237,17 @@ def _content(block: Block, *, is_whole: bool) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == TEXT:
         return {"type": "text", "text": text}
-    arguments = json.loads(text) if is_whole and text else {}
+    arguments = _arguments_of(text) if is_whole else {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
+
+
+def _arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; empty if they were cut off, or are no object."""
+    try:
+        arguments = bounded_json.loads(text)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _block_event(what: str, block: Block, text: str) -> dict[str, Any]:

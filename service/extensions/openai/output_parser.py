@@ -12,6 +12,7 @@ stream.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import secrets
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from service.extensions.openai.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
 from service.extensions.openai.output_formats import (
@@ -31,11 +32,15 @@ from service.extensions.openai.output_formats import (
     Pattern,
     ToolFormat,
 )
+from service.text import bounded_json
 
 MAX_CALLS = 128
 MAX_ARGUMENT_CHARACTERS = 1 << 20
 # Of an object that is not known to be a call yet, which is held back.
 _MAX_HELD_CHARACTERS = 1 << 16
+# What is read again in all, behind markers of sections without a call. Further ones are content at once, so
+# that the time grows with the length of an answer.
+_MAX_READ_AGAIN = 1 << 16
 _SPACES = " \t\r\n"
 # Spaces that are held back, since they may come before a call, where they mean nothing.
 _MAX_HELD_SPACES = 256
@@ -107,7 +112,8 @@ class OutputParser:
         messages = formats.tools is not None and formats.tools.arguments is Arguments.MESSAGE
         self._format = formats.tools if tools or messages else None
         self._reasoning = formats.reasoning
-        self._markers = {*dropped, *self._begins()}
+        self._markers = frozenset((*dropped, *self._begins()))
+        self._num_read_again = 0
         self.num_calls = 0
         self.is_thinking = is_thinking
         self._parts: list[Part] = []
@@ -233,14 +239,13 @@ class OutputParser:
 
     def _thoughts(self) -> _Reading:
         assert self._reasoning is not None
-        yield from self._text({self._reasoning.end})
+        yield from self._text(frozenset((self._reasoning.end,)))
         self._spaces = ""
         self.is_thinking, self._drops_spaces = False, True
 
-    def _text(self, markers: Collection[str]) -> Generator[None, str, str]:
+    def _text(self, markers: frozenset[str]) -> Generator[None, str, str]:
         """Reads text up to one of the markers, which it returns; empty: the text has ended."""
-        firsts = {marker[0] for marker in markers}
-        plain = re.compile(f"[{re.escape(''.join(sorted(firsts)))}]" if firsts else r"(?!)")
+        plain, beginnings = _beginnings(markers)
         held = ""
         while True:
             self._plain = None if held or self._ahead else plain
@@ -251,7 +256,7 @@ class OutputParser:
                 self._say(held)
                 return ""
             held += char
-            while held and not any(marker.startswith(held) for marker in markers):
+            while held and held not in beginnings:
                 self._say(held[0])
                 held = held[1:]
             if held in markers:
@@ -307,9 +312,15 @@ class OutputParser:
                     break
                 yield from self._call(form, is_marked=bool(marker))
         except _NoCall:
-            self._unread(len(self._read_text))
             if self.num_calls == before:
                 self._say(marker)
+            self._num_read_again += len(self._read_text)
+            if self._num_read_again > _MAX_READ_AGAIN:
+                self._say("".join(self._read_text))
+                self._read_text.clear()
+                return
+            self._unread(len(self._read_text))
+            if self.num_calls == before:
                 return
         except _Broken:
             self._add_to_call(broken=begin + "".join(self._read_text))
@@ -443,7 +454,10 @@ class OutputParser:
                 depth += (char in "[({") - (char in "])}")
                 if not 0 <= depth <= MAX_LEVELS:
                     raise _NoCall
-        for name, arguments in _calls_of_python(text, self._tools if not is_marked else None):
+        calls = _calls_of_python(text, self._tools if not is_marked else None)
+        if self.num_calls + len(calls) > MAX_CALLS:
+            raise _NoCall
+        for name, arguments in calls:
             self._begin(form, name)
             self._add_arguments(arguments)
 
@@ -466,6 +480,14 @@ class OutputParser:
             self._spaces, self._drops_spaces = "", True
 
 
+@functools.lru_cache(64)
+def _beginnings(markers: frozenset[str]) -> tuple[re.Pattern[str], frozenset[str]]:
+    """What finds a character with which one of the markers begins, and all texts with which one begins."""
+    firsts = "".join(sorted({marker[0] for marker in markers}))
+    found = frozenset(marker[:end] for marker in markers for end in range(1, len(marker) + 1))
+    return re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)"), found
+
+
 def _new_id(form: ToolFormat) -> str:
     characters = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(form.id_characters or 24))
     return characters if form.id_characters else f"call_{characters}"
@@ -474,11 +496,11 @@ def _new_id(form: ToolFormat) -> str:
 def _call_of(text: str) -> tuple[str, str]:
     """The name and the arguments of a call that is an object. Raises _NoCall."""
     try:
-        call = json.loads(text)
+        call = bounded_json.loads(text)
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-    except (ValueError, RecursionError):
+            arguments = bounded_json.loads(arguments)
+    except ValueError:
         raise _NoCall from None
     if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
         raise _NoCall
@@ -518,11 +540,7 @@ def _typed(text: str, schema: Mapping[str, Any], key: str) -> str:
     kind = declared.get("type") if isinstance(declared, dict) else None
     if kind != "string":
         try:
-            return json.dumps(json.loads(text, parse_constant=_refuse))
-        except (ValueError, RecursionError):
+            return json.dumps(bounded_json.loads(text))
+        except ValueError:
             pass
     return json.dumps(text)
-
-
-def _refuse(_constant: str) -> NoReturn:
-    raise ValueError

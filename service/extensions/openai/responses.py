@@ -325,7 +325,7 @@ def json_pieces(value: object) -> Iterator[str]:
     if isinstance(value, dict) and value:
         separator = "{"
         for name, inner in value.items():
-            yield f'{separator}"{name}":'
+            yield f"{separator}{to_json(name)}:"
             yield from json_pieces(inner)
             separator = ","
         yield "}"

@@ -12,6 +12,7 @@ from typing import Any
 from quire.v1 import runner_pb2
 
 from service.extensions.openai.fields import Fields, array, bad_field, string, unsupported
+from service.extensions.openai.messages import MAX_TOOLS
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.translated import (
@@ -65,7 +66,7 @@ def responses(value: object, resolve: ResolveModel) -> ResponsesRequest:
     instructions = fields.get("instructions", string)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     body["messages"] = system + _messages(fields)
-    tools = fields.raw("tools") or []
+    tools = fields.get("tools", array, MAX_TOOLS) or []
     body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     choice = fields.raw("tool_choice")
     body["tool_choice"] = _choice(Fields(choice, "tool_choice")) if isinstance(choice, dict) else choice

@@ -51,7 +51,7 @@ def text_of(value: object, path: str, kinds: Mapping[str, str], ignored: frozens
     for index, each in enumerate(value):
         part = Fields(each, f"{path}[{index}]")
         kind = part.raw("type")
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise bad_field(part.path("type"), f"must be {' or '.join(kinds)}")
         texts.append(part.get(kinds[kind], string) or "")
         part.refuse_others(ignored)
@@ -79,6 +79,8 @@ class Blocks:
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._is_open = False
+        # By their numbers in the answer. Providers may send arguments of several in turns.
+        self._calls: dict[int, Block] = {}
 
     def add(self, parts: list[Part], *, with_thoughts: bool) -> Iterator[tuple[str, Block, str]]:
         """What happens to which block: it begins, ends, or gets a text (delta)."""
@@ -87,13 +89,16 @@ class Blocks:
                 continue
             if part.begun:
                 yield from self._begin(CALL, *part.begun)
+                self._calls[part.index] = self.all[-1]
             elif part.content or part.thoughts:
                 kind = TEXT if part.content else THOUGHTS
                 if not (self._is_open and self.all[-1].kind == kind):
                     yield from self._begin(kind)
-            if text := part.content or part.thoughts or part.arguments:
-                self.all[-1].texts.append(text)
-                yield "delta", self.all[-1], text
+            block = self._calls.get(part.index) if part.arguments else self.all[-1] if self.all else None
+            text = part.content or part.thoughts or part.arguments
+            if text and block is not None:
+                block.texts.append(text)
+                yield "delta", block, text
 
     def end(self) -> Iterator[tuple[str, Block, str]]:
         """Ends the open block."""

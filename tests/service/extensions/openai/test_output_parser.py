@@ -147,10 +147,27 @@ def test_arguments_are_sent_while_they_are_written() -> None:
         ("qwen3_coder", "<tool_call>\n<function=look_up>\n<parameter=city>\nBern"),
         ("kimi_k2", "<|tool_calls_section_begin|>none"),
         ("deepseek_v31", "<｜tool▁calls▁begin｜>none"),
+        # Each marker begins a section up to the end. Took minutes when all were read again.
+        ("llama4_pythonic", "<|python_start|>[\\'" * 8000),
+        ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "stop"}</tool_call>'),
     ],
 )  # fmt: skip
 def test_what_is_no_call_is_content(name: str, text: str) -> None:
     assert gathered(parts_of(BY_NAME[name], [text])) == (text, "", [])
+
+
+def test_a_number_beyond_the_largest_is_a_text() -> None:
+    text = WRITTEN["glm45"].replace(">3<", ">1e999<")
+    _, _, calls = gathered(parts_of(BY_NAME["glm45"], [text]))
+    assert json.loads(calls[0][1])["days"] == "1e999"
+
+
+def test_many_dropped_texts() -> None:
+    """They are no part of an answer, wherever they are; what only begins like one is."""
+    dropped = [f"<SPECIAL_{number}>" for number in range(1000)]
+    text = "".join(f"<p>{each}</p><SPECIAL_" for each in dropped)
+    content, _, _ = gathered(parts_of(BY_NAME["mistral"], [text], dropped=dropped))
+    assert content == "<p></p><SPECIAL_" * 1000
 
 
 def test_calls_after_a_malformed_one_are_found() -> None:
@@ -164,6 +181,9 @@ def test_there_are_limits() -> None:
     form = BY_NAME["hermes"]
     content, _, calls = gathered(parts_of(form, [WRITTEN["hermes"] * MAX_CALLS]))
     assert len(calls) == MAX_CALLS and content.count("<tool_call>") == MAX_CALLS
+    lists = "<|python_start|>[" + ", ".join(["stop()"] * 100) + "]<|python_end|>"
+    content, _, calls = gathered(parts_of(BY_NAME["llama4_pythonic"], [lists, lists]))
+    assert len(calls) == 100 and content == lists
     _, _, calls = gathered(parts_of(form, [WRITTEN["hermes"]], max_calls=1))
     assert [name for name, _ in calls] == ["look_up"]
 

@@ -11,7 +11,10 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.extensions.openai.anthropic_messages import messages
+from service.extensions.openai.output_parser import Part
+from service.extensions.openai.responses import json_pieces
 from service.extensions.openai.responses_api import responses
+from service.extensions.openai.translated import Blocks
 from tests.service.extensions.openai.test_requests import resolve
 from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
 
@@ -175,6 +178,12 @@ def test_conversations_are_those_of_chats() -> None:
         (messages, {"messages": TALK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         (messages, {"messages": TALK, "tool_choice": {"type": "any"}}, "tool_choice"),
         (messages, {"messages": TALK, "stop_sequences": 3}, "stop_sequences"),
+        (messages, {"messages": TALK, "tools": 5}, "tools"),
+        (messages, {"messages": TALK, "tool_choice": {"type": []}}, "tool_choice.type"),
+        (messages, {"messages": TALK, "system": [{"type": {}}]}, "system[0].type"),
+        (responses, {"input": "x", "tools": True}, "tools"),
+        (responses, {"input": [{"role": "user", "content": [{"type": [], "text": "x"}]}]},
+         "input[0].content[0].type"),
         (responses, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         (responses, {"input": "x", "background": True}, "background"),
         (responses, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -188,3 +197,23 @@ def test_what_is_refused(parse: Any, body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse({"model": "m", **body, **more}, resolve)
     assert caught.value.field == field
+
+
+def test_arguments_of_several_calls_in_turns() -> None:
+    """As a provider may send them; those of a call that has not begun are dropped."""
+    blocks = Blocks()
+    parts = [
+        Part(arguments="lost", index=3),
+        Part(begun=("a", "f"), index=0),
+        Part(begun=("b", "g"), index=1),
+        Part(arguments='{"of": "f"}', index=0),
+        Part(arguments='{"of": "g"', index=1),
+    ]
+    for _ in blocks.add(parts, with_thoughts=True):
+        pass
+    assert [(block.name, block.text) for block in blocks.all] == [("f", '{"of": "f"}'), ("g", '{"of": "g"')]
+
+
+def test_names_of_fields_are_escaped() -> None:
+    value = {'a"b': {"\n": [1]}, "metadata": {}}
+    assert json.loads("".join(json_pieces(value))) == value
