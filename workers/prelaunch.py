@@ -134,7 +134,8 @@ class Prelauncher:
         self._expect(following.take(is_expected))
         for sequence in decodes.take(~is_expected).sequences if self._repeats else ():
             self._repeats.pop(sequence, None)
-        self._set_last(decodes.take(is_expected))
+        # Behind an end nothing is computed but what runs already.
+        self._set_last(decodes.take(is_expected & ~_ends(decodes)))
         if launched.size:
             self.queued.update(zip(launched.sequences, launched.column(OP_ID), strict=True))
         else:
@@ -369,6 +370,7 @@ class Prelauncher:
         # The answers to the others are made of this, too, but not of these columns.
         for index in has_more.nonzero()[0].tolist():
             done.columns[[POSITION, TOKEN], index] = last[index].position, taken[index][-2].token_id
+            done.columns[PRELAUNCH, index] -= len(taken[index]) - 1
         return answers, done
 
     def _take_results(self, sequence: int, most: int) -> list[_Ready]:
@@ -428,10 +430,8 @@ class Prelauncher:
         """Drop results that were not requested in time."""
         timeout_ns = int(HOLD_TIMEOUT_S * 1e9)
         for sequence, results in list(self.ready.items()):
-            if now_ns - results[0].since_ns < timeout_ns:
-                return
             # What is queued behind it may run.
-            if sequence not in self.queued:
+            if now_ns - results[0].since_ns >= timeout_ns and sequence not in self.queued:
                 self.drop([sequence])
 
     def _cancel(self, sequences: Sequence[int]) -> None:

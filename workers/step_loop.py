@@ -491,7 +491,9 @@ class StepLoop:
             ahead = decodes.take(prelaunched)
             wanted = prelaunched | (decodes.columns[PRELAUNCH] > 0)
             is_shared = self._scheduler.has_others or not all(wanted.tolist())
-            self._prelauncher.mark_ready(ahead, go_on=not is_shared)
+            # Of a recurrent state, one token can be undone without computing it again.
+            may_go_on = not is_shared and self._engine.kv_table.states is None
+            self._prelauncher.mark_ready(ahead, go_on=may_go_on)
             # Their callers were answered when they were queued, so their next requests may arrive soon.
             queued = self._prelauncher.queued
             self._answers.answered += [each for each in ahead.sequences if each not in queued]

@@ -20,6 +20,7 @@ from workers.decodes import OP_ID, Decodes
 from workers.kv import integrity
 from workers.kv.page_pool import IntegrityError
 from workers.operations import (
+    GREEDY,
     AdapterSource,
     ChangeAdapters,
     CheckIntegrity,
@@ -211,6 +212,50 @@ def test_no_forward_is_prelaunched_beyond_the_longest_sequence() -> None:
     assert worker.loop.operations_in_flight == 1
     worker.answers(decode(2, 7, 5, token))
     assert not worker.loop.operations_in_flight
+
+
+def test_no_more_is_computed_than_was_allowed(worker: Worker) -> None:
+    """Also after answers of several tokens: the last request leaves nothing to undo."""
+    worker.loop._prelauncher.prelaunch_unrequested = False
+    allowed, length, op_id = 8, 5, 2
+    token = chosen(worker.answers(dataclasses.replace(prefill(1, 7), prelaunch=allowed + 1))[1])
+    kept = []
+    while allowed >= 0:
+        for _ in range(3):
+            worker.round()
+        request = dataclasses.replace(decode(op_id, 7, length, token), prelaunch=allowed)
+        done = worker.answers(request)[op_id]
+        assert isinstance(done, Forward)
+        kept.append(done.kept)
+        length, token, op_id = length + done.kept, chosen(done), op_id + 1
+        allowed -= done.kept
+    for _ in range(3):
+        worker.round()
+    assert max(kept) > 1 and worker.lengths() == {7: length}
+
+
+def test_behind_an_end_only_what_runs_already_is_computed(worker: Worker) -> None:
+    """Its result is not known yet when the next step is launched."""
+
+    def tokens_and_length(ends: frozenset[int]) -> tuple[list[int], int]:
+        worker = Worker()
+        worker.loop._prelauncher.prelaunch_unrequested = True
+        worker.compute_late()
+        output = dataclasses.replace(GREEDY, end_token_ids=ends)
+        tokens = [chosen(worker.answers(dataclasses.replace(prefill(1, 7), output=output))[1])]
+        while len(tokens) < 4:
+            position = 4 + len(tokens)
+            request = decode(position, 7, position, tokens[-1])
+            request = dataclasses.replace(request, output=output, prelaunch=16)
+            tokens.append(chosen(worker.answers(request)[position]))
+        for _ in range(20):
+            worker.loop.step()
+            worker.loop.flush()
+        return tokens, worker.lengths()[7]
+
+    tokens, length = tokens_and_length(frozenset())
+    assert length > 10
+    assert tokens_and_length(frozenset(tokens[-1:])) == (tokens, 9)
 
 
 def test_an_unrequested_result_is_dropped(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

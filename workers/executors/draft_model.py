@@ -49,4 +49,7 @@ def load_draft_model(
         reason=choice.reason,
         self_check=self_check,
     )
+    if model.state_shapes:
+        # Its state would have to be computed again after most rejections.
+        raise ModelError(f"draft_model = {directory}: a model with recurrent layers cannot draft")
     return model, replace(description, model_id=directory.name)

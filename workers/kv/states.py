@@ -142,7 +142,7 @@ class StateSlots:
         self._written.difference_update(held.slot for held in run.writes)
         self._set(seq.key, [base, run.writes[-1]])
         for held in run.writes:
-            if held.position % self.spacing == 0:
+            if held.slot != EMPTY and held.position % self.spacing == 0:
                 digest = seq.digests[held.position // self._page_size - 1]
                 if digest not in self._slot_of:
                     self._slot_of[digest], self._digest_of[held.slot] = held.slot, digest
@@ -206,6 +206,8 @@ class StateSlots:
             raise IntegrityError("the holders of state slots are not the sequences that hold them")
         if {slot: digest for digest, slot in self._slot_of.items()} != self._digest_of:
             raise IntegrityError("digests and snapshots are not one to one")
+        if EMPTY in self._digest_of:
+            raise IntegrityError("a snapshot has no slot")
         for slot in self._used:
             if not (holders[slot] or slot in self._digest_of or slot in self._written):
                 raise IntegrityError(f"state slot {slot} is used by nothing")
