@@ -87,7 +87,7 @@ class _PackedPages(ABC):
 
     def move(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots [T] int64, page * S + offset, to others. All are read before any is written."""
-        for view, place in ((self._in_order(), self._place), (self._scales(), _place_of_scale)):
+        for view, place in ((self._in_order(), self._place), (self._scales(), _by_token)):
             view[place(destination)] = view[place(source)]
 
     def dense(self, pages: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,8 @@ class _PackedPages(ABC):
         """The indices of tokens in that view."""
 
 
-def _place_of_scale(slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _by_token(slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The indices of tokens in a view [P * S / 16, 16, ...]."""
     return slots // _PART, slots % _PART
 
 
@@ -137,7 +138,7 @@ class PackedKeys(_PackedPages):
         return parts.permute(0, 3, 1, 2, 4)
 
     def _place(self, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return slots // _PART, slots % _PART
+        return _by_token(slots)
 
 
 class PackedValues(_PackedPages):

@@ -74,60 +74,66 @@ int64_t scratch_size(const Arguments& a) {
   return kBlockKeys * (a.is_quantised ? a.width + a.value_width + kScales : a.value_width);
 }
 
-// The block's keys and values as elements, in `scratch`, and their scales. Slots that are visible to no row have zeros.
+// Where `block_of` puts what it does not leave in the pages.
 template <typename T>
-Block<T> decoded_block(const Head<T>& head, int64_t index, T* scratch) {
-  const Arguments& a = head.a;
-  T *keys = scratch, *values = keys + kBlockKeys * a.width;
-  float *key_scales = reinterpret_cast<float*>(values + kBlockKeys * a.value_width), *value_scales = key_scales + kBlockKeys;
-  Block<T> block;
-  block.index = index;
-  block.key_scales = key_scales;
-  block.value_scales = value_scales;
-  const int64_t begin = index * kBlockKeys;
-  block.parts = (std::min(kBlockKeys, head.item.context - begin) + kPartPositions - 1) / kPartPositions;
-  std::fill_n(key_scales, 2 * kBlockKeys, 0.0f);
-  for (int64_t n = 0; n < kBlockParts; n++) {
-    if (n >= block.parts) {
-      block.keys[n] = block.keys[n - 1];
-      continue;
-    }
-    const int64_t first = begin + n * kPartPositions, part = part_of(head.slot(first), a.kv_heads, head.kv_head);
-    const int64_t oldest = std::clamp<int64_t>(head.item.oldest - first, 0, kPartPositions);
-    const int64_t visible = std::min(head.item.context - first, kPartPositions) - oldest;
-    const auto decode = [&](T* to, const void* pages, int64_t width, float* scales) {
-      const int8_t* codes = static_cast<const int8_t*>(pages) + part * quantised_part_bytes(width);
-      decode_part(to, codes, width);
-      std::memcpy(scales + n * kPartPositions + oldest, codes + kPartPositions * width + oldest * sizeof(float),
-                  visible * sizeof(float));
-      return to;
-    };
-    block.keys[n] = decode(keys + n * kPartPositions * a.width, a.keys, a.width, key_scales);
-    block.values[n] = decode(values + n * kPartPositions * a.value_width, a.values, a.value_width, value_scales);
-  }
-  return block;
+struct BlockScratch {
+  T *values, *keys;                   // [64, V], [64, D]
+  float *key_scales, *value_scales;  // [64] each; the last three are there for pages of 8 bits only
+
+  BlockScratch(const Arguments& a, T* memory)
+      : values(memory),
+        keys(values + kBlockKeys * a.value_width),
+        key_scales(reinterpret_cast<float*>(keys + kBlockKeys * a.width)),
+        value_scales(key_scales + kBlockKeys) {}
+};
+
+// Decodes a part of a block, whose first position is `first`, and copies the scales of the visible positions.
+template <typename T>
+void decode_block_part(Block<T>& block, const BlockScratch<T>& scratch, const Head<T>& head, int64_t part, int64_t first,
+                       int64_t page_part) {
+  const int64_t oldest = std::clamp<int64_t>(head.item.oldest - first, 0, kPartPositions);
+  const int64_t visible = std::min(head.item.context - first, kPartPositions) - oldest;
+  const auto decode = [&](T* to, float* scales, const void* pages, int64_t width) {
+    const int8_t* codes = static_cast<const int8_t*>(pages) + page_part * quantised_part_bytes(width);
+    to += part * kPartPositions * width;
+    decode_part(to, codes, width);
+    std::memcpy(scales + part * kPartPositions + oldest, codes + kPartPositions * width + oldest * sizeof(float),
+                visible * sizeof(float));
+    return to;
+  };
+  block.keys[part] = decode(scratch.keys, scratch.key_scales, head.a.keys, head.a.width);
+  block.values[part] = decode(scratch.values, scratch.value_scales, head.a.values, head.a.value_width);
 }
 
-// Slots that are visible to no row may have any content, so their values are copied to `scratch` as zeros.
+// Slots that are visible to no row may have any content, so their values are copied to `memory` as zeros. Pages of 8 bits
+// are decoded there; such slots have the scale 0.
 template <typename T>
-Block<T> block_of(const Head<T>& head, int64_t index, T* scratch) {
+Block<T> block_of(const Head<T>& head, int64_t index, T* memory) {
   const Arguments& a = head.a;
-  if (a.is_quantised) return decoded_block(head, index, scratch);
+  const BlockScratch<T> scratch(a, memory);
   Block<T> block;
   block.index = index;
   const int64_t begin = index * kBlockKeys;
   block.parts = (std::min(kBlockKeys, head.item.context - begin) + kPartPositions - 1) / kPartPositions;
+  if (a.is_quantised) {
+    std::fill_n(scratch.key_scales, 2 * kBlockKeys, 0.0f);
+    block.key_scales = scratch.key_scales;
+    block.value_scales = scratch.value_scales;
+  }
   for (int64_t part = 0; part < kBlockParts; part++) {
     if (part >= block.parts) {
       block.keys[part] = block.keys[part - 1];
       continue;
     }
-    const int64_t first = begin + part * kPartPositions;
-    const int64_t from = part_of(head.slot(first), a.kv_heads, head.kv_head) * kPartPositions;
-    block.keys[part] = static_cast<const T*>(a.keys) + from * a.width;
-    block.values[part] = static_cast<const T*>(a.values) + from * a.value_width;
+    const int64_t first = begin + part * kPartPositions, page_part = part_of(head.slot(first), a.kv_heads, head.kv_head);
+    if (a.is_quantised) {
+      decode_block_part(block, scratch, head, part, first, page_part);
+      continue;
+    }
+    block.keys[part] = static_cast<const T*>(a.keys) + page_part * kPartPositions * a.width;
+    block.values[part] = static_cast<const T*>(a.values) + page_part * kPartPositions * a.value_width;
     if (first >= head.item.oldest && first + kPartPositions <= head.item.context) continue;
-    T* copy = scratch + part * kPartPositions * a.value_width;
+    T* copy = scratch.values + part * kPartPositions * a.value_width;
     copy_values(copy, block.values[part], head.item.oldest - first, head.item.context - first, a.value_width);
     block.values[part] = copy;
   }
