@@ -14,7 +14,7 @@ from service.caches.kind import BaseKind
 from service.caches.ledger import NEW_CACHE_BYTES, CacheState, fingerprint
 from service.caches.placement import touch
 from service.caches.records import CacheCreated, TokensAppended
-from service.caches.requests import DECODE, PREFILL, Append, Appended, Result
+from service.caches.requests import PREFILL, Append, Appended, Result
 from service.caches.segments import TOKEN_BYTES
 from service.caches.tenants import Tenant
 from service.caches.weights import Weights
@@ -29,7 +29,8 @@ class Appends(BaseKind[Append]):
 
     def entries(self, request: Append, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
         """The cache of the append, or a new one, which is not visible yet."""
-        ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+        # Most have none: a call for each token would cost more than the question.
+        ahead = request.most_appended if request.prelaunch else 0
         size_bytes = TOKEN_BYTES * (len(request.token_ids) + ahead)
         if request.cache_id:
             # As `index.find`: this runs for each token.
@@ -87,7 +88,7 @@ class Appends(BaseKind[Append]):
                         begun.append((operation, answer))
                     continue
                 tokens = len(request.token_ids)
-                ahead = request.prelaunch - 1 if request.prelaunch > 1 and request.kind is DECODE else 0
+                ahead = request.most_appended if request.prelaunch else 0
                 admission.reserve(operation, tokens + ahead)
                 # After a prefill, all tokens count as prompt.
                 prompt_len = length + tokens if request.kind is PREFILL else state.prompt_len

@@ -78,6 +78,11 @@ class Append:
         """Whether no cache is kept."""
         return self.kind is AppendKind.SCORE
 
+    @property
+    def most_appended(self) -> int:
+        """How many chosen tokens may be appended behind its own ones."""
+        return self.prelaunch - 1 if self.prelaunch > 1 and self.kind is AppendKind.DECODE else 0
+
 
 @frozen_struct
 class Source:
