@@ -143,7 +143,7 @@ class Server(MarkedGateway):
         give_up_s = time.monotonic() + 60
         while self.worker_pids() and time.monotonic() < give_up_s:
             time.sleep(0.05)
-        left = self.worker_pids()
+        left = {pid: psutil.Process(pid).status() for pid in self.worker_pids()}
         for pid in left:
             self.kill(pid, signal.SIGKILL)
         if left:
