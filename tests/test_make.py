@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_GPU = shutil.which("nvidia-smi") is not None
@@ -163,3 +165,12 @@ def test_of_two_makes_at_once_one_sets_up(checkout: Path) -> None:
     run = [line.split()[0] for line in calls(checkout)]
     # Once to see what it would take.
     assert (run.count("venv"), run.count("pip")) == (1, 2 if HAS_GPU else 3)
+
+
+def test_what_a_compiler_leaves_for_a_moment_is_no_package(tmp_path: Path) -> None:
+    """Kernels are compiled while pip reads the checkout: a directory that goes again would make it fail."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    scratch = tmp_path / "kernels" / "cpu" / "build" / "tmp_d7ifaiw"
+    scratch.mkdir(parents=True)
+    found = find_namespace_packages(str(tmp_path), **config["tool"]["setuptools"]["packages"]["find"])
+    assert found == ["kernels", "kernels.cpu"]
