@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from setuptools import setup  # type: ignore[import-untyped]
+from setuptools import setup
 
 # Not all of `build`: a strict editable install is a directory beside this one.
 LEFT_BY_BUILDS = Path(__file__).resolve().parent / "build" / "lib"
