@@ -69,6 +69,8 @@ class TextSettings(SamplingSettings, total=False):
     min_logprob: float | None
     max_entropy: float | None
     special_tokens_in_text: bool
+    min_tokens: int
+    bad_words: Sequence[str] | None
     hidden: types_pb2.HiddenStates | None
     speculation: Literal["prompt_lookup", "draft_model"] | runner_pb2.Speculation | SpeculationSettings | None
 

@@ -44,9 +44,9 @@ _IGNORED = frozenset(
 # Settings of other servers, with the values at which they ask for nothing: some clients always send them.
 NEUTRAL = MappingProxyType(
     {
-        "bad_words": [], "best_of": 1, "detokenize": True, "early_stopping": False, "echo": False,
+        "best_of": 1, "detokenize": True, "early_stopping": False, "echo": False,
         "extra_args": {}, "function_call": "none", "functions": [], "include_stop_str_in_output": False,
-        "length_penalty": 1, "logits_processors": [], "logprob_token_ids": [], "min_tokens": 0,
+        "length_penalty": 1, "logits_processors": [], "logprob_token_ids": [],
         "mm_processor_kwargs": {}, "return_token_ids": False, "return_tokens_as_token_ids": False,
         "spaces_between_special_tokens": True, "suffix": "", "use_beam_search": False,
         "verbosity": "medium", "vllm_xargs": {},
