@@ -437,6 +437,46 @@ class ListRuntimesResponse(_message.Message):
     runtimes: _containers.RepeatedCompositeFieldContainer[Runtime]
     def __init__(self, runtimes: _Optional[_Iterable[_Union[Runtime, _Mapping]]] = ...) -> None: ...
 
+class EmbedRequest(_message.Message):
+    __slots__ = ("inputs", "adapter_id", "cache_salt", "priority", "dimensions", "unnormalized")
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    UNNORMALIZED_FIELD_NUMBER: _ClassVar[int]
+    inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
+    adapter_id: str
+    cache_salt: str
+    priority: _types_pb2.Priority
+    dimensions: int
+    unnormalized: bool
+    def __init__(self, inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., adapter_id: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ..., dimensions: _Optional[int] = ..., unnormalized: _Optional[bool] = ...) -> None: ...
+
+class EmbedInput(_message.Message):
+    __slots__ = ("tokens", "text")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    tokens: TokenPrompt
+    text: str
+    def __init__(self, tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("embeddings",)
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
+    def __init__(self, embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("values", "input_tokens", "cached_tokens")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    input_tokens: int
+    cached_tokens: int
+    def __init__(self, values: _Optional[_Iterable[float]] = ..., input_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
 class EstimateCostRequest(_message.Message):
     __slots__ = ("runtime", "items")
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
