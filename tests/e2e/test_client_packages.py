@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,3 +87,12 @@ async def test_what_a_model_decides(name: str) -> None:
         )
         _, errors = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         assert process.returncode == 0, errors.decode()
+
+
+def test_a_visitor_of_the_page(url: str) -> None:
+    python, chromium = python_of("browser"), shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium")
+    command = [python, SCRIPTS.with_name("page_script.py"), chromium, url.removesuffix("v1")]
+    done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

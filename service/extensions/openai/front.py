@@ -18,7 +18,7 @@ from service.config import Config
 from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
 from service.extensions.http.server import HttpServer
-from service.extensions.openai import requests
+from service.extensions.openai import page, requests
 from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.embeddings import EmbeddingHandler, embeddings, rerank, score
@@ -85,6 +85,7 @@ class OpenAiFront(Extension):
             f"{MESSAGES}/count_tokens": tokens.count,
         }
         routes = [
+            *page.routes(),
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
