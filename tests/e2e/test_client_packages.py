@@ -93,6 +93,6 @@ def test_a_visitor_of_the_page(url: str) -> None:
     python, chromium = python_of("browser"), shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("there is no Chromium")
-    command = [python, SCRIPTS.with_name("page_script.py"), chromium, url.removesuffix("v1")]
+    command = [str(python), str(SCRIPTS.with_name("page_script.py")), chromium, url.removesuffix("v1")]
     done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
