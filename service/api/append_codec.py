@@ -218,7 +218,13 @@ def _append(
         output = options.output
         output.CopyFrom(request.output)
         validation.refuse_unknown(output, "output.")
-    answer_bytes = validation.check_output(output, limits, options.rows, options.scored, samples)
+    is_forward = isinstance(request, executor_pb2.ForwardRequest)
+    answer_bytes = validation.check_output(
+        output, limits, options.rows, options.scored, samples, takes_mean=is_forward
+    )
+    rows = max(options.rows, options.scored)
+    if output is not None and output.hidden.mean:
+        rows = len(rest["token_ids"])
     priority = PRIORITIES.get(request.priority)
     if priority is None:
         raise InvalidArgument("BAD_PRIORITY", "priority", f"priority {request.priority} is not defined")
@@ -233,7 +239,7 @@ def _append(
         options=packed,
         accept=options.accept,
         parents=tuple(options.parents),
-        rows=max(options.rows, options.scored) + samples // _SAMPLES_PER_ROW,
+        rows=rows + samples // _SAMPLES_PER_ROW,
         timeout_s=timeout_s,
         priority=priority,
         answer_bytes=answer_bytes,

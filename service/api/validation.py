@@ -112,12 +112,16 @@ def check_output(
     rows: int,
     scored: int = 0,
     samples: int = 0,
+    *,
+    takes_mean: bool = False,
 ) -> int:
     """The options are valid, and the answer for `rows` positions fits into a response.
 
-    Returns an upper estimate of the answer's size in bytes.
+    `takes_mean`: the call may have the mean of hidden states. Returns an upper estimate of the answer's size in bytes.
     """
     row_bytes = _ROW_BYTES if output is None else _check_options(output, limits)
+    if output is not None and output.hidden.mean and not takes_mean:
+        raise InvalidArgument("BAD_OUTPUT", "output.hidden.mean", "only a Forward has a mean of hidden states")
     size_bytes = ANSWER_BYTES + rows * row_bytes + scored * _SCORE_BYTES + samples * _SAMPLE_BYTES
     # This runs for each token, so a size that is allowed causes no function call.
     if size_bytes > limits.max_response_bytes:

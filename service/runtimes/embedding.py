@@ -1,4 +1,4 @@
-"""Embed: texts as vectors, by Forwards of all inputs whose hidden states are pooled here.
+"""Embed: texts as vectors, by Forwards of all inputs.
 
 Hidden states behind a token do not depend on what follows it, so that the last token's are a text's. A model
 whose layers see what follows cannot be served at all.
@@ -77,7 +77,7 @@ class Embedder:
     async def _item(
         self, request: runner_pb2.EmbedRequest, index: int, pooling: str
     ) -> executor_pb2.ForwardRequest:
-        """The Forward of an input, whose last rows are enough if only the last token counts."""
+        """The Forward of an input, whose last rows are enough unless the first token counts."""
         given = request.inputs[index]
         token_ids: Sequence[int] = given.tokens.token_ids
         if given.WhichOneof("input") == "text":
@@ -85,9 +85,9 @@ class Embedder:
             token_ids = await self._text.encode(given.text, max_tokens=most, field=f"inputs[{index}].text")
         return executor_pb2.ForwardRequest(
             token_ids=token_ids,
-            output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates()),
+            output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(mean=pooling == MEAN)),
             priority=request.priority,
-            score_from=max(len(token_ids) - 1, 0) if pooling == LAST else None,
+            score_from=None if pooling == FIRST else max(len(token_ids) - 1, 0),
             adapter_id=request.adapter_id,
             cache_salt=request.cache_salt,
         )
@@ -99,10 +99,8 @@ def _pooled(
     """The vector of a text, from the outputs after its tokens."""
     import numpy as np  # noqa: PLC0415 - most gateways never embed
 
-    wanted = {LAST: outputs[-1:], FIRST: outputs[:1], MEAN: outputs}[pooling]
-    states = np.frombuffer(b"".join(each.hidden[0].data for each in wanted), np.float32)
-    # In float64 the sum of many has no error that a float32 would show.
-    vector = states.reshape(len(wanted), -1).mean(axis=0, dtype=np.float64)
+    output = outputs[0] if pooling == FIRST else outputs[-1]
+    vector = np.frombuffer(output.hidden[0].data, np.float32).astype(np.float64)
     if request.dimensions:
         vector = vector[: request.dimensions]
     if not request.unnormalized and (length := float(np.linalg.norm(vector))):
