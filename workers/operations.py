@@ -324,7 +324,7 @@ class Forward:
     # For each scored token: its log-probability, and whether no other token was more likely.
     token_logprobs: Sequence[float] = field(default=(), init=False)
     token_is_argmax: Sequence[bool] = field(default=(), init=False)
-    # For means: the sums of the hidden states of the computed tokens, one [hidden width] for each requested layer.
+    # For means: the sums of the computed tokens' hidden states, one [hidden width] for each requested layer.
     state_sums: Sequence[NDArray[np.float64]] = field(default=(), init=False, repr=False)
     # One for each of `sample_seeds`, without lists and logits.
     samples: Sequence[RowOutput] = field(default=(), init=False)

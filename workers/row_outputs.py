@@ -163,7 +163,7 @@ def add_means(forward: Forward, outputs: Sequence[RowOutput], count: int) -> Non
     for left, output in zip(range(len(outputs), 0, -1), outputs, strict=True):
         tokens += 1
         for total, state in zip(forward.state_sums, output.states, strict=True):
-            total += state
+            np.add(total, state, out=total)
         output.states = ()
         if left <= count:
             means = [torch.from_numpy(total / tokens) for total in forward.state_sums]

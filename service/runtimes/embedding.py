@@ -28,7 +28,7 @@ MAX_INPUTS = 2048
 LAST, MEAN, FIRST = "lasttoken", "mean", "cls"
 # Of an answer, beside its numbers.
 _VECTOR_BYTES = 32
-_ITEM = re.compile(r"^items\[\d+\]\.(?:token_ids)?")
+_ITEM = re.compile(r"^(?:items\[\d+\]\.)?(?:token_ids)?")
 # The method of this name. Any: the context of the call.
 BatchForward: TypeAlias = Callable[
     [executor_pb2.BatchForwardRequest, Any], Awaitable[executor_pb2.BatchForwardResponse]
@@ -54,7 +54,9 @@ class Embedder:
             raise InvalidArgument("BAD_OUTPUT", "dimensions", f"must be 1 to {model.hidden_size}")
         size_bytes = len(request.inputs) * (4 * (request.dimensions or model.hidden_size) + _VECTOR_BYTES)
         validation.check_response_size(size_bytes, self._state.limits, "inputs")
-        items = [await self._item(request, index, pooling) for index in range(len(request.inputs))]
+        texts = [await self._tokens(request, index) for index in range(len(request.inputs))]
+        lengths = list(map(len, texts))
+        items = [self._item(request, token_ids, pooling) for token_ids in texts]
         await asyncio.to_thread(importlib.import_module, "numpy")
         response, at_once = runner_pb2.EmbedResponse(), self._state.limits.max_items
         for first in range(0, len(items), at_once):
@@ -64,45 +66,53 @@ class Embedder:
             for index, result in enumerate(batch.results):
                 if result.HasField("error"):
                     raise _of_input(from_status(result.error), request, first + index)
-                vector = _pooled(result.response.outputs, pooling, request)
+                vector = _vector(result.response.outputs[-1], request)
                 response.embeddings.add(
                     values=vector.tolist(),
-                    input_tokens=len(group[index].token_ids),
+                    input_tokens=lengths[first + index],
                     cached_tokens=result.response.reused_tokens,
                 )
                 if time_slice.due:
                     await time_slice.yield_to_others()
         return response
 
-    async def _item(
-        self, request: runner_pb2.EmbedRequest, index: int, pooling: str
-    ) -> executor_pb2.ForwardRequest:
-        """The Forward of an input, whose last rows are enough unless the first token counts."""
-        given = request.inputs[index]
+    async def _tokens(self, request: runner_pb2.EmbedRequest, index: int) -> Sequence[int]:
+        """The valid tokens of an input."""
+        given, limits = request.inputs[index], self._state.limits
         token_ids: Sequence[int] = given.tokens.token_ids
         if given.WhichOneof("input") == "text":
-            most = self._state.limits.max_seq_tokens
+            most = limits.max_seq_tokens
             token_ids = await self._text.encode(given.text, max_tokens=most, field=f"inputs[{index}].text")
+        try:
+            validation.check_tokens(token_ids, limits)
+        except InvalidArgument as error:
+            raise _of_input(error, request, index) from None
+        return token_ids
+
+    def _item(
+        self, request: runner_pb2.EmbedRequest, token_ids: Sequence[int], pooling: str
+    ) -> executor_pb2.ForwardRequest:
+        """The Forward whose last output has the vector."""
         return executor_pb2.ForwardRequest(
-            token_ids=token_ids,
+            # What follows the first token does not change its states.
+            token_ids=token_ids[:1] if pooling == FIRST else token_ids,
             output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(mean=pooling == MEAN)),
             priority=request.priority,
-            score_from=None if pooling == FIRST else max(len(token_ids) - 1, 0),
+            score_from=0 if pooling == FIRST else len(token_ids) - 1,
             adapter_id=request.adapter_id,
             cache_salt=request.cache_salt,
         )
 
 
-def _pooled(
-    outputs: Sequence[types_pb2.StepOutput], pooling: str, request: runner_pb2.EmbedRequest
+def _vector(
+    output: types_pb2.StepOutput, request: runner_pb2.EmbedRequest
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The vector of a text, from the outputs after its tokens."""
+    """The pooled states, cut and of the length that the request says."""
     import numpy as np  # noqa: PLC0415 - most gateways never embed
 
-    output = outputs[0] if pooling == FIRST else outputs[-1]
-    vector = np.frombuffer(output.hidden[0].data, np.float32).astype(np.float64)
-    if request.dimensions:
-        vector = vector[: request.dimensions]
+    # In float64 the squares have no error that a float32 would show.
+    states: Any = np.frombuffer(output.hidden[0].data, np.float32).astype(np.float64)
+    vector = states[: request.dimensions] if request.dimensions else states
     if not request.unnormalized and (length := float(np.linalg.norm(vector))):
         vector = vector / length
     pooled: np.ndarray[Any, np.dtype[np.float32]] = vector.astype(np.float32)
