@@ -45,7 +45,7 @@ class Embedder:
         """Answers Embed. Raises QuireError, for the first input that fails."""
         validation.refuse_unknown(request)
         await self._state.first_worker(context.time_remaining())
-        model = self._state.first_ready.model
+        model, limits = self._state.first_ready.model, self._state.limits
         pooling = model.pooling or LAST
         if pooling not in (LAST, MEAN, FIRST):
             raise Unsupported(f"the model's embeddings need the pooling {pooling}, which is not supported")
@@ -53,12 +53,20 @@ class Embedder:
         if request.HasField("dimensions") and not 0 < request.dimensions <= model.hidden_size:
             raise InvalidArgument("BAD_OUTPUT", "dimensions", f"must be 1 to {model.hidden_size}")
         size_bytes = len(request.inputs) * (4 * (request.dimensions or model.hidden_size) + _VECTOR_BYTES)
-        validation.check_response_size(size_bytes, self._state.limits, "inputs")
-        texts = [await self._tokens(request, index) for index in range(len(request.inputs))]
-        lengths = list(map(len, texts))
-        items = [self._item(request, token_ids, pooling) for token_ids in texts]
+        validation.check_response_size(size_bytes, limits, "inputs")
+        # In messages, where a token takes 4 bytes; in a list it takes 36.
+        items, lengths, time_slice = list[executor_pb2.ForwardRequest](), list[int](), TimeSlice()
+        for index in range(len(request.inputs)):
+            token_ids = await self._tokens(request, index)
+            items.append(_item(request, token_ids, pooling))
+            lengths.append(len(token_ids))
+            if time_slice.due:
+                await time_slice.yield_to_others()
+        # The last token is scored, so that there are outputs of two.
+        item_bytes = validation.check_output(items[0].output, limits, rows=2, scored=1, takes_mean=True)
+        at_once = min(limits.max_items, limits.max_response_bytes // item_bytes)
         await asyncio.to_thread(importlib.import_module, "numpy")
-        response, at_once = runner_pb2.EmbedResponse(), self._state.limits.max_items
+        response = runner_pb2.EmbedResponse()
         for first in range(0, len(items), at_once):
             group = items[first : first + at_once]
             batch = await self._forward(executor_pb2.BatchForwardRequest(items=group), context)
@@ -89,19 +97,20 @@ class Embedder:
             raise _of_input(error, request, index) from None
         return token_ids
 
-    def _item(
-        self, request: runner_pb2.EmbedRequest, token_ids: Sequence[int], pooling: str
-    ) -> executor_pb2.ForwardRequest:
-        """The Forward whose last output has the vector."""
-        return executor_pb2.ForwardRequest(
-            # What follows the first token does not change its states.
-            token_ids=token_ids[:1] if pooling == FIRST else token_ids,
-            output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(mean=pooling == MEAN)),
-            priority=request.priority,
-            score_from=0 if pooling == FIRST else len(token_ids) - 1,
-            adapter_id=request.adapter_id,
-            cache_salt=request.cache_salt,
-        )
+
+def _item(
+    request: runner_pb2.EmbedRequest, token_ids: Sequence[int], pooling: str
+) -> executor_pb2.ForwardRequest:
+    """The Forward whose last output has the vector."""
+    return executor_pb2.ForwardRequest(
+        # What follows the first token does not change its states.
+        token_ids=token_ids[:1] if pooling == FIRST else token_ids,
+        output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(mean=pooling == MEAN)),
+        priority=request.priority,
+        score_from=0 if pooling == FIRST else len(token_ids) - 1,
+        adapter_id=request.adapter_id,
+        cache_salt=request.cache_salt,
+    )
 
 
 def _vector(
