@@ -64,7 +64,7 @@ class Embedder:
                 await time_slice.yield_to_others()
         # The last token is scored, so that there are outputs of two.
         item_bytes = validation.check_output(items[0].output, limits, rows=2, scored=1, takes_mean=True)
-        at_once = min(limits.max_items, limits.max_response_bytes // item_bytes)
+        at_once = max(1, min(limits.max_items, limits.max_response_bytes // item_bytes))
         await asyncio.to_thread(importlib.import_module, "numpy")
         response = runner_pb2.EmbedResponse()
         for first in range(0, len(items), at_once):
