@@ -44,7 +44,7 @@ def scaled_down_model(settings: LibrarySettings, inner_width: int = INNER_WIDTH)
         if sum(tensor.nbytes for tensor in tensors) > _MAX_BYTES:
             return None
         model = build(settings.model_class, config, torch.float32)
-        _randomise(model)
+        randomise(model)
     return model
 
 
@@ -81,7 +81,8 @@ def _layers_of_each_kind(text: PreTrainedConfig, lists: list[list[Any]], layers:
 
 
 @torch.no_grad()
-def _randomise(model: PreTrainedModel) -> None:
+def randomise(model: PreTrainedModel) -> None:
+    """Give a model weights with which attention is sharp, and norms differ."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -1,0 +1,269 @@
+"""Writes the table of docs/models.md: what becomes of each type of model that transformers has.
+
+Each type with a causal or a multimodal language model is made small, with random weights, saved, loaded as a
+worker does, and compared over pages with the library's own model: prefills, chunks and decodes of texts, within
+1e-4. Each runs in a process of its own, with bounds on time and memory. Run it for each release and each new
+version of the library, on an idle machine (`PYTHONPATH=. python .ci/types_page.py docs/models.md`); it takes up
+to ten minutes. With names of types it prints what becomes of these, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import multiprocessing
+import os
+import re
+import resource
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from tests.recurrent import RECURRENT
+from tests.tiny_types import LATENT, MORE, SMALL
+from workers.executors.loading import choose_backend, load_served
+from workers.models.errors import ModelError, for_clients
+from workers.models.library.gathered_model import GatheredModel
+from workers.models.library.loading import make_library_model  # noqa: F401 - before the processes are forked
+from workers.models.library.scaled_down_model import randomise
+from workers.models.self_check import check_parity
+
+NATIVE, PACKED = "native", "transformers, packed"
+ONE_BY_ONE, WITH_STATE = "transformers, text by text", "transformers, recurrent"
+REFUSED, NOT_TRIED = "refused", "not tried"
+
+_SECONDS, _BYTES, _PARAMETERS = 60, 12 << 30, 30_000_000
+_BEGIN, _END = "<!-- types: .ci/types_page.py writes this -->", "<!-- end of types -->"
+_CLASSES = {
+    **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
+# For the parts that see and hear, in addition to the sizes of texts.
+_OTHER_PARTS = {
+    "depth": 1,
+    "embed_dim": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "image_size": 28,
+    "num_hidden_layers": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "projection_dim": 64,
+}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+# The first of these that makes a model is taken.
+_VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    _SECTIONS,
+    {"head_dim": None},
+    {"num_key_value_heads": 4, "head_dim": None},
+    LATENT,
+    LATENT | {"num_hidden_layers": 4, "n_group": 1, "topk_group": 1},
+    {"num_hidden_layers": 2, "sliding_window": None},
+    {"num_hidden_layers": None},
+)
+
+
+class Found(NamedTuple):
+    """What becomes of a type; `why` if it is not served."""
+
+    kind: str
+    why: str = ""
+
+
+def small_config(model_type: str) -> Iterator[PreTrainedConfig]:
+    """Configs that may make a model, the likeliest first."""
+    own = MORE.get(model_type, {}) | RECURRENT.get(model_type, {})
+    for variant in _VARIANTS:
+        try:
+            default: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+            yield type(default)(**_settings(default, SMALL | variant | own))
+        except Exception:  # noqa: BLE001 - a config may raise any for settings that do not agree
+            continue
+
+
+def _settings(default: PreTrainedConfig, small: Mapping[str, Any], *, sees: bool = False) -> dict[str, Any]:
+    """Those of `small` that a config has; of its parts too."""
+    known = {*default.to_dict(), *default.attribute_map}
+    given = _OTHER_PARTS | small | {"num_hidden_layers": 1} if sees else small
+    found = {name: value for name, value in given.items() if name in known and value is not None}
+    text = default.get_text_config(decoder=True)
+    for name, part in vars(default).items():
+        if isinstance(part, PreTrainedConfig):
+            sized = _settings(part, small, sees=part is not text and "text" not in name and "llm" not in name)
+            found[name] = {"model_type": part.model_type} | sized
+    return found
+
+
+def small_model(model_type: str) -> PreTrainedModel:
+    """A random model of a type. Raises ModelError if none can be made."""
+    model_class: Any = getattr(transformers, _CLASSES[model_type], None)
+    why = "no small config is known"
+    for config in small_config(model_type):
+        try:
+            with torch.device("meta"):
+                planned: PreTrainedModel = model_class(copy.deepcopy(config))
+            size = sum(math.prod(one.shape) for one in planned.parameters())
+            if size > _PARAMETERS:
+                why = f"its smallest model has {size} parameters"
+                continue
+            model: PreTrainedModel = model_class(config)
+            randomise(model)
+            model.train(mode=False)
+            with torch.inference_mode():
+                model(input_ids=torch.tensor([[5, 6, 7]]))
+        except Exception as error:  # noqa: BLE001 - the library's code may raise any for settings that do not agree
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            continue
+        return model
+    raise ModelError(why)
+
+
+def becomes_of(model_type: str) -> Found:
+    """Makes, saves, loads and compares a model."""
+    config = CONFIG_MAPPING[model_type]()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if getattr(config, "is_encoder_decoder", False):
+            config.save_pretrained(directory)
+        else:
+            try:
+                module = small_model(model_type)
+            except ModelError as error:
+                return Found(NOT_TRIED, str(error))
+            module.save_pretrained(directory)
+        try:
+            choice = choose_backend(directory, "auto")
+            model, description = load_served(
+                *(directory, "float32", torch.device("cpu"), None),
+                backend=choice.backend,
+                reason=choice.reason,
+                self_check=True,
+            )
+            check_parity(
+                model,
+                lambda tokens: module(input_ids=tokens[None], use_cache=False).logits[0],
+                what="it",
+                vocab_size=description.vocab_size,
+                max_seq_len=description.max_seq_len,
+            )
+        except ModelError as error:
+            return Found(REFUSED, for_clients(str(error), directory))
+    if choice.backend == "native":
+        return Found(NATIVE)
+    if not isinstance(model, GatheredModel):
+        return Found(PACKED)
+    return Found(WITH_STATE if model.state_shapes else ONE_BY_ONE)
+
+
+def _child(model_type: str, answer: Connection) -> None:
+    """In a process of its own."""
+    resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        try:
+            found = becomes_of(model_type)
+        except BaseException as error:  # noqa: BLE001 - of one type, which must not end the others
+            found = Found(NOT_TRIED, f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+    answer.send(found)
+
+
+def in_process(model_type: str) -> Found:
+    """What becomes of a type, or that it takes too long or too much."""
+    context = multiprocessing.get_context("fork")  # the library is imported once, for all
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(model_type, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(_SECONDS) else Found(NOT_TRIED, f"took {_SECONDS} seconds")
+    except EOFError:
+        return Found(NOT_TRIED, "its process died")
+    finally:
+        process.kill()
+        process.join()
+
+
+def try_all(types: list[str]) -> dict[str, Found]:
+    """Each type's, printed as it is found."""
+    found: dict[str, Found] = {}
+
+    def try_one(model_type: str) -> None:
+        found[model_type] = in_process(model_type)
+        print(f"{len(found)}/{len(types)} {model_type}: {': '.join(filter(None, found[model_type]))}", flush=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(try_one, types))
+    return dict(sorted(found.items()))
+
+
+def table(found: Mapping[str, Found]) -> str:
+    """What is served, and by what is refused why."""
+    by_kind: dict[str, list[str]] = defaultdict(list)
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for model_type, (kind, why) in found.items():
+        if kind in (REFUSED, NOT_TRIED):
+            by_reason[f"{kind}: {_short(why, model_type)}"].append(model_type)
+        else:
+            by_kind[kind].append(model_type)
+    served = sum(map(len, by_kind.values()))
+    lines = [
+        f"Of the {len(found)} types of transformers {transformers.__version__}, {served} are served:",
+        "",
+        "| how | types |",
+        "|---|---|",
+        *(
+            f"| {kind} | {', '.join(by_kind[kind])} |"
+            for kind in (NATIVE, PACKED, ONE_BY_ONE, WITH_STATE)
+            if by_kind[kind]
+        ),
+        "",
+        "| not served, and why | types |",
+        "|---|---|",
+        *(f"| {why} | {', '.join(names)} |" for why, names in sorted(by_reason.items())),
+    ]
+    return "\n".join(lines)
+
+
+def _short(why: str, model_type: str) -> str:
+    """A reason as it is for other types too, in a cell."""
+    return re.sub(rf"\b{re.escape(model_type)}\b", "it", why).replace("|", "\\|").replace("<", "\\<")[:200]
+
+
+def main() -> None:
+    """See the module."""
+    page, names = Path(sys.argv[1]), sys.argv[1:]
+    if page.suffix != ".md":
+        try_all(names)
+        return
+    written = table(try_all(sorted({*_CLASSES} & {*CONFIG_MAPPING})))
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    page.write_text(f"{before}{_BEGIN}\n\n{written}\n\n{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
