@@ -423,9 +423,8 @@ def family_of(model_type: object) -> Family:
     """The family of a config.
 
     Raises:
-        UnsupportedError: The family is unknown; the message lists those that are known.
+        UnsupportedError: The family is unknown.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
-        raise UnsupportedError(f"model_type: must be one of {known}, got {model_type!r}")
+        raise UnsupportedError(f"model_type: there is no native code for {model_type!r}")
     return FAMILIES[model_type]
