@@ -72,7 +72,13 @@ _OTHER_PARTS = {
     "patch_size": 14,
     "projection_dim": 64,
 }
-_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+_SECTIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+}
+# What a type needs besides, for all of its parts.
+_OWN: dict[str, dict[str, Any]] = {
+    "dots1": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+}
 # The first of these that makes a model is taken.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -95,25 +101,26 @@ class Found(NamedTuple):
 
 def small_config(model_type: str) -> Iterator[PreTrainedConfig]:
     """Configs that may make a model, the likeliest first."""
-    own = MORE.get(model_type, {}) | RECURRENT.get(model_type, {})
+    own = MORE.get(model_type, {}) | RECURRENT.get(model_type, {}) | _OWN.get(model_type, {})
     for variant in _VARIANTS:
         try:
             default: PreTrainedConfig = CONFIG_MAPPING[model_type]()
             yield type(default)(**_settings(default, SMALL | variant | own))
-        except Exception:  # noqa: BLE001 - a config may raise any for settings that do not agree
+        except Exception:
             continue
 
 
 def _settings(default: PreTrainedConfig, small: Mapping[str, Any], *, sees: bool = False) -> dict[str, Any]:
     """Those of `small` that a config has; of its parts too."""
     known = {*default.to_dict(), *default.attribute_map}
-    given = _OTHER_PARTS | small | {"num_hidden_layers": 1} if sees else small
-    found = {name: value for name, value in given.items() if name in known and value is not None}
+    if sees:
+        small = _OTHER_PARTS | small | {"num_hidden_layers": 1, "rope_parameters": None}
+    found = {name: value for name, value in small.items() if name in known and value is not None}
     text = default.get_text_config(decoder=True)
     for name, part in vars(default).items():
         if isinstance(part, PreTrainedConfig):
             sized = _settings(part, small, sees=part is not text and "text" not in name and "llm" not in name)
-            found[name] = {"model_type": part.model_type} | sized
+            found[name] = sized | {"model_type": part.model_type}
     return found
 
 
@@ -134,7 +141,7 @@ def small_model(model_type: str) -> PreTrainedModel:
             model.train(mode=False)
             with torch.inference_mode():
                 model(input_ids=torch.tensor([[5, 6, 7]]))
-        except Exception as error:  # noqa: BLE001 - the library's code may raise any for settings that do not agree
+        except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
             continue
         return model
@@ -185,7 +192,7 @@ def _child(model_type: str, answer: Connection) -> None:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
             found = becomes_of(model_type)
-        except BaseException as error:  # noqa: BLE001 - of one type, which must not end the others
+        except BaseException as error:
             found = Found(NOT_TRIED, f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
     answer.send(found)
 
@@ -212,7 +219,10 @@ def try_all(types: list[str]) -> dict[str, Found]:
 
     def try_one(model_type: str) -> None:
         found[model_type] = in_process(model_type)
-        print(f"{len(found)}/{len(types)} {model_type}: {': '.join(filter(None, found[model_type]))}", flush=True)
+        print(
+            f"{len(found)}/{len(types)} {model_type}: {': '.join(filter(None, found[model_type]))}",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(try_one, types))

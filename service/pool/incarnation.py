@@ -372,7 +372,8 @@ def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
 
 def end_of(status: int | None, refusal: str) -> str:
     """How a process ended, for the operator, with the `refusal` that it sent; None: not known, as of an
-    adopted worker."""
+    adopted worker.
+    """
     if status == EXIT_CONFIG:
         why = f": {refusal}" if refusal else "; its last log line says why"
         return f"it refused its configuration{why}"

@@ -19,7 +19,8 @@ from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.models.config import ModelConfig
 from workers.models.config_keys import REFUSED_UNLESS, keys_read
 from workers.models.errors import ModelError
-from workers.models.registry import FAMILIES, WRAPPERS
+from workers.models.registry import FAMILIES
+from workers.models.text_part import WRAPPERS
 
 _LIBRARY = Path(transformers.__file__).parent
 # The library's code that runs for every model.

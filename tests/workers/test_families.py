@@ -38,7 +38,8 @@ from tests.workers.packing import (
 )
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
-from workers.models.registry import FAMILIES, WRAPPERS
+from workers.models.registry import FAMILIES
+from workers.models.text_part import WRAPPERS
 
 Rows = dict[tuple[int, int], torch.Tensor]
 

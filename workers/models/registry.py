@@ -382,43 +382,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A multimodal model, of which the text part is served.
-
-    Attributes:
-        text: The setting with the config of the text part.
-        text_type: The `model_type` of the text part, if that does not say it.
-        renamed: Pairs of prefixes of tensor names: in its checkpoints, and in those of a text model. The
-            first match counts.
-        left_out: The prefixes of the tensors of the other parts.
-    """
-
-    text: str
-    text_type: str
-    renamed: tuple[tuple[str, str], ...]
-    left_out: tuple[str, ...]
-
-
-WRAPPERS: dict[str, Wrapper] = {
-    "gemma3": Wrapper(
-        text="text_config",
-        text_type="gemma3_text",
-        renamed=(
-            ("model.language_model.", "model."),
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        ),
-        left_out=(
-            "model.vision_tower.",
-            "vision_tower.",
-            "model.multi_modal_projector.",
-            "multi_modal_projector.",
-        ),
-    ),
-}
-
-
 def family_of(model_type: object) -> Family:
     """The family of a config.
 
