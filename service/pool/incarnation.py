@@ -371,9 +371,7 @@ def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
 
 
 def end_of(status: int | None, refusal: str) -> str:
-    """How a process ended, for the operator, with the `refusal` that it sent; None: not known, as of an
-    adopted worker.
-    """
+    """How a process ended, for the operator. `status`: None if not known. `refusal`: what it said itself."""
     if status == EXIT_CONFIG:
         why = f": {refusal}" if refusal else "; its last log line says why"
         return f"it refused its configuration{why}"

@@ -213,7 +213,7 @@ def refusal(directory: Path) -> str:
         ("glm_moe_dsa", "layer_types: 'indexed_attention' stores what pages cannot hold"),
         ("openai-gpt", "OpenAIGPTLMHeadModel stores keys and values for 0 of"),
         ("t5", "t5 is an encoder with a decoder"),
-        ("vit", "vit is not a causal language model"),
+        ("vit", "vit is no causal language model"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(model_type: str, why: str, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_the_same_of_a_part(tmp_path: Path) -> None:
         ("gpt2", {"n_positions": 1 << 25}, "n_positions: must be at most 16777216"),
         ("mpt", {"max_seq_len": 1 << 25}, "max_seq_len: must be at most 16777216"),
         ("llama4", {"text_config": {"hidden_size": 1 << 30}}, "hidden_size: must be at most 1048576"),
-        ("gemma3", {"vision_config": {"image_size": 1 << 30}}, "image_size: must be at most"),
+        ("mllama", {"vision_config": {"image_size": 1 << 30}}, "image_size: must be at most"),
         ("gpt_neox", {"partial": 10**400}, "partial: must be at most"),
         ("gpt_neox", {"rope_parameters": {"factor": 10**30}}, "factor: must be at most"),
     ],

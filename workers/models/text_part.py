@@ -1,8 +1,9 @@
 """The text part of a multimodal checkpoint, in the terms of a checkpoint of a text model.
 
-The other parts are not loaded. Without images or sounds, the multimodal models of `WRAPPERS` compute what a text
-model computes: the three positions of a token of Qwen-VL (M-RoPE) are the same number then, and so are its
-rotations. `.ci/types_page.py` and `tests/workers/test_text_part.py` compare each with the library's own model.
+The other parts are not loaded. Without images or sounds, the multimodal models of `WRAPPERS` compute what a
+text model computes: the three positions of a token of Qwen-VL (M-RoPE) are the same number then, and so are
+its rotations. `.ci/types_page.py` compares each with the library's own model, as does
+`tests/workers/test_text_part.py`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ WRAPPERS: dict[str, str] = {
 }
 """The `model_type` of multimodal models, and that of their text part if this does not say it."""
 
-# Text parts that differ from another text model only in what they do with images, and what the settings of that
-# have to say.
+# Text parts that differ from another text model only in what they do with images, and what the settings of
+# that model say.
 _SAME: dict[str, dict[str, object]] = {
     "qwen2_5_vl_text": {"model_type": "qwen2"},
     "qwen2_vl_text": {"model_type": "qwen2"},
@@ -94,7 +95,7 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
         text = {
             name: value for name, value in settings.items() if name not in ("model_type", "vision_config")
         }
-    if text is None:  # then all settings of the part have their defaults
+    if text is None and wrapper == "gemma3":  # all settings of its text part have the defaults of a text model
         text = {}
     if not isinstance(text, Mapping):
         raise ModelError(f"{_TEXT}: must be an object, got {text!r}")

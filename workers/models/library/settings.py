@@ -124,7 +124,8 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"model_type: {model_type} is no causal language model, nor a multimodal one whose text part is known"
+            f"model_type: {model_type} is no causal language model, nor a multimodal one whose text part is"
+            " known"
         )
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     _check_causal(config, text)
