@@ -30,7 +30,7 @@ from transformers import CONFIG_MAPPING
 
 from tests.tiny_types import LANGUAGE_MODELS, NotSmall, small_model
 from workers.executors.loading import choose_backend, load_served
-from workers.models.errors import ModelError, for_clients
+from workers.models.errors import ModelError, without_path
 from workers.models.library.gathered_model import GatheredModel
 from workers.models.library.loading import make_library_model  # noqa: F401 - before the processes are forked
 from workers.models.self_check import check_parity
@@ -81,7 +81,7 @@ def becomes_of(model_type: str) -> Found:
                 max_seq_len=description.max_seq_len,
             )
         except ModelError as error:
-            return Found(REFUSED, for_clients(str(error), directory))
+            return Found(REFUSED, without_path(str(error), directory))
     if choice.backend == "native":
         return Found(NATIVE)
     if not isinstance(model, GatheredModel):
@@ -167,6 +167,7 @@ def table(found: Mapping[str, Found]) -> str:
 
 def _short(why: str, model_type: str) -> str:
     """A reason as it is for other types too, in a cell."""
+    why = why.partition("; and native code: ")[0]
     return re.sub(rf"\b{re.escape(model_type)}\b", "it", why).replace("|", "\\|").replace("<", "\\<")[:200]
 
 

@@ -104,7 +104,7 @@ LANGUAGE_MODELS = {
     **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 }
 # For the parts that see and hear, in addition to the sizes of texts.
-_OTHER_PARTS = {
+_OTHER_PARTS: dict[str, Any] = {
     "depth": 1,
     "embed_dim": 64,
     "encoder_layers": 1,
@@ -189,7 +189,7 @@ def _settings(default: PreTrainedConfig, small: Mapping[str, Any], *, sees: bool
     """Those of `small` that a config has; of its parts too."""
     known = {*default.to_dict(), *default.attribute_map}
     if sees:
-        small = _OTHER_PARTS | small | {"num_hidden_layers": 1, "rope_parameters": None}
+        small = {**_OTHER_PARTS, **small} | {"num_hidden_layers": 1, "rope_parameters": None}
     found = {name: value for name, value in small.items() if name in known and value is not None}
     text = default.get_text_config(decoder=True)
     for name, part in vars(default).items():

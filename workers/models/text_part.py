@@ -17,27 +17,51 @@ _Value = TypeVar("_Value")
 
 WRAPPERS: dict[str, str] = {
     "aria": "aria_text",
+    "audioflamingo3": "qwen2",
+    "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama",
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "glmasr": "llama",
+    "got_ocr2": "qwen2",
+    "granite_speech": "granite",
+    "granite_speech_plus": "granite",
+    "hyperclovax_vision_v2": "hyperclovax",
     "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
     "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
     "lighton_ocr": "qwen3",
     "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
+    "llava_next_video": "llama",
     "llava_onevision": "qwen2",
+    "minicpm_ocr": "qwen3_5_text",
+    "minicpmv4_6": "qwen3_5_text",
+    "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
+    "moss_transcribe_diarize": "qwen3",
+    "musicflamingo": "qwen2",
+    "ovis2": "qwen2",
+    "pp_chart2table": "qwen2",
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_asr": "qwen3",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
     "vipllava": "llama",
+    "voxtral": "llama",
 }
 """The `model_type` of multimodal models, and that of their text part if this does not say it."""
 
@@ -67,19 +91,28 @@ LEFT_OUT = tuple(
     f"{prefix}{part}"
     for prefix in ("model.", "")
     for part in (
+        "aligner.",
         "audio_tower.",
         "connector.",
         "embed_audio.",
         "embed_vision.",
+        "encoder.",
+        "high_res_vision_",
         "image_newline",
+        "image_tower.",
+        "merger.",
         "mm_projector.",
         "multi_modal_projector.",
-        "vision_encoder.",
+        "projector.",
+        "video_tower.",
         "vision_embedder.",
+        "vision_encoder.",
         "vision_model.",
         "vision_projection.",
+        "vision_projector.",
         "vision_tower.",
         "visual.",
+        "visual_embeddings_table.",
     )
 )
 """The prefixes of the tensors of the other parts."""
@@ -95,7 +128,9 @@ def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
         text = {
             name: value for name, value in settings.items() if name not in ("model_type", "vision_config")
         }
-    if text is None and wrapper == "gemma3":  # all settings of its text part have the defaults of a text model
+    if (
+        text is None and wrapper == "gemma3"
+    ):  # all settings of its text part have the defaults of a text model
         text = {}
     if not isinstance(text, Mapping):
         raise ModelError(f"{_TEXT}: must be an object, got {text!r}")
