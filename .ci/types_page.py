@@ -142,8 +142,12 @@ def table(found: Mapping[str, Found]) -> str:
     by_kind: dict[str, list[str]] = defaultdict(list)
     by_reason: dict[str, list[str]] = defaultdict(list)
     for model_type, (kind, why) in found.items():
-        if kind in (REFUSED, NOT_TRIED):
-            by_reason[f"{kind}: {_short(why, model_type)}"].append(model_type)
+        if kind == NOT_TRIED:
+            by_reason[
+                "not tried: no tiny model of it was made, or the library runs it on other inputs only"
+            ].append(model_type)
+        elif kind == REFUSED:
+            by_reason[_short(why, model_type)].append(model_type)
         else:
             by_kind[kind].append(model_type)
     served = sum(map(len, by_kind.values()))

@@ -96,7 +96,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 48},
 }
 
-MOST_PARAMETERS = 30_000_000
+MOST_PARAMETERS = 100_000_000
 LANGUAGE_MODELS = {
     **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -124,6 +124,21 @@ _SECTIONS: dict[str, Any] = {
 }
 # What a type needs besides, for all of its parts.
 _OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {
+        "head_dim": 16,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_experts_per_token": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "dots1": {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
 }
 # The first of these that makes a model is taken.
