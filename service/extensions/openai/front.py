@@ -18,18 +18,18 @@ from service.config import Config
 from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
 from service.extensions.http.server import HttpServer
-from service.extensions.openai import requests
+from service.extensions.openai import page, requests
 from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.embeddings import EmbeddingHandler, embeddings, rerank, score
 from service.extensions.openai.generate import GenerateResponse, generate
-from service.extensions.openai.generation import CompletionHandler, Forward
+from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
 from service.extensions.openai.responses_api import ResponsesResponse, responses
 from service.extensions.openai.settings import OpenAiSettings
 from service.extensions.openai.tokenize import BodyHandler, Tokens
-from service.runtimes.executions import Executions
-from service.text.text_model import TextModel
+from service.runtimes.embedding import Embedder
 
 _MAX_HEAD_BYTES = 1 << 16
 
@@ -58,7 +58,7 @@ class OpenAiFront(Extension):
         config = parts.state.config
         self._models = Models(parts.router, parts.state, self._parsers)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
-        routes = self._routes(parts.executions, parts.text, parts.api.Forward)
+        routes = self._routes(parts)
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
         for wrap in reversed(parts.http):
             self.app = wrap(self.app)
@@ -66,18 +66,26 @@ class OpenAiFront(Extension):
         tls = None if context is None else (context, handshake_limits(config))
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
-    def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
+    def _routes(self, parts: GatewayParts) -> Router:
         is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
-        shared = executions, self._models, self._state, text, self.bodies, forward
+        text = parts.text
+        shared = parts.executions, self._models, self._state, text, self.bodies, parts.api.Forward
         by_tokens = GenerateResponse, False
         tokens = Tokens(self._models, self._state, text)
+        embedder = Embedder(self._state, text, parts.api.BatchForward)
+        comparing = {
+            "/v1/embeddings": embeddings,
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+            **dict.fromkeys(("/score", "/v1/score"), score),
+        }
         answers = {
             "/tokenize": tokens.tokenize,
             "/detokenize": tokens.detokenize,
             f"{MESSAGES}/count_tokens": tokens.count,
         }
         routes = [
+            *page.routes(),
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
@@ -86,6 +94,14 @@ class OpenAiFront(Extension):
                 "/v1/responses", CompletionHandler(responses, *shared, ResponsesResponse), methods=["POST"]
             ),
             Route(MESSAGES, CompletionHandler(messages, *shared, MessageResponse), methods=["POST"]),
+            *(
+                Route(
+                    path,
+                    EmbeddingHandler(parse, self._models, self._state, embedder, self.bodies),
+                    methods=["POST"],
+                )
+                for path, parse in comparing.items()
+            ),
             *(
                 Route(path, BodyHandler(each, self.bodies), methods=["POST"])
                 for path, each in answers.items()
