@@ -39,7 +39,7 @@ NATIVE, PACKED = "native", "transformers, packed"
 ONE_BY_ONE, WITH_STATE = "transformers, text by text", "transformers, recurrent"
 REFUSED, NOT_TRIED = "refused", "not tried"
 
-_SECONDS, _BYTES = 60, 12 << 30
+_SECONDS, _BYTES = 180, 12 << 30
 _BEGIN, _END = "<!-- types: .ci/types_page.py writes this -->", "<!-- end of types -->"
 
 

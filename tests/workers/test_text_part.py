@@ -41,6 +41,7 @@ def assert_serves(directory: Path, whole: PreTrainedModel, backend: str) -> None
         ("mistral3", "native"),
         ("qwen2_5_vl", "native"),
         ("qwen3_vl", "native"),
+        ("qwen3_vl_moe", "native"),
         ("llama4", "transformers"),
         ("qwen3_5", "transformers"),
     ],
@@ -67,6 +68,19 @@ def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
         for name, tensor in before.items()
     }
     save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_serves(tmp_path, whole, "native")
+
+
+def test_experts_as_qwen_publishes_them(tmp_path: Path) -> None:
+    """All of a layer in one tensor, with inputs before outputs, which the library turns as it reads them."""
+    whole = small_model("qwen3_vl_moe")
+    whole.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    published = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in stored.items()
+    }
+    save_file(published, tmp_path / "model.safetensors", {"format": "pt"})
     assert_serves(tmp_path, whole, "native")
 
 

@@ -43,6 +43,7 @@ class ExpertNames:
         down: Likewise.
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
+        by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
     """
 
     router: str
@@ -50,6 +51,7 @@ class ExpertNames:
     up: str
     down: str
     stacked: str | None = None
+    by_turns: bool = False
 
 
 PRE_NORMS = NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
@@ -204,7 +206,11 @@ _GEMMA_DEFAULTS: dict[str, object] = {
 _OLMO_DEFAULTS = _defaults(50304, 4096, 11008, 32, 32, 2048, None, 50279, rms_norm_eps=1e-5)
 _GEMMA_READS = names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
 _QWEN_EXPERTS = ExpertNames(
-    "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
+    "mlp.gate",
+    "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down_proj",
+    stacked="mlp.experts.",
 )
 _MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.gate",
@@ -219,6 +225,7 @@ _GPT_OSS_EXPERTS = ExpertNames(
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
     stacked="mlp.experts.",
+    by_turns=True,
 )
 
 _MISTRAL = Family(

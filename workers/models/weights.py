@@ -325,7 +325,7 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     names = config.family.experts
     if names is None or names.stacked is None or config.experts is None:
         return found
-    return separated(found, names, config.experts.count)
+    return separated(found, names, config.experts.count, config.hidden_size)
 
 
 def _targets(
