@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from kernels.cpu.sublayers import Memory
-from kernels.linear import linear
+from kernels.linear import DenseWeight, linear
 from kernels.lora import row_slots
 from kernels.lora_pairs import MAX_RANK
 from kernels.packed_pages import can_pack_width, packed_width
@@ -134,6 +134,14 @@ class Decoder:
         is_packed = self.lm_head.compiled is not None
         # Heads of other widths are normalised, and may be attended to, in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
+
+    @torch.inference_mode()
+    def use_float32_head(self) -> bool:
+        """Compute logits in float32 from now on, after `pack`. False: not on a GPU, nor in a group."""
+        if self.device.type != "cpu" or self._shard.group is not None:
+            return False
+        self.lm_head = DenseWeight(self.lm_head.dense().float()).packed()
+        return True
 
     def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
         """Run steps of few rows in fewer launches, where that is faster; see `workers.models.few_rows`."""
@@ -314,9 +322,9 @@ class Decoder:
             hidden: [R, C] from `forward`.
 
         Returns:
-            [R, V] in the model's dtype, owned by the caller. Without meaning on other ranks than 0.
+            [R, V] in the head's dtype, owned by the caller. Without meaning on other ranks than 0.
         """
-        logits = linear(hidden, self.lm_head, batch_invariant=self.batch_invariant)
+        logits = linear(hidden.to(self.lm_head.dtype), self.lm_head, batch_invariant=self.batch_invariant)
         logits = self._shard.logits(logits, self.config.vocab_size)
         if self.config.logits_divisor != 1.0:
             logits = logits.div_(self.config.logits_divisor)
