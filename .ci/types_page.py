@@ -172,7 +172,7 @@ def table(found: Mapping[str, Found]) -> str:
 def _short(why: str, model_type: str) -> str:
     """A reason as it is for other types too, in a cell."""
     why = why.partition("; and native code: ")[0]
-    return re.sub(rf"\b{re.escape(model_type)}\b", "it", why).replace("|", "\\|").replace("<", "\\<")[:200]
+    return re.sub(rf"\b{re.escape(model_type)}\b", "TYPE", why).replace("|", "\\|").replace("<", "\\<")[:200]
 
 
 def main() -> None:
