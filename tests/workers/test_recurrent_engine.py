@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.recurrent import RECURRENT
+from tests.tiny_types import tiny_model
 from tests.workers.packing import poison
-from tests.workers.test_library_model import tiny_model
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing
 from workers.executors.memory import new_table
