@@ -502,6 +502,7 @@ class LocalRun:
 def _decoded(drafter: Drafter, appended: Appended, wanted: int, took_s: float) -> None:
     """Tells a drafter of a step that had no draft. `wanted`: how many tokens a draft model was to draft."""
     if wanted:
+        drafter.asked(took_s)
         drafter.offer(done_of(appended).draft_token_ids, wanted)
     else:
         drafter.decoded(took_s / appended.kept)

@@ -9,6 +9,7 @@ answer to an append that asks for them. Pure, except that times are given to it.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import Final
@@ -28,6 +29,8 @@ _MIN_LENGTH: Final = 2
 _WEIGHT: Final = 0.3
 # After a draft that did not pay off: how many tokens are decoded without drafts.
 _MIN_PAUSE, _MAX_PAUSE = 16, 512
+# The time that drafts may lose, as a share of the time of decoding without them in pauses.
+_MAX_LOSS: Final = 0.02
 # So often a draft model is asked in vain before a pause. It may have a long prompt to compute first.
 _MAX_MISSED: Final = 8
 
@@ -82,6 +85,10 @@ class DraftLength:
 
     What counts is the time of steps with and without drafts as the sample has seen it, so also what other
     callers' rows in the step cost. A try after a pause shows whether that has changed.
+
+    What tries have lost against decoding is made up for in pauses, unless later tries gain it back: a pause
+    is so long that the loss is at most `_MAX_LOSS` of its time. What is more than the longest pause makes up
+    for is left to the next ones.
     """
 
     def __init__(self, most: int) -> None:
@@ -93,6 +100,8 @@ class DraftLength:
         self._decode_s: float | None = None
         self._verify_s: float | None = None
         self._verified: float = 0.0
+        # What tries have lost, and neither other tries nor pauses have made up for.
+        self._lost_s: float = 0.0
 
     @property
     def current(self) -> int:
@@ -106,7 +115,12 @@ class DraftLength:
 
     def pause(self) -> None:
         """No drafts for a while: for longer than the last time, unless some have paid off since."""
-        self._paused_tokens, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        paused, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        if self._decode_s:
+            made_up_s = _MAX_LOSS * self._decode_s
+            paused = min(max(paused, math.ceil(self._lost_s / made_up_s)), _MAX_PAUSE)
+            self._lost_s = max(0.0, self._lost_s - paused * made_up_s)
+        self._paused_tokens = paused
         # The next try is judged by itself: the text may have changed.
         self._verify_s = None
 
@@ -115,8 +129,14 @@ class DraftLength:
         self._decode_s = _average(self._decode_s, took_s)
         self._paused_tokens = max(0, self._paused_tokens - 1)
 
+    def tried(self, tokens: int, took_s: float) -> None:
+        """A step of so many tokens that verified a draft, or in which one was made."""
+        assert self._decode_s is not None
+        self._lost_s = max(0.0, self._lost_s + took_s - tokens * self._decode_s)
+
     def verified(self, drafted: int, accepted: int, took_s: float) -> None:
         """A step with a draft, of which some tokens were accepted."""
+        self.tried(1 + accepted, took_s)
         is_first = self._verify_s is None
         self._verify_s = _average(self._verify_s, took_s)
         self._verified = _average(None if is_first else self._verified, 1.0 + accepted)
@@ -187,6 +207,10 @@ class Drafter:
         self._length.decoded(took_s)
         self._offered = ()
         self._is_accepted = False
+
+    def asked(self, took_s: float) -> None:
+        """A step without a draft, in which the draft model was to make one."""
+        self._length.tried(1, took_s)
 
     def verified(self, drafted: int, accepted: int, took_s: float) -> None:
         """A step with a draft."""

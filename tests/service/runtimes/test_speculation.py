@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.runtimes.speculation import Drafter, DraftLength, PromptLookup
@@ -108,9 +108,39 @@ def test_what_a_draft_model_has_offered_is_verified_next_or_never() -> None:
     assert drafter.wanted(15) == 4 and drafter.wanted(2) == 2 and drafter.wanted(-1) == 0
     drafter.offer([7, 8, 9, 10], 4)
     assert list(drafter.draft(15)) == [7, 8, 9, 10] and list(drafter.draft(2)) == [7, 8]
-    drafter.verified(4, 0, 9.0)
+    drafter.verified(4, 0, 1.2)
     drafter.offer([5, 6], 2)
     assert not drafter.draft(15), "the last did not pay off"
     for _ in range(16):
         drafter.decoded(1.0)
     assert drafter.wanted(15) and not drafter.draft(15), "they were for another place"
+
+
+@given(
+    tries=st.lists(st.tuples(st.integers(0, 15), st.floats(1.0, 5.0)), min_size=1, max_size=8),
+    has_model=st.booleans(),
+)
+@example(tries=[(1, 1.9), (0, 3.0)], has_model=False)
+@example(tries=[(1, 1.9), (0, 3.0)], has_model=True)
+def test_bad_drafts_cost_a_fiftieth_of_the_time_at_most(
+    tries: list[tuple[int, float]], has_model: bool
+) -> None:
+    drafter, tokens, took_s, verified = Drafter([1], 15, has_model=has_model), 0, 0.0, 0
+    while tokens < 10_000:
+        kept, step_s, wanted = 1, 1.0, drafter.wanted(15)
+        # The draft model's tokens, or those of a text that repeats itself: how many are right is given.
+        if drafter.most(15) and (draft := drafter.draft(15) if has_model else [1] * drafter.most(15)):
+            most, step_s = tries[verified % len(tries)]
+            accepted = min(most, len(draft))
+            drafter.verified(len(draft), accepted, step_s)
+            drafter.offer([1] * wanted, wanted)
+            kept, verified = 1 + accepted, verified + 1
+        elif wanted:
+            step_s = 1.5
+            drafter.asked(step_s)
+            drafter.offer([1] * wanted, wanted)
+        else:
+            drafter.decoded(step_s)
+        tokens, took_s = tokens + kept, took_s + step_s
+    # A decode takes a second. Tries since the last pause are not made up for yet.
+    assert took_s <= 1.02 * tokens + 40
