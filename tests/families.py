@@ -99,6 +99,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _GPT_OSS_YARN,
         },
     ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True}),
     "granite": (
         "granite",
         {

@@ -22,6 +22,7 @@
 #include "packed_product.h"
 #include "rms_norm.h"
 #include "rope_kv_write.h"
+#include "short_conv.h"
 
 namespace quire {
 namespace {
@@ -48,12 +49,15 @@ struct Matrix {
   }
 };
 
+// In the order of KINDS in kernels/cpu/sublayers.py.
+enum Kind : int64_t { kGatedMlp, kAttention, kShortConv };
+
 // What is the same in every step.
 struct Sublayer {
   Norm before, after;
   Matrix into, out;  // queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate and up, and down
   double scale;
-  int64_t is_attention;
+  int64_t kind;
   int64_t activation;          // of a gated MLP
   Norm head_norm;              // [H + K, D]
   Norm query_norm, key_norm;   // of whole rows
@@ -61,6 +65,8 @@ struct Sublayer {
   int64_t wanted_only;         // whether only the wanted rows are returned
   double attention_scale, softcap;
   const float* sinks;          // [H], or null
+  const void *taps, *taps_bias;  // of a short convolution [L, C] and [C], or null; `layer` is that of its states
+  int64_t num_taps;
 };
 
 struct Step {
@@ -73,6 +79,8 @@ struct Step {
   const int32_t* lora_slots;  // [T]; null: no row has an adapter
   int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
   int64_t is_quantised, is_wide;  // of pages: see SlotOfHead
+  void* const* states;            // of each recurrent layer
+  StateRows state_rows;
 };
 
 // What a model's sublayers share. It grows to what the largest step needs, and is kept.
@@ -161,7 +169,8 @@ struct Run {
   // x: the output of the last sublayer, if there is one, becomes that of this one. residual: x is added to it.
   void run(const Sublayer& sublayer, bool has_x) {
     const T* entered = enter(sublayer.before, sublayer.into.inputs, has_x);
-    if (sublayer.is_attention) attend(sublayer, entered);
+    if (sublayer.kind == kAttention) attend(sublayer, entered);
+    else if (sublayer.kind == kShortConv) convolve(sublayer, entered);
     else gate(sublayer, entered);
     normalise(sublayer.after, static_cast<T*>(step.x), sublayer.out.outputs);
     if (sublayer.scale != 1.0) multiply_x(static_cast<float>(sublayer.scale), sublayer.out.outputs);
@@ -218,6 +227,31 @@ struct Run {
     project(static_cast<T*>(step.x), sublayer.out, buffers.inner);
   }
 
+  void convolve(const Sublayer& sublayer, const T* entered) {
+    const int64_t width = sublayer.out.inputs;
+    project(buffers.wide, sublayer.into, entered);
+    ShortConv<T>{buffers.inner, buffers.wide, static_cast<const T*>(sublayer.taps),
+                 static_cast<const T*>(sublayer.taps_bias), static_cast<T*>(step.states[sublayer.layer]),
+                 step.state_rows, rows, width, sublayer.num_taps}
+        .run(worker);
+    project_wanted(sublayer, buffers.inner, buffers.wide);
+  }
+
+  // The output of a sublayer, of what comes before its last product; after the last attention of a model, or what is
+  // in its place, of the wanted rows only, which are copied to `gathered`.
+  void project_wanted(const Sublayer& sublayer, const T* inner, T* gathered) {
+    if (sublayer.wanted_only) {
+      const int64_t width = sublayer.out.inputs;
+      worker.for_shares(step.num_wanted, [&](int64_t row) {
+        std::copy_n(inner + step.wanted[row] * width, width, gathered + row * width);
+      });
+      rows = step.num_wanted;
+      if (lora != nullptr) lora = &wanted_lora;
+      inner = gathered;
+    }
+    if (rows > 0) project(static_cast<T*>(step.x), sublayer.out, inner);
+  }
+
   void attend(const Sublayer& sublayer, const T* entered) {
     const int64_t row_width = sublayer.into.outputs, attended_width = sublayer.out.inputs;
     project(buffers.wide, sublayer.into, entered);
@@ -243,16 +277,7 @@ struct Run {
     const AttentionArguments arguments = attention_arguments(sublayer, attended, query);
     if (step.is_wide) paged_attention<Bf16>(arguments, work, worker);
     else paged_attention<T>(arguments, work, worker);
-    if (sublayer.wanted_only) {
-      T* gathered = buffers.inner;
-      worker.for_shares(step.num_wanted, [&](int64_t row) {
-        std::copy_n(attended + step.wanted[row] * attended_width, attended_width, gathered + row * attended_width);
-      });
-      rows = step.num_wanted;
-      if (lora != nullptr) lora = &wanted_lora;
-      attended = gathered;
-    }
-    project(static_cast<T*>(step.x), sublayer.out, attended);
+    project_wanted(sublayer, attended, buffers.inner);
   }
 
   AttentionArguments attention_arguments(const Sublayer& sublayer, T* attended, const T* query) const {

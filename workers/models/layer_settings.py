@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.registry import FULL, SLIDING, Family
+from workers.models.registry import FULL, RECURRENT_KINDS, SLIDING, Family
 from workers.models.values import boolean, integer
 
 
@@ -27,6 +27,31 @@ class ExpertsConfig:
     normalized: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Short convolutions.
+
+    Attributes:
+        taps: How many tokens each sees, itself included.
+        bias: They and their projections have a bias.
+    """
+
+    taps: int
+    bias: bool
+
+
+def read_short_conv(settings: Mapping[str, object]) -> ShortConvConfig:
+    """Those of LFM2. Raises ModelError."""
+    return ShortConvConfig(_taps(settings, "conv_L_cache"), boolean(settings, "conv_bias", default=False))
+
+
+def _taps(settings: Mapping[str, object], name: str) -> int:
+    found = integer(settings, name)
+    if found < 2:
+        raise ModelError(f"{name}: must be at least 2, got {found}")
+    return found
+
+
 def read_layer_types(
     settings: Mapping[str, object], family: Family, layers: int, *, windowed: bool
 ) -> list[str]:
@@ -35,7 +60,8 @@ def read_layer_types(
     if listed is None:
         # Without a window the type matters only if each type has its own rotary embedding.
         return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
-    known = (FULL, SLIDING)
+    recurrent = [name for name, kind in RECURRENT_KINDS.items() if kind == family.recurrent]
+    known = [FULL, *(recurrent or [SLIDING])]
     if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
         raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")
     if len(listed) != layers:

@@ -1,0 +1,71 @@
+// The gated short convolution of kernels/short_conv.py, which has the formula, over the rows of a step. Each operation
+// is rounded as there, so both have the same bits.
+//
+// Letters: T rows; C channels; L taps.
+#pragma once
+
+#include <algorithm>
+
+#include "threads.h"
+#include "vectors.h"
+
+namespace quire {
+
+// Which rows follow which states, and which states are kept: see StateRows in kernels/state_rows.py.
+struct StateRows {
+  const int64_t *begins, *sources;         // [T]
+  const int64_t *write_ends, *write_slots;  // [count]
+  int64_t count;
+};
+
+template <typename T>
+struct ShortConv {
+  T* out;              // [T, C]
+  const T* projected;  // [T, 3 * C], gates of inputs, gates of outputs, inputs
+  const T* taps;       // [L, C]
+  const T* bias;       // [C], or null
+  T* states;           // [slots, L - 1, C]
+  const StateRows& at;
+  int64_t rows, width, length;
+
+  // Slots that are written are not read in the same step.
+  void run(const Worker& worker) const {
+    // Both rows and parts of a row are divided among threads, so that a single row uses all threads too.
+    constexpr int64_t kStretch = 256;
+    const int64_t stretches = (width + kStretch - 1) / kStretch;
+    worker.for_shares(rows * stretches, [&](int64_t task) {
+      const int64_t row = task / stretches, first = task % stretches * kStretch;
+      for_lanes(std::min(kStretch, width - first), [&](int64_t d, int count) { convolve(row, first + d, count); });
+    });
+    worker.for_shares(at.count * (length - 1), [&](int64_t task) {
+      const int64_t write = task / (length - 1), place = task % (length - 1), end = at.write_ends[write];
+      T* to = states + (at.write_slots[write] * (length - 1) + place) * width;
+      for_lanes(width, [&](int64_t d, int count) {
+        store_lanes(to + d, gated_input(end - 1, length - 1 - place - 1, d, count), count);
+      });
+    });
+  }
+
+ private:
+  void convolve(int64_t row, int64_t d, int count) const {
+    Floats sum = gated_input(row, length - 1, d, count) * load_lanes(taps + d, count);
+    for (int64_t tap = 1; tap < length; tap++)
+      sum = sum + gated_input(row, length - 1 - tap, d, count) * load_lanes(taps + tap * width + d, count);
+    if (bias != nullptr) sum = sum + load_lanes(bias + d, count);
+    const Floats gate = load_lanes(projected + (3 * row + 1) * width + d, count);
+    store_lanes(out + row * width + d, gate * rounded(sum, out), count);
+  }
+
+  // That of the token `back` before that of a row: of a row of the same item, or in its state.
+  Floats gated_input(int64_t row, int64_t back, int64_t d, int count) const {
+    const int64_t begin = at.begins[row], source = at.sources[row], from = row - back;
+    if (from >= begin) {
+      const T* gates = projected + 3 * from * width + d;
+      return rounded(load_lanes(gates, count) * load_lanes(gates + 2 * width, count), out);
+    }
+    if (source < 0) return Floats{};
+    return load_lanes(states + (source * (length - 1) + length - 1 + from - begin) * width + d, count);
+  }
+};
+
+}  // namespace quire
