@@ -5,7 +5,7 @@ With gates b and c of inputs x, all of them projections of a row, and u = b * x:
     y[t] = c[t] * (sum over j < L of w[j] * u[t - (L - 1) + j] + bias)
 
 The state is the last L - 1 rows of u. Source: `Lfm2ShortConv` in the transformers library, modeling_lfm2.py.
-kernels/cpu/short_conv.h computes the same bits.
+kernels/cpu/causal_conv.h computes the same bits.
 
 Dimension letters: T rows; C channels; L taps; W states that are kept.
 """
@@ -43,17 +43,17 @@ def short_conv(
     rows, length = torch.arange(len(gated), device=gated.device), len(taps)
     total = torch.zeros(gated.shape, device=gated.device)
     for tap in range(length):
-        past = _past(gated, rows, length - 1 - tap, states, at)
+        past = past_inputs(gated, rows, length - 1 - tap, states, at)
         product = past.float() * taps[tap].float()
         total = product if tap == 0 else total + product
     if bias is not None:
         total = total + bias.float()
-    kept = [_past(gated, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
+    kept = [past_inputs(gated, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
     states[at.write_slots] = torch.stack(kept, dim=1)
     return out_gates * total.to(gated.dtype)
 
 
-def _past(
+def past_inputs(
     gated: torch.Tensor, rows: torch.Tensor, back: int, states: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
     """U of the tokens `back` before these rows: [n] -> [n, C]."""

@@ -13,16 +13,17 @@
 #include <vector>
 
 #include "attention.h"
+#include "causal_conv.h"
 #include "float8_product.h"
 #include "gated_activation.h"
 #include "grouped_product.h"
 #include "kv_pages.h"
 #include "linear.h"
 #include "lora.h"
+#include "mamba2.h"
 #include "packed_product.h"
 #include "rms_norm.h"
 #include "rope_kv_write.h"
-#include "short_conv.h"
 
 namespace quire {
 namespace {
@@ -50,7 +51,7 @@ struct Matrix {
 };
 
 // In the order of KINDS in kernels/cpu/sublayers.py.
-enum Kind : int64_t { kGatedMlp, kAttention, kShortConv };
+enum Kind : int64_t { kGatedMlp, kAttention, kShortConv, kMamba2 };
 
 // What is the same in every step.
 struct Sublayer {
@@ -67,6 +68,7 @@ struct Sublayer {
   const float* sinks;          // [H], or null
   const void *taps, *taps_bias;  // of a short convolution [L, C] and [C], or null; `layer` is that of its states
   int64_t num_taps;
+  const Mamba2Weights* mamba2;   // `layer` is that of the inputs of its convolution; its states are the next
 };
 
 struct Step {
@@ -119,23 +121,28 @@ struct Sublayers {
 template <typename T>
 struct Buffers {
   T *normed, *wide, *inner;
+  Mamba2Space<T> mamba2;
   InputOf<T>* copies;
   LoraScratch<T> lora;
 
   // False if there is not so much memory.
   bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
-    int64_t width = 0, outputs = 0, inputs = 0;
+    int64_t width = 0, outputs = 0, inputs = 0, convolved = 0, scanned = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
       outputs = std::max(outputs, one.into.outputs);
       inputs = std::max(inputs, one.out.inputs);
+      if (one.kind != kMamba2) continue;
+      convolved = std::max(convolved, one.mamba2->convolved());
+      scanned = std::max(scanned, one.mamba2->inner());
     }
     const int64_t widest = std::max(width, inputs);
     const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(InputOf<T>));
     const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
                              whole(rows * inputs * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
-                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>))};
+                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
+                             whole(rows * convolved * sizeof(T)), whole(rows * scanned * sizeof(float))};
     const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
     char* at = sublayers.memory.scratch.get();
@@ -147,6 +154,8 @@ struct Buffers {
     lora.inner = reinterpret_cast<T*>(at += sizes[3]);
     lora.inner_copies = reinterpret_cast<InputOf<T>*>(at += sizes[4]);
     lora.x_copies = copies;
+    mamba2.convolved = reinterpret_cast<T*>(at += sizes[5]);
+    mamba2.scanned = reinterpret_cast<float*>(at += sizes[6]);
     return true;
   }
 
@@ -171,6 +180,7 @@ struct Run {
     const T* entered = enter(sublayer.before, sublayer.into.inputs, has_x);
     if (sublayer.kind == kAttention) attend(sublayer, entered);
     else if (sublayer.kind == kShortConv) convolve(sublayer, entered);
+    else if (sublayer.kind == kMamba2) scan(sublayer, entered);
     else gate(sublayer, entered);
     normalise(sublayer.after, static_cast<T*>(step.x), sublayer.out.outputs);
     if (sublayer.scale != 1.0) multiply_x(static_cast<float>(sublayer.scale), sublayer.out.outputs);
@@ -230,10 +240,18 @@ struct Run {
   void convolve(const Sublayer& sublayer, const T* entered) {
     const int64_t width = sublayer.out.inputs;
     project(buffers.wide, sublayer.into, entered);
-    ShortConv<T>{buffers.inner, buffers.wide, static_cast<const T*>(sublayer.taps),
-                 static_cast<const T*>(sublayer.taps_bias), static_cast<T*>(step.states[sublayer.layer]),
-                 step.state_rows, rows, width, sublayer.num_taps}
+    CausalConv<T, GatedInput<T>>{buffers.inner, static_cast<const T*>(sublayer.taps),
+                                 static_cast<const T*>(sublayer.taps_bias),
+                                 static_cast<T*>(step.states[sublayer.layer]), {buffers.wide, width}, step.state_rows,
+                                 rows, width, sublayer.num_taps}
         .run(worker);
+    project_wanted(sublayer, buffers.inner, buffers.wide);
+  }
+
+  void scan(const Sublayer& sublayer, const T* entered) {
+    project(buffers.wide, sublayer.into, entered);
+    mamba2<T>(buffers.inner, buffers.wide, *sublayer.mamba2, static_cast<T*>(step.states[sublayer.layer]),
+              static_cast<float*>(step.states[sublayer.layer + 1]), step.state_rows, rows, buffers.mamba2, worker);
     project_wanted(sublayer, buffers.inner, buffers.wide);
   }
 

@@ -47,11 +47,11 @@ class Matrix(ctypes.Structure):
 
 
 # By the numbers of Kind in sublayers.cpp.
-GATED_MLP, ATTENTION, SHORT_CONV = range(3)
+GATED_MLP, ATTENTION, SHORT_CONV, MAMBA2 = range(4)
 
 
 class Sublayer(ctypes.Structure):
-    """Attention, a short convolution or a gated MLP, with its norms."""
+    """Attention, a recurrent layer or a gated MLP, with its norms."""
 
     _fields_ = (
         *_fields(Norm, "before", "after"),
@@ -63,6 +63,7 @@ class Sublayer(ctypes.Structure):
         *_fields(ctypes.c_double, "attention_scale", "softcap"),
         *_fields(ctypes.c_void_p, "sinks", "taps", "taps_bias"),
         *_fields(ctypes.c_int64, "num_taps"),
+        *_fields(ctypes.c_void_p, "mamba2"),
     )
 
 

@@ -21,7 +21,8 @@ from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
-from workers.models.registry import FAMILIES
+from workers.models.mamba2 import Mamba2
+from workers.models.registry import FAMILIES, MAMBA2, SHORT_CONV, RecurrentKind
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 from workers.models.short_conv import ShortConv
 
@@ -162,7 +163,12 @@ class _Parts:
         sparse_before = sum(layer.sparse for layer in layers[:index])
         mlp = self._experts(index, sparse_before) if layers[index].sparse else self._mlp(index)
         kind = layers[index].recurrent
-        mixer = self._attention(index) if kind is None else self._short_conv(index)
+        makes: dict[RecurrentKind | None, Callable[[int], Body]] = {
+            None: self._attention,
+            SHORT_CONV: self._short_conv,
+            MAMBA2: self._mamba2,
+        }
+        mixer = makes[kind](index)
         return Layer(
             self._sublayer(norms.before_attention, mixer, norms.after_attention),
             self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
@@ -186,6 +192,24 @@ class _Parts:
             output=self._back(place, "out_proj", width, range(width), bias=bias),
             weight=self.empty(width, 1, settings.taps),
             bias=self.empty(width) if bias else None,
+            is_last=index == config.num_hidden_layers - 1,
+        )
+
+    def _mamba2(self, index: int) -> Mamba2:
+        config, sizes, place = self._config, self._config.mamba2, f"model.layers.{index}.mamba."
+        assert sizes is not None
+        outputs = sizes.inner + sizes.convolved + sizes.heads
+        shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
+        if sizes.conv_bias:
+            shapes["conv1d.bias"] = (sizes.convolved,)
+        shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (sizes.heads,))
+        shapes["norm.weight"] = (sizes.inner,)
+        return Mamba2(
+            sizes,
+            into=self._into(place, ["in_proj"], [outputs], [range(outputs)], bias=sizes.bias),
+            output=self._back(place, "out_proj", sizes.inner, range(sizes.inner), bias=sizes.bias),
+            parameters={name: self.empty(*shape) for name, shape in shapes.items()},
+            eps=config.rms_norm_eps,
             is_last=index == config.num_hidden_layers - 1,
         )
 

@@ -20,6 +20,7 @@ from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
 from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
+from workers.models.mamba2 import Mamba2
 from workers.models.short_conv import ShortConv
 
 
@@ -86,7 +87,7 @@ class CompiledSublayers:
         # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
         self._uses_pages = any(isinstance(one.body, Attention) for one in model)
         last = model[-1].body
-        self._returns_wanted = isinstance(last, Attention | ShortConv) and last.is_last
+        self._returns_wanted = isinstance(last, Attention | ShortConv | Mamba2) and last.is_last
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
@@ -120,7 +121,7 @@ class CompiledSublayers:
 def _can_compile(sublayer: Sublayer) -> bool:
     body = sublayer.body
     return (
-        isinstance(body, Attention | ShortConv | GatedMlp)
+        isinstance(body, Attention | ShortConv | Mamba2 | GatedMlp)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
         and all(matrix.weight.compiled is not None for matrix in _matrices(body))
@@ -131,7 +132,7 @@ def _can_compile(sublayer: Sublayer) -> bool:
 def _matrices(body: Body) -> tuple[Linear, Linear]:
     if isinstance(body, Attention):
         return body.qkv, body.output
-    if isinstance(body, ShortConv):
+    if isinstance(body, ShortConv | Mamba2):
         return body.into, body.output
     assert isinstance(body, GatedMlp)
     return body.gate_up, body.down
@@ -150,13 +151,19 @@ def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
     if isinstance(body, GatedMlp):
         found.activation = ACTIVATIONS.index(body.activation)
         return found
-    assert isinstance(body, Attention | ShortConv)
+    assert isinstance(body, Attention | ShortConv | Mamba2)
     found.wanted_only = body.is_last
     if isinstance(body, ShortConv):
         found.layer = body.states.start
         found.kind, found.num_taps = sublayers.SHORT_CONV, len(body.taps)
         found.taps = body.taps.data_ptr()
         found.taps_bias = None if body.bias is None else body.bias.data_ptr()
+        return found
+    if isinstance(body, Mamba2):
+        found.kind, found.layer = sublayers.MAMBA2, body.states.start
+        weights = body.weights.compiled()
+        keep.append(weights)
+        found.mamba2 = ctypes.addressof(weights)
         return found
     found.kind, found.layer = sublayers.ATTENTION, body.index
     config, layer, shard = body.config, body.layer, body.shard

@@ -20,13 +20,16 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import errors_naming
 from workers.models.layer_settings import (
     ExpertsConfig,
+    Mamba2Config,
     ShortConvConfig,
     read_experts,
     read_layer_types,
+    read_mamba2,
     read_short_conv,
     sparse_layers,
 )
 from workers.models.registry import (
+    MAMBA2,
     RECURRENT_KINDS,
     SHORT_CONV,
     SLIDING,
@@ -80,6 +83,7 @@ class ModelConfig:
         attention_output_bias: The output projection of attention has a bias.
         mlp_bias: The projections of the MLP have a bias.
         short_conv: The short convolutions of some layers; None if there are none.
+        mamba2: Likewise, those with Mamba 2.
         activation: The activation of the gate, in the MLP and in experts.
         attention_scale: Multiplies the attention scores.
         attention_softcap: Bounds the attention scores; None: no bound.
@@ -111,6 +115,7 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     short_conv: ShortConvConfig | None = None
+    mamba2: Mamba2Config | None = None
     activation: Activation = "silu"
     attention_scale: float = 1.0
     attention_softcap: float | None = None
@@ -215,6 +220,7 @@ class ModelConfig:
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
             short_conv=read_short_conv(settings) if SHORT_CONV in kinds else None,
+            mamba2=read_mamba2(settings) if MAMBA2 in kinds else None,
             activation=_activation(settings, family),
             attention_scale=_attention_scale(settings, head_dim),
             attention_softcap=_family_number(family, "attn_logit_softcapping", settings),

@@ -12,7 +12,7 @@ RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Spellings of the families.
 _VALUES, _FUSED = ("v_proj",), ("qkv_proj",)
-_OUTPUTS, _DOWN = ("self_attn.o_proj", "self_attn.out_proj"), ("down_proj", "w2")
+_OUTPUTS, _DOWN = ("self_attn.o_proj", "self_attn.out_proj"), ("down_proj", "w2", "output_linear")
 # What is taken for rows that are not whole super-blocks.
 _WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
 

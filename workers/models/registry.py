@@ -19,8 +19,9 @@ from workers.models.values import boolean, integer, names, non_negative_integer,
 FULL, SLIDING = "full_attention", "sliding_attention"
 RecurrentKind = Literal["short_conv", "mamba2"]
 SHORT_CONV: RecurrentKind = "short_conv"
+MAMBA2: RecurrentKind = "mamba2"
 # By the types of layers in configs.
-RECURRENT_KINDS: dict[str, RecurrentKind] = {"conv": SHORT_CONV}
+RECURRENT_KINDS: dict[str, RecurrentKind] = {"conv": SHORT_CONV, "linear_attention": MAMBA2}
 
 LayerTypes = Callable[[Mapping[str, object], int], list[str]]
 """The type of each layer, from the settings and the number of layers, if `layer_types` is absent."""
@@ -135,6 +136,29 @@ def _lfm2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
+# Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
+_OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
+
+
+def _granite_hybrid_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `GraniteMoeHybridConfig` of the library reads them, without experts."""
+    if settings.get("num_local_experts"):
+        raise UnsupportedError(f"num_local_experts: must be 0, got {settings['num_local_experts']!r}")
+    layers = integer(settings, "num_hidden_layers")
+    listed = settings.get("layer_types") or settings.get("layers_block_type")
+    if listed is None:
+        listed = ["linear_attention"] * layers
+    if isinstance(listed, list):
+        listed = [_OLD_TYPES.get(str(one), one) for one in listed]
+    found = dict(settings) | {
+        "intermediate_size": settings["shared_intermediate_size"],
+        "layer_types": listed,
+    }
+    if settings.get("position_embedding_type") != "rope":
+        found["no_rope_layers"] = [0] * layers
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The properties of a family that its configs do not say.
@@ -245,6 +269,7 @@ _GEMMA_DEFAULTS: dict[str, object] = {
     "sliding_window": 4096,
 }
 _OLMO_DEFAULTS = _defaults(50304, 4096, 11008, 32, 32, 2048, None, 50279, rms_norm_eps=1e-5)
+_GRANITE_READS = names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
 _GEMMA_READS = names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
 _QWEN_EXPERTS = ExpertNames(
     "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
@@ -447,8 +472,35 @@ FAMILIES: dict[str, Family] = {
         mlp_names=("w1", "w3"),
         mlp_down="w2",
     ),
+    "granitemoehybrid": Family(
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "hidden_act": "silu",
+        },
+        reads=_GRANITE_READS
+        | names(
+            "layer_types layers_block_type num_local_experts shared_intermediate_size position_embedding_type"
+            " mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand"
+            " mamba_conv_bias mamba_proj_bias time_step_limit"
+        ),
+        respelled=_granite_hybrid_settings,
+        recurrent=MAMBA2,
+        mlp="shared_mlp",
+        mlp_names=("input_linear",),
+        mlp_down="output_linear",
+    ),
     "granite": Family(
-        reads=names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
+        reads=_GRANITE_READS,
         defaults=_LLAMA_DEFAULTS | {"attention_multiplier": 1.0},
         mlp_bias=None,
     ),
