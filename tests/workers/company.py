@@ -16,6 +16,7 @@ DIFFERING = (
     *("llama with biases", "mixtral", "qwen3_moe with dense layers", "gemma2", "gemma3", "phi3", "olmo2"),
     "granite",
     "lfm2",
+    "granite hybrid",
 )
 
 
