@@ -154,6 +154,12 @@ class Config:
         " on the CPU",
         QUANTIZATIONS,
     )
+    head_dtype: str = setting(
+        AUTO,
+        "data type in which logits are computed; float32 as some trainers do; the matrix then takes 4 bytes a"
+        " weight; on the CPU, with native models",
+        (AUTO, "float32"),
+    )
     kv_cache_dtype: str = setting(
         AUTO,
         "data type of the KV cache: auto is dtype, or bfloat16 for quantised weights whose dtype is auto;"

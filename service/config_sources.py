@@ -149,7 +149,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
     yield from _pool_conflicts(config)
     yield from _quantization_conflicts(config)
     yield from _draft_conflicts(config)
-    yield from _kv_cache_conflicts(config)
+    yield from _dtype_conflicts(config)
     for extension in config.extensions:
         yield from extension.conflicts(config)
     yield from _port_conflicts(config)
@@ -195,14 +195,17 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
         yield ("workers", "pool_listen"), problem
 
 
-def _kv_cache_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about what quantised KV cannot do yet."""
-    if config.kv_cache_dtype == AUTO:
-        return
-    if config.device == "cuda":
-        yield ("kv_cache_dtype", "device"), "needs device = cpu"
-    if config.model == WEIGHTLESS_MODEL:
-        yield ("kv_cache_dtype", "model"), "needs a model that has weights"
+def _dtype_conflicts(config: Config) -> Iterator[Conflict]:
+    """As `_conflicts`, about what KV and heads of another dtype cannot do yet."""
+    for name in ("kv_cache_dtype", "head_dtype"):
+        if getattr(config, name) == AUTO:
+            continue
+        if config.device == "cuda":
+            yield (name, "device"), "needs device = cpu"
+        if config.model == WEIGHTLESS_MODEL:
+            yield (name, "model"), "needs a model that has weights"
+    if config.head_dtype != AUTO and config.tensor_parallel > 1:
+        yield ("head_dtype", "tensor_parallel"), "needs tensor_parallel = 1"
 
 
 def _quantization_conflicts(config: Config) -> Iterator[Conflict]:

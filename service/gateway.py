@@ -39,6 +39,7 @@ from service.memory import keep_trimmed
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
 from service.pool.rolling_restart import RollingRestart
+from service.runtimes.embedding import Embedder
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
@@ -116,7 +117,8 @@ class Gateway:
         local = self._local_runtime()
         self.router = Router([local]) if others is None else others.open_router(local, self.core.values)
         self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
-        self.runner = RunnerApi(self.executions, self.router, self.state)
+        embedder = Embedder(self.state, self.text, self.core.api.BatchForward)
+        self.runner = RunnerApi(self.executions, self.router, self.state, embedder)
         read_again = None if others is None else others.read_again
         calls = RuntimeCalls(self.router, self.state, read_again, self.core.weight_uploads)
         self._interceptor = CallInterceptor(self.state, self.authenticator, self._observing())

@@ -425,6 +425,9 @@ class FakeExecutor(
     GetCacheMetrics: Any = _answers("GetCacheMetrics", executor_pb2.GetCacheMetricsResponse())
     GetCapabilities: Any = _answers("GetCapabilities", executor_pb2.GetCapabilitiesResponse())
     ListRuntimes: Any = _answers("ListRuntimes", runner_pb2.ListRuntimesResponse())
+    Embed: Any = _answers(
+        "Embed", runner_pb2.EmbedResponse(embeddings=[runner_pb2.Embedding(values=[0.6, 0.8])])
+    )
     EstimateCost: Any = _answers("EstimateCost", runner_pb2.EstimateCostResponse())
     RebuildSession: Any = _answers("RebuildSession", admin_pb2.RebuildSessionResponse(rebuilt=1))
     Warmup: Any = _answers("Warmup", admin_pb2.WarmupResponse(workers_ready=2))

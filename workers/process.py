@@ -207,6 +207,7 @@ def _make_executor(
             batch_invariant=config.batch_invariant == "on",
             quantization=_quantization(config),
             kv_dtype=_kv_dtype(config),
+            head_dtype=config.head_dtype or "auto",
             max_text_bytes=config.max_response_bytes - _REST_OF_MODEL_INFO_BYTES,
             progress=lambda done, total: progress("weights", done, total),
             ranks=None if ranks is None else RankGroup(ranks),

@@ -524,10 +524,10 @@ def _write_row(data: bytes, number_format: DataType, into: types_pb2.Tensor) -> 
     into.data = data
 
 
-def _description(model: ModelDescription) -> types_pb2.ModelDescription:
+def _description(model: ModelDescription, pooling: str = "") -> types_pb2.ModelDescription:
     dtype = _DTYPES_BY_NAME.get(model.dtype)
     fields = _fields(model) | {"dtype": None if dtype is None else _DTYPES[dtype]}
-    return types_pb2.ModelDescription(**fields)
+    return types_pb2.ModelDescription(**fields, pooling=pooling)
 
 
 def to_ready(
@@ -545,7 +545,7 @@ def to_ready(
     defaults: Any = text.sampling_defaults
     return worker_pb2.WorkerReady(
         pid=pid,
-        model=_description(model),
+        model=_description(model, text.pooling),
         tokenizer_json=text.tokenizer_json,
         chat_template=types_pb2.ChatTemplate(**_fields(text.chat_template)),
         sampling_defaults=types_pb2.SamplingParams(**defaults) if defaults else None,

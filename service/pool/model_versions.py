@@ -195,7 +195,10 @@ class ModelVersions:
         version.fingerprint = model.fingerprint
         for ready in (self.first_ready, *(slot.ready for slot in self.slots)):
             if ready is not None:
+                # It comes with the texts, which stay.
+                pooling = ready.model.pooling
                 ready.model.CopyFrom(model)
+                ready.model.pooling = pooling
         # No cache that can be used is of earlier weights.
         self.serving, self.expected_fingerprint = version, None
         self._is_switching = False

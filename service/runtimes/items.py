@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quire.v1 import runner_pb2, types_pb2
 
-from service.api import validation
+from service.api import masks, validation
 from service.api.request_limits import RequestLimits
 from service.api.status import to_status
 from service.errors import InvalidArgument, QuireError
@@ -17,6 +17,7 @@ MAX_SAMPLES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 128
 MAX_ITEM_ID_CHARACTERS = 128
 _SPECULATION_METHODS = (
     runner_pb2.SPECULATION_METHOD_PROMPT_LOOKUP,
@@ -61,6 +62,7 @@ def check(item: runner_pb2.ExecuteItem) -> None:
     if item.n > MAX_SAMPLES:
         raise InvalidArgument("TOO_MANY_SAMPLES", "n", f"at most {MAX_SAMPLES} samples of an item")
     _check_stops(item)
+    _check_bad_words(item)
     if item.HasField("constraint") and item.constraint.WhichOneof("kind") is None:
         text = "one of json_schema, regex, lark and mask is needed"
         raise InvalidArgument("BAD_CONSTRAINT", "constraint", text)
@@ -86,6 +88,17 @@ def _check_stops(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_STOP", "min_logprob", "a log-probability is at most 0")
     if item.HasField("max_entropy") and not item.max_entropy >= 0:
         raise InvalidArgument("BAD_STOP", "max_entropy", "an entropy is at least 0")
+    if item.max_tokens and item.min_tokens > item.max_tokens:
+        raise InvalidArgument("BAD_STOP", "min_tokens", "is more than max_tokens")
+
+
+def _check_bad_words(item: runner_pb2.ExecuteItem) -> None:
+    if len(item.bad_words) > MAX_BAD_WORDS:
+        raise InvalidArgument("BAD_CONSTRAINT", "bad_words", f"at most {MAX_BAD_WORDS} texts")
+    for index, word in enumerate(item.bad_words):
+        if not word.strip() or len(word) > MAX_STOP_CHARACTERS:
+            text = f"must have 1 to {MAX_STOP_CHARACTERS} characters, not all of them spaces"
+            raise InvalidArgument("BAD_CONSTRAINT", f"bad_words[{index}]", text)
 
 
 def _check_prompt(item: runner_pb2.ExecuteItem) -> None:
@@ -123,6 +136,15 @@ def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: i
         field = error.field.removeprefix("output.")
         field = f"constraint.{field}" if field.startswith("mask") else field
         raise InvalidArgument(error.reason, field, error.message) from None
+
+
+def check_choice(output: types_pb2.OutputOptions, limits: RequestLimits) -> None:
+    """Raises InvalidArgument if what an item forbids by its mask and its rules is every token."""
+    try:
+        masks.check_choice(output.mask if output.HasField("mask") else None, output.sampling, limits)
+    except InvalidArgument:
+        text = "what the constraint, min_tokens and bad_words leave is no token"
+        raise InvalidArgument("BAD_MASK", "constraint", text) from None
 
 
 def deadline_s(item: runner_pb2.ExecuteItem, batch_deadline_s: float | None, now_s: float) -> float | None:

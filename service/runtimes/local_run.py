@@ -346,7 +346,7 @@ class LocalRun:
     async def _generate(
         self, item: PreparedItem, sample: Sample, cache: Remembered | None, part: str
     ) -> None:
-        options = item.options(sample.index)
+        options = item.options(sample)
         if item.in_place is not None:
             await self._held.begin(item, item.in_place, sample)
             token_id, position = self._take(item, sample, await self._append_rest(item, sample, options))
@@ -363,14 +363,16 @@ class LocalRun:
                 if sample.matcher.is_complete:
                     self._put(item, sample.complete())
                     return
-                options = item.options(sample.index, masks[0])
+                options = item.options(sample, masks[0])
+            elif sample.spec.rules is not None:
+                options = item.options(sample)
             if draft:
                 step = _DraftStep(draft, masks, began_at)
                 token_id, position = await self._verify(item, sample, token_id, step, position)
                 continue
             own, drafts = options, 0
             if sample.drafter is not None and (drafts := sample.wanted_drafts):
-                own = item.draft_options(sample.index, 1, masks, drafts)
+                own = item.draft_options(sample, 1, masks, drafts)
             appended = await self._append(item, AppendKind.DECODE, (token_id,), sample, own, position)
             if sample.drafter is not None:
                 _decoded(sample.drafter, appended, drafts, time.monotonic() - began_at)
@@ -386,7 +388,7 @@ class LocalRun:
         assert sample.drafter is not None
         wanted = sample.wanted_drafts
         token_ids = array("I", (token_id, *step.draft))
-        options = item.draft_options(sample.index, len(token_ids), step.masks, wanted)
+        options = item.draft_options(sample, len(token_ids), step.masks, wanted)
         appended = await self._append(item, AppendKind.VERIFY, token_ids, sample, options, position)
         done = done_of(appended)
         sample.drafter.verified(len(step.draft), appended.kept - 1, time.monotonic() - step.began_at_s)

@@ -6,6 +6,7 @@ Expensive parts (long texts, templates, grammars) run in a bounded number of thr
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,14 @@ from service.runtimes import items
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
+from service.runtimes.token_rules import token_rules
 from service.text.constraints import Matcher
 from service.text.detokenizer import SpecialTokens
 from service.text.text_model import TextModel
 
 _SEEDS = 1 << 64
+# More than the bytes of the longest bad word.
+_MAX_WORD_TOKENS = 4 * items.MAX_STOP_CHARACTERS + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class PreparedItem:
     cache_salt: str
     _output: types_pb2.OutputOptions
     _first_mask: bytes | None
+    _limits: RequestLimits
     # The cache of the caller that it continues: itself, or copies of it.
     held: HeldCache | None = None
     on_copies: bool = False
@@ -79,22 +84,29 @@ class PreparedItem:
         """A sample without tokens."""
         return Sample(self.spec, index, None if self.new_matcher is None else self.new_matcher())
 
-    def options(self, index: int, mask: bytes | None = None) -> bytes:
-        """The encoded output options for a step of a sample. `mask`: None: that of the first step."""
-        output = self._output_of(index, self._first_mask if mask is None else mask)
+    def options(self, sample: Sample, mask: bytes | None = None) -> bytes:
+        """The encoded output options for a step of a sample. `mask`: None: that of the first step.
+
+        Raises InvalidArgument if mask and rules leave no token.
+        """
+        output = self._output_of(sample, self._first_mask if mask is None else mask)
         return last_row(output, sorted(self.spec.end_ids))
 
-    def draft_options(self, index: int, rows: int, masks: Sequence[bytes], draft_tokens: int) -> bytes:
+    def draft_options(self, sample: Sample, rows: int, masks: Sequence[bytes], draft_tokens: int) -> bytes:
         """The same for a step that verifies a draft, or after which one is made; see `sampled_rows`."""
-        return sampled_rows(self._output_of(index, None), rows, masks, draft_tokens)
+        return sampled_rows(self._output_of(sample, None), rows, masks, draft_tokens)
 
-    def _output_of(self, index: int, mask: bytes | None) -> types_pb2.OutputOptions:
+    def _output_of(self, sample: Sample, mask: bytes | None) -> types_pb2.OutputOptions:
         output = types_pb2.OutputOptions()
         output.CopyFrom(self._output)
         if mask is not None:
             output.mask.packed = mask
         if output.sampling.HasField("seed"):
-            output.sampling.seed = (output.sampling.seed + index) % _SEEDS
+            output.sampling.seed = (output.sampling.seed + sample.index) % _SEEDS
+        if forbidden := sample.forbidden:
+            for token_id in forbidden:
+                output.sampling.logit_bias[token_id] = -math.inf
+            items.check_choice(output, self._limits)
         return output
 
 
@@ -141,6 +153,7 @@ class ItemPreparer:
                 raise SequenceTooLong(len(prompt), limits.max_seq_tokens)
         stop_ids = await self._stop_ids(item)
         end_ids = self._end_ids(item).union(stop_ids)
+        rules = token_rules(item.min_tokens, end_ids, await self._bad_words(item))
         new_matcher = await self._matcher(item, end_ids)
         first_mask = None
         if new_matcher is not None:
@@ -166,6 +179,7 @@ class ItemPreparer:
                 context_tokens=0 if held is None else held.position,
                 max_draft_tokens=_max_draft_tokens(item),
                 has_draft_model=self._has_draft_model(item),
+                rules=rules,
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -177,6 +191,7 @@ class ItemPreparer:
             cache_salt=item.cache_salt,
             _output=output,
             _first_mask=first_mask,
+            _limits=limits,
             held=held,
             on_copies=not items.is_in_place(item),
         )
@@ -222,6 +237,22 @@ class ItemPreparer:
         """The stop texts that are one special token, by its id: it never becomes text."""
         special_ids = await self._text.special_ids() if item.stop else {}
         return {special_ids[stop]: stop for stop in item.stop if stop in special_ids}
+
+    async def _bad_words(self, item: runner_pb2.ExecuteItem) -> Sequence[Sequence[int]]:
+        """The tokens of each, at the beginning of a text and behind a space."""
+        words: list[Sequence[int]] = []
+        for index, word in enumerate(item.bad_words):
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                ids = await self._text.encode(
+                    text,
+                    max_tokens=_MAX_WORD_TOKENS,
+                    add_special_tokens=False,
+                    field=f"bad_words[{index}]",
+                )
+                # Some tokenizers have a token for the space itself. It would forbid the same once more.
+                if text[0] != " " or (words and len(ids) == len(words[-1])):
+                    words.append(ids)
+        return words
 
     def _end_ids(self, item: runner_pb2.ExecuteItem) -> frozenset[int]:
         own = () if item.ignore_eos else self._state.first_ready.model.eos_token_ids

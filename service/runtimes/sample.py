@@ -6,6 +6,7 @@ journal are pushed through a new `Sample`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from quire.v1 import runner_pb2, types_pb2
 
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.speculation import Drafter
+from service.runtimes.token_rules import FOR_EVER, TokenRules
 from service.text.constraints import Matcher
 from service.text.detokenizer import Detokenizer, TokenDecoder
 from service.text.stops import StopMatcher
@@ -48,6 +50,8 @@ class SampleSpec:
     max_draft_tokens: int = 0
     # They come from a draft model, and not from the prompt.
     has_draft_model: bool = False
+    # What may not follow. None: no rules.
+    rules: TokenRules | None = None
 
 
 class Sample:
@@ -59,6 +63,8 @@ class Sample:
         self.matcher = matcher
         self.is_finished = False
         self._num_tokens = 0
+        # Those that the rules look at.
+        self._last = deque[int](maxlen=0 if spec.rules is None else spec.rules.num_before)
         # Of the text, including what is held back.
         self._num_characters = 0
         self._stops = StopMatcher(spec.stops)
@@ -66,7 +72,8 @@ class Sample:
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
         self.drafter: Drafter | None = None
-        if spec.max_draft_tokens:
+        # What rules forbid may be all that a grammar allows behind a draft.
+        if spec.max_draft_tokens and (matcher is None or spec.rules is None):
             self.drafter = Drafter(spec.prompt, spec.max_draft_tokens, has_model=spec.has_draft_model)
         # Prompt tokens whose KV was found in a cache.
         self.cached_tokens = 0
@@ -83,7 +90,19 @@ class Sample:
         # Whether a condition was met is not in the journal: none may be appended behind such a token.
         has_condition = self.spec.min_logprob is not None or self.spec.max_entropy is not None
         most = 1 if has_condition or self.drafter is not None else MAX_PRELAUNCHED
-        return min(self.spec.max_tokens - self._num_tokens - 1, most)
+        return min(self.spec.max_tokens - self._num_tokens - 1, most, self._same_rules)
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """The tokens that may not follow, whatever the constraint allows."""
+        rules = self.spec.rules
+        return frozenset() if rules is None else rules.forbidden(self._num_tokens, self._last)
+
+    @property
+    def _same_rules(self) -> int:
+        """For how many tokens behind the next one the same are forbidden."""
+        rules = self.spec.rules
+        return FOR_EVER if rules is None else rules.stays_same(self._num_tokens)
 
     @property
     def wanted_drafts(self) -> int:
@@ -97,7 +116,7 @@ class Sample:
         """How many tokens a draft may have now. The one after them is still a token of the sample."""
         if self.drafter is None or self.catching_up is not None:
             return 0
-        return self.drafter.most(self.spec.max_tokens - self._num_tokens - 1)
+        return self.drafter.most(min(self.spec.max_tokens - self._num_tokens - 1, self._same_rules))
 
     def draft(self) -> Sequence[int]:
         """Tokens that may follow, at most `most_drafts`."""
@@ -116,14 +135,18 @@ class Sample:
         if output is not None:
             self._add_output(chunk, output)
         self._num_tokens += 1
+        self._last.append(token_id)
         is_end = token_id in self.spec.end_ids
         is_stopped = False
         if self._detokenizer is not None and not is_end:
             text = self._detokenizer.push(token_id)
             self._num_characters += len(text)
-            chunk.text = self._stops.push(text)
-            # A sample that ends here ends with this text, even if another token could change it.
-            is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
+            if self.spec.rules is not None and self._num_tokens <= self.spec.rules.min_tokens:
+                chunk.text = text
+            else:
+                chunk.text = self._stops.push(text)
+                # A sample that ends here ends with this text, even if another token could change it.
+                is_stopped = bool(self._stops.found) or self._stops.ends_in(self._detokenizer.unsettled)
         if self.matcher is not None and not is_end:
             self.matcher.take(token_id)
         if self.drafter is not None:

@@ -20,6 +20,7 @@ from service.auth.authenticator import current_tenant
 from service.errors import QuireError
 from service.logging import current_request_id
 from service.runtimes.base import Runtime
+from service.runtimes.embedding import Embedder
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
 
@@ -33,6 +34,7 @@ class RunnerApi:
     executions: Executions
     router: Router
     state: ServerState
+    embedder: Embedder
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
         if self.executions.needs_worker(request):
@@ -68,6 +70,9 @@ class RunnerApi:
     ) -> runner_pb2.ListRuntimesResponse:
         runtimes = [runtime.describe() for runtime in self.router.runtimes]
         return runner_pb2.ListRuntimesResponse(runtimes=runtimes)
+
+    async def Embed(self, request: runner_pb2.EmbedRequest, context: Context) -> runner_pb2.EmbedResponse:
+        return await self.embedder.embed(request, context)
 
     async def EstimateCost(
         self, request: runner_pb2.EstimateCostRequest, context: Context

@@ -42,6 +42,7 @@ MADE_BY: dict[str, Callable[[Client, Cache], Any]] = {
     "GetCacheMetrics": lambda client, _: client.cache_metrics(),
     "GetLoraMetrics": lambda client, _: client.lora_metrics(),
     "ListRuntimes": lambda client, _: client.list_runtimes(),
+    "Embed": lambda client, _: client.embed([[1, 2]]),
     "EstimateCost": lambda client, _: client.estimate_cost([1], max_tokens=2),
     "RebuildSession": lambda client, _: client.rebuild_session(),
     "Warmup": lambda client, _: client.warmup(),

@@ -8,12 +8,14 @@ Each raises an error if the answer is not what the package promises.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Literal
 
+STORYTELLER = Path(__file__).parents[2] / "workers/models/storyteller"
 MODEL, KEY = "storyteller", "none"
 QUESTION = "Describe a pet."
 LIMITS = {"max_tokens": 300, "temperature": 0}
@@ -116,6 +118,106 @@ def openai_agents(url):
     assert "Sun in Bern." in json.dumps(done.to_input_list())
 
 
+def openai_embeddings(url):
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key=KEY)
+    first, second = client.embeddings.create(model=MODEL, input=["A cat.", "A dog."]).data
+    assert len(first.embedding) == len(second.embedding) > 0 and first.embedding != second.embedding
+
+
+def litellm(url):
+    import litellm
+
+    asked = {"api_base": url, "api_key": KEY, "messages": [{"role": "user", "content": QUESTION}], **LIMITS}
+    whole = litellm.completion(model=f"openai/{MODEL}", **asked).choices[0].message.content
+    stream = litellm.completion(model=f"hosted_vllm/{MODEL}", stream=True, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+    tool = {"type": "function", "function": {"name": "pet", "parameters": pet_class().model_json_schema()}}
+    called = litellm.completion(model=f"openai/{MODEL}", tools=[tool], tool_choice="required", **asked)
+    assert pet_class().model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
+    answer = litellm.responses(model=f"openai/{MODEL}", api_base=url, api_key=KEY, input=QUESTION)
+    assert answer.output[0].content[0].text
+
+
+def llm(url):
+    """The command, with a model in its file of models."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = f"- model_id: own\n  model_name: {MODEL}\n  api_base: {url}\n"
+        Path(directory, "extra-openai-models.yaml").write_text(model)
+        command = [sys.executable, "-m", "llm", "-m", "own", "-o", "max_tokens", "20", QUESTION]
+        environment = {**os.environ, "LLM_USER_PATH": directory}
+        assert subprocess.run(command, env=environment, check=True, capture_output=True).stdout.strip()
+
+
+def dspy(url):
+    import dspy
+
+    class Describe(dspy.Signature):
+        """Describe a pet."""
+
+        name: str = dspy.InputField()
+        kind: Literal["cat", "dog"] = dspy.OutputField()
+
+    dspy.configure(lm=dspy.LM("openai/local", api_base=url, api_key=KEY))
+    assert dspy.Predict(Describe)(name="Mia").kind == "dog"
+
+
+def llama_index(url):
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    pet, settings = pet_class(), {"api_base": url, "api_key": KEY, **LIMITS}
+    chat = OpenAILike(model=MODEL, is_chat_model=True, is_function_calling_model=True, **settings)
+    asked = [ChatMessage(role="user", content=QUESTION)]
+    whole = chat.chat(asked).message.content
+    assert "".join(part.delta for part in chat.stream_chat(asked)) == whole
+    assert isinstance(chat.as_structured_llm(pet).complete(QUESTION).raw, pet)
+    assert OpenAILike(model=MODEL, **settings).complete("Once upon").text
+
+
+def guidellm(url):
+    """Its benchmark: each of 8 requests has as many tokens as were asked for."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory, "out.json")
+        options = {
+            "--backend": f"kind=openai_http,target={url.removesuffix('/v1')}",
+            "--profile": "kind=concurrent,streams=4",
+            "--constraint": "kind=max_requests,count=8",
+            "--tokenizer": f"kind=hf_auto,model={STORYTELLER}",
+            "--data": "kind=synthetic_text,prompt_tokens=32,output_tokens=24",
+            "--output": f"kind=json,path={out}",
+        }
+        command = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-progress"]
+        subprocess.run([*command, *(word for option in options.items() for word in option)], check=True)
+        (benchmark,) = json.loads(out.read_text())["benchmarks"]
+        done = benchmark["requests"]["successful"]
+        assert len(done) == 8 and {request["output_tokens"] for request in done} == {24}
+
+
+def evalscope(url):
+    """Its load test of chats."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = {
+            "--url": f"{url}/chat/completions",
+            "--model": MODEL,
+            "--dataset": "random",
+            "--tokenizer-path": str(STORYTELLER),
+            "--min-prompt-length": "20",
+            "--max-prompt-length": "40",
+            "--min-tokens": "24",
+            "--max-tokens": "24",
+            "--number": "8",
+            "--parallel": "4",
+            "--outputs-dir": directory,
+        }
+        command = [str(Path(sys.executable).with_name("evalscope")), "perf", "--api", "openai"]
+        subprocess.run([*command, *(word for option in options.items() for word in option)], check=True)
+        (summary,) = Path(directory).rglob("benchmark_summary.json")
+        found = json.loads(summary.read_text())
+        assert (found["Success Requests"], found["Avg Output Tokens"]) == (8, 24)
+
+
 def lm_eval(url):
     """The log-likelihood of answers, from an echo with log-probabilities."""
     task = """
@@ -134,8 +236,7 @@ metric_list: [{metric: acc}]
         row = {"question": "Once upon a time there", "choices": ["was", "xq"], "answer": 0}
         data.write_text(json.dumps(row) + "\n")
         Path(directory, "pets.yaml").write_text(task % data)
-        tokenizer = Path(__file__).parents[2] / "workers/models/storyteller"
-        arguments = f"base_url={url}/completions,model={MODEL},tokenizer={tokenizer}"
+        arguments = f"base_url={url}/completions,model={MODEL},tokenizer={STORYTELLER}"
         command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "pets"]
         command += ["--include_path", directory, "--model_args", arguments, "--output_path", directory]
         subprocess.run(command, check=True)

@@ -1,4 +1,9 @@
-"""The packages of docs/clients.md, at the versions of client_packages.txt, against a server.
+"""The packages of docs/clients.md, at the versions of client_packages/*.txt, against a server.
+
+Those of a file are installed together, in an environment of their own:
+
+    python -m venv build/clients/agents
+    build/clients/agents/bin/pip install -r tests/e2e/client_packages/agents.txt
 
 The shipped model does what a grammar makes it do. What models write by themselves is written by a script.
 """
@@ -7,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,22 +23,39 @@ from tests.e2e.test_openai import HttpGateway
 from tests.gateway_process import ROOT
 from tests.service.extensions.openai.test_tools import answering
 
-PYTHON = ROOT / "build/clients/bin/python"
 SCRIPTS = Path(__file__).with_name("client_scripts.py")
 TIMEOUT_S = 300
-WITH_MODEL = ["instructor", "langchain", "pydantic_ai", "pydantic_ai_anthropic", "anthropic", "lm_eval"]
+# The environment of each.
+WITH_MODEL = {
+    "anthropic": "agents",
+    "evalscope": "evalscope",
+    "guidellm": "guidellm",
+    "instructor": "instructor",
+    "langchain": "agents",
+    "litellm": "litellm",
+    "llama_index": "llama_index",
+    "llm": "litellm",
+    "lm_eval": "agents",
+    "openai_embeddings": "agents",
+    "pydantic_ai": "agents",
+    "pydantic_ai_anthropic": "agents",
+}
 # What the model writes, one answer after the other.
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 WITH_SCRIPT = {
-    "openai_agents": [CALL, "There is sun."],
-    "smolagents": [json.dumps([{"name": "final_answer", "arguments": {"answer": "A dog."}}])],
+    "openai_agents": ("agents", [CALL, "There is sun."]),
+    "smolagents": ("agents", [json.dumps([{"name": "final_answer", "arguments": {"answer": "A dog."}}])]),
+    "dspy": ("litellm", ["[[ ## kind ## ]]\ndog\n\n[[ ## completed ## ]]"]),
 }
-pytestmark = [
-    pytest.mark.thorough,  # what they need is tested one by one in tests/service/extensions/openai
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="no clients: client_packages.txt says how to install them"
-    ),
-]
+# What they need is tested one by one in tests/service/extensions/openai.
+pytestmark = pytest.mark.thorough
+
+
+def python_of(environment: str) -> Path:
+    python = ROOT / "build/clients" / environment / "bin/python"
+    if not python.exists():
+        pytest.skip(f"no clients: this file says how to install {environment}.txt")
+    return python
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +67,32 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("name", WITH_MODEL)
 def test_what_is_forced(url: str, name: str) -> None:
     done = subprocess.run(
-        [PYTHON, SCRIPTS, name, url], timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+        [python_of(WITH_MODEL[name]), SCRIPTS, name, url],
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", WITH_SCRIPT)
 async def test_what_a_model_decides(name: str) -> None:
-    async with answering(list(WITH_SCRIPT[name])) as (client, _):
+    environment, written = WITH_SCRIPT[name]
+    python = python_of(environment)
+    async with answering(list(written)) as (client, _):
         url = str(client.base_url).removesuffix("/")
         process = await asyncio.create_subprocess_exec(
-            PYTHON, SCRIPTS, name, url, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            python, SCRIPTS, name, url, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         _, errors = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         assert process.returncode == 0, errors.decode()
+
+
+def test_a_visitor_of_the_page(url: str) -> None:
+    python, chromium = python_of("browser"), shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium")
+    command = [str(python), str(SCRIPTS.with_name("page_script.py")), chromium, url.removesuffix("v1")]
+    done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import quire
 from google.protobuf import duration_pb2
 from quire.v1 import admin_pb2, runner_pb2, types_pb2
 from quire.v1 import executor_pb2 as pb
@@ -155,6 +156,56 @@ def test_text_comes_with_its_tokens_and_ends_before_a_stop_text(shipped_gateway:
         chunks = execute(shipped_gateway, ask)["hot", sample]
         assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
         assert chunks[-1].finish_reason == runner_pb2.FINISH_REASON_STOP and chunks[-1].stop == stop
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("speculates", [False, True])
+def test_neither_bad_words_nor_early_ends(
+    shipped_gateway: GatewayProcess, seed: int, *, speculates: bool
+) -> None:
+    rng = random.Random(seed)
+    with quire.Client(shipped_gateway.address) as client:
+        encode = client.tokenizer().encode
+        end, *_ = client.tokenizer().end_ids
+        words = rng.choice([["1", "23"], ["12", "121", "5 "], ["7"], []])
+        sequences = [tuple(encode(space + word)) for word in words for space in ("", " ")]
+        at_least, stops = rng.choice([0, 3, 20]), [end, encode("9")[0]]
+        sampling = types_pb2.SamplingParams(temperature=rng.choice([0, 3]), seed=seed)
+        prompt, made = encode("12+30=" * 4), list[int]()
+        with contextlib.ExitStack() as held:
+            cache = None
+            while len(made) < 40 and not (len(made) > at_least and made[-1] in stops):
+                output = types_pb2.OutputOptions(sampling=sampling)
+                early = stops if len(made) < at_least else []
+                bad = [
+                    each[-1] for each in sequences if tuple(made[len(made) + 1 - len(each) :]) == each[:-1]
+                ]
+                for token in (*early, *bad):
+                    output.sampling.logit_bias[token] = -math.inf
+                if cache is None:
+                    cache = held.enter_context(client.prefill(prompt, output=output))
+                    made.append(cache.output.token_id)
+                else:
+                    made.append(cache.decode(made[-1], output=output).token_id)
+    ask = item("0", prompt, 40, sampling=sampling, min_tokens=at_least, bad_words=words, stop_token_ids=stops)
+    if speculates:
+        ask.speculation.CopyFrom(SPECULATION)
+    (chunks,) = execute(shipped_gateway, ask).values()
+    assert tokens(chunks) == made
+
+
+def test_a_grammar_of_bad_words_alone_is_refused(shipped_gateway: GatewayProcess) -> None:
+    ask = runner_pb2.ExecuteItem(item_id="one", text="12+30=", max_tokens=9, bad_words=["4", "5"])
+    ask.constraint.regex = "[45]"
+    (chunks,) = execute(shipped_gateway, ask).values()
+    assert status_reason(chunks[0].error) == "BAD_MASK"
+    # A stop text does not end it early, either; and a grammar's end does.
+    ask.constraint.regex, ask.min_tokens, ask.stop[:] = "6677", 3, ["7"]
+    (chunks,) = execute(shipped_gateway, ask).values()
+    assert "".join(chunk.text for chunk in chunks) == "667"
+    ask.min_tokens = 8
+    (chunks,) = execute(shipped_gateway, ask).values()
+    assert "".join(chunk.text for chunk in chunks) == "6677"
 
 
 def test_items_that_are_wrong_fail_alone(shipped_gateway: GatewayProcess) -> None:

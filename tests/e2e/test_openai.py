@@ -284,7 +284,7 @@ def test_errors_have_their_status(client: Any) -> None:
         with pytest.raises(openai.BadRequestError, match=next(iter(settings))):
             client.completions.create(model="talker", prompt="x", **settings)
     with pytest.raises(openai.NotFoundError, match="nothing is served at this path"):
-        client.embeddings.create(model="talker", input="x")
+        client.moderations.create(model="talker", input="x")
     with pytest.raises(openai.APIStatusError) as method:
         client.get("/completions", cast_to=object)
     assert method.value.status_code == 405
@@ -418,6 +418,12 @@ def test_an_echo_has_the_log_probabilities_of_its_prompt(
     assert "".join(event.choices[0].text for event in streamed) == echoed.text
     values = [value for event in streamed for value in event.choices[0].logprobs.token_logprobs]
     assert values == echoed.logprobs.token_logprobs
+    with_ids = client.completions.create(
+        prompt=prompt, echo=True, **settings, extra_body={"return_token_ids": True}
+    ).choices[0]
+    ids = with_ids.logprobs.top_token_ids
+    assert ids[0] is None and [each[0] for each in ids[1:]] == [*prompt[1:], *with_ids.token_ids]
+    assert list(map(len, ids[1:])) == list(map(len, echoed.logprobs.top_logprobs[1:]))
 
 
 def test_tokens_are_returned_and_usage_as_it_grows(client: Any, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -39,13 +39,14 @@ ABSENT = {
     "Chat.tools_json", "Chat.variables_json", "ToolCall.arguments_json", "DraftProbabilities.dense",
     "EstimateCostRequest.runtime", "LoadWeightsRequest.runtime", "RebuildSessionRequest.runtime",
     "DrainRequest.worker_id", "LoadAdapterRequest.source", "UploadWeightsRequest.name",
-    "UploadWeightsRequest.sha256",
+    "UploadWeightsRequest.sha256", "EmbedRequest.adapter_id", "EmbedRequest.cache_salt",
+    "ExecuteItem.bad_words",
 }  # fmt: skip
 # Empty is a value: an empty text, data without bytes, a name that a template writes.
 VALUE = {
     "ExecuteItem.text", "ChatMessage.content", "ChatMessage.reasoning_content", "ToolCall.id",
     "ToolCall.name", "UploadWeightsRequest.data", "AdapterFile.data", "Constraint.regex",
-    "SampleProgress.item_id",
+    "SampleProgress.item_id", "EmbedInput.text",
 }  # fmt: skip
 # Empty is a value, of a mask: no token is allowed, or none forbidden.
 OF_MASKS = {"TokenMask.packed", "TokenMask.deflated", "TokenIds.ids"}
@@ -137,6 +138,7 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "ExecuteItem.item_id": ("BAD_ITEM_ID", lambda: items.check_ids([item(item_id="")])),
     "ExecuteRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
     "EstimateCostRequest.items": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5)),
+    "EmbedRequest.inputs": ("EMPTY_BATCH", lambda: validation.check_num_items([], 5, "inputs")),
     "LoadWeightsRequest.source": ("BAD_SOURCE", _source),
     "LoadAdapterRequest.adapter_id": ("BAD_ADAPTER", lambda: check_adapter_id("")),
 }

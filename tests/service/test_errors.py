@@ -116,7 +116,7 @@ def given_reasons() -> Iterator[tuple[str, str]]:
                 reason = next((text for text in texts if isinstance(text, str) and text.isupper()), None)
                 if reason is not None and node.func.id in (*GIVEN, "_check_at_most"):
                     yield reason, GIVEN.get(node.func.id, errors.InvalidArgument).code
-    for field in ("calls", "items", "forks", "fields"):
+    for field in ("calls", "items", "forks", "fields", "inputs"):
         yield errors.too_many(field, 1).reason, errors.InvalidArgument.code
 
 

@@ -140,6 +140,9 @@ class Server(MarkedGateway):
         """Ends everything in an orderly way; returns the gateway's exit status."""
         self.send_signal(signal.SIGTERM)
         status = self.wait()
+        # One that was stopped before it had a lease is nobody's, and ends itself as soon as it goes on.
+        for pid in self.worker_pids():
+            self.kill(pid, signal.SIGCONT)
         give_up_s = time.monotonic() + 60
         while self.worker_pids() and time.monotonic() < give_up_s:
             time.sleep(0.05)

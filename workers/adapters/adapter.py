@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter in PEFT's layout: adapter_config.json and adapter_model.safetensors.
+"""Reads an adapter: adapter_config.json and adapter_model.safetensors, with LoRA in PEFT's layout.
 
 A directory may be hostile: nothing in it is run, and all is checked before memory is allocated. What is not
 plain LoRA is refused by name. Does not know models beyond the shapes of their projections, nor slots.
@@ -7,12 +7,15 @@ plain LoRA is refused by name. Does not know models beyond the shapes of their p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
+
 from workers.adapters.config import CONFIG_FILE, LoraSettings, read_settings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
+from workers.adapters.steering import read_steering, read_strength
 from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pair
 from workers.common.adapter_files import file_identity
 from workers.models.lora import BaseMatrix, LoraWeights
@@ -26,13 +29,15 @@ class Adapter:
 
     Attributes:
         weights: By the names of the model's modules; float32, owned by the caller.
-        rank: The largest rank.
+        rank: The largest rank; 0: it is a steering vector.
         identity: Of the directory when it was read; see `identity`.
+        steering: What it adds behind layers, by layer; likewise.
     """
 
     weights: LoraWeights
     rank: int
     identity: str
+    steering: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 def read_adapter(
@@ -42,6 +47,7 @@ def read_adapter(
     max_rank: int,
     max_bytes: int,
     base: Mapping[str, BaseMatrix] = MappingProxyType({}),
+    steering_shape: tuple[int, int] | None = None,
 ) -> Adapter:
     """Read a directory. Takes `max_bytes` of memory and a few MiB.
 
@@ -51,11 +57,16 @@ def read_adapter(
         max_rank: The largest rank that is allowed.
         max_bytes: The most memory that the weights may take, as float32.
         base: The matrices of the model that the adapter may repeat, by the names of their tensors.
+        steering_shape: The layers and the hidden size for steering vectors; None: it takes none.
 
     Raises:
         AdapterError: The adapter is not supported, does not fit the model, or changed while it was read.
     """
     before = identity(directory)
+    strength = read_strength(directory)
+    if strength is not None:
+        vectors = read_steering(directory, steering_shape, strength=strength, max_bytes=max_bytes)
+        return _unchanged(directory, Adapter({}, 0, before, vectors))
     settings = read_settings(directory)
     pairs = find_pairs(directory, modules, base)
     with errors_of_file(directory / CONFIG_FILE):
@@ -68,9 +79,14 @@ def read_adapter(
             " allowed: use a smaller rank, or raise the limit"
         )
     weights = {module: read_pair(pair, scales[module]) for module, pair in pairs.items()}
-    if identity(directory) != before:
+    return _unchanged(directory, Adapter(weights, max(pair.rank for pair in pairs.values()), before))
+
+
+def _unchanged(directory: Path, adapter: Adapter) -> Adapter:
+    """What was read, unless files have changed meanwhile. Raises AdapterError."""
+    if identity(directory) != adapter.identity:
         raise AdapterError("has changed while it was read: try again when no process writes to it")
-    return Adapter(weights, max(pair.rank for pair in pairs.values()), before)
+    return adapter
 
 
 def identity(directory: Path) -> str:

@@ -19,7 +19,7 @@ from workers.models.values import boolean, integer, names
 
 CONFIG_FILE = "adapter_config.json"
 
-_MAX_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 _MAX_ALPHA = 1e12
 
 
@@ -99,20 +99,20 @@ def read_settings(directory: Path) -> LoraSettings:
     """
     file = directory / CONFIG_FILE
     with errors_of_file(file):
-        settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+        settings = parse_object(read_file(file, MAX_FILE_BYTES), file)
         _check_kind(settings)
         _check_keys(settings)
         patience = Patience(AdapterError)
         return LoraSettings(
             rank=integer(settings, "r"),
-            alpha=_alpha("lora_alpha", settings.get("lora_alpha")),
+            alpha=signed_number("lora_alpha", settings.get("lora_alpha")),
             is_rank_stabilized=boolean(settings, "use_rslora", default=False),
             ranks=tuple(
                 (_pattern("rank_pattern", text, patience), integer({"rank_pattern": rank}, "rank_pattern"))
                 for text, rank in _patterns(settings, "rank_pattern").items()
             ),
             alphas=tuple(
-                (_pattern("alpha_pattern", text, patience), _alpha("alpha_pattern", alpha))
+                (_pattern("alpha_pattern", text, patience), signed_number("alpha_pattern", alpha))
                 for text, alpha in _patterns(settings, "alpha_pattern").items()
             ),
             targets=Targets(settings, patience),
@@ -162,7 +162,7 @@ def _pattern(setting: str, text: str, patience: Patience) -> Pattern:
         raise AdapterError(f"{setting}: {error}") from None
 
 
-def _alpha(name: str, value: object) -> float:
+def signed_number(name: str, value: object) -> float:
     """A number that may be 0 or negative. Raises AdapterError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_ALPHA:
         got = "nothing" if value is None else quoted(value)

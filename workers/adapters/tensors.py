@@ -123,11 +123,11 @@ def read_pair(pair: PairEntries, scale: float) -> LoraPair:
         AdapterError: The file cannot be read or has changed, or a value is not finite.
     """
     with errors_of_file(pair.parts["A"].file), torch.inference_mode():
-        return LoraPair(_read(pair.parts["A"], 1.0), _read(pair.parts["B"], scale))
+        return LoraPair(read_scaled(pair.parts["A"], 1.0), read_scaled(pair.parts["B"], scale))
 
 
-def _read(entry: TensorEntry, scale: float) -> torch.Tensor:
-    """[rows, columns] float32."""
+def read_scaled(entry: TensorEntry, scale: float) -> torch.Tensor:
+    """Read a tensor as float32, times `scale`. Raises ModelError, or AdapterError if it is not finite."""
     tensor = torch.empty(entry.shape, dtype=torch.float32)
     for first, part in read_parts(entry):
         # In float64, so that the product is rounded once.

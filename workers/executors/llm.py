@@ -75,6 +75,7 @@ class LlmExecutor(ModelExecutor):
         batch_invariant: bool = False,
         quantization: str | None = None,
         kv_dtype: str = AUTO_KV,
+        head_dtype: str = AUTO,
         max_text_bytes: int = MAX_BYTES,
         progress: Callable[[int, int], None] | None = None,
         ranks: RankGroup | None = None,
@@ -93,6 +94,7 @@ class LlmExecutor(ModelExecutor):
             other, slower kernels.
         quantization: a format to which native weights are quantised on a CPU; None: they are not.
         kv_dtype: how keys and values are stored; other than "auto" on a CPU only.
+        head_dtype: "float32", or "auto" for the model's: that in which logits are computed.
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
         ranks: over which the model is split; None: this process runs all of it.
@@ -137,6 +139,7 @@ class LlmExecutor(ModelExecutor):
             ) from error
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
+        use_head_dtype(model, head_dtype)
         served = Served(model)
         if dtype == kv_dtype == AUTO and description.quantization:
             kv_dtype = kv_dtype_of_quantised(model)
@@ -153,7 +156,9 @@ class LlmExecutor(ModelExecutor):
         if drafting is not None:
             executor.use_draft_model(cls._drafting(*drafting, kv.num_pages, limits), limits.max_tokens)
         if device.type != "cuda" or backend == NATIVE:
-            executor.replacement = executor._new_replacement(served, description, backend, quantization)
+            executor.replacement = executor._new_replacement(
+                served, description, backend, quantization, head_dtype
+            )
         return executor
 
     @classmethod
@@ -166,7 +171,12 @@ class LlmExecutor(ModelExecutor):
         return cls(description, _engine(model, description, kv, runner))
 
     def _new_replacement(
-        self, served: Served, description: ModelDescription, backend: str, quantization: str | None
+        self,
+        served: Served,
+        description: ModelDescription,
+        backend: str,
+        quantization: str | None,
+        head_dtype: str,
     ) -> WeightsReplacement[Model]:
         """What replaces the weights of `served`, which has this description, and whose format they get."""
         ranks = self.ranks
@@ -191,6 +201,7 @@ class LlmExecutor(ModelExecutor):
                 )
                 read_description = on_all(read_description)
             _check_same_config(served.model, description, read_model, read_description)
+            use_head_dtype(read_model, head_dtype)
             # The tokenizer stays.
             return read_model, _described(read_description, source, self.text)
 
@@ -227,6 +238,14 @@ class LlmExecutor(ModelExecutor):
             if self.adapters is not None:
                 self.adapters.move()
         self._model = description
+
+
+def use_head_dtype(model: Model, head_dtype: str) -> None:
+    """Makes a model that was loaded compute its logits in a dtype. Raises ModelError."""
+    if head_dtype == AUTO:
+        return
+    if not isinstance(model, Decoder) or not model.use_float32_head():
+        raise ModelError("head_dtype = float32 needs a native model, device = cpu and tensor_parallel = 1")
 
 
 def _prepared(device: torch.device | str) -> torch.device:

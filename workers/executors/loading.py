@@ -174,11 +174,17 @@ def read_source(
     modules: Mapping[str, tuple[int, int]],
     limits: LoraLimits,
     base: Mapping[str, BaseMatrix] = MappingProxyType({}),
+    steering_shape: tuple[int, int] | None = None,
 ) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
     adapter = read_adapter(
-        directory, modules, max_rank=limits.max_rank, max_bytes=limits.max_bytes, base=base
+        directory,
+        modules,
+        max_rank=limits.max_rank,
+        max_bytes=limits.max_bytes,
+        base=base,
+        steering_shape=steering_shape,
     )
     if source.digest:
         try:

@@ -106,8 +106,9 @@ def adapter_table(served: Served, limits: LoraLimits, runner: Runner) -> Adapter
 
     def read(source: AdapterSource) -> LoadedAdapter[PackedLora]:
         slots.agree(slots.find_room())
-        adapter = read_source(source, modules, limits, served.model.base_matrices())
-        packed = served.model.pack_lora(adapter.weights)
+        model = served.model
+        adapter = read_source(source, modules, limits, model.base_matrices(), model.steering_shape)
+        packed = model.pack_lora(adapter.weights, adapter.steering)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)
 
     return AdapterTable(slots, read, limits.max_bytes)

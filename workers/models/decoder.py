@@ -7,14 +7,15 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from kernels.cpu.sublayers import Memory
-from kernels.linear import linear
+from kernels.linear import DenseWeight, linear
 from kernels.lora import row_slots
 from kernels.lora_pairs import MAX_RANK
 from kernels.packed_pages import can_pack_width, packed_width
@@ -33,6 +34,7 @@ from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
 from workers.models.shard import Shard, Slice
+from workers.models.steering import SteeredRows, SteeredStage, SteeringTable, pack_steering
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Decoder:
         if self.device.type == "cuda":
             self.fuse_few_rows(TilesOfPlaces(device_ms))
         self.max_lora_slots = 0
+        self._steering = SteeringTable(0)
         # Until there are slots, adapters of any rank that kernels take can be packed.
         self._max_lora_rank = MAX_RANK
         self._rope_tables: dict[RopeSpec, torch.Tensor] = {}  # each [positions of the pages in use, R]
@@ -138,6 +141,14 @@ class Decoder:
         # Heads of other widths are normalised, and may be attended to, in torch.
         self.batch_invariant = is_packed and can_pack_width(self.config.head_dim)
 
+    @torch.inference_mode()
+    def use_float32_head(self) -> bool:
+        """Compute logits in float32 from now on, after `pack`. False: not on a GPU, nor in a group."""
+        if self.device.type != "cpu" or self._shard.group is not None:
+            return False
+        self.lm_head = DenseWeight(self.lm_head.dense().float()).packed()
+        return True
+
     def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
         """Run steps of few rows in fewer launches, where that is faster; see `workers.models.few_rows`."""
         *before, last = self._sublayers()
@@ -173,6 +184,13 @@ class Decoder:
         named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
         return {name: BaseMatrix(shape, partial(rows, matrix)) for name, matrix in named.items()}
 
+    @property
+    def steering_shape(self) -> tuple[int, int] | None:
+        """See `Model.steering_shape`. Graphs on a GPU have no place for vectors that come and go."""
+        if self.device.type != "cpu" or self._shard.group is not None:
+            return None
+        return len(self.layers), self.config.hidden_size
+
     def lora_slot_bytes(self, max_rank: int) -> int:
         """See `Model.lora_slot_bytes`."""
         return sum(projection.lora_slot_bytes(max_rank) for _, projection in self._projections())
@@ -190,12 +208,19 @@ class Decoder:
                 projection.allocate_lora(0, max_rank)
             raise
         self.max_lora_slots, self._max_lora_rank = slots, max_rank
+        self._steering = SteeringTable(slots)
         self._compile()
 
-    def pack_lora(self, weights: LoraWeights) -> PackedLora:
+    def pack_lora(
+        self, weights: LoraWeights, steering: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> PackedLora:
         """Convert an adapter for `set_lora`. On any thread. Raises ValueError; see `workers.models.lora`."""
         on_cpu = self.device.type == "cpu"
-        return pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
+        packed = pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
+        vectors = pack_steering(steering, self.steering_shape, self.dtype)
+        if vectors is None:
+            return packed
+        return replace(packed, bytes=packed.bytes + vectors.nbytes, steering=vectors)
 
     def set_lora(self, slot: int, packed: PackedLora | None) -> None:
         """Replace the adapter of a slot; None: it is empty then. On the thread of `forward`.
@@ -211,6 +236,7 @@ class Decoder:
         for (_, projection), pairs in zip(projections, added, strict=True):
             assert projection.lora is not None
             projection.lora.set(slot, pairs)
+        self._steering.set(slot, None if packed is None else packed.steering)
 
     def _projections(self) -> list[tuple[str, Linear]]:
         """Those that may have adapters, with what the names of their modules begin with."""
@@ -249,20 +275,17 @@ class Decoder:
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
         rotations = self._rotations(inputs.positions, kv)
-        routing = last_routing = None
+        routing = last_routing = steered = None
         if inputs.experts is not None or capture is not None:
             routing, last_routing = routing_of(inputs.experts, inputs.wanted_rows, capture)
         context = ForwardContext(inputs, kv, rotations, self.batch_invariant, routing=routing, states=states)
         if inputs.lora_slots is not None:
-            wanted = inputs.lora_slots.index_select(0, inputs.wanted_rows)  # [R]
-            slots, wanted_slots = (
-                row_slots(each, self.max_lora_slots) for each in (inputs.lora_slots, wanted)
-            )
-            context = replace(context, lora_slots=slots, wanted_lora_slots=wanted_slots)
+            context = self._with_slots(context, inputs.lora_slots)
+            steered = self._steering.rows(inputs.lora_slots)
         x: torch.Tensor | None = None
-        # Hidden states are between the stages of which several may be compiled as one.
         has_states = capture is not None and bool(capture.rows)
-        for index, stage in enumerate(self._sublayers()[:-1] if has_states else self._before_last_mlp):
+        stages, last_mlp = self._stages(steered, inputs.wanted_rows, has_states=has_states)
+        for index, stage in enumerate(stages):
             if capture is not None and has_states and index % 2 == 0:
                 # The output of the previous layer is the residual stream plus x, which is not added yet.
                 parts = (residual,) if x is None else (residual, x)
@@ -274,11 +297,32 @@ class Decoder:
             return residual
         if inputs.lora_slots is not None or routing is not None:
             context = replace(context, lora_slots=context.wanted_lora_slots, routing=last_routing)
-        x, residual = self._last_mlp(x, residual, context)
+        x, residual = last_mlp(x, residual, context)
         hidden = self._final_norm(residual) if x is None else self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)
         return hidden
+
+    def _stages(
+        self, steered: SteeredRows | None, wanted_rows: torch.Tensor, *, has_states: bool
+    ) -> tuple[Sequence[Stage], Stage]:
+        """What a forward runs before its last MLP, and that.
+
+        Hidden states and steering are between sublayers, of which several may be compiled as one.
+        """
+        if steered is None:
+            return self._sublayers()[:-1] if has_states else self._before_last_mlp, self._last_mlp
+        stages = [
+            SteeredStage(sublayer, steered, index // 2) if index % 2 else sublayer
+            for index, sublayer in enumerate(self._sublayers()[:-1])
+        ]
+        return stages, SteeredStage(self._last_mlp, steered.of(wanted_rows), len(self.layers) - 1)
+
+    def _with_slots(self, context: ForwardContext, slots: torch.Tensor) -> ForwardContext:
+        """The context of rows with adapters. `slots`: [T]."""
+        wanted = slots.index_select(0, context.inputs.wanted_rows)  # [R]
+        of_rows, of_wanted = (row_slots(each, self.max_lora_slots) for each in (slots, wanted))
+        return replace(context, lora_slots=of_rows, wanted_lora_slots=of_wanted)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -288,9 +332,9 @@ class Decoder:
             hidden: [R, C] from `forward`.
 
         Returns:
-            [R, V] in the model's dtype, owned by the caller. Without meaning on other ranks than 0.
+            [R, V] in the head's dtype, owned by the caller. Without meaning on other ranks than 0.
         """
-        logits = linear(hidden, self.lm_head, batch_invariant=self.batch_invariant)
+        logits = linear(hidden.to(self.lm_head.dtype), self.lm_head, batch_invariant=self.batch_invariant)
         logits = self._shard.logits(logits, self.config.vocab_size)
         if self.config.logits_divisor != 1.0:
             logits = logits.div_(self.config.logits_divisor)

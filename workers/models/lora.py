@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -42,10 +43,12 @@ class PackedLora:
     Attributes:
         projections: What it adds to each projection of the model, in their order; None: nothing.
         bytes: Its memory.
+        steering: [L, C] what it adds behind each layer; None: nothing.
     """
 
     projections: tuple[LoraPairs | None, ...]
     bytes: int
+    steering: torch.Tensor | None = None
 
 
 def pack_lora(
@@ -131,6 +134,7 @@ class WithoutLora:
     """The part of `workers.models.model.Model` that is about adapters, in a model that takes none."""
 
     max_lora_slots = 0
+    steering_shape: tuple[int, int] | None = None
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """None."""
@@ -149,7 +153,11 @@ class WithoutLora:
         """Raise UnsupportedError."""
         raise UnsupportedError(_REFUSAL)
 
-    def pack_lora(self, weights: LoraWeights) -> PackedLora:  # noqa: ARG002
+    def pack_lora(
+        self,
+        weights: LoraWeights,  # noqa: ARG002
+        steering: Mapping[int, torch.Tensor] = MappingProxyType({}),  # noqa: ARG002
+    ) -> PackedLora:
         """Raise UnsupportedError."""
         raise UnsupportedError(_REFUSAL)
 

@@ -5,8 +5,9 @@ Dimension letters: R wanted rows; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -100,14 +101,20 @@ class Model(Protocol):
     def base_matrices(self) -> dict[str, BaseMatrix]:
         """The matrices that adapters may repeat, by the names of their tensors."""
 
+    @property
+    def steering_shape(self) -> tuple[int, int] | None:
+        """The numbers of layers and elements of steering vectors; None: it takes none."""
+
     def lora_slot_bytes(self, max_rank: int) -> int:
         """The memory of a slot on a GPU, in this rank's part of the model."""
 
     def allocate_lora(self, slots: int, max_rank: int) -> None:
         """Make empty slots, once, on the thread of forwards. Raises UnsupportedError if it takes none."""
 
-    def pack_lora(self, weights: LoraWeights) -> PackedLora:
-        """Convert an adapter, on any thread. Raises ValueError, if it does not fit."""
+    def pack_lora(
+        self, weights: LoraWeights, steering: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> PackedLora:
+        """Convert it, on any thread. `steering`: [C] by layer. Raises ValueError if it does not fit."""
 
     def set_lora(self, slot: int, packed: PackedLora | None) -> None:
         """Replace the adapter of a slot, or empty it: for forwards after this. On their thread."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from workers.models.chat_template import ChatTemplate, read_chat_template
 from workers.models.generation_defaults import read_sampling_defaults
+from workers.models.pooling import read_pooling
 from workers.models.tokenizer import read_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class ModelText:
         tokenizer_json: The content of a tokenizer.json; empty if there is none.
         chat_template: The chat templates and special tokens.
         sampling_defaults: The sampling settings that the model's makers recommend.
+        pooling: How hidden states become an embedding; see `read_pooling`.
         end_id: The token that ends a text, according to the tokenizer; None: it names none.
     """
 
@@ -29,6 +31,7 @@ class ModelText:
     chat_template: ChatTemplate = field(default_factory=ChatTemplate)
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     end_id: int | None = None
+    pooling: str = ""
 
     def with_own_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
         """The end tokens of the configs, and that of the tokenizer, with a line in the log if it is new."""
@@ -47,4 +50,5 @@ def read_text(directory: Path, vocab_size: int, max_bytes: int) -> ModelText:
     sampling_defaults = read_sampling_defaults(directory)
     template = read_chat_template(directory, max_bytes)
     tokenizer = read_tokenizer(directory, vocab_size, max_bytes - template.nbytes)
-    return ModelText(tokenizer.content, template, sampling_defaults, tokenizer.end_id)
+    pooling = read_pooling(directory)
+    return ModelText(tokenizer.content, template, sampling_defaults, tokenizer.end_id, pooling)

@@ -274,6 +274,21 @@ export class QuireClient extends Caller implements AsyncDisposable {
     return (await this.call(RUNNER.estimateCost, request, { timeoutMs, priority, signal })).estimates;
   }
 
+  /** A vector of the length 1 for each text, or for each list of token ids, as the model's `pooling` says. */
+  async embed(
+    inputs: readonly (string | readonly number[])[],
+    settings: CallOptions & { dimensions?: number; adapterId?: string; cacheSalt?: string } = {},
+  ): Promise<number[][]> {
+    const { dimensions, adapterId, cacheSalt, ...options } = settings;
+    const given = inputs.map((one) =>
+      typeof one === "string"
+        ? { input: { case: "text" as const, value: one } }
+        : { input: { case: "tokens" as const, value: { tokenIds: [...one] } } },
+    );
+    const request = { inputs: given, dimensions, adapterId, cacheSalt };
+    return (await this.call(RUNNER.embed, request, options)).embeddings.map(({ values }) => values);
+  }
+
   /**
    * Restarts the workers, or connects anew to a provider. Returns how many processes or connections. It is never retried.
    */

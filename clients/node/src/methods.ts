@@ -43,6 +43,7 @@ const REPEATABLE = new Map<string, (request: any) => boolean>([
   ["Forward", always],
   ["BatchForward", always],
   ["EstimateCost", always],
+  ["Embed", always],
   ["ListCaches", always],
   ["ListAdapters", always],
   ["ListRuntimes", always],

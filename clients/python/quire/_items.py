@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from google.protobuf import duration_pb2
@@ -69,6 +69,8 @@ class TextSettings(SamplingSettings, total=False):
     min_logprob: float | None
     max_entropy: float | None
     special_tokens_in_text: bool
+    min_tokens: int
+    bad_words: Sequence[str] | None
     hidden: types_pb2.HiddenStates | None
     speculation: Literal["prompt_lookup", "draft_model"] | runner_pb2.Speculation | SpeculationSettings | None
 
@@ -128,6 +130,17 @@ def items_of(
     if isinstance(asked[0], Sequence | runner_pb2.CachePrompt):
         return [item(one, item_id=str(index), **settings) for index, one in enumerate(asked)]  # type: ignore[arg-type]
     return [item(asked, **settings)]  # type: ignore[arg-type]
+
+
+def embed_inputs(given: Sequence[str] | Sequence[Sequence[int]]) -> Iterator[runner_pb2.EmbedInput]:
+    """The inputs of Embed: texts, or lists of token ids. Raises TypeError or ValueError."""
+    if isinstance(given, str):
+        raise TypeError("inputs are a list of texts, or of lists of token ids: put the text into a list")
+    for one in given:
+        if isinstance(one, str):
+            yield runner_pb2.EmbedInput(text=one)
+        else:
+            yield runner_pb2.EmbedInput(tokens=runner_pb2.TokenPrompt(token_ids=one))
 
 
 def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ it is then not applied twice:
     BatchPrefill, BatchDecode                           if each item is safe to retry
     TruncateKV, ReleaseCache, RenewCache                always: idempotent
     UnifiedForward                                      if each item is of a cache, with `position`
-    Forward, BatchForward, EstimateCost                 always: read-only
+    Forward, BatchForward, EstimateCost, Embed          always: read-only
     Get..., List...                                     always: read-only
     CancelExecution, UnloadAdapter, Warmup   always: idempotent
     every other call                                    never
@@ -133,6 +133,9 @@ LIST_RUNTIMES: Method[runner_pb2.ListRuntimesRequest, runner_pb2.ListRuntimesRes
 )
 ESTIMATE_COST: Method[runner_pb2.EstimateCostRequest, runner_pb2.EstimateCostResponse] = Method(
     "EstimateCost", can_retry=_always, stub="runner_stub"
+)
+EMBED: Method[runner_pb2.EmbedRequest, runner_pb2.EmbedResponse] = Method(
+    "Embed", can_retry=_always, stub="runner_stub"
 )
 REBUILD_SESSION: Method[admin_pb2.RebuildSessionRequest, admin_pb2.RebuildSessionResponse] = Method(
     "RebuildSession", stub="admin_stub"

@@ -25,7 +25,7 @@ from quire._connection import (
 )
 from quire._enums import Cause, Policy, Priority, cause_of, policy_of, priority_of
 from quire._gateways import Answer, Gateways, targets_of
-from quire._items import Prompt, TextSettings, items_of
+from quire._items import Prompt, TextSettings, embed_inputs, items_of
 from quire._methods import Method
 from quire._proxies import proxy_of
 from quire._uploads import AdapterFiles, Upload, WeightFiles, adapter_requests, weight_requests
@@ -391,6 +391,33 @@ class Client(Caller):
         request = runner_pb2.EstimateCostRequest(runtime=runtime, items=items_of(items, settings))
         response = self._call(_methods.ESTIMATE_COST, request, {"timeout_s": timeout_s})
         return list(response.estimates)
+
+    def embed(
+        self,
+        inputs: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        adapter_id: str = "",
+        cache_salt: str = "",
+        **call: Unpack[CallOptions],
+    ) -> list[list[float]]:
+        """A vector for each text, or for each list of token ids, as `model_info().model.pooling` says.
+
+        dimensions: only the first numbers, for models that were trained for it. None: all.
+        normalize: each vector has the length 1, so that the product of two is their cosine.
+
+        Raises QuireError.
+        """
+        request = runner_pb2.EmbedRequest(
+            inputs=embed_inputs(inputs),
+            dimensions=dimensions,
+            unnormalized=not normalize,
+            adapter_id=adapter_id,
+            cache_salt=cache_salt,
+        )
+        response = self._call(_methods.EMBED, request, call)
+        return [list(each.values) for each in response.embeddings]
 
     def rebuild_session(
         self, runtime: str = "", *, cause: Cause = "manual", **call: Unpack[CallOptions]

@@ -23,6 +23,7 @@ _STATUS = {
 # Reasons for which HTTP has a more specific status.
 _STATUS_OF_REASON = {
     "NO_SUCH_PATH": 404,
+    "RESPONSE_NOT_FOUND": 404,
     "BAD_METHOD": 405,
     "MESSAGE_TIMEOUT": 408,
     "REQUEST_TOO_LARGE": 413,

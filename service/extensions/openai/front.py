@@ -12,25 +12,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
+from service.auth.authenticator import current_tenant_name
 from service.auth.connections import handshake_limits
 from service.auth.tls import http_context
 from service.config import Config
 from service.extension import Extension, GatewayParts
 from service.extensions.http.connection import HttpLimits
 from service.extensions.http.server import HttpServer
-from service.extensions.openai import requests
+from service.extensions.openai import page, requests
 from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.embeddings import EmbeddingHandler, embeddings, rerank, score
 from service.extensions.openai.generate import GenerateResponse, generate
-from service.extensions.openai.generation import CompletionHandler, Forward
+from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
 from service.extensions.openai.responses_api import ResponsesResponse, responses
 from service.extensions.openai.settings import OpenAiSettings
+from service.extensions.openai.stored_responses import StoredResponses, not_found
 from service.extensions.openai.tokenize import BodyHandler, Tokens
-from service.runtimes.executions import Executions
-from service.text.text_model import TextModel
+from service.runtimes.embedding import Embedder
 
+RESPONSES = "/v1/responses"
 _MAX_HEAD_BYTES = 1 << 16
 
 
@@ -58,7 +61,7 @@ class OpenAiFront(Extension):
         config = parts.state.config
         self._models = Models(parts.router, parts.state, self._parsers)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
-        routes = self._routes(parts.executions, parts.text, parts.api.Forward)
+        routes = self._routes(parts)
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
         for wrap in reversed(parts.http):
             self.app = wrap(self.app)
@@ -66,26 +69,48 @@ class OpenAiFront(Extension):
         tls = None if context is None else (context, handshake_limits(config))
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
-    def _routes(self, executions: Executions, text: TextModel, forward: Forward) -> Router:
+    def _routes(self, parts: GatewayParts) -> Router:
         is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
-        shared = executions, self._models, self._state, text, self.bodies, forward
+        text = parts.text
+        shared = parts.executions, self._models, self._state, text, self.bodies, parts.api.Forward
         by_tokens = GenerateResponse, False
         tokens = Tokens(self._models, self._state, text)
+        embedder = Embedder(self._state, text, parts.api.BatchForward)
+        comparing = {
+            "/v1/embeddings": embeddings,
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+            **dict.fromkeys(("/score", "/v1/score"), score),
+        }
+        self._responses = StoredResponses()
         answers = {
             "/tokenize": tokens.tokenize,
             "/detokenize": tokens.detokenize,
             f"{MESSAGES}/count_tokens": tokens.count,
         }
         routes = [
+            *page.routes(),
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
             Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
             Route(
-                "/v1/responses", CompletionHandler(responses, *shared, ResponsesResponse), methods=["POST"]
+                RESPONSES,
+                CompletionHandler(
+                    functools.partial(responses, stored=self._responses), *shared, ResponsesResponse
+                ),
+                methods=["POST"],
             ),
+            Route(f"{RESPONSES}/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
             Route(MESSAGES, CompletionHandler(messages, *shared, MessageResponse), methods=["POST"]),
+            *(
+                Route(
+                    path,
+                    EmbeddingHandler(parse, self._models, self._state, embedder, self.bodies),
+                    methods=["POST"],
+                )
+                for path, parse in comparing.items()
+            ),
             *(
                 Route(path, BodyHandler(each, self.bodies), methods=["POST"])
                 for path, each in answers.items()
@@ -119,6 +144,16 @@ class OpenAiFront(Extension):
     async def _health(self, _request: Request) -> Response:
         state = self._state.state_name
         return JSONResponse({"status": state}, 200 if state == "serving" else 503)
+
+    async def _stored_response(self, request: Request) -> Response:
+        tenant, response_id = current_tenant_name(), request.path_params["response_id"]
+        if request.method != "DELETE":
+            if (found := self._responses.response(tenant, response_id)) is not None:
+                return Response(found, media_type="application/json")
+            raise not_found("RESPONSE_NOT_FOUND", "")
+        if not self._responses.delete(tenant, response_id):
+            raise not_found("RESPONSE_NOT_FOUND", "")
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def _list_models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._models.listed()})

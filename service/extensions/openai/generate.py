@@ -18,7 +18,6 @@ from service.extensions.openai.item_fields import (
     GENERATE,
     GENERATE_PARAMS,
     GENERATE_REQUEST,
-    MAX_ID,
     MAX_TOP_LOGPROBS,
     given,
     set_fields,
@@ -78,9 +77,6 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     params = _settings(fields.raw("sampling_params"))
     set_fields(item, params, GENERATE_PARAMS)
     item.tokens_only = not item.stop
-    if params.get("min_tokens", integer, 0, MAX_ID):
-        text = "is not supported: a sample ends at its first end token"
-        raise unsupported("sampling_params.min_tokens", text)
     num_top = params.get("logprobs", integer, 0, MAX_TOP_LOGPROBS)
     _set_logprobs(item, num_top, is_processed=is_processed)
     options = stream_options(fields)

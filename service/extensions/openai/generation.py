@@ -39,7 +39,7 @@ Forward: TypeAlias = Callable[
 ]
 # A response is sent in parts of about this size.
 _PART_BYTES = 1 << 16
-_JSON = (b"content-type", b"application/json")
+JSON = (b"content-type", b"application/json")
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -68,7 +68,7 @@ class CompletionHandler:
         async with self.body_reader.read(Request(scope, receive)) as value:
             body = [value]
             del value
-            await _until_disconnected(receive, self._handle(body, scope, send))
+            await until_disconnected(receive, self._handle(body, scope, send))
 
     async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
         """`body`: what was parsed, which is taken from it: Python's numbers take many times their bytes."""
@@ -113,7 +113,7 @@ class CompletionHandler:
             prompts = await prompts_of(request, self.text)
             if self.needs_text and (request.has_logprobs or request.num_scored is not None):
                 tokenizer = await self.text.tokenizer()
-        with _ForwardContext() as context:
+        with ForwardContext() as context:
             for item, prompt in zip(request.items, prompts.each, strict=False):
                 if request.num_scored is not None:
                     prompt.scored = await self._score(request, item, prompt, context)
@@ -124,7 +124,7 @@ class CompletionHandler:
         request: CompletionRequest,
         item: runner_pb2.ExecuteItem,
         prompt: Prompt,
-        context: _ForwardContext,
+        context: ForwardContext,
     ) -> executor_pb2.ForwardResponse:
         forward = executor_pb2.ForwardRequest(
             token_ids=prompt.token_ids,
@@ -157,7 +157,7 @@ class CompletionHandler:
                 if held_bytes > self.state.config.max_response_bytes:
                     text = "the response is too large for one piece: use a stream"
                     raise InvalidArgument("OUTPUT_TOO_LARGE", "max_tokens", text)
-            body = _ResponseBody(send, [_JSON])
+            body = ResponseBody(send, [JSON])
             await body.write(response.pieces())
             await body.end()
         finally:
@@ -168,7 +168,7 @@ class CompletionHandler:
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
     ) -> None:
         """Sends the response as a stream, from the first event on: an error before it has its own status."""
-        body = _ResponseBody(send, _EVENT_STREAM)
+        body = ResponseBody(send, _EVENT_STREAM)
         while chunks := await execution.read(reader):
             response.begin(execution.started)
             try:
@@ -183,7 +183,7 @@ class CompletionHandler:
         await body.end()
 
 
-class _ForwardContext(ExitStack):
+class ForwardContext(ExitStack):
     """What a Forward needs of a gRPC context. Its answer counts until the response is sent."""
 
     def time_remaining(self) -> None:
@@ -193,7 +193,7 @@ class _ForwardContext(ExitStack):
         self.callback(callback, self)
 
 
-class _ResponseBody:
+class ResponseBody:
     """Sends a response in parts, as fast as the client reads. Its first part starts the response."""
 
     def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
@@ -248,7 +248,7 @@ def _described(started: runner_pb2.ExecutionStarted, response: CompletionRespons
     }
 
 
-async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Runs `work` for a request whose body has been received.
 
     Raises what `work` raises; CancelledError if the client disconnects.

@@ -20,7 +20,7 @@ from service.api.validation import MAX_LOGIT_BIAS
 from service.errors import InvalidArgument
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, number, string
 from service.extensions.openai.messages import MAX_TOOLS, parse_messages
-from service.runtimes.items import MAX_SAMPLES, MAX_STOPS
+from service.runtimes.items import MAX_BAD_WORDS, MAX_SAMPLES, MAX_STOPS
 
 # Only so that a list is short: an item may have fewer.
 _MAX_STOP_IDS = 1024
@@ -132,6 +132,11 @@ def _set_stop(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
 
 def _set_stop_ids(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     item.stop_token_ids.extend(token_ids(array(value, path, _MAX_STOP_IDS), path))
+
+
+def _set_bad_words(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    words = array(value, path, MAX_BAD_WORDS)
+    item.bad_words.extend(string(word, f"{path}[{index}]") for index, word in enumerate(words))
 
 
 def _set_special(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
@@ -316,6 +321,8 @@ _COMMON = (
     plain("seed", "sampling.seed", _seed),
     ItemField("logit_bias", "sampling.logit_bias", _set_bias),
     plain("ignore_eos", "ignore_eos", boolean),
+    plain("min_tokens", "min_tokens", integer, 0, MAX_ID),
+    ItemField("bad_words", "bad_words", _set_bad_words),
     ItemField("cache_salt", "cache_salt", _set_salt),
     ItemField("allowed_token_ids", "constraint.mask", _set_allowed),
     ItemField("structured_outputs", "constraint", _set_structured),

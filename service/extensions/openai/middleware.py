@@ -24,7 +24,7 @@ from service.auth.authenticator import AUTHORIZATION, Authenticator, current_ten
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError
 from service.extensions.http.connection import connection_of
 from service.extensions.http.framing import is_address
-from service.extensions.openai import errors
+from service.extensions.openai import errors, page
 from service.extensions.openai.responses import event
 from service.extensions.openai.translated import named_event
 from service.logging import bind_request_id, get_logger
@@ -125,6 +125,8 @@ class Middleware:
         if self._is_local_only and not is_address(request.headers.get("host", "")):
             text = "without authentication the Host header must be an IP address or localhost"
             raise InvalidArgument("BAD_HOST", "", text)
+        if path in page.PATHS:
+            return
         if self._authenticator is not None:
             method = _LIST if path.startswith(_MODELS) else _EXECUTE
             tokens = request.headers.getlist(AUTHORIZATION)

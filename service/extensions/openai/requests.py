@@ -30,11 +30,11 @@ from service.extensions.openai.tools import Reading, reading_of
 from service.runtimes.items import MAX_SAMPLES
 
 _MAX_PROMPTS = 1024
-_MAX_PRIORITY = 1 << 63
+MAX_PRIORITY = 1 << 63
 # OpenAI's default for completions.
 _DEFAULT_MAX_TOKENS = 16
 # For OpenAI's accounting, placement and storage.
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention",
@@ -44,9 +44,9 @@ _IGNORED = frozenset(
 # Settings of other servers, with the values at which they ask for nothing: some clients always send them.
 NEUTRAL = MappingProxyType(
     {
-        "bad_words": [], "best_of": 1, "detokenize": True, "early_stopping": False, "echo": False,
+        "best_of": 1, "detokenize": True, "early_stopping": False, "echo": False,
         "extra_args": {}, "function_call": "none", "functions": [], "include_stop_str_in_output": False,
-        "length_penalty": 1, "logits_processors": [], "logprob_token_ids": [], "min_tokens": 0,
+        "length_penalty": 1, "logits_processors": [], "logprob_token_ids": [],
         "mm_processor_kwargs": {}, "return_token_ids": False, "return_tokens_as_token_ids": False,
         "spaces_between_special_tokens": True, "suffix": "", "use_beam_search": False,
         "verbosity": "medium", "vllm_xargs": {},
@@ -120,7 +120,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
     if fields.get("best_of", integer, 1, MAX_SAMPLES) not in (None, 1, shared.n):
         raise unsupported("best_of", "must be n: all samples are returned")
     items: list[runner_pb2.ExecuteItem] = []
-    for prompt in _prompts(fields.raw("prompt"), model.max_tokens):
+    for prompt in prompts(fields.raw("prompt"), model.max_tokens, "prompt", _MAX_PROMPTS):
         item = runner_pb2.ExecuteItem()
         item.CopyFrom(shared)
         item.item_id = str(len(items))
@@ -131,7 +131,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         items.append(item)
     common = _common(fields, model, COMPLETION)
     neutral = {**NEUTRAL, **_NEUTRAL_OF_CHATS, "add_special_tokens": True}
-    fields.refuse_others(_IGNORED, neutral)
+    fields.refuse_others(IGNORED, neutral)
     return CompletionRequest(
         items=items, is_chat=False, has_logprobs=shared.logprobs, echo=echo, echo_only=echo_only, **common
     )
@@ -155,7 +155,7 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     if item.HasField("constraint") and not is_constrained:
         # It is that of calls.
         common["tables"] = ((ItemField("tools", "constraint", None),), *common["tables"])
-    fields.refuse_others(_IGNORED, {**NEUTRAL, "add_special_tokens": False})
+    fields.refuse_others(IGNORED, {**NEUTRAL, "add_special_tokens": False})
     return CompletionRequest(
         items=[item], is_chat=True, has_logprobs=item.logprobs, reading=reading, **common
     )
@@ -165,7 +165,7 @@ def _common(fields: Fields, model: ResolvedModel, table: Sequence[ItemField]) ->
     """What the requests of both routes have beside their items."""
     num_prompt_top = fields.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     with_token_ids = bool(fields.get("return_token_ids", boolean))
-    priority = fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0
+    priority = fields.get("priority", integer, -MAX_PRIORITY, MAX_PRIORITY - 1) or 0
     if not model.is_local and (num_prompt_top is not None or with_token_ids):
         name = "return_token_ids" if with_token_ids else "prompt_logprobs"
         raise unsupported(name, "a provider does not return the tokens of a prompt")
@@ -192,21 +192,21 @@ def new_item(model: ResolvedModel) -> runner_pb2.ExecuteItem:
     return item
 
 
-def _prompts(prompt: object, max_tokens: int) -> list[str | list[int]]:
-    """The prompts of a request: a text, texts, tokens or lists of tokens, each of at most `max_tokens`."""
-    if isinstance(prompt, str):
-        return [string(prompt, "prompt")]
-    if not isinstance(prompt, list) or not prompt:
-        raise bad_field("prompt", "must be a string, a list of strings, tokens, or a list of lists of tokens")
-    if isinstance(prompt[0], int):
-        return [prompt_tokens(prompt, "prompt", max_tokens)]
-    if len(prompt) > _MAX_PROMPTS:
-        raise bad_field("prompt", f"has more than {_MAX_PROMPTS} entries")
+def prompts(given: object, max_tokens: int, name: str, most: int) -> list[str | list[int]]:
+    """At most so many prompts: a text, texts, tokens or lists of tokens, each of at most `max_tokens`."""
+    if isinstance(given, str):
+        return [string(given, name)]
+    if not isinstance(given, list) or not given:
+        raise bad_field(name, "must be a string, a list of strings, tokens, or a list of lists of tokens")
+    if isinstance(given[0], int):
+        return [prompt_tokens(given, name, max_tokens)]
+    if len(given) > most:
+        raise bad_field(name, f"has more than {most} entries")
     return [
-        prompt_tokens(each, f"prompt[{index}]", max_tokens)
+        prompt_tokens(each, f"{name}[{index}]", max_tokens)
         if isinstance(each, list)
-        else string(each, f"prompt[{index}]")
-        for index, each in enumerate(prompt)
+        else string(each, f"{name}[{index}]")
+        for index, each in enumerate(given)
     ]
 
 

@@ -1,20 +1,19 @@
-"""OpenAI's /v1/responses: its requests as chats, and their answers as output items.
-
-Nothing is stored: what came before is in the input.
-"""
+"""OpenAI's /v1/responses: its requests as chats, and their answers as output items."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.v1 import runner_pb2
 
-from service.extensions.openai.fields import Fields, array, bad_field, string, unsupported
+from service.auth.authenticator import current_tenant_name
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, string, unsupported
 from service.extensions.openai.messages import MAX_TOOLS
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.stored_responses import StoredResponses, not_found
 from service.extensions.openai.translated import (
     CALL,
     TEXT,
@@ -28,6 +27,7 @@ from service.extensions.openai.translated import (
 )
 from service.text.bounded_json import MAX_MESSAGES
 
+Keep: TypeAlias = Callable[[Mapping[str, Any]], None]
 _NAMES = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
@@ -36,7 +36,7 @@ _NAMES = {
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p")
 _IGNORED = frozenset(
     {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "stream_options",
     }
 )  # fmt: skip
@@ -53,19 +53,28 @@ _EVENTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest(CompletionRequest):
-    """`given`: the fields of the request that its response repeats."""
+    """A valid request.
+
+    Attributes:
+        given: The fields of the request that its response repeats.
+        keep: Is called with the response.
+    """
 
     given: Mapping[str, Any]
+    keep: Keep
 
 
-def responses(value: object, resolve: ResolveModel) -> ResponsesRequest:
+def responses(value: object, resolve: ResolveModel, stored: StoredResponses) -> ResponsesRequest:
     """A request to /v1/responses. Raises InvalidArgument, and what `resolve` raises."""
     fields = Fields(value)
+    tenant = current_tenant_name()
+    previous_id = fields.get("previous_response_id", string)
+    earlier = [] if previous_id is None else _earlier(stored, tenant, previous_id)
     body: dict[str, Any] = {name: fields.raw(name) for name in _SAME}
     body["max_completion_tokens"] = fields.raw("max_output_tokens")
     instructions = fields.get("instructions", string)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    body["messages"] = system + _messages(fields)
+    body["messages"] = system + _messages(fields, earlier)
     tools = fields.get("tools", array, MAX_TOOLS) or []
     body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     choice = fields.raw("tool_choice")
@@ -76,9 +85,10 @@ def responses(value: object, resolve: ResolveModel) -> ResponsesRequest:
         of_reasoning = Fields(reasoning, "reasoning")
         body["reasoning_effort"] = of_reasoning.raw("effort")
         of_reasoning.refuse_others({"summary", "generate_summary"})
-    for name in ("previous_response_id", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if fields.raw(name) is not None:
-            raise unsupported(name, "nothing is stored: send what came before as input")
+            raise unsupported(name, "is not stored: send it as input, or name the response before")
+    is_kept = fields.get("store", boolean) is not False
     fields.refuse_others(_IGNORED, _NEUTRAL)
     given = {
         "instructions": instructions,
@@ -91,19 +101,42 @@ def responses(value: object, resolve: ResolveModel) -> ResponsesRequest:
         "text": text or {"format": {"type": "text"}},
         "reasoning": reasoning or {"effort": None, "summary": None},
         "metadata": fields.raw("metadata") or {},
+        "previous_response_id": previous_id,
+        "store": is_kept,
     }
-    return as_chat(ResponsesRequest, body, resolve, _NAMES, given=given)
+    items = [*earlier, *_input(fields)]
+
+    def keep(response: Mapping[str, Any]) -> None:
+        if is_kept:
+            stored.keep(tenant, items, response)
+
+    return as_chat(ResponsesRequest, body, resolve, _NAMES, given=given, keep=keep)
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _earlier(stored: StoredResponses, tenant: str, previous_id: str) -> list[Any]:
+    """The items that a request goes on from. Raises InvalidArgument, as OpenAI does, if there are none."""
+    items = stored.items(tenant, previous_id)
+    if items is None:
+        raise not_found("PREVIOUS_RESPONSE_NOT_FOUND", "previous_response_id")
+    return items
+
+
+def _input(fields: Fields) -> list[Any]:
+    """The items of a request. A text is a message."""
     given = fields.raw("input")
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
+    return fields.get("input", array, MAX_MESSAGES) or []
+
+
+def _messages(fields: Fields, earlier: list[Any]) -> list[dict[str, Any]]:
+    """The messages of earlier items, which were valid, and of the request's."""
     messages: list[dict[str, Any]] = []
-    for index, each in enumerate(fields.get("input", array, MAX_MESSAGES) or []):
-        item = Fields(each, f"input[{index}]")
-        _add_item(messages, item)
-        item.refuse_others(_IGNORED_OF_ITEMS)
+    for name, items in (("previous_response_id", earlier), ("input", _input(fields))):
+        for index, each in enumerate(items):
+            item = Fields(each, f"{name}[{index}]")
+            _add_item(messages, item)
+            item.refuse_others(_IGNORED_OF_ITEMS)
     return messages
 
 
@@ -186,9 +219,7 @@ class ResponsesResponse(CompletionResponse):
             "created_at": self._created,
             "model": self._request.model.adapter_id or started.model_id or started.runtime,
             "error": None,
-            "previous_response_id": None,
             "background": False,
-            "store": False,
             "truncation": "disabled",
             **self._request.given,
         }
@@ -197,7 +228,13 @@ class ResponsesResponse(CompletionResponse):
     def _body(self) -> dict[str, Any]:
         (choice,) = self._choices.values()
         blocks = blocks_of(choice, with_thoughts=self._request.reading is not None)
-        return {"output": [self._item(block) for block in blocks], **self._status()}
+        return self._kept([self._item(block) for block in blocks])
+
+    def _kept(self, output: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the whole response has beside its head, which is kept."""
+        body = {"output": output, **self._status()}
+        self._request.keep({**self._head, **body, "usage": self.reported_usage()})
+        return body
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
         for number, event in enumerate(self._unnumbered(chunk), self._num_events):
@@ -226,7 +263,7 @@ class ResponsesResponse(CompletionResponse):
             for what, block, text in self._blocks.end():
                 yield from self._block_events(what, block, text)
             output = [self._item(block) for block in self._blocks.all]
-            response = {**self._head, "output": output, **self._status(), "usage": self.reported_usage()}
+            response = {**self._head, **self._kept(output), "usage": self.reported_usage()}
             yield {"type": f"response.{response['status']}", "response": response}
 
     def last_events(self) -> Iterator[dict[str, Any]]:

@@ -121,7 +121,7 @@ def by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
     """
     if entry["top_logprobs"] is None:
         return None
-    others = [top for top in entry["top_logprobs"] if top["id"] != entry.get("id")]
+    others = _others(entry)
     # Different tokens can have the same text: that of a letter, and the byte of it.
     texts = [entry["token"], *(top["token"] for top in others if not top["is_byte"])]
     found = {entry["token"]: entry["logprob"]}
@@ -130,6 +130,17 @@ def by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
         is_other_text = top["is_byte"] and top["token"] in texts
         found[next(name for name in names[is_other_text:] if name not in found)] = top["logprob"]
     return found
+
+
+def ids_by_text(entry: Mapping[str, Any]) -> list[int] | None:
+    """The ids of the tokens in `by_text`, in its order."""
+    if entry["top_logprobs"] is None:
+        return None
+    return [entry["id"], *(top["id"] for top in _others(entry))]
+
+
+def _others(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [top for top in entry["top_logprobs"] if top["id"] != entry.get("id")]
 
 
 def finite(logprob: float) -> float:

@@ -84,7 +84,7 @@ class Reader:
 
 def calling(served: Executions, asked: runner_pb2.ExecuteRequest) -> tuple[Reader, asyncio.Task[None]]:
     reader = Reader()
-    api = RunnerApi(served, served._router, served._state)
+    api = RunnerApi(served, served._router, served._state, cast(Any, None))
     return reader, asyncio.create_task(api.Execute(asked, cast(Any, reader)))
 
 
@@ -263,7 +263,7 @@ async def test_estimates_of_costs_count_in_the_rate(alice: Tenant) -> None:
     alice.quota = Quota(max_per_s=4)
     runtime = Preparing()
     served = executions(runtime)
-    api = RunnerApi(served, served._router, served._state)
+    api = RunnerApi(served, served._router, served._state, cast(Any, None))
     asked = runner_pb2.EstimateCostRequest(items=[runner_pb2.ExecuteItem(item_id="a", text="x")])
     for _ in range(4):
         await api.EstimateCost(asked, cast(Any, None))

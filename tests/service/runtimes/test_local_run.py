@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 from quire.v1 import runner_pb2, types_pb2
 
+from service.api.request_limits import RequestLimits
 from service.caches.records import Record
 from service.caches.requests import Append, Appended, Fork, Handle, Handles, Release, Request
 from service.dispatcher import Dispatcher, OnOutcomes, Outcome
@@ -105,6 +106,7 @@ def prepared(
         new_matcher=None,
         _output=types_pb2.OutputOptions(),
         _first_mask=None,
+        _limits=RequestLimits(vocab_size=0, max_response_bytes=0),
     )
 
 

@@ -281,7 +281,7 @@ async def test_a_batch_runs_only_where_its_cost_limit_holds(
 async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
     """The response of EstimateCost."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
-    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state)
+    api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, cast(Any, None))
     request = runner_pb2.EstimateCostRequest(runtime=runtime, items=wanted)
     return (await api.EstimateCost(request, cast(Any, None))).estimates
 

@@ -36,6 +36,8 @@ _MAX_PIECE_CHARACTERS = 256
 # Twice those of the largest known vocabulary, that of gemma3.
 _MAX_MERGES = 1 << 20
 # Their pieces are merged in the order of the vocabulary: their scores do not say it.
+# Of llama.cpp, by the names of sentence-transformers; 4 are scores of a reranker.
+_POOLINGS: Mapping[object, str] = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 _IN_ORDER_OF_IDS = ("gemma", "gemma2", "gemma3")
 
 
@@ -66,7 +68,9 @@ def read_text(metadata: Mapping[str, Value], vocab_size: int, max_bytes: int) ->
             max_bytes,
         )
         content = b""
-    return ModelText(content, template, end_id=_token_id(metadata, "eos_token_id", len(tokens)))
+    pooling = _POOLINGS.get(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"), "")
+    end_id = _token_id(metadata, "eos_token_id", len(tokens))
+    return ModelText(content, template, end_id=end_id, pooling=pooling)
 
 
 def _tokenizer(metadata: Mapping[str, Value], tokens: list[str]) -> dict[str, Any]:

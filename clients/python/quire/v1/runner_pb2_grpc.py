@@ -59,6 +59,11 @@ class ModelRunnerServiceStub:
                 request_serializer=quire_dot_v1_dot_runner__pb2.EstimateCostRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_runner__pb2.EstimateCostResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.ModelRunnerService/Embed',
+                request_serializer=quire_dot_v1_dot_runner__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_runner__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class ModelRunnerServiceServicer:
@@ -101,6 +106,14 @@ class ModelRunnerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
+        server's own model. All of them or none; keeps no cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelRunnerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +136,11 @@ def add_ModelRunnerServiceServicer_to_server(servicer, server):
                     servicer.EstimateCost,
                     request_deserializer=quire_dot_v1_dot_runner__pb2.EstimateCostRequest.FromString,
                     response_serializer=quire_dot_v1_dot_runner__pb2.EstimateCostResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_v1_dot_runner__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_runner__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -238,6 +256,33 @@ class ModelRunnerService:
             '/quire.v1.ModelRunnerService/EstimateCost',
             quire_dot_v1_dot_runner__pb2.EstimateCostRequest.SerializeToString,
             quire_dot_v1_dot_runner__pb2.EstimateCostResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ModelRunnerService/Embed',
+            quire_dot_v1_dot_runner__pb2.EmbedRequest.SerializeToString,
+            quire_dot_v1_dot_runner__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,10 @@ class ModelRunnerServiceStub:
     """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
     because it is prepared like one that is run.
     """
+    Embed: _grpc.UnaryUnaryMultiCallable[_runner_pb2.EmbedRequest, _runner_pb2.EmbedResponse]
+    """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
+    server's own model. All of them or none; keeps no cache.
+    """
 
 @_typing.type_check_only
 class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
@@ -78,6 +82,10 @@ class ModelRunnerServiceAsyncStub(ModelRunnerServiceStub):
     EstimateCost: _aio.UnaryUnaryMultiCallable[_runner_pb2.EstimateCostRequest, _runner_pb2.EstimateCostResponse]  # type: ignore[assignment]
     """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
     because it is prepared like one that is run.
+    """
+    Embed: _aio.UnaryUnaryMultiCallable[_runner_pb2.EmbedRequest, _runner_pb2.EmbedResponse]  # type: ignore[assignment]
+    """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
+    server's own model. All of them or none; keeps no cache.
     """
 
 class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -125,6 +133,16 @@ class ModelRunnerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_runner_pb2.EstimateCostResponse, _abc.Awaitable[_runner_pb2.EstimateCostResponse]]:
         """The maximum cost of a batch. Nothing is sent to a provider. Each item counts as a request in the caller's quotas,
         because it is prepared like one that is run.
+        """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _runner_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runner_pb2.EmbedResponse, _abc.Awaitable[_runner_pb2.EmbedResponse]]:
+        """A vector for each of several texts: the hidden states behind the last layer, pooled as the model's files say. Of this
+        server's own model. All of them or none; keeps no cache.
         """
 
 def add_ModelRunnerServiceServicer_to_server(servicer: ModelRunnerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

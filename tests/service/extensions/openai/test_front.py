@@ -117,7 +117,7 @@ async def serving(
     front.attach(
         GatewayParts(
             state=state,
-            api=SimpleNamespace(Forward=forward),  # type: ignore[arg-type]
+            api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
             admin=None,
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),

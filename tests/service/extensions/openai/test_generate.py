@@ -127,9 +127,9 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"logprobs": True}, {}, "sampling_params.logprobs", "BAD_FIELD"),
     ({"prompt_logprobs": 21}, {}, "sampling_params.prompt_logprobs", "BAD_FIELD"),
     ({"prompt_logprobs": 0}, {"stream": True}, "sampling_params.prompt_logprobs", "UNSUPPORTED_FIELD"),
-    ({"min_tokens": 2}, {}, "sampling_params.min_tokens", "UNSUPPORTED_FIELD"),
+    ({"min_tokens": -1}, {}, "sampling_params.min_tokens", "BAD_FIELD"),
     ({"structured_outputs": {"regex": 1}}, {}, "sampling_params.structured_outputs.regex", "BAD_FIELD"),
-    ({"bad_words": ["x"]}, {}, "sampling_params.bad_words", "UNKNOWN_FIELD"),
+    ({"bad_words": [1]}, {}, "sampling_params.bad_words[0]", "BAD_FIELD"),
     ({"logprob_token_ids": [1]}, {}, "sampling_params.logprob_token_ids", "UNKNOWN_FIELD"),
     ({"temprature": 1}, {}, "sampling_params.temprature", "UNKNOWN_FIELD"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import openai
@@ -12,8 +13,15 @@ from quire.v1 import runner_pb2
 from service.errors import InvalidArgument
 from service.extensions.openai.anthropic_messages import messages
 from service.extensions.openai.output_parser import Part
+from service.extensions.openai.requests import ResolveModel
 from service.extensions.openai.responses import json_pieces
-from service.extensions.openai.responses_api import responses
+from service.extensions.openai.responses_api import ResponsesRequest
+from service.extensions.openai.responses_api import responses as kept_responses
+from service.extensions.openai.stored_responses import (
+    KEPT_S,
+    TENANT_SHARE,
+    StoredResponses,
+)
 from service.extensions.openai.translated import Blocks
 from tests.service.extensions.openai.test_requests import resolve
 from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
@@ -23,6 +31,11 @@ OF_MESSAGES: Any = [{"name": "weather", "input_schema": WEATHER["parameters"]}]
 WRITTEN = f"<think>\nHm.\n</think>\n\nLet me see.\n{CALLS}"
 IMAGE: Any = [{"role": "user", "content": [{"type": "image"}]}]
 TALK: Any = [{"role": "user", "content": "Go."}]
+
+
+def responses(value: object, resolve: ResolveModel) -> ResponsesRequest:
+    """Where nothing was kept before."""
+    return kept_responses(value, resolve, StoredResponses())
 
 
 async def test_responses() -> None:
@@ -52,9 +65,67 @@ async def test_responses() -> None:
         ]
         deltas = [event for event in events if event.type == "response.output_text.delta"]
         assert "".join(event.delta for event in deltas) == "Let me see."
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(**asked, previous_response_id="resp_1")
-        assert caught.value.param == "previous_response_id"
+
+
+async def test_a_response_goes_on_from_one_that_is_kept() -> None:
+    async with answering([WRITTEN, "Sun."]) as (client, runtime):
+        asked: Any = {"model": "local", "instructions": "Be kind.", "tools": OF_RESPONSES}
+        async with client.responses.stream(**asked, input="Go.") as stream:
+            first = await stream.get_final_response()
+        again = await client.responses.retrieve(first.id)
+        assert [item.id for item in again.output] == [item.id for item in first.output]
+        assert (again.output_text, again.usage) == (first.output_text, first.usage)
+        outputs = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "21"}
+            for item in first.output
+            if item.type == "function_call"
+        ]
+        second = await client.responses.create(
+            model="local", input=outputs, previous_response_id=first.id, store=False
+        )
+        # Instructions are those of each request.
+        before = "|user:Go.|assistant:Let me see."
+        assert second.previous_response_id == first.id and "Be kind." not in runtime.prompt
+        assert before in runtime.prompt and runtime.prompt.count("|tool:21") == 2
+        for unknown in (second.id, "resp_1"):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.responses.create(model="local", input="Go.", previous_response_id=unknown)
+            assert caught.value.code == "previous_response_not_found"
+            assert caught.value.param == "previous_response_id"
+        await client.responses.delete(first.id)
+        for gone in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError) as missing:
+                await gone(first.id)
+            assert missing.value.code == "response_not_found"
+
+
+def test_what_is_kept_has_bounds() -> None:
+    """Each finds its own only, for an hour. The least recently used give way, first a large tenant's."""
+    now_s, rng, most = 0.0, random.Random(1), 4000
+    stored = StoredResponses(lambda: now_s, most)
+    kept: dict[tuple[str, str], tuple[float, str]] = {}
+    for number in range(2000):
+        now_s += rng.choice([0, 5, 400])
+        tenant, text = rng.choice(["", "a", "b"]), "x" * rng.randrange(300)
+        own_id = f"r{rng.randrange(50)}"
+        response = {"id": own_id, "output": [number], "text": text}
+        stored.keep(tenant, ["before"], response)
+        kept[tenant, own_id] = now_s, json.dumps(response)
+        owner, response_id = rng.choice([*kept])
+        found = stored.response(owner, response_id)
+        if found is None:
+            assert (owner, response_id) != (tenant, own_id)
+        else:
+            made_s, expected = kept[owner, response_id]
+            assert found.decode() == expected and now_s < made_s + KEPT_S
+            assert stored.items(owner, response_id) == ["before", *json.loads(expected)["output"]]
+        sizes = dict.fromkeys(("", "a", "b"), 0)
+        for (owner, _), each in stored._stored.items():
+            sizes[owner] += each.size_bytes
+        assert max(sizes.values()) <= most // TENANT_SHARE and sum(sizes.values()) <= most
+        assert stored._bytes == {owner: size for owner, size in sizes.items() if size}
+    stored.keep("", [], {"id": "large", "output": [], "text": "x" * most})
+    assert stored.response("", "large") is None
 
 
 async def raw_events(client: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,219 @@
+"""OpenAI's /v1/embeddings, and with them what Jina, Cohere and vLLM have to compare texts: rerank and score.
+
+All are one Embed. Two texts are as similar as the cosine of their vectors.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from quire.v1 import runner_pb2
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from service.api.server_state import ServerState
+from service.errors import InvalidArgument
+from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
+from service.extensions.openai.generation import JSON, ForwardContext, ResponseBody, until_disconnected
+from service.extensions.openai.models import Models
+from service.extensions.openai.requests import IGNORED, MAX_PRIORITY, priority_of, prompts
+from service.runtimes.embedding import MAX_INPUTS, Embedder
+
+# The parts of a JSON text.
+Pieces: TypeAlias = Iterator[str]
+# An answer's pieces, once the vectors are there.
+Answer: TypeAlias = Callable[[Sequence[runner_pb2.Embedding]], Pieces]
+_FORMATS = ("float", "base64")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A valid request, not yet checked against the model.
+
+    Attributes:
+        names: Of the request's fields that have the inputs, by their index.
+        answer: Makes the answer of the vectors.
+    """
+
+    embed: runner_pb2.EmbedRequest
+    names: Sequence[str]
+    answer: Answer
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingHandler:
+    """Handles one of the routes, depending on `parse`. An ASGI application."""
+
+    parse: Callable[[Fields, Models], EmbeddingRequest]
+    models: Models
+    state: ServerState
+    embedder: Embedder
+    body_reader: BodyReader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises QuireError."""
+        async with self.body_reader.read(Request(scope, receive)) as value:
+            await until_disconnected(receive, self._handle(value, send))
+
+    async def _handle(self, value: object, send: Send) -> None:
+        await self.state.first_worker(None)
+        request = self.parse(Fields(value), self.models)
+        with ForwardContext() as context:
+            try:
+                response = await self.embedder.embed(request.embed, context)
+            except InvalidArgument as error:
+                raise InvalidArgument(error.reason, _param(error.field, request), error.message) from None
+            body = ResponseBody(send, [JSON])
+            await body.write(request.answer(response.embeddings))
+            await body.end()
+
+
+def embeddings(fields: Fields, models: Models) -> EmbeddingRequest:
+    """A request to /v1/embeddings. Raises InvalidArgument, and what `Models.resolve` raises."""
+    embed, model, max_tokens = _embed(fields, models)
+    given = prompts(fields.raw("input"), max_tokens, "input", MAX_INPUTS)
+    for text in given:
+        if isinstance(text, str):
+            embed.inputs.add(text=text)
+        else:
+            embed.inputs.add().tokens.token_ids.extend(text)
+    if (dimensions := fields.get("dimensions", integer, 1, (1 << 32) - 1)) is not None:
+        embed.dimensions = dimensions
+    embed.unnormalized = fields.get("normalize", boolean) is False
+    encoding = fields.get("encoding_format", string) or "float"
+    if encoding not in _FORMATS:
+        raise bad_field("encoding_format", f"must be {' or '.join(_FORMATS)}")
+    fields.refuse_others(IGNORED, {"add_special_tokens": True})
+    is_list = isinstance(fields.raw("input"), list) and not isinstance(fields.raw("input")[0], int)
+    names = [f"input[{index}]" if is_list else "input" for index in range(len(given))]
+
+    def answer(found: Sequence[runner_pb2.Embedding]) -> Pieces:
+        yield f'{{"object":"list","model":{json.dumps(model)},"data":['
+        for index, each in enumerate(found):
+            vector = json.dumps(_base64(each.values)) if encoding == "base64" else _numbers(each.values)
+            comma = "," if index else ""
+            yield f'{comma}{{"object":"embedding","index":{index},"embedding":{vector}}}'
+        yield f'],"usage":{json.dumps(_usage(found))}}}'
+
+    return EmbeddingRequest(embed, names, answer)
+
+
+def rerank(fields: Fields, models: Models) -> EmbeddingRequest:
+    """A request to /v1/rerank: which documents are most similar to a query. Raises as `embeddings`."""
+    embed, model, _ = _embed(fields, models)
+    documents = [
+        _document(each, f"documents[{index}]")
+        for index, each in enumerate(array(fields.raw("documents"), "documents", MAX_INPUTS - 1))
+    ]
+    if not documents:
+        raise bad_field("documents", "must have at least one entry")
+    texts = [fields.required("query"), *documents]
+    embed.inputs.extend(runner_pb2.EmbedInput(text=text) for text in texts)
+    most = fields.get("top_n", integer, 0, (1 << 32) - 1) or len(documents)
+    with_documents = fields.get("return_documents", boolean) is not False
+    fields.refuse_others(IGNORED)
+    names = ["query", *(f"documents[{index}]" for index in range(len(documents)))]
+
+    def answer(found: Sequence[runner_pb2.Embedding]) -> Pieces:
+        scores = [_cosine(found[0], each) for each in found[1:]]
+        yield f'{{"id":"rerank-{uuid.uuid4().hex}","model":{json.dumps(model)},"results":['
+        for place, index in enumerate(sorted(range(len(scores)), key=lambda at: -scores[at])[:most]):
+            document = {"document": {"text": documents[index]}} if with_documents else {}
+            result = {"index": index, **document, "relevance_score": scores[index]}
+            yield ("," if place else "") + json.dumps(result)
+        yield f'],"usage":{json.dumps(_usage(found))}}}'
+
+    return EmbeddingRequest(embed, names, answer)
+
+
+def score(fields: Fields, models: Models) -> EmbeddingRequest:
+    """A request to /score: how similar the texts of two lists are, one with each or in pairs."""
+    embed, model, _ = _embed(fields, models)
+    left, right = (_texts(fields, name) for name in ("text_1", "text_2"))
+    if len(left) not in (1, len(right)):
+        raise bad_field("text_1", "must be one text, or as many as text_2")
+    fields.refuse_others(IGNORED)
+    embed.inputs.extend(runner_pb2.EmbedInput(text=text) for text in (*left, *right))
+    names = [f"text_1[{index}]" for index in range(len(left))]
+    names += [f"text_2[{index}]" for index in range(len(right))]
+
+    def answer(found: Sequence[runner_pb2.Embedding]) -> Pieces:
+        firsts, seconds = found[: len(left)], found[len(left) :]
+        head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
+        yield json.dumps({**head, "model": model})[:-1] + ',"data":['
+        for index, each in enumerate(seconds):
+            similarity = _cosine(firsts[index % len(firsts)], each)
+            comma = "," if index else ""
+            yield comma + json.dumps({"index": index, "object": "score", "score": similarity})
+        yield f'],"usage":{json.dumps(_usage(found))}}}'
+
+    return EmbeddingRequest(embed, names, answer)
+
+
+def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:
+    """What all routes have: the Embed without its inputs, the model's name, and a prompt's most tokens."""
+    name = fields.required("model")
+    model = models.resolve(name, needs_text=False)
+    if not model.is_local:
+        raise unsupported("model", "a provider's models make no embeddings here")
+    priority = fields.get("priority", integer, -MAX_PRIORITY, MAX_PRIORITY - 1) or 0
+    embed = runner_pb2.EmbedRequest(
+        adapter_id=model.adapter_id,
+        priority=priority_of(priority),
+        cache_salt=fields.get("cache_salt", string) or "",
+    )
+    return embed, name, model.max_tokens
+
+
+def _texts(fields: Fields, name: str) -> list[str]:
+    given = fields.raw(name)
+    texts = [given] if isinstance(given, str) else array(given, name, MAX_INPUTS // 2)
+    if not texts:
+        raise bad_field(name, "must have at least one entry")
+    return [string(text, f"{name}[{index}]") for index, text in enumerate(texts)]
+
+
+def _document(given: object, path: str) -> str:
+    """A text, or an object with one, as Jina's clients send."""
+    return string(given, path) if isinstance(given, str) else Fields(given, path).required("text")
+
+
+def _param(field: str, request: EmbeddingRequest) -> str:
+    """The request's field that an error of Embed is about."""
+    head, _, rest = field.partition("]")
+    if not head.startswith("inputs["):
+        return field
+    index = int(head.removeprefix("inputs["))
+    return request.names[index] + rest.removeprefix(".text").removeprefix(".tokens.token_ids")
+
+
+def _cosine(first: runner_pb2.Embedding, second: runner_pb2.Embedding) -> float:
+    """Of vectors of the length 1."""
+    return sum(one * other for one, other in zip(first.values, second.values, strict=True))
+
+
+def _numbers(values: Sequence[float]) -> str:
+    # As short as float32 needs them.
+    return f"[{','.join(f'{value:.9g}' for value in values)}]"
+
+
+def _base64(values: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+def _usage(found: Sequence[runner_pb2.Embedding]) -> dict[str, Any]:
+    tokens = sum(each.input_tokens for each in found)
+    cached = sum(each.cached_tokens for each in found)
+    return {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

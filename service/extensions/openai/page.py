@@ -1,0 +1,40 @@
+"""A page to talk to the models: each token, what else it could have been, and branches from there."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+_FILES: Mapping[str, tuple[str, str]] = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+# Its files have no secrets: whoever reads them needs a token for each request that they make.
+PATHS = frozenset(_FILES)
+_HEADERS = {
+    # Nothing but these files and this server.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def routes() -> list[Route]:
+    """A route for each file."""
+    directory = resources.files("service.extensions.openai").joinpath("static")
+    contents = {path: directory.joinpath(name).read_bytes() for path, (name, _) in _FILES.items()}
+    return [Route(path, _file(contents[path], kind)) for path, (_, kind) in _FILES.items()]
+
+
+def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(_request: Request) -> Response:
+        return Response(content, media_type=kind, headers=_HEADERS)
+
+    return answer

@@ -1,0 +1,124 @@
+"""Embed: texts as vectors, by Forwards of all inputs whose hidden states are pooled here.
+
+Hidden states behind a token do not depend on what follows it, so that the last token's are a text's. A model
+whose layers see what follows cannot be served at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
+
+from service.api import validation
+from service.api.server_state import ServerState
+from service.api.status import from_status
+from service.api.time_slice import TimeSlice
+from service.errors import InvalidArgument, QuireError, Unsupported
+from service.text.text_model import TextModel
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_INPUTS = 2048
+LAST, MEAN, FIRST = "lasttoken", "mean", "cls"
+# Of an answer, beside its numbers.
+_VECTOR_BYTES = 32
+_ITEM = re.compile(r"^items\[\d+\]\.(?:token_ids)?")
+# The method of this name. Any: the context of the call.
+BatchForward: TypeAlias = Callable[
+    [executor_pb2.BatchForwardRequest, Any], Awaitable[executor_pb2.BatchForwardResponse]
+]
+
+
+class Embedder:
+    """Makes the embeddings of the model that is served. Without state."""
+
+    def __init__(self, state: ServerState, text: TextModel, forward: BatchForward) -> None:
+        self._state, self._text, self._forward = state, text, forward
+
+    async def embed(self, request: runner_pb2.EmbedRequest, context: Any) -> runner_pb2.EmbedResponse:
+        """Answers Embed. Raises QuireError, for the first input that fails."""
+        validation.refuse_unknown(request)
+        await self._state.first_worker(context.time_remaining())
+        model = self._state.first_ready.model
+        pooling = model.pooling or LAST
+        if pooling not in (LAST, MEAN, FIRST):
+            raise Unsupported(f"the model's embeddings need the pooling {pooling}, which is not supported")
+        validation.check_num_items(request.inputs, MAX_INPUTS, "inputs")
+        if request.HasField("dimensions") and not 0 < request.dimensions <= model.hidden_size:
+            raise InvalidArgument("BAD_OUTPUT", "dimensions", f"must be 1 to {model.hidden_size}")
+        size_bytes = len(request.inputs) * (4 * (request.dimensions or model.hidden_size) + _VECTOR_BYTES)
+        validation.check_response_size(size_bytes, self._state.limits, "inputs")
+        items = [await self._item(request, index, pooling) for index in range(len(request.inputs))]
+        await asyncio.to_thread(importlib.import_module, "numpy")
+        response, at_once = runner_pb2.EmbedResponse(), self._state.limits.max_items
+        for first in range(0, len(items), at_once):
+            group = items[first : first + at_once]
+            batch = await self._forward(executor_pb2.BatchForwardRequest(items=group), context)
+            time_slice = TimeSlice()
+            for index, result in enumerate(batch.results):
+                if result.HasField("error"):
+                    raise _of_input(from_status(result.error), request, first + index)
+                vector = _pooled(result.response.outputs, pooling, request)
+                response.embeddings.add(
+                    values=vector.tolist(),
+                    input_tokens=len(group[index].token_ids),
+                    cached_tokens=result.response.reused_tokens,
+                )
+                if time_slice.due:
+                    await time_slice.yield_to_others()
+        return response
+
+    async def _item(
+        self, request: runner_pb2.EmbedRequest, index: int, pooling: str
+    ) -> executor_pb2.ForwardRequest:
+        """The Forward of an input, whose last rows are enough if only the last token counts."""
+        given = request.inputs[index]
+        token_ids: Sequence[int] = given.tokens.token_ids
+        if given.WhichOneof("input") == "text":
+            most = self._state.limits.max_seq_tokens
+            token_ids = await self._text.encode(given.text, max_tokens=most, field=f"inputs[{index}].text")
+        return executor_pb2.ForwardRequest(
+            token_ids=token_ids,
+            output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates()),
+            priority=request.priority,
+            score_from=max(len(token_ids) - 1, 0) if pooling == LAST else None,
+            adapter_id=request.adapter_id,
+            cache_salt=request.cache_salt,
+        )
+
+
+def _pooled(
+    outputs: Sequence[types_pb2.StepOutput], pooling: str, request: runner_pb2.EmbedRequest
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The vector of a text, from the outputs after its tokens."""
+    import numpy as np  # noqa: PLC0415 - most gateways never embed
+
+    wanted = {LAST: outputs[-1:], FIRST: outputs[:1], MEAN: outputs}[pooling]
+    states = np.frombuffer(b"".join(each.hidden[0].data for each in wanted), np.float32)
+    # In float64 the sum of many has no error that a float32 would show.
+    vector = states.reshape(len(wanted), -1).mean(axis=0, dtype=np.float64)
+    if request.dimensions:
+        vector = vector[: request.dimensions]
+    if not request.unnormalized and (length := float(np.linalg.norm(vector))):
+        vector = vector / length
+    pooled: np.ndarray[Any, np.dtype[np.float32]] = vector.astype(np.float32)
+    return pooled
+
+
+def _of_input(error: QuireError, request: runner_pb2.EmbedRequest, index: int) -> QuireError:
+    """The same error, which names a field of the input, or of the request."""
+    if isinstance(error, InvalidArgument):
+        kind = request.inputs[index].WhichOneof("input") or "tokens"
+        of_input = f"inputs[{index}].{kind}"
+        field = _ITEM.sub("", error.field)
+        is_shared = field in ("adapter_id", "cache_salt", "priority")
+        if not is_shared:
+            field = f"{of_input}.token_ids{field}" if kind == "tokens" else of_input
+        return InvalidArgument(error.reason, field, error.message)
+    return error

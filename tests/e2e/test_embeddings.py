@@ -1,0 +1,163 @@
+"""Embed over gRPC and HTTP: the hidden states of the transformers library, pooled as the model says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import quire
+import torch
+from quire.v1 import admin_pb2, executor_pb2
+from transformers import PreTrainedTokenizerFast
+
+from tests.chat_templates import byte_tokenizer
+from tests.e2e.test_openai import HttpGateway
+from tests.model_factory import TinyModel, hf_states, make_model
+
+# Longer ones than a step, so that chunks are pooled; 1 is the shortest.
+STEP_TOKENS, PAGES = 32, 512
+TEXTS = ["a", "The otter swims.", "The otter swims. " * 9, "Ein Öltanker 🚢", "The otter sleeps."]
+RELATIVE_ERROR = 2e-5
+WIDTH = 64
+# By the names of sentence-transformers: what is kept of the states behind all tokens.
+POOLINGS: dict[str, Any] = {
+    "lasttoken": lambda states: states[-1],
+    "mean": lambda states: states.mean(dim=0),
+    "cls": lambda states: states[0],
+}
+
+
+def pooled_by(directory: Path, settings: dict[str, Any], *more: str) -> None:
+    """Writes the files of sentence-transformers."""
+    names = ["Transformer", "Pooling", *more]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{name}" if index else "",
+            "type": f"models.{name}",
+        }
+        for index, name in enumerate(names)
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_model(tmp_path_factory.mktemp("model") / "embedder", TinyModel(vocab_size=300))
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(directory)  # type: ignore[no-untyped-call]
+    return directory
+
+
+@pytest.fixture(scope="module", params=POOLINGS)
+def served(model: Path, request: pytest.FixtureRequest) -> Iterator[tuple[HttpGateway, str]]:
+    pooling = request.param
+    old = {
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True,
+        "word_embedding_dimension": WIDTH,
+    }
+    pooled_by(model, old if pooling == "mean" else {"pooling_mode": pooling}, "Normalize")
+    flags = ["--dtype", "float32", "--kv-pages", str(PAGES), "--openai-listen", "127.0.0.1:0"]
+    with HttpGateway(model=str(model), flags=[*flags, "--max-batch-tokens", str(STEP_TOKENS)]) as gateway:
+        yield gateway, pooling
+
+
+def expected(model: Path, pooling: str, text: str) -> torch.Tensor:
+    tokens = byte_tokenizer().encode(text).ids
+    return POOLINGS[pooling](hf_states(model, tokens)[-2])  # type: ignore[no-any-return]
+
+
+def assert_close(found: list[float], wanted: torch.Tensor) -> None:
+    assert (torch.tensor(found) - wanted).abs().max() < RELATIVE_ERROR * wanted.abs().max()
+
+
+def test_vectors_are_the_librarys(served: tuple[HttpGateway, str], model: Path) -> None:
+    gateway, pooling = served
+    wanted = [expected(model, pooling, text) for text in TEXTS]
+    with quire.Client(gateway.address) as client:
+        assert client.model_info().model.pooling == pooling
+        for found, states in zip(client.embed(TEXTS, normalize=False), wanted, strict=True):
+            assert_close(found, states)
+        normalized = client.embed([byte_tokenizer().encode(text).ids for text in TEXTS], dimensions=7)
+    for found, states in zip(normalized, wanted, strict=True):
+        assert_close(found, states[:7] / states[:7].norm())
+
+
+async def test_a_vector_has_the_same_bits_in_any_company(served: tuple[HttpGateway, str]) -> None:
+    gateway, pooling = served
+    rng = random.Random(pooling)
+    async with quire.AsyncClient(gateway.address) as client:
+        texts = {text: (await client.embed([text], cache_salt=text[:9]))[0] for text in TEXTS}
+        calls = [rng.choices(TEXTS, k=rng.randint(1, 9)) for _ in range(12)]
+        found = await asyncio.gather(*map(client.embed, calls))
+    assert found == [[texts[text] for text in call] for call in calls]
+    assert not gateway.status().caches
+
+
+def test_over_http_they_are_the_same(served: tuple[HttpGateway, str]) -> None:
+    gateway, _ = served
+    with quire.Client(gateway.address) as client:
+        wanted = client.embed(TEXTS)
+    http = gateway.client()
+    # Its package asks for base64, and decodes that.
+    answer = http.embeddings.create(model="local", input=TEXTS)
+    assert [each.embedding for each in answer.data] == wanted
+    numbers = http.embeddings.create(model="local", input=TEXTS[1], encoding_format="float", dimensions=4)
+    assert len(numbers.data[0].embedding) == 4
+    assert numbers.usage.prompt_tokens == len(byte_tokenizer().encode(TEXTS[1]).ids)
+    with pytest.raises(openai.BadRequestError) as refused:
+        http.embeddings.create(model="local", input=[[1, 2], [3, 70_000]])
+    assert (refused.value.code, refused.value.param) == ("token_out_of_vocab", "input[1][1]")
+
+
+def test_documents_are_ordered_by_their_cosine(served: tuple[HttpGateway, str]) -> None:
+    gateway, _ = served
+    with quire.Client(gateway.address) as client:
+        vectors = torch.tensor(client.embed(TEXTS), dtype=torch.float64)
+    cosines = (vectors[1:] @ vectors[0]).tolist()
+    with httpx2.Client(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http:
+        documents = [TEXTS[1], *({"text": text} for text in TEXTS[2:])]
+        asked = {"model": "local", "query": TEXTS[0], "documents": documents}
+        results = http.post("/v1/rerank", json={**asked, "top_n": 3}).json()["results"]
+        best = sorted(range(len(cosines)), key=lambda index: -cosines[index])[:3]
+        assert [each["index"] for each in results] == best
+        assert [each["document"]["text"] for each in results] == [TEXTS[1:][index] for index in best]
+        scores = http.post("/score", json={"model": "local", "text_1": TEXTS[0], "text_2": TEXTS[1:]}).json()
+        assert [each["score"] for each in scores["data"]] == pytest.approx(cosines, abs=1e-6)
+        assert results[0]["relevance_score"] == max(each["score"] for each in scores["data"])
+        for path, body, param in (
+            ("/rerank", {**asked, "documents": [""]}, "documents[0]"),
+            ("/v2/rerank", {**asked, "documents": []}, "documents"),
+            ("/v1/score", {"model": "local", "text_1": ["a", "b"], "text_2": "a"}, "text_1"),
+            ("/v1/embeddings", {"model": "local", "input": "a", "dimensions": WIDTH + 1}, "dimensions"),
+            ("/v1/embeddings", {"model": "local", "input": ["a", "b" * 99_999]}, None),
+        ):
+            answer = http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "named"),
+    [({"pooling_mode": "max"}, [], "max"), ({"pooling_mode": "mean"}, ["Dense"], "mean+Dense")],
+)
+def test_what_is_not_known_is_refused_by_name(
+    model: Path, settings: dict[str, Any], more: list[str], named: str
+) -> None:
+    pooled_by(model, settings, *more)
+    with HttpGateway(model=str(model), flags=["--dtype", "float32", "--kv-pages", "64"]) as gateway:
+        with quire.Client(gateway.address) as client, pytest.raises(quire.QuireError) as refused:
+            client.embed(["a"])
+        assert named in str(refused.value) and refused.value.reason == "UNSUPPORTED_BY_EXECUTOR"
+        # New weights have the texts of before.
+        gateway.admin.LoadWeights(admin_pb2.LoadWeightsRequest(source=str(model)), timeout=60)
+        assert gateway.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).model.pooling == named

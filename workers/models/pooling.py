@@ -1,0 +1,67 @@
+"""Reads how a model's hidden states become an embedding, from the files of the sentence-transformers library.
+
+`modules.json` lists what a text goes through: the model, a pooling, and perhaps more.
+https://sbert.net/docs/sentence_transformer/usage/custom_models.html
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from workers.models.errors import ModelError
+from workers.models.files import exists, parse_object, read_file
+
+_log = logging.getLogger(__name__)
+
+MODULES_FILE = "modules.json"
+_MAX_FILE_BYTES = 1 << 20
+# The older way to name the pooling: one of these is true.
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+# Whoever asks for a vector says whether its length is 1.
+_WITHOUT_EFFECT = ("Transformer", "Normalize")
+
+
+def read_pooling(directory: Path) -> str:
+    """The pooling that a model's files name, with what follows it after a plus sign: "mean+Dense".
+
+    Empty: they name none. "unknown", with a warning in the log: they cannot be read.
+    """
+    file = directory / MODULES_FILE
+    if not exists(file):
+        return ""
+    try:
+        modules = parse_object(b'{"modules":' + read_file(file, _MAX_FILE_BYTES) + b"}", file)["modules"]
+        if not isinstance(modules, list):
+            raise ModelError("is no list of modules")
+        return "+".join(filter(None, (_named(directory, module) for module in modules)))
+    except ModelError as error:
+        _log.warning("%s: %s: the model makes no embeddings", file, error)
+        return "unknown"
+
+
+def _named(directory: Path, module: object) -> str:
+    """What a module does with hidden states. Empty: nothing. Raises ModelError."""
+    if not isinstance(module, Mapping) or not isinstance(module.get("type"), str):
+        raise ModelError("a module has no type")
+    kind = str(module["type"]).rpartition(".")[2]
+    if kind in _WITHOUT_EFFECT:
+        return ""
+    if kind != "Pooling":
+        return kind
+    path = module.get("path")
+    if not isinstance(path, str) or Path(path).name != path:
+        raise ModelError("a module has no directory below the model's")
+    file = directory / path / "config.json"
+    settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    if isinstance(settings.get("pooling_mode"), str):
+        return str(settings["pooling_mode"])
+    return "+".join(name for mode, name in _MODES.items() if settings.get(mode) is True)
