@@ -96,11 +96,12 @@ def mamba2_reference(
 ) -> torch.Tensor:
     """See `mamba2`. In torch, of any device and dtype."""
     inner, width, heads = len(weights.norm), weights.taps.shape[1], len(weights.decays)
-    gates, raw, steps = projected.split([inner, width, heads], dim=1)
+    gates, raw, steps = torch.split(projected, [inner, width, heads], dim=1)
     convolved = _convolve(raw, weights, inputs, at)
-    x, into, out_of = convolved.float().split([inner, *[weights.groups * weights.state_width] * 2], dim=1)
+    sizes = [inner, *[weights.groups * weights.state_width] * 2]
+    x, into, out_of = torch.split(convolved.float(), sizes, dim=1)
     rows = len(projected)
-    x = x.unflatten(1, (heads, -1))  # [T, H, P]
+    x = x.reshape(rows, heads, -1)  # [T, H, P]
     into, out_of = (
         each.view(rows, weights.groups, -1).repeat_interleave(heads // weights.groups, dim=1)  # [T, H, N]
         for each in (into, out_of)
@@ -118,9 +119,10 @@ def mamba2_reference(
         if row + 1 in kept:
             states[kept[row + 1]] = state
     gated = y.flatten(1) * functional.silu(gates.float())
-    grouped = gated.unflatten(1, (weights.groups, -1))
+    grouped = gated.view(rows, weights.groups, -1)
     normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + weights.eps)
-    return (weights.norm.float() * normed.flatten(1)).to(projected.dtype)
+    out: torch.Tensor = weights.norm.float() * normed.flatten(1)
+    return out.to(projected.dtype)
 
 
 def _convolve(raw: torch.Tensor, weights: Mamba2Weights, inputs: torch.Tensor, at: StateRows) -> torch.Tensor:

@@ -130,6 +130,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Recurrent layers take no trees, and are not split over ranks.
+WITHOUT_STATES = [name for name, (kind, _) in MODELS.items() if kind not in ("lfm2", "granitemoehybrid")]
+
 # Biases; experts in all layers and in some; caps, windows and norms around sublayers; projections in one
 # matrix; norms over all heads. All models are always compared by tests/workers/test_families.py.
 FEW = ("llama with biases", "mixtral", "qwen3_moe with dense layers", "gemma2", "phi3", "olmo2")

@@ -51,7 +51,7 @@ def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
     model = recurrent_model(model_type, tmp_path / "model")
     with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
-        assert capabilities.backend == backend
+        assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == backend
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
         text = [(3 * i + 1) % 97 for i in range(240)]
         prefill = pb.PrefillRequest(token_ids=text)

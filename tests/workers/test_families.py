@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import FEW, MODELS, by_turns, seeing_config, settings_of
+from tests.families import FEW, MODELS, WITHOUT_STATES, by_turns, seeing_config, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -150,11 +150,7 @@ WITH_TREES = ("qwen3_moe with dense layers", "gemma2", "phi3")
 
 @pytest.mark.parametrize(
     "made",
-    [
-        pytest.param(name, marks=() if name in WITH_TREES else pytest.mark.thorough)
-        for name, (model_type, _) in MODELS.items()
-        if FAMILIES[model_type].recurrent is None
-    ],
+    [pytest.param(name, marks=() if name in WITH_TREES else pytest.mark.thorough) for name in WITHOUT_STATES],
     indirect=True,
 )
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:

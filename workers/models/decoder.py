@@ -269,7 +269,7 @@ class Decoder:
         """
         states = None
         if self.state_shapes:
-            inputs = with_tokens_before(inputs, kv.page_size)
+            inputs = with_tokens_before(inputs)
             states = state_rows(inputs.states, inputs.attention.query_lens)
         residual = self._shard.embedded(inputs.token_ids, self.embedding.rows)
         if self._embedding_scale != 1.0:

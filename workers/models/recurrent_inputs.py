@@ -1,7 +1,7 @@
 """What layers with recurrent states need of a batch: the tokens that are computed again, and which states.
 
 See `workers.kv.states`: a sequence may be longer than its last state. The tokens between are computed again
-in front of the item's own. Their keys and values are in the pages already, and get the same bits again.
+in front of the item's own. Their keys and values are in the pages already, and are not written.
 
 Dimension letters: T tokens of all items; N items.
 """
@@ -20,7 +20,7 @@ from workers.kv.states import EMPTY, StateRun
 from workers.models.inputs import ForwardInputs
 
 
-def with_tokens_before(inputs: ForwardInputs, page_size: int) -> ForwardInputs:
+def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
     """The batch with the tokens of its states' runs that are computed again; it, if there are none.
 
     The wanted rows are the same ones.
@@ -34,13 +34,12 @@ def with_tokens_before(inputs: ForwardInputs, page_size: int) -> ForwardInputs:
     begins = accumulate(lens, initial=0)
     tokens, positions = list[torch.Tensor](), list[torch.Tensor]()
     slots, old_rows = list[torch.Tensor](), list[torch.Tensor]()
-    for item, (run, begin, count) in enumerate(zip(inputs.states, begins, lens, strict=False)):
+    for run, begin, count in zip(inputs.states, begins, lens, strict=False):
         own = torch.arange(begin, begin + count)
         before = torch.arange(run.source.position, run.source.position + len(run.before))
-        pages = inputs.attention.page_tables[item].long()[before // page_size]
         tokens += [torch.tensor(list(run.before), dtype=torch.int64), inputs.token_ids[own]]
         positions += [before, inputs.positions[own]]
-        slots += [pages * page_size + before % page_size, inputs.slots[own]]
+        slots += [torch.full_like(before, -1), inputs.slots[own]]
         old_rows += [torch.full_like(before, begin), own]
     lora_slots = inputs.lora_slots
     shifts = torch.tensor([*accumulate(added)]).repeat_interleave(torch.tensor(lens))  # [T], by the old rows
