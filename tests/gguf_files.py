@@ -155,7 +155,7 @@ def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor
     entries = read_entries(model)
     if experts is None or experts.stacked is None:
         return entries
-    return separated(entries, experts, config.num_local_experts)
+    return separated(entries, experts, config.num_local_experts, config.hidden_size)
 
 
 def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:

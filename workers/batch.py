@@ -324,9 +324,12 @@ def output_specs(chunks: Sequence[Chunk], decodes: Decodes = NO_DECODES) -> list
     """The requested outputs of each wanted row; R entries in the order of `ForwardInputs.wanted_rows`."""
     specs = list(decodes.outputs)
     for chunk in chunks:
+        output = chunk.forward.output
         if chunk.rows > chunk.output_rows:
-            specs += [GREEDY] * (chunk.rows - chunk.output_rows)
-        specs += [chunk.forward.output] * chunk.output_rows
+            is_mean = output.hidden is not None and output.hidden.mean
+            before = OutputSpec(hidden=output.hidden) if is_mean else GREEDY
+            specs += [before] * (chunk.rows - chunk.output_rows)
+        specs += [output] * chunk.output_rows
     return specs
 
 

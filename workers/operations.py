@@ -144,10 +144,12 @@ class HiddenSpec:
         layers: Numbered as in the transformers library: 0 is the embedding, i the output of layer i, and the
             number of layers the last one's after the final norm. At least one.
         number_format: The format in which they are returned.
+        mean: Return the mean over the forward's tokens up to the row, so that the rows of all are computed.
     """
 
     layers: Sequence[int]
     number_format: DataType = DataType.F32
+    mean: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class RowOutput:
     # One row for each requested layer, in the requested order and format.
     hidden: Sequence[bytes] = field(default=(), init=False)
     hidden_format: DataType | None = field(default=None, init=False)
+    # For a mean, until they are added: the row's own states, one [hidden width] for each requested layer.
+    states: Sequence[NDArray[np.float32]] = field(default=(), init=False)
     # See StepOutput in types.proto.
     experts: bytes = field(default=b"", init=False)
     entropy: float | None = field(default=None, init=False)
@@ -320,6 +324,8 @@ class Forward:
     # For each scored token: its log-probability, and whether no other token was more likely.
     token_logprobs: Sequence[float] = field(default=(), init=False)
     token_is_argmax: Sequence[bool] = field(default=(), init=False)
+    # For means: the sums of the computed tokens' hidden states, one [hidden width] for each requested layer.
+    state_sums: Sequence[NDArray[np.float64]] = field(default=(), init=False, repr=False)
     # One for each of `sample_seeds`, without lists and logits.
     samples: Sequence[RowOutput] = field(default=(), init=False)
     # For a tree: the indexes of the kept tokens. Only these are appended to the sequence.
@@ -336,6 +342,8 @@ class Forward:
 
     def __post_init__(self) -> None:
         self.wanted_rows = max(self.rows, self.scored + 1) if self.scored else self.rows
+        if self.rows and self.output.hidden is not None and self.output.hidden.mean:
+            self.wanted_rows = len(self.token_ids)
         self.row_weight = self.output.row_weight
         if self.sample_seeds:
             self.row_weight += len(self.sample_seeds) // (_DRAWS_PER_ROW * max(1, self.wanted_rows))

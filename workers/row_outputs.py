@@ -19,7 +19,7 @@ from torch.nn import functional
 from kernels.cpu import sampling as compiled
 from workers.given_experts import ONE_BYTE_EXPERTS
 from workers.models.capture import RowCapture
-from workers.operations import DataType, OutputSpec, RowOutput
+from workers.operations import DataType, Forward, OutputSpec, RowOutput
 from workers.sampling import BadLogitsError, best_k
 
 # Rows whose log-softmax is in memory at once: 10 MB for a vocabulary of 152k.
@@ -124,7 +124,7 @@ def add_captured(
 def _add_hidden(
     outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], found: Mapping[int, Tensor]
 ) -> None:
-    """Set the hidden states that specs request.
+    """Set the hidden states that specs request. Those of means are left in `states`: see `add_means`.
 
     Args:
         outputs: R of them. Mutated.
@@ -136,12 +136,39 @@ def _add_hidden(
     for output, spec in zip(outputs, specs, strict=True):
         if spec.hidden is not None:
             # A layer may be named twice.
-            encoded = {
-                layer: encode_row(next(remaining[layer]), spec.hidden.number_format)
-                for layer in dict.fromkeys(spec.hidden.layers)
-            }
+            states = {layer: next(remaining[layer]) for layer in dict.fromkeys(spec.hidden.layers)}
+            if spec.hidden.mean:
+                output.states = [states[layer].float().numpy() for layer in spec.hidden.layers]
+                continue
+            encoded = {layer: encode_row(row, spec.hidden.number_format) for layer, row in states.items()}
             output.hidden = [encoded[layer] for layer in spec.hidden.layers]
             output.hidden_format = spec.hidden.number_format
+
+
+def add_means(forward: Forward, outputs: Sequence[RowOutput], count: int) -> None:
+    """Set the hidden states of a chunk's last rows to the means of those of the forward's tokens up to each.
+
+    They are added one after the other, so that the bits do not depend on the chunks.
+
+    Args:
+        forward: It requests means. Mutated: what its chunk adds to the sums.
+        outputs: Those of all tokens of its next chunk, not yet appended, with their `states`. Mutated.
+        count: How many of them, the last ones, are returned.
+    """
+    spec = forward.output.hidden
+    assert spec is not None
+    if not forward.computed:
+        forward.state_sums = [np.zeros(len(state), np.float64) for state in outputs[0].states]
+    tokens = forward.computed
+    for left, output in zip(range(len(outputs), 0, -1), outputs, strict=True):
+        tokens += 1
+        for total, state in zip(forward.state_sums, output.states, strict=True):
+            np.add(total, state, out=total)
+        output.states = ()
+        if left <= count:
+            means = [torch.from_numpy(total / tokens) for total in forward.state_sums]
+            output.hidden = [encode_row(mean, spec.number_format) for mean in means]
+            output.hidden_format = spec.number_format
 
 
 def _add_experts(

@@ -376,7 +376,8 @@ def _to_hidden(message: types_pb2.HiddenStates, num_layers: int) -> HiddenSpec:
     layers = tuple(message.layers) or (num_layers,)
     if max(layers) > num_layers:
         raise ValueError(f"hidden states of layers {layers} of {num_layers}")
-    return HiddenSpec(layers, _KNOWN_DTYPES[message.dtype] if message.dtype else DataType.F32)
+    number_format = _KNOWN_DTYPES[message.dtype] if message.dtype else DataType.F32
+    return HiddenSpec(layers, number_format, message.mean)
 
 
 def _to_sampling(message: types_pb2.SamplingParams) -> Sampling:

@@ -207,9 +207,9 @@ def _append(
     **rest: Any,
 ) -> Append:
     """Fills the common fields. `options` have no output yet. `rest` are the fields of one kind of request."""
-    cache_id, position = "", None
+    cache_id, position, takes_mean = "", None, True
     if not isinstance(request, executor_pb2.ForwardRequest):
-        cache_id = request.cache_id
+        cache_id, takes_mean = request.cache_id, False
         position = request.position if request.HasField("position") else None
         if position and not cache_id:
             raise InvalidArgument("BAD_POSITION", "position", "a new cache starts at position 0")
@@ -218,7 +218,12 @@ def _append(
         output = options.output
         output.CopyFrom(request.output)
         validation.refuse_unknown(output, "output.")
-    answer_bytes = validation.check_output(output, limits, options.rows, options.scored, samples)
+    answer_bytes = validation.check_output(
+        output, limits, options.rows, options.scored, samples, takes_mean=takes_mean
+    )
+    rows = max(options.rows, options.scored)
+    if takes_mean and output is not None and output.hidden.mean:
+        rows = len(rest["token_ids"])
     priority = PRIORITIES.get(request.priority)
     if priority is None:
         raise InvalidArgument("BAD_PRIORITY", "priority", f"priority {request.priority} is not defined")
@@ -233,7 +238,7 @@ def _append(
         options=packed,
         accept=options.accept,
         parents=tuple(options.parents),
-        rows=max(options.rows, options.scored) + samples // _SAMPLES_PER_ROW,
+        rows=rows + samples // _SAMPLES_PER_ROW,
         timeout_s=timeout_s,
         priority=priority,
         answer_bytes=answer_bytes,

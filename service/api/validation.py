@@ -112,12 +112,14 @@ def check_output(
     rows: int,
     scored: int = 0,
     samples: int = 0,
+    *,
+    takes_mean: bool = False,
 ) -> int:
     """The options are valid, and the answer for `rows` positions fits into a response.
 
-    Returns an upper estimate of the answer's size in bytes.
+    Returns an upper estimate of the answer's size in bytes. `takes_mean`: means of hidden states are allowed.
     """
-    row_bytes = _ROW_BYTES if output is None else _check_options(output, limits)
+    row_bytes = _ROW_BYTES if output is None else _check_options(output, limits, takes_mean)
     size_bytes = ANSWER_BYTES + rows * row_bytes + scored * _SCORE_BYTES + samples * _SAMPLE_BYTES
     # This runs for each token, so a size that is allowed causes no function call.
     if size_bytes > limits.max_response_bytes:
@@ -125,7 +127,7 @@ def check_output(
     return size_bytes
 
 
-def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> int:
+def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits, takes_mean: bool) -> int:
     """The options are valid. Returns the bytes of the answer for one position."""
     if output.logits not in _ELEMENT_BYTES:
         raise InvalidArgument("BAD_OUTPUT", "output.logits", "the format is not defined")
@@ -141,6 +143,8 @@ def _check_options(output: types_pb2.OutputOptions, limits: RequestLimits) -> in
     row_bytes = limits.vocab_size * _ELEMENT_BYTES[output.logits]
     if output.HasField("hidden"):
         row_bytes += _check_hidden(output.hidden, limits)
+        if output.hidden.mean and not takes_mean:
+            raise InvalidArgument("BAD_OUTPUT", "output.hidden.mean", "only a Forward has means")
     if output.experts:
         limits.experts.require("output.experts")
         row_bytes += limits.experts.token_bytes

@@ -100,12 +100,12 @@ class Incarnation:
                 if status == EXIT_CONFIG:
                     # It has said why, which may not have been read yet.
                     await asyncio.wait({closed}, timeout=_EXIT_DELAY_S)
-                return WorkerExit(_end_of(status), crashed=status not in (None, -signal.SIGKILL))
+                return WorkerExit(end_of(status, self.refusal), crashed=status not in (None, -signal.SIGKILL))
             if self._terminated.done():
                 return self._terminated.result()
             if heartbeat.done():
                 return heartbeat.result()
-            return WorkerExit("its stream ended")
+            return WorkerExit(end_of(EXIT_CONFIG, self.refusal) if self.refusal else "its stream ended")
         finally:
             for task in tasks:
                 task.cancel()
@@ -370,10 +370,11 @@ def _on_progress(slot: WorkerSlot, progress: worker_pb2.LoadProgress) -> None:
     _log.info("worker loading", worker_id=slot.worker_id, phase=progress.phase, percent=percent)
 
 
-def _end_of(status: int | None) -> str:
-    """How a process ended, for the operator. None: not known, as of an adopted worker."""
+def end_of(status: int | None, refusal: str) -> str:
+    """How a process ended, for the operator. `status`: None if not known. `refusal`: what it said itself."""
     if status == EXIT_CONFIG:
-        return "it refused its configuration"
+        why = f": {refusal}" if refusal else "; its last log line says why"
+        return f"it refused its configuration{why}"
     if status is not None and status < 0:
         names = {number.value: f" ({number.name})" for number in signal.Signals}
         return f"it was killed by signal {-status}{names.get(-status, '')}"

@@ -17,7 +17,7 @@ from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import NoWorker, without_lora
 from service.logging import get_logger
-from service.pool.incarnation import Incarnation
+from service.pool.incarnation import Incarnation, end_of
 from service.pool.launcher import Launcher, PoolFailed, WorkerProcesses
 from service.pool.link import WorkerLink
 from service.pool.model_versions import ModelVersions, WorkerSlot
@@ -184,9 +184,7 @@ class Supervisor:
         if ended.failure is not None:
             raise ended.failure
         if status == EXIT_CONFIG and not slot.was_ready:
-            refusal = incarnation.refusal
-            why = f": {refusal}" if refusal else "; its last log line says why"
-            raise PoolFailed(f"the worker refused its configuration{why}", EXIT_CONFIG)
+            raise PoolFailed(f"{slot.worker_id}: {end_of(status, incarnation.refusal)}", EXIT_CONFIG)
 
     async def _adopt_or_start(self, slot: WorkerSlot) -> Incarnation | None:
         """Adopts the worker of an earlier gateway, or starts a new one. None if that fails for now."""

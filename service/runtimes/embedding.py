@@ -1,4 +1,4 @@
-"""Embed: texts as vectors, by Forwards of all inputs whose hidden states are pooled here.
+"""Embed: texts as vectors, by Forwards of all inputs.
 
 Hidden states behind a token do not depend on what follows it, so that the last token's are a text's. A model
 whose layers see what follows cannot be served at all.
@@ -28,7 +28,7 @@ MAX_INPUTS = 2048
 LAST, MEAN, FIRST = "lasttoken", "mean", "cls"
 # Of an answer, beside its numbers.
 _VECTOR_BYTES = 32
-_ITEM = re.compile(r"^items\[\d+\]\.(?:token_ids)?")
+_ITEM = re.compile(r"^(?:items\[\d+\]\.)?(?:token_ids)?")
 # The method of this name. Any: the context of the call.
 BatchForward: TypeAlias = Callable[
     [executor_pb2.BatchForwardRequest, Any], Awaitable[executor_pb2.BatchForwardResponse]
@@ -45,7 +45,7 @@ class Embedder:
         """Answers Embed. Raises QuireError, for the first input that fails."""
         validation.refuse_unknown(request)
         await self._state.first_worker(context.time_remaining())
-        model = self._state.first_ready.model
+        model, limits = self._state.first_ready.model, self._state.limits
         pooling = model.pooling or LAST
         if pooling not in (LAST, MEAN, FIRST):
             raise Unsupported(f"the model's embeddings need the pooling {pooling}, which is not supported")
@@ -53,10 +53,20 @@ class Embedder:
         if request.HasField("dimensions") and not 0 < request.dimensions <= model.hidden_size:
             raise InvalidArgument("BAD_OUTPUT", "dimensions", f"must be 1 to {model.hidden_size}")
         size_bytes = len(request.inputs) * (4 * (request.dimensions or model.hidden_size) + _VECTOR_BYTES)
-        validation.check_response_size(size_bytes, self._state.limits, "inputs")
-        items = [await self._item(request, index, pooling) for index in range(len(request.inputs))]
+        validation.check_response_size(size_bytes, limits, "inputs")
+        # In messages, where a token takes 4 bytes; in a list it takes 36.
+        items, lengths, time_slice = list[executor_pb2.ForwardRequest](), list[int](), TimeSlice()
+        for index in range(len(request.inputs)):
+            token_ids = await self._tokens(request, index)
+            items.append(_item(request, token_ids, pooling))
+            lengths.append(len(token_ids))
+            if time_slice.due:
+                await time_slice.yield_to_others()
+        # The last token is scored, so that there are outputs of two.
+        item_bytes = validation.check_output(items[0].output, limits, rows=2, scored=1, takes_mean=True)
+        at_once = max(1, min(limits.max_items, limits.max_response_bytes // item_bytes))
         await asyncio.to_thread(importlib.import_module, "numpy")
-        response, at_once = runner_pb2.EmbedResponse(), self._state.limits.max_items
+        response = runner_pb2.EmbedResponse()
         for first in range(0, len(items), at_once):
             group = items[first : first + at_once]
             batch = await self._forward(executor_pb2.BatchForwardRequest(items=group), context)
@@ -64,47 +74,54 @@ class Embedder:
             for index, result in enumerate(batch.results):
                 if result.HasField("error"):
                     raise _of_input(from_status(result.error), request, first + index)
-                vector = _pooled(result.response.outputs, pooling, request)
+                vector = _vector(result.response.outputs[-1], request)
                 response.embeddings.add(
                     values=vector.tolist(),
-                    input_tokens=len(group[index].token_ids),
+                    input_tokens=lengths[first + index],
                     cached_tokens=result.response.reused_tokens,
                 )
                 if time_slice.due:
                     await time_slice.yield_to_others()
         return response
 
-    async def _item(
-        self, request: runner_pb2.EmbedRequest, index: int, pooling: str
-    ) -> executor_pb2.ForwardRequest:
-        """The Forward of an input, whose last rows are enough if only the last token counts."""
-        given = request.inputs[index]
+    async def _tokens(self, request: runner_pb2.EmbedRequest, index: int) -> Sequence[int]:
+        """The valid tokens of an input."""
+        given, limits = request.inputs[index], self._state.limits
         token_ids: Sequence[int] = given.tokens.token_ids
         if given.WhichOneof("input") == "text":
-            most = self._state.limits.max_seq_tokens
+            most = limits.max_seq_tokens
             token_ids = await self._text.encode(given.text, max_tokens=most, field=f"inputs[{index}].text")
-        return executor_pb2.ForwardRequest(
-            token_ids=token_ids,
-            output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates()),
-            priority=request.priority,
-            score_from=max(len(token_ids) - 1, 0) if pooling == LAST else None,
-            adapter_id=request.adapter_id,
-            cache_salt=request.cache_salt,
-        )
+        try:
+            validation.check_tokens(token_ids, limits)
+        except InvalidArgument as error:
+            raise _of_input(error, request, index) from None
+        return token_ids
 
 
-def _pooled(
-    outputs: Sequence[types_pb2.StepOutput], pooling: str, request: runner_pb2.EmbedRequest
+def _item(
+    request: runner_pb2.EmbedRequest, token_ids: Sequence[int], pooling: str
+) -> executor_pb2.ForwardRequest:
+    """The Forward whose last output has the vector."""
+    return executor_pb2.ForwardRequest(
+        # What follows the first token does not change its states.
+        token_ids=token_ids[:1] if pooling == FIRST else token_ids,
+        output=types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(mean=pooling == MEAN)),
+        priority=request.priority,
+        score_from=0 if pooling == FIRST else len(token_ids) - 1,
+        adapter_id=request.adapter_id,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _vector(
+    output: types_pb2.StepOutput, request: runner_pb2.EmbedRequest
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The vector of a text, from the outputs after its tokens."""
+    """The pooled states, cut and of the length that the request says."""
     import numpy as np  # noqa: PLC0415 - most gateways never embed
 
-    wanted = {LAST: outputs[-1:], FIRST: outputs[:1], MEAN: outputs}[pooling]
-    states = np.frombuffer(b"".join(each.hidden[0].data for each in wanted), np.float32)
-    # In float64 the sum of many has no error that a float32 would show.
-    vector = states.reshape(len(wanted), -1).mean(axis=0, dtype=np.float64)
-    if request.dimensions:
-        vector = vector[: request.dimensions]
+    # In float64 the squares have no error that a float32 would show.
+    states: Any = np.frombuffer(output.hidden[0].data, np.float32).astype(np.float64)
+    vector = states[: request.dimensions] if request.dimensions else states
     if not request.unnormalized and (length := float(np.linalg.norm(vector))):
         vector = vector / length
     pooled: np.ndarray[Any, np.dtype[np.float32]] = vector.astype(np.float32)

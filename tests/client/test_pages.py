@@ -56,6 +56,7 @@ PYTHON_AND_TOML = {
     "[tenants.alice]": "test_files_of_tokens",
     "[certificates]": "test_files_of_tokens",
     "from quire import tinker": "tests/client/test_tinker.py does the same",
+    "STEERING_VECTOR": "tests/workers/test_steering.py writes such a directory",
     "Tell me a story": "tests/client/test_storyteller.py runs it, and the consoles of all pages",
     "import subprocess\nimport ray": "needs Ray; the command is that of tests/e2e/test_remote_workers.py",
 }

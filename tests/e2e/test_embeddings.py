@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
+import numpy as np
 import openai
 import pytest
 import quire
 import torch
-from quire.v1 import admin_pb2, executor_pb2
+from quire.errors import from_rpc_error
+from quire.v1 import admin_pb2, executor_pb2, types_pb2
 from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import byte_tokenizer
@@ -23,7 +26,9 @@ from tests.model_factory import TinyModel, hf_states, make_model
 
 # Longer ones than a step, so that chunks are pooled; 1 is the shortest.
 STEP_TOKENS, PAGES = 32, 512
-TEXTS = ["a", "The otter swims.", "The otter swims. " * 9, "Ein Öltanker 🚢", "The otter sleeps."]
+# Too few for the hidden states of each token of the longest text.
+RESPONSE_BYTES, MANY = 128 << 10, 300
+TEXTS = ["a", "The otter swims.", "The otter swims. " * 26, "Ein Öltanker 🚢", "The otter sleeps."]
 RELATIVE_ERROR = 2e-5
 WIDTH = 64
 # By the names of sentence-transformers: what is kept of the states behind all tokens.
@@ -68,7 +73,8 @@ def served(model: Path, request: pytest.FixtureRequest) -> Iterator[tuple[HttpGa
     }
     pooled_by(model, old if pooling == "mean" else {"pooling_mode": pooling}, "Normalize")
     flags = ["--dtype", "float32", "--kv-pages", str(PAGES), "--openai-listen", "127.0.0.1:0"]
-    with HttpGateway(model=str(model), flags=[*flags, "--max-batch-tokens", str(STEP_TOKENS)]) as gateway:
+    flags += ["--max-batch-tokens", str(STEP_TOKENS), "--max-response-bytes", str(RESPONSE_BYTES)]
+    with HttpGateway(model=str(model), flags=flags) as gateway:
         yield gateway, pooling
 
 
@@ -89,6 +95,9 @@ def test_vectors_are_the_librarys(served: tuple[HttpGateway, str], model: Path) 
         for found, states in zip(client.embed(TEXTS, normalize=False), wanted, strict=True):
             assert_close(found, states)
         normalized = client.embed([byte_tokenizer().encode(text).ids for text in TEXTS], dimensions=7)
+        # Their forwards' answers together are larger than a response may be.
+        many = client.embed(["a"] * MANY)
+        assert many == [many[0]] * MANY
     for found, states in zip(normalized, wanted, strict=True):
         assert_close(found, states[:7] / states[:7].norm())
 
@@ -102,6 +111,27 @@ async def test_a_vector_has_the_same_bits_in_any_company(served: tuple[HttpGatew
         found = await asyncio.gather(*map(client.embed, calls))
     assert found == [[texts[text] for text in call] for call in calls]
     assert not gateway.status().caches
+
+
+def test_a_forwards_means_are_those_of_its_states(served: tuple[HttpGateway, str]) -> None:
+    """Of each row with an output and each layer, with the same bits as the sum of all rows, in chunks too."""
+    stub, tokens = served[0].stub, list(range(40, 40 + STEP_TOKENS + 8))
+
+    def states(score_from: int, *, mean: bool) -> np.ndarray[Any, Any]:
+        output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(layers=[2, 0, 2], mean=mean))
+        request = executor_pb2.ForwardRequest(token_ids=tokens, output=output, score_from=score_from)
+        outputs = stub.Forward(request, timeout=60).outputs
+        rows = [[quire.floats(tensor) for tensor in row.hidden] for row in outputs]
+        return np.array(rows, np.float32)
+
+    sums = np.cumsum(states(1, mean=False).astype(np.float64), axis=0)  # [tokens, layers, width]
+    wanted = (sums / np.arange(1, len(tokens) + 1)[:, None, None]).astype(np.float32)
+    for score_from in (1, 5, len(tokens) - 1):
+        assert np.array_equal(states(score_from, mean=True), wanted[score_from - 1 :])
+    output = types_pb2.OutputOptions(hidden=types_pb2.HiddenStates(mean=True))
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Prefill(executor_pb2.PrefillRequest(token_ids=tokens, output=output), timeout=60)
+    assert from_rpc_error(refused.value).reason == "BAD_OUTPUT"
 
 
 def test_over_http_they_are_the_same(served: tuple[HttpGateway, str]) -> None:

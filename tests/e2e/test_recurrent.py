@@ -14,7 +14,7 @@ from tests.e2e.parity_machine import WITH_LOGITS, ParityMachine, run_parity_mach
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_logits
 from tests.recurrent import RECURRENT
-from tests.workers.test_library_model import tiny_model
+from tests.tiny_types import tiny_model
 
 FLAGS = ["--dtype", "float32", "--kv-pages", "64", "--max-batch-tokens", "48"]
 # A worker that is started again imports the library.

@@ -74,6 +74,13 @@ async def closes_its_stream(_requests: Requests) -> AsyncIterator[worker_pb2.Con
         yield response
 
 
+async def refuses_its_model(_requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+    """Says why, as a worker does that cannot load its model."""
+    response = worker_pb2.ConnectResponse()
+    response.events.add().error.detail = "config.json: model_type: 'bert' is an encoder"
+    yield response
+
+
 class FakeEndpoint:
     """The stream to a worker in this process."""
 
@@ -275,11 +282,20 @@ async def test_refused_configuration_is_not_retried(bench_of: MakeBench) -> None
     assert bench.launcher.started[0].grace_s == 15.0, "it gets time to exit with a status"
 
 
+async def test_a_refused_model_and_why_are_in_one_line(bench_of: MakeBench) -> None:
+    """Of the log, and of what ends the server."""
+    bench, said = bench_of(refuses_its_model, status=EXIT_CONFIG), "'bert' is an encoder"
+    with structlog.testing.capture_logs() as logs, pytest.raises(PoolFailed, match=said):
+        await bench.run()
+    (line,) = (line for line in logs if line["event"] == "worker is gone")
+    assert line["why"] == f"it refused its configuration: config.json: model_type: {said}"
+
+
 @pytest.mark.parametrize(
     ("status", "why"),
     [
         (-9, "it was killed by signal 9 (SIGKILL)"),
-        (EXIT_CONFIG, "it refused its configuration"),
+        (EXIT_CONFIG, "it refused its configuration; its last log line says why"),
         (None, "its process ended"),
     ],
 )

@@ -13,8 +13,8 @@ from tests.bad_directories import setting
 from tests.families import settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import TinyModel, load_decoder, make_family_model, make_model
+from tests.tiny_types import tiny_model
 from tests.workers.packing import HandPacker, HandSequence, Item
-from tests.workers.test_library_model import tiny_model
 from workers.executors.loading import choose_backend, runs_on_cuda
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.model import new_pages

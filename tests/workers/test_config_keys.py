@@ -19,7 +19,7 @@ from tests.workers.packing import HandSequence, Item, new_packer, poisoned_pages
 from workers.models.config import ModelConfig
 from workers.models.config_keys import REFUSED_UNLESS, keys_read
 from workers.models.errors import ModelError
-from workers.models.registry import FAMILIES, WRAPPERS
+from workers.models.registry import FAMILIES
 
 _LIBRARY = Path(transformers.__file__).parent
 # The library's code that runs for every model.
@@ -152,21 +152,26 @@ def is_inconsistent(settings: dict[str, Any]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(
-    "text",
+    ("wrapper", "text"),
     [
-        None,
-        {},
+        ("gemma3", None),
+        ("gemma3", {}),
         # As published for gemma-3-4b-it.
-        {
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 34,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-            "sliding_window": 1024,
-        },
+        (
+            "gemma3",
+            {
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        ),
+        # As published for llava-1.5-7b.
+        ("llava", {"max_position_embeddings": 4096, "model_type": "llama", "vocab_size": 32064}),
+        ("mistral3", {}),
     ],
 )
 def test_the_text_part_may_say_little(wrapper: str, text: dict[str, Any] | None) -> None:

@@ -19,7 +19,7 @@ from kernels.rope import rope_frequencies
 from tests.bad_directories import setting
 from tests.families import settings_of
 from tests.model_factory import make_family_model
-from tests.workers.test_library_model import tiny_config
+from tests.tiny_types import tiny_config
 from workers.common.protocol import EXIT_CONFIG
 from workers.executors.llm import LlmExecutor
 from workers.executors.loading import NATIVE, TRANSFORMERS, load_served

@@ -9,9 +9,9 @@ from transformers.activations import ClippedGELUActivation
 
 from tests.families import by_turns
 from tests.kernels.instruction_sets import need_compiled
+from tests.tiny_types import tiny_model
 from tests.workers.company import assert_same_bits
 from tests.workers.packing import random_texts
-from tests.workers.test_library_model import tiny_model
 from workers.models.library.activations import _KINDS, fix_activations
 from workers.models.library.loading import make_library_model
 from workers.models.library.packed_linear import pack_linears

@@ -16,8 +16,8 @@ import torch
 
 from tests.model_factory import load_decoder
 from tests.recurrent import RECURRENT
+from tests.tiny_types import tiny_model
 from tests.workers.packing import poison
-from tests.workers.test_library_model import tiny_model
 from workers.executors.engine import Engine
 from workers.executors.errors import KvMissing
 from workers.executors.memory import new_table

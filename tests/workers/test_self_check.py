@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.workers.test_library_model import VOCAB, tiny_model
+from tests.tiny_types import VOCAB, tiny_model
 from workers.models.errors import ModelError
 from workers.models.library.attention import LayerCall
 from workers.models.library.gathered_model import GatheredModel

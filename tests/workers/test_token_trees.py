@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.in_process import InProcess, LlmExecutor
 from tests.model_factory import TinyModel, make_family_model, make_model
+from tests.tiny_types import tiny_config
 from tests.token_trees import Tree, random_tree
-from tests.workers.test_library_model import tiny_config
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.kv.page_pool import OutOfPages
 from workers.operations import GREEDY, Accept, Chunk, DataType, Forward, Kind, OutputSpec, Sampling

@@ -16,7 +16,7 @@ from workers.adapters.config import MERGE
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.models.checkpoint import DTYPES, TensorEntry, name_of, read_header, read_parts
 from workers.models.lora import BaseMatrix, LoraPair
-from workers.models.registry import WRAPPERS
+from workers.models.text_part import LEFT_OUT, RENAMED
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -27,8 +27,6 @@ _PREFIX = "base_model.model."
 _SUFFIXES = {f".lora_{part}{name}.weight": part for part in "AB" for name in ("", ".default")}
 # PEFT's names of a whole module that is saved beside the adapter.
 _OF_WHOLE_MODULES = (".modules_to_save.default", ".modules_to_save", ".original_module", ".base_layer")
-_RENAMED = tuple(pair for wrapper in WRAPPERS.values() for pair in wrapper.renamed)
-_LEFT_OUT = tuple(prefix for wrapper in WRAPPERS.values() for prefix in wrapper.left_out)
 # Parts of names of tensors that are not of plain LoRA, and what they are.
 _OTHER_TENSORS = {
     "lora_magnitude_vector": "a tensor of DoRA, which is not supported",
@@ -96,7 +94,7 @@ def find_pairs(
             if _repeats(tensor, entry, base):
                 continue
             name, part = _split(tensor)
-            if name.startswith(_LEFT_OUT):
+            if name.startswith(LEFT_OUT):
                 continue
             module = _module(name, modules)
             pair = pairs.setdefault(module, PairEntries(name))
@@ -112,7 +110,7 @@ def find_pairs(
 
 def name_in_file(module: str, like: str) -> str:
     """The name that a module of the model has in a file where another one is called `like`."""
-    before, after = next((pair for pair in _RENAMED if like.startswith(pair[0])), ("", ""))
+    before, after = next((pair for pair in RENAMED if like.startswith(pair[0])), ("", ""))
     return before + module.removeprefix(after)
 
 
@@ -143,7 +141,7 @@ def _repeats(tensor: str, entry: TensorEntry, base: Mapping[str, BaseMatrix]) ->
     name = tensor.removeprefix(_PREFIX).removesuffix(".weight")
     for whole in _OF_WHOLE_MODULES:
         name = name.removesuffix(whole)
-    before, after = next((pair for pair in _RENAMED if name.startswith(pair[0])), ("", ""))
+    before, after = next((pair for pair in RENAMED if name.startswith(pair[0])), ("", ""))
     matrix = base.get(f"{after}{name.removeprefix(before)}.weight")
     if matrix is None or entry.dtype not in DTYPES or entry.shape != matrix.shape:
         return False
@@ -169,7 +167,7 @@ def _module(name: str, modules: Mapping[str, tuple[int, int]]) -> str:
     """The module of the model with this name in the file. Raises AdapterError."""
     if name in modules:
         return name
-    for before, after in _RENAMED:
+    for before, after in RENAMED:
         if name.startswith(before) and (renamed := after + name.removeprefix(before)) in modules:
             return renamed
     kind = next((kind for part, kind in _OTHER_MODULES.items() if part in name), None)

@@ -47,7 +47,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
-from workers.row_outputs import TokenScores, add_captured, build_outputs, score_tokens
+from workers.row_outputs import TokenScores, add_captured, add_means, build_outputs, score_tokens
 from workers.runners.base import After, LaunchedStep, Runner, StepResult, raise_if_lost
 from workers.sampling import SamplingError, SamplingRow
 from workers.token_trees import kept_path
@@ -402,6 +402,9 @@ class Engine:
             self._append_decodes(decodes, on_host, outputs[:first] if specs else None, items)
         for chunk in chunks:
             forward, last = chunk.forward, first + chunk.rows
+            hidden = forward.output.hidden
+            if hidden is not None and hidden.mean and chunk.rows:
+                add_means(forward, outputs[first:last], chunk.output_rows)
             self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)
             if forward in scores:
                 indexes, found = scores[forward]

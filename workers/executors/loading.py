@@ -39,6 +39,7 @@ AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 
 # How many characters of an error of the transformers library are shown if more text follows.
 _MAX_LIBRARY_CHARACTERS = 300
+_SEE = "docs/models.md has what is served"
 # Part of torch's RuntimeError.
 _NO_MEMORY = "can't allocate memory"
 
@@ -205,7 +206,7 @@ def _explained(error: ModelError, directory: Path, reason: str) -> ModelError:
     if not reason or reason in without_path(text, directory):
         return ModelError(text)
     # The library's message may be long.
-    return ModelError(f"{text[:_MAX_LIBRARY_CHARACTERS]}; and native code: {reason}")
+    return ModelError(f"{text[:_MAX_LIBRARY_CHARACTERS]}; and native code: {reason}; {_SEE}")
 
 
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:

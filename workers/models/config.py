@@ -33,7 +33,6 @@ from workers.models.registry import (
     RECURRENT_KINDS,
     SHORT_CONV,
     SLIDING,
-    WRAPPERS,
     Family,
     RecurrentKind,
     family_of,
@@ -41,6 +40,7 @@ from workers.models.registry import (
 )
 from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
 from workers.models.source import source_of
+from workers.models.text_part import WRAPPERS, text_part
 from workers.models.values import boolean, integer, number, optional_number, token_ids
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -190,7 +190,7 @@ class ModelConfig:
         wrapper = settings.get("model_type")
         if not isinstance(wrapper, str):  # nor does the library know what it is, which takes seconds to ask
             raise ModelError(f"model_type: must be the name of a model family, got {wrapper!r}")
-        settings = _text_part(settings)
+        settings = text_part(settings)
         family = family_of(settings.get("model_type"))
         settings = family.respelled({**family.defaults, **settings_read(settings, family)})
         hidden_size = integer(settings, "hidden_size")
@@ -233,22 +233,6 @@ class ModelConfig:
             dtype=_dtype(settings),
             wrapper=wrapper if wrapper in WRAPPERS else None,
         )
-
-
-def _text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings of the text part of a multimodal model, else all settings. Raises ModelError."""
-    wrapper = WRAPPERS.get(str(settings.get("model_type")))
-    if wrapper is None:
-        return settings
-    text = settings.get(wrapper.text)
-    if text is None:  # then all settings of the part have their defaults
-        text = {}
-    if not isinstance(text, Mapping):
-        raise ModelError(f"{wrapper.text}: must be an object, got {text!r}")
-    # These settings are outside of the text part.
-    shared = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-    outside = {name: settings[name] for name in shared if settings.get(name) is not None}
-    return {"model_type": wrapper.text_type} | outside | dict(text)
 
 
 def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig, ...]:

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from kernels.float8_weight import Float8Format
@@ -79,7 +78,7 @@ def check_native(
     Raises:
         ModelError: The library reads the config differently, or the error is too large.
     """
-    settings = _text_part(read_settings(directory))
+    settings = read_settings(directory)
     _check_same_config(directory, config, settings)
     module = scaled_down_model(settings, _INNER_WIDTH_OF_BLOCKS if forms or quantization else INNER_WIDTH)
     if module is None:
@@ -132,12 +131,6 @@ def _drawn(form: WeightFormat, shape: tuple[int, ...], seed: int) -> Part:
 
 def _config_of(module: PreTrainedModel) -> ModelConfig:
     return ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
-
-
-def _text_part(settings: LibrarySettings) -> LibrarySettings:
-    text = settings.config.get_text_config(decoder=True)
-    model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(text)])
-    return dataclasses.replace(settings, config=text, model_class=model_class)
 
 
 def _check_same_config(directory: Path, ours: ModelConfig, settings: LibrarySettings) -> None:

@@ -48,6 +48,7 @@ class ExpertNames:
         down: Likewise.
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
+        by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
     """
 
     router: str
@@ -55,6 +56,7 @@ class ExpertNames:
     up: str
     down: str
     stacked: str | None = None
+    by_turns: bool = False
 
 
 PRE_NORMS = NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
@@ -272,7 +274,11 @@ _OLMO_DEFAULTS = _defaults(50304, 4096, 11008, 32, 32, 2048, None, 50279, rms_no
 _GRANITE_READS = names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
 _GEMMA_READS = names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
 _QWEN_EXPERTS = ExpertNames(
-    "mlp.gate", "mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"
+    "mlp.gate",
+    "mlp.experts.{}.gate_proj",
+    "mlp.experts.{}.up_proj",
+    "mlp.experts.{}.down_proj",
+    stacked="mlp.experts.",
 )
 _MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.gate",
@@ -287,6 +293,7 @@ _GPT_OSS_EXPERTS = ExpertNames(
     "mlp.experts.{}.up_proj",
     "mlp.experts.{}.down_proj",
     stacked="mlp.experts.",
+    by_turns=True,
 )
 
 _MISTRAL = Family(
@@ -507,50 +514,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Wrapper:
-    """A multimodal model, of which the text part is served.
-
-    Attributes:
-        text: The setting with the config of the text part.
-        text_type: The `model_type` of the text part, if that does not say it.
-        renamed: Pairs of prefixes of tensor names: in its checkpoints, and in those of a text model. The
-            first match counts.
-        left_out: The prefixes of the tensors of the other parts.
-    """
-
-    text: str
-    text_type: str
-    renamed: tuple[tuple[str, str], ...]
-    left_out: tuple[str, ...]
-
-
-WRAPPERS: dict[str, Wrapper] = {
-    "gemma3": Wrapper(
-        text="text_config",
-        text_type="gemma3_text",
-        renamed=(
-            ("model.language_model.", "model."),
-            ("language_model.model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        ),
-        left_out=(
-            "model.vision_tower.",
-            "vision_tower.",
-            "model.multi_modal_projector.",
-            "multi_modal_projector.",
-        ),
-    ),
-}
-
-
 def family_of(model_type: object) -> Family:
     """The family of a config.
 
     Raises:
-        UnsupportedError: The family is unknown; the message lists those that are known.
+        UnsupportedError: The family is unknown.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
-        raise UnsupportedError(f"model_type: must be one of {known}, got {model_type!r}")
+        raise UnsupportedError(f"model_type: there is no native code for {model_type!r}")
     return FAMILIES[model_type]

@@ -1,8 +1,10 @@
-"""Matrices of experts that a checkpoint has in one tensor for all experts of a layer, as gpt_oss has them.
+"""Matrices of experts that a checkpoint has in one tensor for all experts of a layer.
 
-Tensors are gate_up_proj [E, C, 2 * I], whose outputs are those of gate and up by turns, down_proj [E, I, C],
-and their biases [E, 2 * I] and [E, C]. In MXFP4 a matrix is [E, outputs, inputs]; see
-`workers.models.quantised.mxfp4`. Here each becomes a matrix [outputs, inputs] of one projection of one
+In gpt_oss, tensors are gate_up_proj [E, C, 2 * I], whose outputs are those of gate and up by turns, down_proj
+[E, I, C], and their biases [E, 2 * I] and [E, C]. In MXFP4 a matrix is [E, outputs, inputs]; see
+`workers.models.quantised.mxfp4`. In Qwen3-VL, gate_up_proj has the outputs of gate before those of up, and is
+[E, C, 2 * I] as published, or [E, 2 * I, C] as the library saves it; the latter if both could be, as the
+library reads it. Here each becomes a matrix [outputs, inputs] of one projection of one
 expert, as a checkpoint of another family has it.
 
 Dimension letters: C hidden width; I intermediate width of an expert; E experts.
@@ -16,7 +18,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
-from workers.models.errors import ModelError
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.parts import Part
 from workers.models.quantised.mxfp4 import Mxfp4Experts
 from workers.models.registry import ExpertNames
 
@@ -36,10 +39,14 @@ class _Transposed(StoredTensor):
         self.shape, self.begin, self.nbytes = columns.shape[::-1], columns.begin, columns.nbytes
 
     def parts(
-        self, rows: range | None = None, staging: Staging | None = None
+        self,
+        rows: range | None = None,
+        staging: Staging | None = None,  # noqa: ARG002 - as in the interface
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `StoredTensor`: one part, since any row needs all of the file's tensor."""
-        assert staging is None, "no model with such tensors runs natively on a GPU"
+        """See `StoredTensor`: one part, since any row needs all of the file's tensor.
+
+        It is in memory of its own in any case, from which copies to a GPU wait.
+        """
         wanted = range(self.shape[0]) if rows is None else rows
         found = torch.empty(len(wanted), self.shape[1], dtype=DTYPES[self.dtype])
         for first, columns in self._columns.parts():
@@ -49,6 +56,26 @@ class _Transposed(StoredTensor):
     def samples(self) -> Iterator[bytes]:
         """See `StoredTensor`."""
         return self._columns.samples()
+
+
+class _Rows(StoredTensor):
+    """Some rows of a matrix."""
+
+    def __init__(self, within: StoredTensor, rows: range) -> None:
+        self._within, self._rows = within, rows
+        self.name, self.file, self.dtype, self.begin = within.name, within.file, within.dtype, within.begin
+        self.shape = len(rows), *within.shape[1:]
+        self.nbytes = within.nbytes // within.shape[0] * len(rows)
+
+    def parts(self, rows: range | None = None, staging: Staging | None = None) -> Iterator[tuple[int, Part]]:
+        """See `StoredTensor`."""
+        wanted = self._rows if rows is None else self._rows[rows.start : rows.stop]
+        for at, part in self._within.parts(wanted, staging):
+            yield at - self._rows.start, part
+
+    def samples(self) -> Iterator[bytes]:
+        """See `StoredTensor`."""
+        return self._within.samples()
 
 
 class _EveryOther(StoredTensor):
@@ -74,13 +101,16 @@ class _EveryOther(StoredTensor):
         return self._within.samples()
 
 
-def separated(entries: Mapping[str, StoredTensor], names: ExpertNames, count: int) -> dict[str, StoredTensor]:
+def separated(
+    entries: Mapping[str, StoredTensor], names: ExpertNames, count: int, width: int
+) -> dict[str, StoredTensor]:
     """The tensors of a model with those of each expert by itself; see the module.
 
     Args:
         entries: The tensors, by their names in a checkpoint.
         names: Those of the family.
         count: The number of experts of a layer.
+        width: C.
 
     Raises:
         ModelError: A tensor is not of so many experts, or has a shape that cannot be.
@@ -91,9 +121,10 @@ def separated(entries: Mapping[str, StoredTensor], names: ExpertNames, count: in
         if layer is None:
             found[name] = entry
             continue
-        _check(entry, part, count)
+        turned = _inputs_first(entry, part, names, width)
+        _check(entry, part, count, -1 if turned else 1)
         for expert in range(count):
-            for own, tensor in _of_expert(_taken(entry, expert), part, names):
+            for own, tensor in _of_expert(_taken(entry, expert, turned=turned), part, names):
                 found[layer + own.format(expert)] = tensor
     return found
 
@@ -122,34 +153,49 @@ def _place(name: str, names: ExpertNames) -> tuple[str | None, str]:
     return (layer, part) if found and part in _PARTS else (None, part)
 
 
-def _check(entry: StoredTensor, part: str, count: int) -> None:
-    """Raises ModelError."""
-    outputs = entry.shape[1 if isinstance(entry, Mxfp4Experts) else -1] if entry.shape else 0
+def _inputs_first(entry: StoredTensor, part: str, names: ExpertNames, width: int) -> bool:
+    """Whether each matrix is [inputs, outputs]."""
+    if names.by_turns:
+        return not isinstance(entry, Mxfp4Experts)
+    return len(entry.shape) == _STACK and entry.shape[2 if part.startswith(_GATE_UP) else 1] != width
+
+
+def _check(entry: StoredTensor, part: str, count: int, of_outputs: int) -> None:
+    """`of_outputs`: which dimension has the outputs of a matrix. Raises ModelError."""
+    outputs = entry.shape[min(of_outputs, len(entry.shape) - 1)] if entry.shape else 0
     dimensions = _STACK - part.endswith(_BIAS)
     if len(entry.shape) != dimensions or 0 in entry.shape or (part.startswith(_GATE_UP) and outputs % 2):
         raise ModelError(f"{entry.file}: tensor {entry.name} has shape {list(entry.shape)}, which cannot be")
     if entry.shape[0] != count or count > _MAX_EXPERTS:
         says = f"is of {entry.shape[0]} experts, and the config says {count}, of at most {_MAX_EXPERTS}"
         raise ModelError(f"{entry.file}: tensor {entry.name} {says}")
+    if not isinstance(entry, TensorEntry | Mxfp4Experts):
+        raise UnsupportedError(
+            f"{entry.file}: tensor {entry.name} is quantised, and of all experts of a layer"
+        )
     if isinstance(entry, TensorEntry) and entry.dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise ModelError(f"{entry.file}: tensor {entry.name} must be one of {known}, got {entry.dtype}")
 
 
-def _taken(stack: StoredTensor, expert: int) -> StoredTensor:
+def _taken(stack: StoredTensor, expert: int, *, turned: bool) -> StoredTensor:
     """The matrix [O, I] of an expert, or its bias."""
     if isinstance(stack, Mxfp4Experts):
         return stack.of_expert(expert)
     assert isinstance(stack, TensorEntry)
     size = stack.nbytes // stack.shape[0]
     own = dataclasses.replace(stack, shape=stack.shape[1:], begin=stack.begin + expert * size, nbytes=size)
-    return _Transposed(own) if len(own.shape) > 1 else own
+    return _Transposed(own) if turned and len(own.shape) > 1 else own
 
 
 def _of_expert(tensor: StoredTensor, part: str, names: ExpertNames) -> Iterator[tuple[str, StoredTensor]]:
     kind = ".bias" if part.endswith(_BIAS) else ".weight"
     if part.startswith(_DOWN):
         yield names.down + kind, tensor
+    elif not names.by_turns:
+        half = tensor.shape[0] // 2
+        yield names.gate + kind, _Rows(tensor, range(half))
+        yield names.up + kind, _Rows(tensor, range(half, 2 * half))
     else:
         yield names.gate + kind, _EveryOther(tensor, 0)
         yield names.up + kind, _EveryOther(tensor, 1)

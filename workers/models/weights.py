@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,10 +30,10 @@ from workers.models.linear import LoadTarget
 from workers.models.model import ModelDescription
 from workers.models.parts import Part
 from workers.models.recipes import recipe
-from workers.models.registry import WRAPPERS
 from workers.models.shard import Group
 from workers.models.source import source_of
 from workers.models.stacked_experts import separated
+from workers.models.text_part import of_text_model
 
 _log = logging.getLogger(__name__)
 
@@ -316,26 +316,18 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
 
     Raises ModelError if two tensors have the same name there, or experts cannot be separated.
     """
-    renamed_prefixes: Sequence[tuple[str, str]] = ()
-    left_out: tuple[str, ...] = ()
-    if config.wrapper is not None:
-        renamed_prefixes, left_out = WRAPPERS[config.wrapper].renamed, WRAPPERS[config.wrapper].left_out
     found: dict[str, StoredTensor] = {}
-    for name, entry in entries.items():
-        if not name.startswith(left_out):
-            before, after = next((pair for pair in renamed_prefixes if name.startswith(pair[0])), ("", ""))
-            renamed = after + name.removeprefix(before)
-            if renamed.startswith(_IN_BASE_MODELS):
-                renamed = _PREFIX + renamed
-            if renamed in found:
-                raise ModelError(f"{entry.file}: tensor {name} is also there as {found[renamed].name}")
-            found[renamed] = entry
+    for name, entry in entries.items() if config.wrapper is None else of_text_model(entries.items()):
+        renamed = _PREFIX + name if name.startswith(_IN_BASE_MODELS) else name
+        if renamed in found:
+            raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[renamed].name}")
+        found[renamed] = entry
     if config.tie_word_embeddings and _HEAD in found and _EMBEDDING not in found:
         found[_EMBEDDING] = found.pop(_HEAD)
     names = config.family.experts
     if names is None or names.stacked is None or config.experts is None:
         return found
-    return separated(found, names, config.experts.count)
+    return separated(found, names, config.experts.count, config.hidden_size)
 
 
 def _targets(

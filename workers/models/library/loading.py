@@ -34,6 +34,7 @@ from workers.models.library.packed_model import PackedModel
 from workers.models.library.settings import LibrarySettings, read_settings
 from workers.models.model import ModelDescription
 from workers.models.source import source_of
+from workers.models.text_part import of_text_model
 from workers.models.weights import Progress
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ def plan_library_model(
         raise ModelError(f"{directory}: quantised weights need a model that native code runs")
     settings = read_settings(directory)
     entries = checkpoint.read_entries(directory)
+    if settings.is_text_part:
+        entries = dict(of_text_model(entries.items()))
     config_dtype = settings.config.get_text_config(decoder=True).dtype or settings.config.dtype
     named = checkpoint.name_of(config_dtype) if config_dtype else None
     stored = next((entry.dtype for entry in entries.values() if entry.dtype in checkpoint.DTYPES), None)

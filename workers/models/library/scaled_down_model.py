@@ -44,21 +44,16 @@ def scaled_down_model(settings: LibrarySettings, inner_width: int = INNER_WIDTH)
         if sum(tensor.nbytes for tensor in tensors) > _MAX_BYTES:
             return None
         model = build(settings.model_class, config, torch.float32)
-        _randomise(model)
+        randomise(model)
     return model
 
 
 def _shrink(text: PreTrainedConfig, inner_width: int) -> None:
     """Scale a config down. Mutates it."""
-    layers = text.num_hidden_layers
-    lists = {
-        name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == layers
-    }
-    kept = _layers_of_each_kind(text, list(lists.values()), layers)
-    text.num_hidden_layers = kept
-    for name, value in lists.items():
-        setattr(text, name, value[:kept])
-    text.vocab_size = min(text.vocab_size, VOCAB_SIZE)
+    _drop_layers(text)
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(getattr(text, name), VOCAB_SIZE))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         try:
             setattr(text, name, None)
@@ -67,8 +62,31 @@ def _shrink(text: PreTrainedConfig, inner_width: int) -> None:
     if isinstance(getattr(text, "sliding_window", None), int):
         text.sliding_window = min(text.sliding_window, _WINDOW)
     for name in (*vars(text), *text.attribute_map):
-        if name.endswith(_INNER) and isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(getattr(text, name), inner_width))
+        width = getattr(text, name, None) if name.endswith(_INNER) else None
+        if isinstance(width, int):
+            setattr(text, name, min(width, inner_width))
+        elif isinstance(width, list):
+            setattr(text, name, [min(each, inner_width) for each in width])
+
+
+def _drop_layers(text: PreTrainedConfig) -> None:
+    """Keep as many of the first layers as include each kind of layer. Mutates the config."""
+    layers = text.num_hidden_layers
+    if per_stack := getattr(text, "num_layers_per_stack", None):  # a stack of layers that runs several times
+        text.num_layers_per_stack, text.num_hidden_layers = 1, layers // per_stack
+        return
+    lists = {
+        name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == layers
+    }
+    # The last layers of some families read the keys and values of earlier ones of their type.
+    first_shared = layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    kept = range(first_shared)[: _layers_of_each_kind(text, list(lists.values()), layers)]
+    sharing = range(first_shared, layers)[: len(kept)]
+    if sharing:
+        text.num_kv_shared_layers = len(sharing)
+    text.num_hidden_layers = len(kept) + len(sharing)
+    for name, value in lists.items():
+        setattr(text, name, [value[index] for index in (*kept, *sharing)])
 
 
 def _layers_of_each_kind(text: PreTrainedConfig, lists: list[list[Any]], layers: int) -> int:
@@ -81,7 +99,8 @@ def _layers_of_each_kind(text: PreTrainedConfig, lists: list[list[Any]], layers:
 
 
 @torch.no_grad()
-def _randomise(model: PreTrainedModel) -> None:
+def randomise(model: PreTrainedModel) -> None:
+    """Give a model weights with which attention is sharp, and norms differ."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)

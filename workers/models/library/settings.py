@@ -27,6 +27,7 @@ from workers.models.errors import ModelError
 from workers.models.files import errors_naming
 from workers.models.library.errors import library_errors
 from workers.models.source import ModelSource, source_of
+from workers.models.text_part import WRAPPERS, text_part
 from workers.models.values import names, token_ids
 
 # Several times the sizes of the largest models: layers and heads, widths, positions that are only a limit,
@@ -70,6 +71,7 @@ class LibrarySettings:
         eos_token_ids: Tokens that end a text.
         bos_token_id: The token that starts a text; None if the model names none.
         digest: The content of config.json, with sorted keys and normalised spacing.
+        is_text_part: The config is that of the text part of a multimodal model, which the directory has.
     """
 
     config: PreTrainedConfig
@@ -79,6 +81,7 @@ class LibrarySettings:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     digest: str
+    is_text_part: bool
 
 
 def read_settings(directory: Path) -> LibrarySettings:
@@ -95,13 +98,15 @@ def read_settings(directory: Path) -> LibrarySettings:
 
 
 def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
+    digest = json.dumps(settings, sort_keys=True)
+    is_text_part = settings.get("model_type") in WRAPPERS
+    settings = dict(text_part(settings))
     model_type = settings.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(f"model_type: {model_type!r} is not known to the transformers library")
     for name in ("fusion_config", "distributed_config", "transformers_weights"):
         if settings.get(name):
             raise ModelError(f"{name}: is not supported by the transformers backend")
-    digest = json.dumps(settings, sort_keys=True)
     settings = {
         name: value
         for name, value in _drop_oversized(settings, CONFIG_MAPPING[model_type]).items()
@@ -118,7 +123,10 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
             f"model_type: {model_type} is an encoder with a decoder, but only decoders are supported"
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"model_type: {model_type} is not a causal language model")
+        raise ModelError(
+            f"model_type: {model_type} is no causal language model, nor a multimodal one whose text part is"
+            " known"
+        )
     model_class = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     _check_causal(config, text)
     _check_layers(text)
@@ -136,6 +144,7 @@ def _parse(source: ModelSource, settings: dict[str, object]) -> LibrarySettings:
         eos_token_ids=source.end_tokens(vocab_size) or eos,
         bos_token_id=next(iter(bos), None),
         digest=digest,
+        is_text_part=is_text_part,
     )
 
 

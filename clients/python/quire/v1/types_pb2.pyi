@@ -89,12 +89,14 @@ class OutputOptions(_message.Message):
     def __init__(self, logits: _Optional[_Union[DataType, str]] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., mask: _Optional[_Union[TokenMask, _Mapping]] = ..., logprob: _Optional[bool] = ..., sampled_logprob: _Optional[bool] = ..., hidden: _Optional[_Union[HiddenStates, _Mapping]] = ..., experts: _Optional[bool] = ..., entropy: _Optional[bool] = ...) -> None: ...
 
 class HiddenStates(_message.Message):
-    __slots__ = ("layers", "dtype")
+    __slots__ = ("layers", "dtype", "mean")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     dtype: DataType
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DataType, str]] = ...) -> None: ...
+    mean: bool
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DataType, str]] = ..., mean: _Optional[bool] = ...) -> None: ...
 
 class DraftProbabilities(_message.Message):
     __slots__ = ("token_ids", "probabilities", "dense")

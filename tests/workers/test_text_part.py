@@ -1,0 +1,114 @@
+"""The text part of a multimodal checkpoint computes what the library's whole model does of a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from tests.tiny_types import small_model
+from workers.executors.loading import choose_backend, load_served
+from workers.models.errors import ModelError
+from workers.models.self_check import check_parity
+
+
+def assert_serves(directory: Path, whole: PreTrainedModel, backend: str) -> None:
+    """Prefills, chunks and decodes over pages; without the weights of the other parts."""
+    choice = choose_backend(directory, "auto")
+    assert choice.backend == backend, choice.reason
+    options = directory, "float32", torch.device("cpu"), None
+    model, description = load_served(*options, backend=backend, self_check=True)
+    check_parity(
+        model,
+        lambda tokens: whole(input_ids=tokens[None], use_cache=False).logits[0],
+        what="the text part",
+        vocab_size=description.vocab_size,
+        max_seq_len=description.max_seq_len,
+    )
+    parts = [name for name in dict(whole.named_parameters()) if "vis" not in name and "projector" not in name]
+    assert description.num_parameters == sum(whole.get_parameter(name).numel() for name in parts)
+
+
+# Each is tried with all that the library has by .ci/types_page.py.
+@pytest.mark.parametrize(
+    ("model_type", "backend"),
+    [
+        ("llava", "native"),
+        ("mistral3", "native"),
+        ("qwen2_5_vl", "native"),
+        ("qwen3_vl", "native"),
+        ("qwen3_vl_moe", "native"),
+        ("llama4", "transformers"),
+        ("qwen3_5", "transformers"),
+    ],
+)
+def test_a_model_that_sees_reads_texts(model_type: str, backend: str, tmp_path: Path) -> None:
+    whole = small_model(model_type)
+    whole.save_pretrained(tmp_path)
+    assert_serves(tmp_path, whole, backend)
+
+
+def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:
+    """Whose settings of texts are beside the others, and whose rotation has a type of its own."""
+    whole = small_model("qwen2_5_vl")
+    whole.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    text = settings.pop("text_config")
+    rope = {"type": "mrope", "mrope_section": text["rope_parameters"]["mrope_section"]}
+    flat = text | settings | {"rope_scaling": rope, "rope_theta": text.pop("rope_parameters")["rope_theta"]}
+    flat.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    before = load_file(tmp_path / "model.safetensors")
+    older = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        for name, tensor in before.items()
+    }
+    save_file(older, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_serves(tmp_path, whole, "native")
+
+
+def test_experts_as_qwen_publishes_them(tmp_path: Path) -> None:
+    """All of a layer in one tensor, with inputs before outputs, which the library turns as it reads them."""
+    whole = small_model("qwen3_vl_moe")
+    whole.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    published = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in stored.items()
+    }
+    save_file(published, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_serves(tmp_path, whole, "native")
+
+
+def test_the_text_part_of_gemma_3n(tmp_path: Path) -> None:
+    """Whose other parts the library makes with packages that are not installed here."""
+    text = small_model("gemma3n_text")
+    text.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": settings}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    others = {f"model.{part}.weight": torch.zeros(3) for part in ("vision_tower.x", "embed_audio.y")}
+    save_file(tensors | others, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_serves(tmp_path, text, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("t5", "model_type: t5 is an encoder with a decoder, but only decoders are supported"),
+        ("bert", "is_decoder: false makes this bert an encoder, but only decoders are supported"),
+        ("paligemma", "model_type: paligemma is no causal language model, nor a multimodal one"),
+    ],
+)
+def test_what_is_no_decoder_is_refused_by_name(model_type: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ModelError, match=why) as refused:
+        choose_backend(tmp_path, "auto")
+    assert f"there is no native code for '{model_type}'" in str(refused.value)

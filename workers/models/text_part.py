@@ -1,0 +1,163 @@
+"""The text part of a multimodal checkpoint, in the terms of a checkpoint of a text model.
+
+The other parts are not loaded. Without images or sounds, the multimodal models of `WRAPPERS` compute what a
+text model computes: the three positions of a token of Qwen-VL (M-RoPE) are the same number then, and so are
+its rotations. `.ci/types_page.py` compares each with the library's own model, as does
+`tests/workers/test_text_part.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from workers.models.errors import ModelError
+
+_Value = TypeVar("_Value")
+
+WRAPPERS: dict[str, str] = {
+    "aria": "aria_text",
+    "audioflamingo3": "qwen2",
+    "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama",
+    "exaone4_5": "exaone4",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "glmasr": "llama",
+    "got_ocr2": "qwen2",
+    "granite_speech": "granite",
+    "granite_speech_plus": "granite",
+    "hyperclovax_vision_v2": "hyperclovax",
+    "idefics2": "mistral",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
+    "lighton_ocr": "qwen3",
+    "llama4": "llama4_text",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
+    "minicpm_ocr": "qwen3_5_text",
+    "minicpmv4_6": "qwen3_5_text",
+    "minicpmv4_7": "qwen3_5_text",
+    "mistral3": "mistral",
+    "moss_transcribe_diarize": "qwen3",
+    "musicflamingo": "qwen2",
+    "ovis2": "qwen2",
+    "pp_chart2table": "qwen2",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_audio": "qwen2",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_asr": "qwen3",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
+    "vipllava": "llama",
+    "voxtral": "llama",
+}
+"""The `model_type` of multimodal models, and that of their text part if this does not say it."""
+
+# Text parts that differ from another text model only in what they do with images, and what the settings of
+# that model say.
+_SAME: dict[str, dict[str, object]] = {
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen2_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+}
+# Their first checkpoints have the settings of the text beside those of the other parts.
+_FLAT = ("qwen2_5_vl", "qwen2_vl")
+_TEXT = "text_config"
+# These settings are outside of the text part.
+_SHARED = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+
+RENAMED = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
+)
+"""Prefixes of tensors of the text part, and those in a checkpoint of a text model. The first match counts."""
+
+LEFT_OUT = tuple(
+    f"{prefix}{part}"
+    for prefix in ("model.", "")
+    for part in (
+        "aligner.",
+        "audio_tower.",
+        "connector.",
+        "embed_audio.",
+        "embed_vision.",
+        "encoder.",
+        "high_res_vision_",
+        "image_newline",
+        "image_tower.",
+        "merger.",
+        "mm_projector.",
+        "multi_modal_projector.",
+        "projector.",
+        "video_tower.",
+        "vision_embedder.",
+        "vision_encoder.",
+        "vision_model.",
+        "vision_projection.",
+        "vision_projector.",
+        "vision_tower.",
+        "visual.",
+        "visual_embeddings_table.",
+    )
+)
+"""The prefixes of the tensors of the other parts."""
+
+
+def text_part(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """The settings of the text part of a multimodal model, else all settings. Raises ModelError."""
+    wrapper = str(settings.get("model_type"))
+    if wrapper not in WRAPPERS:
+        return settings
+    text = settings.get(_TEXT)
+    if text is None and wrapper in _FLAT:
+        text = {
+            name: value for name, value in settings.items() if name not in ("model_type", "vision_config")
+        }
+    if (
+        text is None and wrapper == "gemma3"
+    ):  # all settings of its text part have the defaults of a text model
+        text = {}
+    if not isinstance(text, Mapping):
+        raise ModelError(f"{_TEXT}: must be an object, got {text!r}")
+    outside = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
+    found = {"model_type": WRAPPERS[wrapper]} | outside | dict(text)
+    if "tie_word_embeddings" in outside:  # the head is outside too
+        found["tie_word_embeddings"] = outside["tie_word_embeddings"]
+    named = str(found["model_type"])
+    if named not in _SAME:
+        return found
+    found |= _SAME[named]
+    return {
+        name: _without_sections(value) if name.startswith("rope_") else value for name, value in found.items()
+    }
+
+
+def _without_sections(rope: object) -> object:
+    """The rotation of a text of what a config says of images too."""
+    if not isinstance(rope, Mapping):
+        return rope
+    plain = {name: value for name, value in rope.items() if not str(name).startswith("mrope_")}
+    return {name: "default" if value == "mrope" else value for name, value in plain.items()}
+
+
+def of_text_model(tensors: Iterable[tuple[str, _Value]]) -> Iterable[tuple[str, _Value]]:
+    """The tensors of the text part of a multimodal checkpoint, by their names in one of a text model."""
+    for name, value in tensors:
+        if not name.startswith(LEFT_OUT):
+            before, after = next((pair for pair in RENAMED if name.startswith(pair[0])), ("", ""))
+            yield after + name.removeprefix(before), value
