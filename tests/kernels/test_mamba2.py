@@ -56,11 +56,11 @@ def test_is_accurate(dtype: torch.dtype, error: float) -> None:
     weights, states = weights_of(generator, dtype), states_of(generator, dtype)
     at = rows_of([1, 7, 2], [3, -1, 0], [(1, 1), (4, 2), (8, 4)])
     projected = torch.randn(10, INNER + CONVOLVED + HEADS, generator=generator).to(dtype)
-    expected = [tensor.clone() for tensor in states]
-    exact = mamba2_reference(projected, weights, *expected, at).float()
+    inputs, heads = (tensor.clone() for tensor in states)
+    exact = mamba2_reference(projected, weights, inputs, heads, at).float()
     found = mamba2(projected, weights, *states, at).float()
     assert (found - exact).norm() < error * exact.norm()
-    for ours, theirs in zip(states, expected, strict=True):
+    for ours, theirs in zip(states, (inputs, heads), strict=True):
         assert (ours.float() - theirs.float()).norm() <= error * theirs.float().norm()
 
 
