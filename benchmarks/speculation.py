@@ -6,7 +6,8 @@ hardly ever repeats some, and has no drafts; one that is drawn from few repeats 
 drafts being right, so that they can only cost.
 
 With `--draft-layers` the first layers of the model are its draft model instead (`draft_pair`), which is often
-right. At a high temperature it nearly always is: the draws are the same, and the models hardly matter.
+right. At a high temperature it nearly always is: the draws are the same, and the models hardly matter. With
+`--wrong-draft` all layers of the model count, so that its drafts are hardly ever right, and can only cost.
 
 Prints JSON: tokens a second without, the ratio of the times of each round, and drafts.
 """
@@ -124,11 +125,14 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each text")
     parser.add_argument("--draft-layers", type=int, default=0, metavar="N", help="of a draft model")
+    parser.add_argument("--wrong-draft", action="store_true", help="a draft model of no use")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument(
         "--cache", type=Path, default=Path("build/benchmarks/models"), help="where models are kept"
     )
     options = parser.parse_args()
+    if options.wrong_draft and not options.draft_layers:
+        parser.error("--wrong-draft needs --draft-layers")
     options.cache.mkdir(parents=True, exist_ok=True)
     shape = SHAPES[options.shape]
     flags = ["--quantization", options.quantization] if options.quantization else []
@@ -138,6 +142,8 @@ def main() -> None:
     if options.draft_layers:
         model, draft, shape = make_pair(shape, options.draft_layers, cache)
         texts = _TEXTS_OF_MODEL
+        if options.wrong_draft:
+            model, texts = make_model(shape, cache), {"greedy": {}}
         flags += ["--draft-model", str(draft)]
     else:
         model = make_model(shape, cache)
