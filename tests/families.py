@@ -48,6 +48,12 @@ _GPT_OSS_YARN = {
     "original_max_position_embeddings": 64,
 }
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 7}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+}
 _QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 # By a name: the family and its settings. More than one where a family has variants.
@@ -99,17 +105,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _GPT_OSS_YARN,
         },
     ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True}),
+    "lfm2 with a narrower mlp": (
+        "lfm2",
+        {"full_attn_idxs": [1], "layer_types": None, "block_multiple_of": 32, "conv_L_cache": 4},
+    ),
+    "granite hybrid": (
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "mamba_proj_bias": True,
+        },
+    ),
     "granite": (
         "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.5,
-            "residual_multiplier": 0.3,
-            "attention_multiplier": 0.2,
-        },
+        _GRANITE,
     ),
 }
 
+
+# Recurrent layers take no trees, and are not split over ranks.
+WITHOUT_STATES = [name for name, (kind, _) in MODELS.items() if kind not in ("lfm2", "granitemoehybrid")]
 
 # Biases; experts in all layers and in some; caps, windows and norms around sublayers; projections in one
 # matrix; norms over all heads. All models are always compared by tests/workers/test_families.py.

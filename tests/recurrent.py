@@ -35,7 +35,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA2 | {"attn_layer_indices": [1]},
     "falcon_h1": _MAMBA2 | {"mamba_d_ssm": 128},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
-    "granitemoehybrid": _MAMBA2 | {"layer_types": _HYBRID, "attention_multiplier": 0.25},
+    "granitemoehybrid": _MAMBA2
+    | {"layer_types": _HYBRID, "attention_multiplier": 0.25, "num_local_experts": 0},
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,

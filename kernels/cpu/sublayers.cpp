@@ -13,12 +13,14 @@
 #include <vector>
 
 #include "attention.h"
+#include "causal_conv.h"
 #include "float8_product.h"
 #include "gated_activation.h"
 #include "grouped_product.h"
 #include "kv_pages.h"
 #include "linear.h"
 #include "lora.h"
+#include "mamba2.h"
 #include "packed_product.h"
 #include "rms_norm.h"
 #include "rope_kv_write.h"
@@ -48,12 +50,15 @@ struct Matrix {
   }
 };
 
+// In the order of KINDS in kernels/cpu/sublayers.py.
+enum Kind : int64_t { kGatedMlp, kAttention, kShortConv, kMamba2 };
+
 // What is the same in every step.
 struct Sublayer {
   Norm before, after;
   Matrix into, out;  // queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate and up, and down
   double scale;
-  int64_t is_attention;
+  int64_t kind;
   int64_t activation;          // of a gated MLP
   Norm head_norm;              // [H + K, D]
   Norm query_norm, key_norm;   // of whole rows
@@ -61,6 +66,9 @@ struct Sublayer {
   int64_t wanted_only;         // whether only the wanted rows are returned
   double attention_scale, softcap;
   const float* sinks;          // [H], or null
+  const void *taps, *taps_bias;  // of a short convolution [L, C] and [C], or null; `layer` is that of its states
+  int64_t num_taps;
+  const Mamba2Weights* mamba2;   // `layer` is that of the inputs of its convolution; its states are the next
 };
 
 struct Step {
@@ -73,6 +81,8 @@ struct Step {
   const int32_t* lora_slots;  // [T]; null: no row has an adapter
   int64_t has_x, rows, num_wanted, rotary_dim, num_slots, page_size, items, table_stride, threads;
   int64_t is_quantised, is_wide;  // of pages: see SlotOfHead
+  void* const* states;            // of each recurrent layer
+  StateRows state_rows;
 };
 
 // What a model's sublayers share. It grows to what the largest step needs, and is kept.
@@ -111,23 +121,28 @@ struct Sublayers {
 template <typename T>
 struct Buffers {
   T *normed, *wide, *inner;
+  Mamba2Space<T> mamba2;
   InputOf<T>* copies;
   LoraScratch<T> lora;
 
   // False if there is not so much memory.
   bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
-    int64_t width = 0, outputs = 0, inputs = 0;
+    int64_t width = 0, outputs = 0, inputs = 0, convolved = 0, scanned = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
       outputs = std::max(outputs, one.into.outputs);
       inputs = std::max(inputs, one.out.inputs);
+      if (one.kind != kMamba2) continue;
+      convolved = std::max(convolved, one.mamba2->convolved());
+      scanned = std::max(scanned, one.mamba2->inner());
     }
     const int64_t widest = std::max(width, inputs);
     const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(InputOf<T>));
     const int64_t ranks = has_lora ? std::min(rows, kLoraRows) * kLoraRanks : 0;
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
                              whole(rows * inputs * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
-                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>))};
+                             whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
+                             whole(rows * convolved * sizeof(T)), whole(rows * scanned * sizeof(float))};
     const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
     char* at = sublayers.memory.scratch.get();
@@ -139,6 +154,8 @@ struct Buffers {
     lora.inner = reinterpret_cast<T*>(at += sizes[3]);
     lora.inner_copies = reinterpret_cast<InputOf<T>*>(at += sizes[4]);
     lora.x_copies = copies;
+    mamba2.convolved = reinterpret_cast<T*>(at += sizes[5]);
+    mamba2.scanned = reinterpret_cast<float*>(at += sizes[6]);
     return true;
   }
 
@@ -161,7 +178,9 @@ struct Run {
   // x: the output of the last sublayer, if there is one, becomes that of this one. residual: x is added to it.
   void run(const Sublayer& sublayer, bool has_x) {
     const T* entered = enter(sublayer.before, sublayer.into.inputs, has_x);
-    if (sublayer.is_attention) attend(sublayer, entered);
+    if (sublayer.kind == kAttention) attend(sublayer, entered);
+    else if (sublayer.kind == kShortConv) convolve(sublayer, entered);
+    else if (sublayer.kind == kMamba2) scan(sublayer, entered);
     else gate(sublayer, entered);
     normalise(sublayer.after, static_cast<T*>(step.x), sublayer.out.outputs);
     if (sublayer.scale != 1.0) multiply_x(static_cast<float>(sublayer.scale), sublayer.out.outputs);
@@ -218,6 +237,39 @@ struct Run {
     project(static_cast<T*>(step.x), sublayer.out, buffers.inner);
   }
 
+  void convolve(const Sublayer& sublayer, const T* entered) {
+    const int64_t width = sublayer.out.inputs;
+    project(buffers.wide, sublayer.into, entered);
+    CausalConv<T, GatedInput<T>>{buffers.inner, static_cast<const T*>(sublayer.taps),
+                                 static_cast<const T*>(sublayer.taps_bias),
+                                 static_cast<T*>(step.states[sublayer.layer]), {buffers.wide, width}, step.state_rows,
+                                 rows, width, sublayer.num_taps}
+        .run(worker);
+    project_wanted(sublayer, buffers.inner, buffers.wide);
+  }
+
+  void scan(const Sublayer& sublayer, const T* entered) {
+    project(buffers.wide, sublayer.into, entered);
+    mamba2<T>(buffers.inner, buffers.wide, *sublayer.mamba2, static_cast<T*>(step.states[sublayer.layer]),
+              static_cast<float*>(step.states[sublayer.layer + 1]), step.state_rows, rows, buffers.mamba2, worker);
+    project_wanted(sublayer, buffers.inner, buffers.wide);
+  }
+
+  // The output of a sublayer, of what comes before its last product; after the last attention of a model, or what is
+  // in its place, of the wanted rows only, which are copied to `gathered`.
+  void project_wanted(const Sublayer& sublayer, const T* inner, T* gathered) {
+    if (sublayer.wanted_only) {
+      const int64_t width = sublayer.out.inputs;
+      worker.for_shares(step.num_wanted, [&](int64_t row) {
+        std::copy_n(inner + step.wanted[row] * width, width, gathered + row * width);
+      });
+      rows = step.num_wanted;
+      if (lora != nullptr) lora = &wanted_lora;
+      inner = gathered;
+    }
+    if (rows > 0) project(static_cast<T*>(step.x), sublayer.out, inner);
+  }
+
   void attend(const Sublayer& sublayer, const T* entered) {
     const int64_t row_width = sublayer.into.outputs, attended_width = sublayer.out.inputs;
     project(buffers.wide, sublayer.into, entered);
@@ -243,16 +295,7 @@ struct Run {
     const AttentionArguments arguments = attention_arguments(sublayer, attended, query);
     if (step.is_wide) paged_attention<Bf16>(arguments, work, worker);
     else paged_attention<T>(arguments, work, worker);
-    if (sublayer.wanted_only) {
-      T* gathered = buffers.inner;
-      worker.for_shares(step.num_wanted, [&](int64_t row) {
-        std::copy_n(attended + step.wanted[row] * attended_width, attended_width, gathered + row * attended_width);
-      });
-      rows = step.num_wanted;
-      if (lora != nullptr) lora = &wanted_lora;
-      attended = gathered;
-    }
-    project(static_cast<T*>(step.x), sublayer.out, attended);
+    project_wanted(sublayer, attended, buffers.inner);
   }
 
   AttentionArguments attention_arguments(const Sublayer& sublayer, T* attended, const T* query) const {

@@ -17,6 +17,7 @@ from kernels.attention_batch import AttentionBatch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.packed_pages import PackedKeys, PackedValues, Pages
+from kernels.state_rows import StateRows
 
 
 def _fields(kind: type, *names: str) -> tuple[tuple[str, type], ...]:
@@ -45,18 +46,24 @@ class Matrix(ctypes.Structure):
     )
 
 
+# By the numbers of Kind in sublayers.cpp.
+GATED_MLP, ATTENTION, SHORT_CONV, MAMBA2 = range(4)
+
+
 class Sublayer(ctypes.Structure):
-    """Attention or a gated MLP, with its norms."""
+    """Attention, a recurrent layer or a gated MLP, with its norms."""
 
     _fields_ = (
         *_fields(Norm, "before", "after"),
         *_fields(Matrix, "into", "out"),
         *_fields(ctypes.c_double, "scale"),
-        *_fields(ctypes.c_int64, "is_attention", "activation"),
+        *_fields(ctypes.c_int64, "kind", "activation"),
         *_fields(Norm, "head_norm", "query_norm", "key_norm"),
         *_fields(ctypes.c_int64, "layer", "rope", "heads", "kv_heads", "width", "window", "wanted_only"),
         *_fields(ctypes.c_double, "attention_scale", "softcap"),
-        *_fields(ctypes.c_void_p, "sinks"),
+        *_fields(ctypes.c_void_p, "sinks", "taps", "taps_bias"),
+        *_fields(ctypes.c_int64, "num_taps"),
+        *_fields(ctypes.c_void_p, "mamba2"),
     )
 
 
@@ -68,6 +75,8 @@ class _Step(ctypes.Structure):
         *_fields(ctypes.c_int64, "has_x", "rows", "num_wanted", "rotary_dim", "num_slots", "page_size"),
         *_fields(ctypes.c_int64, "items", "table_stride", "threads"),
         *_fields(ctypes.c_int64, "is_quantised", "is_wide"),
+        *_fields(ctypes.c_void_p, "states", "begins", "sources", "write_ends", "write_slots"),
+        *_fields(ctypes.c_int64, "num_writes"),
     )
 
 
@@ -86,10 +95,19 @@ def _delete_with(owner: object, function: str, address: object) -> None:
 
 
 class LayerPages:
-    """The keys and values of all layers of a model. Their memory must not move."""
+    """The keys and values of all layers of a model, and its recurrent states. Their memory must not move."""
 
-    def __init__(self, layers: Sequence[tuple[Pages, Pages]], *, are_used: bool = True) -> None:
-        """Take keys and values of each layer, all with as many pages, and packed if there is attention."""
+    def __init__(
+        self,
+        layers: Sequence[tuple[Pages, Pages]],
+        states: Sequence[torch.Tensor] = (),
+        *,
+        are_used: bool = True,
+    ) -> None:
+        """Take keys and values of each layer, all with as many pages, and packed if there is attention.
+
+        `states`: of each recurrent layer, [slots, ...].
+        """
         self.num_pages, self.page_size = layers[0][0].shape[:2]
         are_packed = all(isinstance(pages, PackedKeys | PackedValues) for layer in layers for pages in layer)
         if are_used and not are_packed:
@@ -101,6 +119,7 @@ class LayerPages:
             (ctypes.c_void_p * len(layers))(*(pages.data.data_ptr() for pages in tensors))
             for tensors in zip(*layers, strict=True)
         )
+        self.states = (ctypes.c_void_p * len(states))(*(tensor.data_ptr() for tensor in states))
 
 
 class Memory:
@@ -148,12 +167,13 @@ class Sublayers:
         batch: AttentionBatch,
         lora_slots: torch.Tensor | None,
         *,
+        state_rows: StateRows | None = None,
         has_x: bool,
     ) -> None:
         """Run all sublayers.
 
         Mutates `x`, which becomes the output of the last sublayer; `residual`, the residual stream without
-        it; and the slots of `pages`.
+        it; the slots of `pages`, and states that are kept.
 
         Args:
             x: [T, C] contiguous, the output of the sublayer before, if there is one: `has_x`. After the last
@@ -165,6 +185,7 @@ class Sublayers:
             pages: Keys and values.
             batch: Rows and pages of the items.
             lora_slots: [T] int32 contiguous, the slot of each row; -1: it has no adapter. None: no row has.
+            state_rows: Of a model with recurrent layers.
             has_x: Whether x has contents.
 
         Raises:
@@ -215,6 +236,12 @@ class Sublayers:
             pages.are_quantised,
             pages.dtype is not self._dtype,
         )
+        if state_rows is not None:
+            step.states = ctypes.addressof(pages.states)
+            step.begins, step.sources = state_rows.begins.data_ptr(), state_rows.sources.data_ptr()
+            step.write_ends = state_rows.write_ends.data_ptr()
+            step.write_slots = state_rows.write_slots.data_ptr()
+            step.num_writes = len(state_rows.write_ends)
         outcome = cast(int, self._run(self._address, ctypes.addressof(step)))
         if outcome != 0:
             kind, message = _OUTCOMES[outcome]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.parity_machine import assert_greedy_tokens_match, run_parity_machine
-from tests.families import MODELS, settings_of
+from tests.e2e.parity_machine import ParityMachine, assert_greedy_tokens_match, run_parity_machine
+from tests.e2e.test_recurrent import RecurrentMachine
+from tests.families import MODELS, WITHOUT_STATES, settings_of
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import make_family_model
 
@@ -23,5 +24,6 @@ FLAGS = ["--dtype", "float32", "--kv-pages", "256", "--max-batch-tokens", "48"]
 def test_a_family(name: str, tmp_path: Path) -> None:
     model = make_family_model(tmp_path / "model", *settings_of(name), seed=3)
     with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
-        run_parity_machine(gateway, model, examples=3, steps=12)
+        machine = ParityMachine if name in WITHOUT_STATES else RecurrentMachine
+        run_parity_machine(gateway, model, examples=3, steps=12, machine=machine)
         assert_greedy_tokens_match(gateway, model)

@@ -41,11 +41,17 @@ def test_any_sequence_of_operations_matches_transformers(model_type: str, tmp_pa
         run_parity_machine(gateway, model, examples=3, steps=15, machine=RecurrentMachine)
 
 
-def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "backend"), [("granitemoehybrid", "native"), ("bamba", "transformers")]
+)
+def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
+    model_type: str, backend: str, tmp_path: Path
+) -> None:
     """Its state is that of its last append, of a snapshot, and computed again from all tokens."""
-    model = recurrent_model("granitemoehybrid", tmp_path / "model")
+    model = recurrent_model(model_type, tmp_path / "model")
     with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
         capabilities = gateway.stub.GetCapabilities(pb.GetCapabilitiesRequest()).executor
+        assert gateway.stub.GetModelInfo(pb.GetModelInfoRequest()).model.backend == backend
         assert capabilities.bytes_per_state and not capabilities.supports_token_trees
         text = [(3 * i + 1) % 97 for i in range(240)]
         prefill = pb.PrefillRequest(token_ids=text)

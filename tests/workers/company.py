@@ -15,6 +15,8 @@ from workers.models.model import Model
 DIFFERING = (
     *("llama with biases", "mixtral", "qwen3_moe with dense layers", "gemma2", "gemma3", "phi3", "olmo2"),
     "granite",
+    "lfm2",
+    "granite hybrid",
 )
 
 
@@ -33,7 +35,8 @@ def assert_same_bits(
     torch.set_num_threads(1)
     assert 3 * sum(map(len, found)) > sum(map(len, texts))
     for text, rows, slot in zip(texts, found, lora_slots or [-1] * len(texts), strict=True):
-        inputs = packer.pack([Item(HandSequence(lora_slot=slot), text, range(len(text)))])
+        items = [Item(HandSequence(lora_slot=slot), text, range(len(text)))]
+        inputs = packer.pack_with_states(items, kv)
         alone = model.logits(model.forward(inputs, kv))
         if model.has_hidden_states:  # They may take another way through the model.
             capture = RowCapture({0: range(len(text))})

@@ -55,10 +55,14 @@ class HandPacker:
         self, model: Model, items: Sequence[Item], kv: KvTensors, capture: RowCapture | None = None
     ) -> Any:
         """The logits of a forward."""
+        return model.logits(model.forward(self.pack_with_states(items, kv), kv, capture))
+
+    def pack_with_states(self, items: Sequence[Item], kv: KvTensors) -> ForwardInputs:
+        """As `pack`, and the states of a model that has them."""
         inputs = self.pack(items)
         if kv.states is not None:
             inputs.states = [self._state_run(item.sequence, kv.states.num_slots) for item in items]
-        return model.logits(model.forward(inputs, kv, capture))
+        return inputs
 
     def _state_run(self, sequence: HandSequence, slots: int) -> StateRun:
         source, self._states = sequence.state, self._states + 1

@@ -64,7 +64,7 @@ def projections(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.endswith("_proj")
+        if isinstance(module, torch.nn.Linear) and name.endswith(("_proj", ".w1", ".w2", ".w3"))
     }
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import FEW, MODELS, by_turns, seeing_config, settings_of
+from tests.families import FEW, MODELS, WITHOUT_STATES, by_turns, seeing_config, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.pages import dense
 from tests.model_factory import (
@@ -154,7 +154,7 @@ WITH_TREES = ("qwen3_moe with dense layers", "gemma2", "phi3")
 
 @pytest.mark.parametrize(
     "made",
-    [pytest.param(name, marks=() if name in WITH_TREES else pytest.mark.thorough) for name in MODELS],
+    [pytest.param(name, marks=() if name in WITH_TREES else pytest.mark.thorough) for name in WITHOUT_STATES],
     indirect=True,
 )
 def test_each_token_of_a_tree_is_as_on_its_own_path(made: tuple[str, Path]) -> None:
@@ -190,8 +190,8 @@ def test_only_the_slots_of_its_tokens_are_written_and_inputs_are_not(tmp_path: P
         )
 
 
-# What rounds otherwise: norms of gemma, and granite's factors.
-ROUNDED = (*FEW, "gemma", "granite")
+# What rounds otherwise: norms of gemma, granite's factors, and recurrent layers.
+ROUNDED = (*FEW, "gemma", "granite", "lfm2", "granite hybrid")
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def assert_errs_no_more_than_transformers(directory: Path, dtype: torch.dtype) -
     (text,) = random_texts(8, (60,))
     exact = hf_logits(directory, text)
     theirs = (hf_logits(directory, text, dtype) - exact).abs().mean()
-    inputs = new_packer(5).pack([Item(HandSequence(), text, range(60))])
-    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
+    items = [Item(HandSequence(), text, range(60))]
+    logits = new_packer(5).run(decoder, items, poisoned_pages(decoder))
     assert logits.dtype == dtype
     assert (logits.float() - exact).abs().mean() <= 2 * theirs
 

@@ -91,7 +91,7 @@ def logits_of(decoder: Decoder, texts: list[list[int]], slots: tuple[int, ...]) 
         Item(HandSequence(lora_slot=slot), text, range(len(text)))
         for text, slot in zip(texts, slots, strict=True)
     ]
-    logits = decoder.logits(decoder.forward(new_packer(3).pack(items), kv))
+    logits = decoder.logits(decoder.forward(new_packer(3).pack_with_states(items, kv), kv))
     return list(torch.split(logits, [len(text) for text in texts]))
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.model_factory import load_decoder
 from tests.recurrent import RECURRENT
 from tests.tiny_types import tiny_model
 from tests.workers.packing import poison
@@ -20,7 +23,10 @@ from workers.executors.errors import KvMissing
 from workers.executors.memory import new_table
 from workers.kv.state_tensors import StateTensors
 from workers.kv.tensors import KvTensors
+from workers.models.decoder import Decoder
 from workers.models.library.loading import make_library_model
+from workers.models.model import Model
+from workers.models.registry import FAMILIES
 from workers.operations import Accept, Chunk, DataType, Forward, Kind, OutputSpec
 from workers.runners.eager import EagerRunner
 
@@ -87,14 +93,22 @@ def model_of(model_type: str):  # type: ignore[no-untyped-def]  # of the library
     return make_library_model(tiny_model(model_type, **RECURRENT[model_type]))
 
 
-def engine_of(model_type: str, slots: int = SLOTS) -> Engine:
-    model = model_of(model_type)
+@functools.cache
+def native_model_of(model_type: str) -> Decoder:
+    """The same model in native code, packed."""
+    with tempfile.TemporaryDirectory() as directory:
+        model_of(model_type).module.save_pretrained(directory)
+        return load_decoder(Path(directory), pack=True)
+
+
+def engine_of(model_type: str, slots: int = SLOTS, *, native: bool = False) -> Engine:
+    model: Model = native_model_of(model_type) if native else model_of(model_type)
     kv = KvTensors(
         model.kv_layers,
         num_pages=PAGES,
         page_size=PAGE_SIZE,
         dtype=model.dtype,
-        pack=False,
+        pack=model.packs_kv,
         states=StateTensors(model.state_shapes, slots, SPACING),
     )
     poison(kv)
@@ -180,7 +194,15 @@ ALWAYS = ("granitemoehybrid", "mamba")
     [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.thorough) for name in RECURRENT],
 )
 def test_random_operations_compute_what_the_library_does(model_type: str) -> None:
-    engine = engine_of(model_type)
+    run_random_operations(model_type, engine_of(model_type))
+
+
+@pytest.mark.parametrize("model_type", sorted(RECURRENT.keys() & FAMILIES.keys()))
+def test_random_operations_in_native_code_compute_what_the_library_does(model_type: str) -> None:
+    run_random_operations(model_type, engine_of(model_type, native=True))
+
+
+def run_random_operations(model_type: str, engine: Engine) -> None:
     callers = Callers(engine, random.Random(model_type))
     for _ in range(40):
         one_operation(callers, model_type)

@@ -21,8 +21,10 @@ from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
-from workers.models.registry import FAMILIES
+from workers.models.mamba2 import Mamba2
+from workers.models.registry import FAMILIES, MAMBA2, SHORT_CONV, RecurrentKind
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
+from workers.models.short_conv import ShortConv
 
 _OTHER_RANKS = "use another tensor_parallel, or the model in another format"
 # They take hardly any memory, and choose experts by small differences.
@@ -60,7 +62,7 @@ def build_decoder(
     embedding = parts.of_vocabulary("model.embed_tokens.weight")
     lm_head = embedding if config.tie_word_embeddings else parts.of_vocabulary("lm_head.weight")
     layers = [parts.layer(index) for index in range(config.num_hidden_layers)]
-    final_norm = parts.norm("norm")
+    final_norm = parts.norm(config.family.final_norm)
     assert final_norm is not None
     return Decoder(config, embedding, layers, final_norm, lm_head, shard)
 
@@ -160,8 +162,15 @@ class _Parts:
         layers = self._config.layers
         sparse_before = sum(layer.sparse for layer in layers[:index])
         mlp = self._experts(index, sparse_before) if layers[index].sparse else self._mlp(index)
+        kind = layers[index].recurrent
+        makes: dict[RecurrentKind | None, Callable[[int], Body]] = {
+            None: self._attention,
+            SHORT_CONV: self._short_conv,
+            MAMBA2: self._mamba2,
+        }
+        mixer = makes[kind](index)
         return Layer(
-            self._sublayer(norms.before_attention, self._attention(index), norms.after_attention),
+            self._sublayer(norms.before_attention, mixer, norms.after_attention),
             self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
         )
 
@@ -173,6 +182,36 @@ class _Parts:
         """In float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
         dtype = torch.float32 if self._family.wide_norms else self._dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _short_conv(self, index: int) -> ShortConv:
+        config, settings, place = self._config, self._config.short_conv, f"model.layers.{index}.conv."
+        assert settings is not None
+        width, bias = config.hidden_size, settings.bias
+        return ShortConv(
+            into=self._into(place, ["in_proj"], [3 * width], [range(3 * width)], bias=bias),
+            output=self._back(place, "out_proj", width, range(width), bias=bias),
+            weight=self.empty(width, 1, settings.taps),
+            bias=self.empty(width) if bias else None,
+            is_last=index == config.num_hidden_layers - 1,
+        )
+
+    def _mamba2(self, index: int) -> Mamba2:
+        config, sizes, place = self._config, self._config.mamba2, f"model.layers.{index}.mamba."
+        assert sizes is not None
+        outputs = sizes.inner + sizes.convolved + sizes.heads
+        shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
+        if sizes.conv_bias:
+            shapes["conv1d.bias"] = (sizes.convolved,)
+        shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (sizes.heads,))
+        shapes["norm.weight"] = (sizes.inner,)
+        return Mamba2(
+            sizes,
+            into=self._into(place, ["in_proj"], [outputs], [range(outputs)], bias=sizes.bias),
+            output=self._back(place, "out_proj", sizes.inner, range(sizes.inner), bias=sizes.bias),
+            parameters={name: self.empty(*shape) for name, shape in shapes.items()},
+            eps=config.rms_norm_eps,
+            is_last=index == config.num_hidden_layers - 1,
+        )
 
     def _attention(self, index: int) -> Attention:
         config, family, place = self._config, self._family, f"model.layers.{index}.self_attn."
@@ -196,7 +235,11 @@ class _Parts:
                 bias=config.attention_bias,
             ),
             output=self._back(
-                place, "o_proj", all_heads * width, scaled(heads, width), bias=config.attention_output_bias
+                place,
+                family.attention_output,
+                all_heads * width,
+                scaled(heads, width),
+                bias=config.attention_output_bias,
             ),
             head_norm=head_norm,
             row_norms=row_norms,
@@ -204,11 +247,13 @@ class _Parts:
         )
 
     def _mlp(self, index: int) -> GatedMlp:
-        place = f"model.layers.{index}.mlp."
+        own = f"{self._family.mlp}."
+        place = f"model.layers.{index}.{own}"
         config, names, width = self._config, self._family.mlp_names, self._config.intermediate_size
         part, bias = self._shard.part(width), config.mlp_bias
         gate_up = self._into(place, names, [width, width], [part, part], bias=bias)
-        return GatedMlp(gate_up, self._back(place, "down_proj", width, part, bias=bias), config.activation)
+        down = self._back(place, self._family.mlp_down, width, part, bias=bias)
+        return GatedMlp(gate_up, down, config.activation, own)
 
     def _experts(self, layer: int, index: int) -> Experts:
         """Those of a layer, which has the number `index` among those with experts."""

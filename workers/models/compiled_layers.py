@@ -20,6 +20,8 @@ from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
 from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
+from workers.models.mamba2 import Mamba2
+from workers.models.short_conv import ShortConv
 
 
 class Stage(Protocol):
@@ -85,7 +87,7 @@ class CompiledSublayers:
         # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
         self._uses_pages = any(isinstance(one.body, Attention) for one in model)
         last = model[-1].body
-        self._returns_wanted = isinstance(last, Attention) and last.is_last
+        self._returns_wanted = isinstance(last, Attention | ShortConv | Mamba2) and last.is_last
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
@@ -96,7 +98,8 @@ class CompiledSublayers:
         if self._kv is None or self._kv() is not context.kv:
             self._kv = weakref.ref(context.kv)
             layers = [context.kv.layer(index) for index in range(len(context.kv.layers))]
-            self._pages = sublayers.LayerPages(layers, are_used=self._uses_pages)
+            states = () if context.kv.states is None else context.kv.states.tensors
+            self._pages = sublayers.LayerPages(layers, states, are_used=self._uses_pages)
         has_x = x is not None
         if x is None:
             x = torch.empty_like(residual)
@@ -109,6 +112,7 @@ class CompiledSublayers:
             self._pages,
             inputs.attention,
             context.lora_slots,
+            state_rows=context.states,
             has_x=has_x,
         )
         return x[: len(inputs.wanted_rows)] if self._returns_wanted else x, residual
@@ -117,17 +121,19 @@ class CompiledSublayers:
 def _can_compile(sublayer: Sublayer) -> bool:
     body = sublayer.body
     return (
-        isinstance(body, Attention | GatedMlp)
+        isinstance(body, Attention | ShortConv | Mamba2 | GatedMlp)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
         and all(matrix.weight.compiled is not None for matrix in _matrices(body))
-        and (isinstance(body, GatedMlp) or can_pack_width(body.config.head_dim))
+        and (not isinstance(body, Attention) or can_pack_width(body.config.head_dim))
     )
 
 
 def _matrices(body: Body) -> tuple[Linear, Linear]:
     if isinstance(body, Attention):
         return body.qkv, body.output
+    if isinstance(body, ShortConv | Mamba2):
+        return body.into, body.output
     assert isinstance(body, GatedMlp)
     return body.gate_up, body.down
 
@@ -145,9 +151,22 @@ def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
     if isinstance(body, GatedMlp):
         found.activation = ACTIVATIONS.index(body.activation)
         return found
-    assert isinstance(body, Attention)
+    assert isinstance(body, Attention | ShortConv | Mamba2)
+    found.wanted_only = body.is_last
+    if isinstance(body, ShortConv):
+        found.layer = body.states.start
+        found.kind, found.num_taps = sublayers.SHORT_CONV, len(body.taps)
+        found.taps = body.taps.data_ptr()
+        found.taps_bias = None if body.bias is None else body.bias.data_ptr()
+        return found
+    if isinstance(body, Mamba2):
+        found.kind, found.layer = sublayers.MAMBA2, body.states.start
+        weights = body.weights.compiled()
+        keep.append(weights)
+        found.mamba2 = ctypes.addressof(weights)
+        return found
+    found.kind, found.layer = sublayers.ATTENTION, body.index
     config, layer, shard = body.config, body.layer, body.shard
-    found.is_attention, found.wanted_only, found.layer = True, body.is_last, body.index
     found.heads, found.kv_heads, found.width = len(shard.heads), len(shard.kv_heads), config.head_dim
     found.attention_scale, found.softcap = config.attention_scale, config.attention_softcap or 0.0
     found.window = layer.window or 0

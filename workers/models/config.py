@@ -18,8 +18,26 @@ from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import errors_naming
-from workers.models.layer_settings import ExpertsConfig, read_experts, read_layer_types, sparse_layers
-from workers.models.registry import SLIDING, Family, family_of, rope_layers
+from workers.models.layer_settings import (
+    ExpertsConfig,
+    Mamba2Config,
+    ShortConvConfig,
+    read_experts,
+    read_layer_types,
+    read_mamba2,
+    read_short_conv,
+    sparse_layers,
+)
+from workers.models.registry import (
+    MAMBA2,
+    RECURRENT_KINDS,
+    SHORT_CONV,
+    SLIDING,
+    Family,
+    RecurrentKind,
+    family_of,
+    rope_layers,
+)
 from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
 from workers.models.source import source_of
 from workers.models.text_part import WRAPPERS, text_part
@@ -44,11 +62,13 @@ class LayerConfig:
         window: The number of positions that a token attends to, its own included; None: all.
         rope: The rotary embedding of queries and keys; None: they are not rotated.
         sparse: The layer has experts instead of an MLP.
+        recurrent: The kind of the recurrent layer that it has instead of attention; None: none.
     """
 
     window: int | None
     rope: RopeSpec | None
     sparse: bool = False
+    recurrent: RecurrentKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +82,8 @@ class ModelConfig:
         attention_bias: The q, k and v projections have a bias.
         attention_output_bias: The output projection of attention has a bias.
         mlp_bias: The projections of the MLP have a bias.
+        short_conv: The short convolutions of some layers; None if there are none.
+        mamba2: Likewise, those with Mamba 2.
         activation: The activation of the gate, in the MLP and in experts.
         attention_scale: Multiplies the attention scores.
         attention_softcap: Bounds the attention scores; None: no bound.
@@ -92,6 +114,8 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    short_conv: ShortConvConfig | None = None
+    mamba2: Mamba2Config | None = None
     activation: Activation = "silu"
     attention_scale: float = 1.0
     attention_softcap: float | None = None
@@ -117,6 +141,8 @@ class ModelConfig:
             raise ModelError(
                 f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layers)}"
             )
+        if all(layer.recurrent for layer in self.layers):
+            raise UnsupportedError("layer_types: at least one must be full_attention")
         for rope in self.ropes:
             try:
                 frequencies, factor = rope_frequencies(rope, self.rotary_dim)
@@ -129,6 +155,11 @@ class ModelConfig:
     def ropes(self) -> frozenset[RopeSpec]:
         """The rotary embeddings of all layers, each once."""
         return frozenset(layer.rope for layer in self.layers if layer.rope is not None)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a recurrent state."""
+        return any(layer.recurrent for layer in self.layers)
 
     @property
     def family(self) -> Family:
@@ -161,12 +192,13 @@ class ModelConfig:
             raise ModelError(f"model_type: must be the name of a model family, got {wrapper!r}")
         settings = text_part(settings)
         family = family_of(settings.get("model_type"))
-        settings = {**family.defaults, **settings_read(settings, family)}
+        settings = family.respelled({**family.defaults, **settings_read(settings, family)})
         hidden_size = integer(settings, "hidden_size")
         heads = integer(settings, "num_attention_heads")
         head_dim = _head_dim(settings, hidden_size, heads)
         vocab_size = integer(settings, "vocab_size")
         layers = _layers(settings, family)
+        kinds = {layer.recurrent for layer in layers}
         bias = boolean(settings, "attention_bias", default=False)
         mlp_bias = boolean(settings, "mlp_bias", default=False)
         return cls(
@@ -187,6 +219,8 @@ class ModelConfig:
             attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+            short_conv=read_short_conv(settings) if SHORT_CONV in kinds else None,
+            mamba2=read_mamba2(settings) if MAMBA2 in kinds else None,
             activation=_activation(settings, family),
             attention_scale=_attention_scale(settings, head_dim),
             attention_softcap=_family_number(family, "attn_logit_softcapping", settings),
@@ -214,8 +248,9 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
     return tuple(
         LayerConfig(
             window=window if layer_type == SLIDING else None,
-            rope=ropes[layer_type] if rotated else None,
+            rope=ropes[layer_type] if rotated and layer_type not in RECURRENT_KINDS else None,
             sparse=is_sparse,
+            recurrent=RECURRENT_KINDS.get(layer_type),
         )
         for layer_type, rotated, is_sparse in zip(types, rope_layers(settings, count), sparse, strict=True)
     )

@@ -29,18 +29,19 @@ from workers.models.compiled_layers import Stage, compiled
 from workers.models.config import ModelConfig
 from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
-from workers.models.layers import ForwardContext, Norm, Sublayer
+from workers.models.layers import ForwardContext, Norm, Recurrent, Sublayer
 from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
+from workers.models.recurrent_inputs import state_rows, with_tokens_before
 from workers.models.shard import Shard, Slice
 from workers.models.steering import SteeredRows, SteeredStage, SteeringTable, pack_steering
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention, then the MLP or experts."""
+    """Attention or a recurrent layer, then the MLP or experts."""
 
-    attention: Sublayer
+    mixer: Sublayer
     mlp: Sublayer
 
 
@@ -48,10 +49,7 @@ class Decoder:
     """A decoder-only model. `workers.models.weights` fills its parameters."""
 
     has_hidden_states = True
-    takes_trees = True
     packs_kv = True
-    state_shapes: tuple[StateShape, ...] = ()
-    graphable = True
 
     def __init__(
         self,
@@ -84,7 +82,15 @@ class Decoder:
         self._shard = shard
         width = packed_width(config.head_dim, self.dtype, self.device)
         of_layer = LayerKv(len(shard.kv_heads), width, width)
-        self.kv_layers = (of_layer,) * config.num_hidden_layers
+        self.state_shapes: tuple[StateShape, ...] = ()
+        for layer in self.layers:
+            if isinstance(layer.mixer.body, Recurrent):
+                first, shapes = len(self.state_shapes), layer.mixer.body.state_shapes
+                layer.mixer.body.states = range(first, first + len(shapes))
+                self.state_shapes += shapes
+        # A state is that after one text, and there is none of each branch.
+        self.takes_trees = self.graphable = not self.state_shapes
+        self.kv_layers = (of_layer,) * sum(layer.recurrent is None for layer in config.layers)
         self._ropes = tuple(config.ropes)
         self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
         # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.
@@ -241,8 +247,8 @@ class Decoder:
         ]
 
     def _sublayers(self) -> list[Sublayer]:
-        """In order: attention and MLP of each layer."""
-        return [sublayer for layer in self.layers for sublayer in (layer.attention, layer.mlp)]
+        """In order: attention, or what is in its place, and MLP of each layer."""
+        return [sublayer for layer in self.layers for sublayer in (layer.mixer, layer.mlp)]
 
     @torch.inference_mode()
     def forward(
@@ -261,6 +267,10 @@ class Decoder:
         Returns:
             [R, C] the hidden rows of `inputs.wanted_rows` after the final norm, in that order.
         """
+        states = None
+        if self.state_shapes:
+            inputs = with_tokens_before(inputs)
+            states = state_rows(inputs.states, inputs.attention.query_lens)
         residual = self._shard.embedded(inputs.token_ids, self.embedding.rows)
         if self._embedding_scale != 1.0:
             residual = residual * self._embedding_scale
@@ -268,7 +278,7 @@ class Decoder:
         routing = last_routing = steered = None
         if inputs.experts is not None or capture is not None:
             routing, last_routing = routing_of(inputs.experts, inputs.wanted_rows, capture)
-        context = ForwardContext(inputs, kv, rotations, self.batch_invariant, routing=routing)
+        context = ForwardContext(inputs, kv, rotations, self.batch_invariant, routing=routing, states=states)
         if inputs.lora_slots is not None:
             context = self._with_slots(context, inputs.lora_slots)
             steered = self._steering.rows(inputs.lora_slots)
@@ -281,7 +291,7 @@ class Decoder:
                 parts = (residual,) if x is None else (residual, x)
                 capture.capture_rows(index // 2, inputs.wanted_rows, *parts)
             x, residual = stage(x, residual, context)
-        # The last attention returned the wanted rows only.
+        # The last layer's attention, or what is in its place, returned the wanted rows only.
         residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
         if not len(residual):
             return residual

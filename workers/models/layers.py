@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -23,6 +23,8 @@ from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
+from kernels.state_rows import StateRows
+from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
 from workers.models.config import ModelConfig
@@ -43,6 +45,7 @@ class ForwardContext:
         lora_slots: Those of the T rows; None: no row has an adapter.
         wanted_lora_slots: Those of the R wanted rows; None: likewise.
         routing: Which experts are given, and captured; None: none are.
+        states: Which recurrent states the rows follow; None: the model has none.
     """
 
     inputs: ForwardInputs
@@ -52,6 +55,7 @@ class ForwardContext:
     lora_slots: RowSlots | None = None
     wanted_lora_slots: RowSlots | None = None
     routing: Routing | None = None
+    states: StateRows | None = None
 
 
 class Norm:
@@ -95,6 +99,18 @@ class Body(Protocol):
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C], or only the wanted rows of it."""
+
+
+@runtime_checkable
+class Recurrent(Protocol):
+    """A body with a recurrent state."""
+
+    # Its tensors among those of the model's states.
+    states: range
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of a sequence."""
 
 
 class Sublayer:
@@ -155,7 +171,8 @@ class Attention:
     """Grouped-query attention over the pages of one layer.
 
     Attributes:
-        is_last: This is the last attention, so only the wanted rows are returned.
+        index: The number of the layer among those with keys and values.
+        is_last: This is in the last layer, so only the wanted rows are returned.
     """
 
     def __init__(
@@ -184,7 +201,8 @@ class Attention:
             sinks: [H] float32, see `kernels.paged_attention`; None: there are none.
         """
         self.config, self.layer, self.shard = config, config.layers[index], shard
-        self.index, self.is_last = index, index == config.num_hidden_layers - 1
+        self.index = sum(layer.recurrent is None for layer in config.layers[:index])
+        self.is_last = index == config.num_hidden_layers - 1
         self.qkv = qkv
         self.output = output
         self.head_norm = head_norm
@@ -196,7 +214,8 @@ class Attention:
         for name, projection in self.projections():
             yield from projection.targets(prefix + name)
         prefix += "self_attn."
-        names, offset = (f"{prefix}q_norm.weight", f"{prefix}k_norm.weight"), self.config.family.norm_offset
+        offset = self.config.family.norm_offset
+        names = [f"{prefix}{name}.weight" for name in self.config.family.qk_norm_names]
         if self.head_norm is not None:
             parts = torch.split(self.head_norm, [len(self.shard.heads), len(self.shard.kv_heads)])
             for name, part in zip(names, parts, strict=True):
@@ -274,8 +293,12 @@ class Attention:
 class GatedMlp:
     """down(activation(gate) * up)."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
-        """Take ownership of parameters: [2 * I, C], rows of gate, then up; and [C, I]."""
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation, place: str) -> None:
+        """Take ownership of parameters: [2 * I, C], rows of gate, then up; and [C, I].
+
+        `place`: what the names of both begin with in a layer of a checkpoint.
+        """
+        self._place = place
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
@@ -287,8 +310,8 @@ class GatedMlp:
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""
-        yield "mlp.", self.gate_up
-        yield "mlp.", self.down
+        yield self._place, self.gate_up
+        yield self._place, self.down
 
     def pack(self) -> None:
         """Pack the filled weights for the matrix library."""

@@ -12,7 +12,7 @@ RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Spellings of the families.
 _VALUES, _FUSED = ("v_proj",), ("qkv_proj",)
-_OUTPUTS, _DOWN = ("o_proj",), ("down_proj", "w2")
+_OUTPUTS, _DOWN = ("self_attn.o_proj", "self_attn.out_proj"), ("down_proj", "w2", "output_linear")
 # What is taken for rows that are not whole super-blocks.
 _WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
 
@@ -56,7 +56,7 @@ def _module(tensor: str) -> str:
 def _inputs(tensor: str, config: ModelConfig) -> int:
     """The length of a matrix's rows."""
     module = _module(tensor)
-    if module in _OUTPUTS:
+    if tensor.removesuffix(".weight").endswith(_OUTPUTS):
         return config.num_attention_heads * config.head_dim
     if module in _DOWN:
         if config.experts is not None and ".experts." in tensor:

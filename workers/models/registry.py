@@ -14,9 +14,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.values import boolean, integer, names, non_negative_integer
+from workers.models.values import boolean, integer, names, non_negative_integer, number
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+RecurrentKind = Literal["short_conv", "mamba2"]
+SHORT_CONV: RecurrentKind = "short_conv"
+MAMBA2: RecurrentKind = "mamba2"
+# By the types of layers in configs.
+RECURRENT_KINDS: dict[str, RecurrentKind] = {"conv": SHORT_CONV, "linear_attention": MAMBA2}
 
 LayerTypes = Callable[[Mapping[str, object], int], list[str]]
 """The type of each layer, from the settings and the number of layers, if `layer_types` is absent."""
@@ -108,6 +113,54 @@ def rope_layers(settings: Mapping[str, object], layers: int) -> list[bool]:
     return [bool(one) for one in listed[:layers]]
 
 
+Respelled = Callable[[Mapping[str, object]], Mapping[str, object]]
+"""Settings of a family, defaults included, in the spelling that all families have. Raises ModelError."""
+
+
+def _lfm2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `Lfm2Config` and `Lfm2MLP` of the library read them."""
+    layers = integer(settings, "num_hidden_layers")
+    width = integer(settings, "intermediate_size" if settings.get("block_ff_dim") is None else "block_ff_dim")
+    if boolean(settings, "block_auto_adjust_ff_dim", default=True):
+        width = int(2 * width / 3)
+        if settings.get("block_ffn_dim_multiplier") is not None:
+            of = integer(settings, "block_multiple_of")
+            width = -(-int(number(settings, "block_ffn_dim_multiplier") * width) // of) * of
+    found = dict(settings) | {"intermediate_size": width, "rms_norm_eps": settings["norm_eps"]}
+    if settings.get("tie_embedding") is not None:
+        found["tie_word_embeddings"] = settings["tie_embedding"]
+    if settings.get("layer_types") is None:
+        full = settings.get("full_attn_idxs")
+        full = range(layers) if full is None else full
+        if not isinstance(full, range | list):
+            raise ModelError(f"full_attn_idxs: must be a list of layer numbers, got {full!r}")
+        found["layer_types"] = [FULL if index in full else "conv" for index in range(layers)]
+    return found
+
+
+# Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
+_OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
+
+
+def _granite_hybrid_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `GraniteMoeHybridConfig` of the library reads them, without experts."""
+    if settings.get("num_local_experts"):
+        raise UnsupportedError(f"num_local_experts: must be 0, got {settings['num_local_experts']!r}")
+    layers = integer(settings, "num_hidden_layers")
+    listed = settings.get("layer_types") or settings.get("layers_block_type")
+    if listed is None:
+        listed = ["linear_attention"] * layers
+    if isinstance(listed, list):
+        listed = [_OLD_TYPES.get(str(one), one) for one in listed]
+    found = dict(settings) | {
+        "intermediate_size": settings["shared_intermediate_size"],
+        "layer_types": listed,
+    }
+    if settings.get("position_embedding_type") != "rope":
+        found["no_rope_layers"] = [0] * layers
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The properties of a family that its configs do not say.
@@ -128,7 +181,14 @@ class Family:
         rope_by_type: Each type of layer has its own parameters of the rotary embedding.
         scales_embeddings: Embeddings are multiplied by the square root of their width.
         activation: The name of the setting for the activation of the MLP.
+        respelled: The settings of a config in the spelling that all families have.
+        recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
+        final_norm: The name of the norm before the head in a checkpoint.
+        qk_norm_names: The norms of queries and of keys.
         attention_names: The projections in a checkpoint: q, k and v, or one that is fused.
+        attention_output: The projection back to the hidden width.
+        mlp: What the names of an MLP begin with in a layer of a checkpoint.
+        mlp_down: Its projection back to the hidden width.
         mlp_names: The projections of the MLP in a checkpoint: gate and up, or one that is fused.
         experts: The names of the experts' tensors; None: no layer has experts.
         wide_routing: The router's weights of experts stay float32.
@@ -151,7 +211,14 @@ class Family:
     rope_by_type: bool = False
     scales_embeddings: bool = False
     activation: str = "hidden_act"
+    respelled: Respelled = dict
+    recurrent: RecurrentKind | None = None
+    final_norm: str = "norm"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     attention_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    attention_output: str = "o_proj"
+    mlp: str = "mlp"
+    mlp_down: str = "down_proj"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj")
     experts: ExpertNames | None = None
     wide_routing: bool = False
@@ -204,6 +271,7 @@ _GEMMA_DEFAULTS: dict[str, object] = {
     "sliding_window": 4096,
 }
 _OLMO_DEFAULTS = _defaults(50304, 4096, 11008, 32, 32, 2048, None, 50279, rms_norm_eps=1e-5)
+_GRANITE_READS = names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier")
 _GEMMA_READS = names("sliding_window layer_types query_pre_attn_scalar final_logit_softcapping")
 _QWEN_EXPERTS = ExpertNames(
     "mlp.gate",
@@ -381,8 +449,65 @@ FAMILIES: dict[str, Family] = {
         clamped_gate=True,
         sinks=True,
     ),
+    "lfm2": Family(
+        defaults=_defaults(
+            *(65536, 2560, 12288, 32, 32, 128_000, 1, 2),
+            num_key_value_heads=8,
+            norm_eps=1e-5,
+            rope_theta=1e6,
+            tie_word_embeddings=True,
+            conv_bias=False,
+            conv_L_cache=3,
+            block_multiple_of=256,
+            block_ffn_dim_multiplier=1.0,
+            block_auto_adjust_ff_dim=True,
+        ),
+        reads=names(
+            "layer_types full_attn_idxs norm_eps tie_embedding conv_bias conv_L_cache block_ff_dim"
+            " block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim"
+        ),
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm="head",
+        norms=NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
+        respelled=_lfm2_settings,
+        recurrent=SHORT_CONV,
+        final_norm="embedding_norm",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        attention_output="out_proj",
+        mlp="feed_forward",
+        mlp_names=("w1", "w3"),
+        mlp_down="w2",
+    ),
+    "granitemoehybrid": Family(
+        defaults=_LLAMA_DEFAULTS
+        | {
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "hidden_act": "silu",
+        },
+        reads=_GRANITE_READS
+        | names(
+            "layer_types layers_block_type num_local_experts shared_intermediate_size position_embedding_type"
+            " mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand"
+            " mamba_conv_bias mamba_proj_bias time_step_limit"
+        ),
+        respelled=_granite_hybrid_settings,
+        recurrent=MAMBA2,
+        mlp="shared_mlp",
+        mlp_names=("input_linear",),
+        mlp_down="output_linear",
+    ),
     "granite": Family(
-        reads=names("embedding_multiplier logits_scaling residual_multiplier attention_multiplier"),
+        reads=_GRANITE_READS,
         defaults=_LLAMA_DEFAULTS | {"attention_multiplier": 1.0},
         mlp_bias=None,
     ),

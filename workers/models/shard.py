@@ -170,6 +170,8 @@ def scaled(heads: range, width: int) -> range:
 
 def check_split(config: ModelConfig, ranks: int) -> None:
     """Raises UnsupportedError for a model that cannot be split over this many ranks."""
+    if config.is_recurrent and ranks > 1:
+        raise UnsupportedError("tensor_parallel must be 1 for a model with recurrent layers")
     sizes = {"num_attention_heads": config.num_attention_heads}
     if not all(layer.sparse for layer in config.layers):
         sizes["intermediate_size"] = config.intermediate_size

@@ -142,6 +142,8 @@ def plan_load(
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     if (quantization is not None or forms) and device.type != "cpu":
         raise UnsupportedError("quantization needs device = cpu")
+    if config.is_recurrent and device.type != "cpu":
+        raise UnsupportedError("native code for recurrent layers needs device = cpu")
     if quantization is not None and forms:
         first = min(forms)
         where = f"{entries[first].file}: tensor {entries[first].name}"

@@ -1,0 +1,83 @@
+// Convolutions over the last tokens, channel by channel, of the rows of a step. Each product and sum is rounded by
+// itself, as torch does in kernels/short_conv.py.
+//
+// Letters: T rows; C channels; L taps.
+#pragma once
+
+#include <algorithm>
+
+#include "threads.h"
+#include "vectors.h"
+
+namespace quire {
+
+// Which rows follow which states, and which states are kept: see StateRows in kernels/state_rows.py.
+struct StateRows {
+  const int64_t *begins, *sources;          // [T]
+  const int64_t *write_ends, *write_slots;  // [count]
+  int64_t count;
+};
+
+// The input of a gated convolution: gates of inputs times inputs, of rows of gates, gates of outputs, and inputs.
+template <typename T>
+struct GatedInput {
+  const T* projected;  // [T, 3 * C]
+  int64_t width;
+
+  Floats input(int64_t row, int64_t d, int count) const {
+    const T* gates = projected + 3 * row * width + d;
+    return rounded(load_lanes(gates, count) * load_lanes(gates + 2 * width, count), projected);
+  }
+  Floats output(Floats sum, int64_t row, int64_t d, int count) const {
+    return load_lanes(projected + (3 * row + 1) * width + d, count) * rounded(sum, projected);
+  }
+};
+
+template <typename T, typename Around>
+struct CausalConv {
+  T* out;         // [T, C]
+  const T* taps;  // [L, C]
+  const T* bias;  // [C], or null
+  T* states;      // [slots, L - 1, C], the last inputs
+  Around around;  // what the input is, and what is made of the sum
+  const StateRows& at;
+  int64_t rows, width, length;
+
+  // Slots that are written are not read in the same step.
+  void run(const Worker& worker) const {
+    // Both rows and parts of a row are divided among threads, so that a single row uses all threads too.
+    constexpr int64_t kStretch = 256;
+    const int64_t stretches = (width + kStretch - 1) / kStretch;
+    worker.for_shares(rows * stretches, [&](int64_t task) {
+      const int64_t row = task / stretches, first = task % stretches * kStretch;
+      for_lanes(std::min(kStretch, width - first), [&](int64_t d, int count) { convolve(row, first + d, count); });
+    });
+    const int64_t kept = length - 1;
+    worker.for_shares(at.count * kept, [&](int64_t task) {
+      const int64_t write = task / kept, place = task % kept;
+      T* to = states + (at.write_slots[write] * kept + place) * width;
+      for_lanes(width, [&](int64_t d, int count) {
+        store_lanes(to + d, input(at.write_ends[write] - 1, kept - 1 - place, d, count), count);
+      });
+    });
+  }
+
+ private:
+  void convolve(int64_t row, int64_t d, int count) const {
+    Floats sum = input(row, length - 1, d, count) * load_lanes(taps + d, count);
+    for (int64_t tap = 1; tap < length; tap++)
+      sum = sum + input(row, length - 1 - tap, d, count) * load_lanes(taps + tap * width + d, count);
+    if (bias != nullptr) sum = sum + load_lanes(bias + d, count);
+    store_lanes(out + row * width + d, around.output(sum, row, d, count), count);
+  }
+
+  // That of the token `back` before that of a row: of a row of the same item, or in its state.
+  Floats input(int64_t row, int64_t back, int64_t d, int count) const {
+    const int64_t begin = at.begins[row], source = at.sources[row], from = row - back;
+    if (from >= begin) return around.input(from, d, count);
+    if (source < 0) return Floats{};
+    return load_lanes(states + (source * (length - 1) + length - 1 + from - begin) * width + d, count);
+  }
+};
+
+}  // namespace quire

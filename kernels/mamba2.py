@@ -1,0 +1,138 @@
+"""Mamba 2 between its projections: convolution, scan of a state, gate and norm.
+
+A row of projections has gates z, the inputs of a convolution, and a step dt for each head. The convolution
+and silu make inputs x, and B and C of each group of heads. Of each head, with a state S [N, P]:
+
+    dt = softplus(dt + dt_bias),  S = exp(dt * A) * S + outer(B, dt * x),  y = C @ S + D * x
+    out = norm(y * silu(z)), of each group
+
+Source: "Transformers are SSMs" (arXiv 2405.21060), and `GraniteMoeHybridMambaLayer` in the library.
+Tokens are scanned one after the other, so that bits do not depend on chunks.
+
+Dimension letters: T rows; I = H * P inner width; H heads; P width of a head; G groups; N width of a state;
+D = I + 2 * G * N; L taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kernels.cpu import mamba2 as cpu
+from kernels.short_conv import past_inputs
+from kernels.state_rows import StateRows
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """The parameters.
+
+    Attributes:
+        taps: [L, D], of the convolution, in the dtype of rows.
+        bias: [D], likewise, or None.
+        dt_bias: [H] float32.
+        decays: [H] float32, A.
+        direct: [H] float32, D.
+        norm: [I], in the dtype of rows.
+        groups: G.
+        state_width: N.
+        eps: Of the norm.
+    """
+
+    taps: torch.Tensor
+    bias: torch.Tensor | None
+    dt_bias: torch.Tensor
+    decays: torch.Tensor
+    direct: torch.Tensor
+    norm: torch.Tensor
+    groups: int
+    state_width: int
+    eps: float
+
+    def compiled(self) -> cpu.Weights:
+        """What the CPU's kernels read, as long as these tensors are there."""
+        heads, inner = len(self.decays), len(self.norm)
+        return cpu.Weights(
+            self.taps.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            *(each.data_ptr() for each in (self.dt_bias, self.decays, self.direct, self.norm)),
+            *(heads, inner // heads, self.groups, self.state_width, len(self.taps)),
+            self.eps,
+        )
+
+
+def mamba2(
+    projected: torch.Tensor,
+    weights: Mamba2Weights,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """Run the rows of a batch. Mutates `inputs` and `states`: writes those that are kept.
+
+    Args:
+        projected: [T, I + D + H] contiguous.
+        weights: The parameters.
+        inputs: [slots, L - 1, D], the last inputs of the convolution.
+        states: [slots, H, N, P] float32.
+        at: Which states the rows follow.
+
+    Returns:
+        [T, I]
+    """
+    if cpu.can_mamba2(projected):
+        return cpu.mamba2(projected, weights.compiled(), inputs, states, at)
+    return mamba2_reference(projected, weights, inputs, states, at)
+
+
+def mamba2_reference(
+    projected: torch.Tensor,
+    weights: Mamba2Weights,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """See `mamba2`. In torch, of any device and dtype."""
+    inner, width, heads = len(weights.norm), weights.taps.shape[1], len(weights.decays)
+    gates, raw, steps = torch.split(projected, [inner, width, heads], dim=1)
+    convolved = _convolve(raw, weights, inputs, at)
+    sizes = [inner, *[weights.groups * weights.state_width] * 2]
+    x, into, out_of = torch.split(convolved.float(), sizes, dim=1)
+    rows = len(projected)
+    x = x.reshape(rows, heads, -1)  # [T, H, P]
+    into, out_of = (
+        each.view(rows, weights.groups, -1).repeat_interleave(heads // weights.groups, dim=1)  # [T, H, N]
+        for each in (into, out_of)
+    )
+    dt = functional.softplus(steps.float() + weights.dt_bias)  # [T, H]
+    y = torch.empty_like(x)
+    kept = dict(zip(at.write_ends.tolist(), at.write_slots.tolist(), strict=True))
+    state = torch.zeros(states.shape[1:], device=states.device)  # [H, N, P]
+    for row, (begin, source) in enumerate(zip(at.begins.tolist(), at.sources.tolist(), strict=True)):
+        if row == begin:
+            state = torch.zeros_like(state) if source < 0 else states[source]
+        decay = torch.exp(dt[row] * weights.decays)[:, None, None]
+        state = state * decay + into[row][:, :, None] * (x[row] * dt[row][:, None])[:, None]
+        y[row] = (out_of[row][:, None] @ state)[:, 0] + x[row] * weights.direct[:, None]
+        if row + 1 in kept:
+            states[kept[row + 1]] = state
+    gated = y.flatten(1) * functional.silu(gates.float())
+    grouped = gated.view(rows, weights.groups, -1)
+    normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + weights.eps)
+    out: torch.Tensor = weights.norm.float() * normed.flatten(1)
+    return out.to(projected.dtype)
+
+
+def _convolve(raw: torch.Tensor, weights: Mamba2Weights, inputs: torch.Tensor, at: StateRows) -> torch.Tensor:
+    """The convolution and silu: [T, D] -> [T, D]."""
+    rows, length = torch.arange(len(raw), device=raw.device), len(weights.taps)
+    total = torch.zeros(raw.shape, device=raw.device)
+    for tap in range(length):
+        total += past_inputs(raw, rows, length - 1 - tap, inputs, at).float() * weights.taps[tap].float()
+    if weights.bias is not None:
+        total += weights.bias.float()
+    last = [past_inputs(raw, at.write_ends - 1, back, inputs, at) for back in range(length - 2, -1, -1)]
+    inputs[at.write_slots] = torch.stack(last, dim=1)
+    return functional.silu(total.to(raw.dtype))

@@ -1,0 +1,63 @@
+"""The gated short convolution of LFM2, in torch.
+
+With gates b and c of inputs x, all of them projections of a row, and u = b * x:
+
+    y[t] = c[t] * (sum over j < L of w[j] * u[t - (L - 1) + j] + bias)
+
+The state is the last L - 1 rows of u. Source: `Lfm2ShortConv` in the transformers library, modeling_lfm2.py.
+kernels/cpu/causal_conv.h computes the same bits.
+
+Dimension letters: T rows; C channels; L taps; W states that are kept.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.state_rows import StateRows
+
+
+def short_conv(
+    projected: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """Convolve the rows of a batch. Mutates `states`: writes those that are kept.
+
+    The bits of a row depend only on the tokens up to it.
+
+    Args:
+        projected: [T, 3 * C]: b, c, x.
+        taps: [L, C], that of the row itself is the last one. Of the dtype of rows, as all others.
+        bias: [C], or None.
+        states: [slots, L - 1, C].
+        at: Which states the rows follow.
+
+    Returns:
+        [T, C]
+    """
+    gates, out_gates, inputs = projected.chunk(3, dim=1)  # [T, C] each
+    gated = gates * inputs
+    rows, length = torch.arange(len(gated), device=gated.device), len(taps)
+    total = torch.zeros(gated.shape, device=gated.device)
+    for tap in range(length):
+        past = past_inputs(gated, rows, length - 1 - tap, states, at)
+        product = past.float() * taps[tap].float()
+        total = product if tap == 0 else total + product
+    if bias is not None:
+        total = total + bias.float()
+    kept = [past_inputs(gated, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
+    states[at.write_slots] = torch.stack(kept, dim=1)
+    return out_gates * total.to(gated.dtype)
+
+
+def past_inputs(
+    gated: torch.Tensor, rows: torch.Tensor, back: int, states: torch.Tensor, at: StateRows
+) -> torch.Tensor:
+    """U of the tokens `back` before these rows: [n] -> [n, C]."""
+    begins, sources, places = at.begins[rows], at.sources[rows], rows - back
+    in_state = states[sources.clamp(min=0), (states.shape[1] + places - begins).clamp(0, states.shape[1] - 1)]
+    in_state = in_state.masked_fill((sources < 0)[:, None], 0.0)
+    return torch.where((places >= begins)[:, None], gated[places.clamp(min=0)], in_state)

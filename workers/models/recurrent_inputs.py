@@ -1,0 +1,71 @@
+"""What layers with recurrent states need of a batch: the tokens that are computed again, and which states.
+
+See `workers.kv.states`: a sequence may be longer than its last state. The tokens between are computed again
+in front of the item's own. Their keys and values are in the pages already, and are not written.
+
+Dimension letters: T tokens of all items; N items.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from kernels.state_rows import StateRows
+from workers.kv.states import EMPTY, StateRun
+from workers.models.inputs import ForwardInputs
+
+
+def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
+    """The batch with the tokens of its states' runs that are computed again; it, if there are none.
+
+    The wanted rows are the same ones.
+    """
+    added = [len(run.before) for run in inputs.states]
+    if not any(added):
+        return inputs
+    assert inputs.experts is None and inputs.attention.trees is None, "no model with states takes them"
+    lens = inputs.attention.query_lens
+    new_lens = [count + more for count, more in zip(lens, added, strict=True)]
+    begins = accumulate(lens, initial=0)
+    tokens, positions = list[torch.Tensor](), list[torch.Tensor]()
+    slots, old_rows = list[torch.Tensor](), list[torch.Tensor]()
+    for run, begin, count in zip(inputs.states, begins, lens, strict=False):
+        own = torch.arange(begin, begin + count)
+        before = torch.arange(run.source.position, run.source.position + len(run.before))
+        tokens += [torch.tensor(list(run.before), dtype=torch.int64), inputs.token_ids[own]]
+        positions += [before, inputs.positions[own]]
+        slots += [torch.full_like(before, -1), inputs.slots[own]]
+        old_rows += [torch.full_like(before, begin), own]
+    lora_slots = inputs.lora_slots
+    shifts = torch.tensor([*accumulate(added)]).repeat_interleave(torch.tensor(lens))  # [T], by the old rows
+    starts = torch.tensor([0, *accumulate(new_lens)], dtype=torch.int32)
+    return dataclasses.replace(
+        inputs,
+        token_ids=torch.cat(tokens),
+        positions=torch.cat(positions),
+        slots=torch.cat(slots),
+        wanted_rows=inputs.wanted_rows + shifts[inputs.wanted_rows],
+        attention=dataclasses.replace(inputs.attention, query_starts=starts, query_lens=new_lens),
+        lora_slots=None if lora_slots is None else lora_slots[torch.cat(old_rows)],
+    )
+
+
+def state_rows(runs: Sequence[StateRun], query_lens: Sequence[int]) -> StateRows:
+    """Which states the rows of a batch follow and leave. `query_lens`: with the tokens before."""
+    starts = [*accumulate(query_lens, initial=0)][:-1]
+    writes = [
+        (start + held.position - run.source.position, held.slot)
+        for start, run in zip(starts, runs, strict=True)
+        for held in run.writes
+        if held.slot != EMPTY
+    ]
+    sources = [run.source.slot for run in runs]
+    of_rows = np.repeat(np.array([starts, sources], np.int64), query_lens, axis=1)  # [2, T]
+    of_writes = np.array(writes, np.int64).reshape(-1, 2).T.copy()  # [2, W]
+    begins, row_sources, ends, slots = map(torch.from_numpy, (*of_rows, *of_writes))
+    return StateRows(begins, row_sources, ends, slots)
