@@ -169,7 +169,8 @@ def test_neither_bad_words_nor_early_ends(
         end, *_ = client.tokenizer().end_ids
         words = rng.choice([["1", "23"], ["12", "121", "5 "], ["7"], []])
         sequences = [tuple(encode(space + word)) for word in words for space in ("", " ")]
-        at_least, stops = rng.choice([0, 3, 20]), [end, encode("9")[0]]
+        # One is no token of the model: it never comes.
+        at_least, stops, never = rng.choice([0, 3, 20]), [end, encode("9")[0]], 1 << 31
         sampling = types_pb2.SamplingParams(temperature=rng.choice([0, 3]), seed=seed)
         prompt, made = encode("12+30=" * 4), list[int]()
         with contextlib.ExitStack() as held:
@@ -187,7 +188,15 @@ def test_neither_bad_words_nor_early_ends(
                     made.append(cache.output.token_id)
                 else:
                     made.append(cache.decode(made[-1], output=output).token_id)
-    ask = item("0", prompt, 40, sampling=sampling, min_tokens=at_least, bad_words=words, stop_token_ids=stops)
+    ask = item(
+        "0",
+        prompt,
+        40,
+        sampling=sampling,
+        min_tokens=at_least,
+        bad_words=words,
+        stop_token_ids=[*stops, never],
+    )
     if speculates:
         ask.speculation.CopyFrom(SPECULATION)
     (chunks,) = execute(shipped_gateway, ask).values()
