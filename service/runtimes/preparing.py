@@ -103,11 +103,10 @@ class PreparedItem:
             output.mask.packed = mask
         if output.sampling.HasField("seed"):
             output.sampling.seed = (output.sampling.seed + sample.index) % _SEEDS
-        # A stop token may be none of the model's, and a tokenizer has some that its model lacks.
-        forbidden = [each for each in sample.forbidden if each < self._limits.vocab_size]
-        for token_id in forbidden:
-            output.sampling.logit_bias[token_id] = -math.inf
-        if forbidden:
+        if forbidden := sample.forbidden:
+            # Those that are none of the model's have no effect.
+            for token_id in forbidden:
+                output.sampling.logit_bias[token_id] = -math.inf
             items.check_choice(output, self._limits)
         return output
 
