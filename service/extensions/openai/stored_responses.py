@@ -19,6 +19,8 @@ KEPT_S = 3600.0
 _MAX_BYTES = 64 << 20
 # The most of these that one tenant has.
 TENANT_SHARE = 4
+# Counted for each: so there are never too many to look through.
+_ENTRY_BYTES = 4 << 10
 
 
 def not_found(reason: str, field: str) -> InvalidArgument:
@@ -37,7 +39,7 @@ class _Stored:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.items) + len(self.response)
+        return len(self.items) + len(self.response) + _ENTRY_BYTES
 
 
 class StoredResponses:
@@ -54,7 +56,11 @@ class StoredResponses:
     def keep(self, tenant: str, items: Sequence[Any], response: Mapping[str, Any]) -> None:
         """Keeps a response, and the items of its request and of all before, unless it is too large."""
         both = [*items, *response["output"]], response
-        of_items, whole = (json.dumps(each, ensure_ascii=False).encode() for each in both)
+        try:
+            # In ASCII: fields that nobody has read may have unpaired surrogates.
+            of_items, whole = (json.dumps(each).encode() for each in both)
+        except RecursionError:
+            return
         stored = _Stored(of_items, whole, self._now_s() + KEPT_S)
         self.delete(tenant, response["id"])
         if stored.size_bytes > self._max_bytes // TENANT_SHARE:
@@ -92,9 +98,11 @@ class StoredResponses:
         return stored
 
     def _make_room(self, tenant: str) -> None:
-        """Forgets what is too old, and as much as is too much of this tenant or of all."""
-        for (owner, response_id), stored in list(self._stored.items()):
+        """Forgets as much as is too much of this tenant, or of all."""
+        for owner, response_id in list(self._stored):
             is_full = sum(self._bytes.values()) > self._max_bytes
-            is_full |= owner == tenant and self._bytes[owner] > self._max_bytes // TENANT_SHARE
-            if is_full or stored.until_s <= self._now_s():
+            is_tenant_full = self._bytes.get(tenant, 0) > self._max_bytes // TENANT_SHARE
+            if not is_full and not is_tenant_full:
+                return
+            if is_full or owner == tenant:
                 self.delete(owner, response_id)

@@ -70,7 +70,9 @@ async def test_responses() -> None:
 async def test_a_response_goes_on_from_one_that_is_kept() -> None:
     async with answering([WRITTEN, "Sun."]) as (client, runtime):
         asked: Any = {"model": "local", "instructions": "Be kind.", "tools": OF_RESPONSES}
-        async with client.responses.stream(**asked, input="Go.") as stream:
+        # The ids of items are nobody's business.
+        told: Any = [{"role": "user", "content": "Go.", "id": {"nested": [[]]}}]
+        async with client.responses.stream(**asked, input=told) as stream:
             first = await stream.get_final_response()
         again = await client.responses.retrieve(first.id)
         assert [item.id for item in again.output] == [item.id for item in first.output]
@@ -101,12 +103,12 @@ async def test_a_response_goes_on_from_one_that_is_kept() -> None:
 
 def test_what_is_kept_has_bounds() -> None:
     """Each finds its own only, for an hour. The least recently used give way, first a large tenant's."""
-    now_s, rng, most = 0.0, random.Random(1), 4000
+    now_s, rng, most = 0.0, random.Random(1), 200_000
     stored = StoredResponses(lambda: now_s, most)
     kept: dict[tuple[str, str], tuple[float, str]] = {}
     for number in range(2000):
         now_s += rng.choice([0, 5, 400])
-        tenant, text = rng.choice(["", "a", "b"]), "x" * rng.randrange(300)
+        tenant, text = rng.choice(["", "a", "b"]), "x" * rng.randrange(15_000)
         own_id = f"r{rng.randrange(50)}"
         response = {"id": own_id, "output": [number], "text": text}
         stored.keep(tenant, ["before"], response)
