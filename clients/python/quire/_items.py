@@ -153,6 +153,8 @@ def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
             value = _constraint(value)
         elif name == "speculation" and isinstance(value, str | Mapping):
             value = _speculation({"method": value} if isinstance(value, str) else value)
+        elif isinstance(value, str) and runner_pb2.ExecuteItem.DESCRIPTOR.fields_by_name[name].is_repeated:
+            raise TypeError("it is a list: put the text into one")
         made.MergeFrom(runner_pb2.ExecuteItem(**{name: value}))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name} cannot be {value!r:.80}: {error}") from None

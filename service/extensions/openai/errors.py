@@ -77,7 +77,10 @@ def body(error: QuireError) -> dict[str, Any]:
     if error.reason == "RUNTIME_NOT_FOUND":
         param = "model"
     code = _CODES.get(error.reason, error.reason.lower())
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+    # Clients print the message alone.
+    is_named = param is None or param.rpartition(".")[2] in error.message
+    message = error.message if is_named else f"{param}: {error.message}"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 _ANTHROPIC_TYPES = {

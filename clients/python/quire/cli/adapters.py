@@ -44,7 +44,9 @@ def load_adapter(options: argparse.Namespace) -> int:
                 raise CommandFailed(line_of(error), hint) from None
             raise
     print(f"loaded {escaped(adapter.adapter_id)} as version {adapter.version}:", end=" ")
-    print(f"rank {adapter.rank}, {size(adapter.size_bytes)}")
+    # A steering vector has no rank.
+    rank = f"rank {adapter.rank}, " if adapter.rank else ""
+    print(f"{rank}{size(adapter.size_bytes)}")
     return 0
 
 
