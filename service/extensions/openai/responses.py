@@ -20,7 +20,7 @@ from service.extensions.openai.choices import Choice
 from service.extensions.openai.output_parser import Part
 from service.extensions.openai.prompts import Prompt, Prompts, prompt_logprobs
 from service.extensions.openai.requests import CompletionRequest
-from service.extensions.openai.token_texts import TokenTexts, by_text, ids_by_text
+from service.extensions.openai.token_texts import TokenTexts, by_text
 from service.runtimes.base import SampleKey
 
 # A token with its log-probability and those of alternatives; see `TokenTexts`.
@@ -260,11 +260,13 @@ class CompletionResponse:
         if self._request.is_chat:
             return {"content": map(_of_chat, entries()), "refusal": None}
         # One list for each property.
-        ids = {"top_token_ids": map(ids_by_text, entries())} if self._request.with_token_ids else {}
+        ids = {}
+        if self._request.with_token_ids:
+            ids["top_token_ids"] = (by_text(entry, "id") for entry in entries())
         return {
             "tokens": (entry["token"] for entry in entries()),
             "token_logprobs": (entry["logprob"] for entry in entries()),
-            "top_logprobs": map(by_text, entries()),
+            "top_logprobs": (by_text(entry, "logprob") for entry in entries()),
             **ids,
             # The text ends where a stop text begins, which is several tokens.
             "text_offset": (min(entry["offset"], num_characters) for entry in entries()),

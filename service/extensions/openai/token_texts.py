@@ -114,33 +114,22 @@ class TokenTexts:
         return not self._tokenizer.decode([token_id] * 3)
 
 
-def by_text(entry: Mapping[str, Any]) -> dict[str, float] | None:
-    """The alternatives to a token by their texts, and the token itself; each has a key of its own.
+def by_text(entry: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """This value (`logprob`, `id`) of a token and of the alternatives to it, by their texts.
 
-    None: it is the first token of a prompt.
+    Each has a key of its own. None: it is the first token of a prompt.
     """
     if entry["top_logprobs"] is None:
         return None
-    others = _others(entry)
+    others = [top for top in entry["top_logprobs"] if top["id"] != entry.get("id")]
     # Different tokens can have the same text: that of a letter, and the byte of it.
     texts = [entry["token"], *(top["token"] for top in others if not top["is_byte"])]
-    found = {entry["token"]: entry["logprob"]}
+    found = {entry["token"]: entry.get(name)}
     for top in others:
-        names = (top["token"], _bytes_name(top["bytes"] or ()), f"token_id:{top['id']}")
+        keys = (top["token"], _bytes_name(top["bytes"] or ()), f"token_id:{top['id']}")
         is_other_text = top["is_byte"] and top["token"] in texts
-        found[next(name for name in names[is_other_text:] if name not in found)] = top["logprob"]
+        found[next(key for key in keys[is_other_text:] if key not in found)] = top[name]
     return found
-
-
-def ids_by_text(entry: Mapping[str, Any]) -> list[int] | None:
-    """The ids of the tokens in `by_text`, in its order."""
-    if entry["top_logprobs"] is None:
-        return None
-    return [entry["id"], *(top["id"] for top in _others(entry))]
-
-
-def _others(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [top for top in entry["top_logprobs"] if top["id"] != entry.get("id")]
 
 
 def finite(logprob: float) -> float:
