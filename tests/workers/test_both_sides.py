@@ -50,7 +50,8 @@ def fields_of(record: Any) -> set[str]:
         (PoolUsage, types_pb2.PoolUsage, ()),
         (StepCounts, types_pb2.StepCounts, ()),
         (LoraAdapterMetrics, types_pb2.LoraAdapterMetrics, OF_GATEWAYS),
-        (ModelDescription, types_pb2.ModelDescription, ()),
+        # It comes with the texts.
+        (ModelDescription, types_pb2.ModelDescription, ("pooling",)),
         (ChatTemplate, types_pb2.ChatTemplate, ()),
         (Capabilities, types_pb2.ExecutorCapabilities, ("max_batch_tokens", "max_batch_items")),
     ],
