@@ -25,9 +25,7 @@ _ENTRY_BYTES = 4 << 10
 
 def not_found(reason: str, field: str) -> InvalidArgument:
     """The id of a response is unknown here."""
-    text = (
-        "there is no such response: it was deleted, or its hour is over, or another gateway has it"
-    )
+    text = "there is no such response: it was deleted, or its hour is over, or another gateway has it"
     return InvalidArgument(reason, field, text)
 
 
