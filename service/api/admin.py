@@ -143,8 +143,8 @@ class AdminApi:
     def _describe(self, versions: Sequence[AdapterVersion]) -> list[admin_pb2.Adapter]:
         caches = self._caches_of_versions()
         # Those of the operator's directory are not loaded before a call names them.
-        snapshots = [slot.snapshot for slot in self._state.slots]
-        used = {one.version: one for snapshot in snapshots for one in snapshot.lora_adapters if one.rank}
+        of_workers = [one for slot in self._state.slots for one in slot.snapshot.lora_adapters]
+        used = {one.version: one for one in of_workers if one.size_bytes}
         return [
             admin_pb2.Adapter(
                 adapter_id=version.adapter_id,

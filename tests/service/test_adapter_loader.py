@@ -163,19 +163,23 @@ async def test_an_unload_that_is_cancelled_while_it_is_stored_has_happened(tmp_p
 
 async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_it() -> None:
     adapters = Adapters(9)
-    for number, name in enumerate(("used", "not used yet"), start=1):
+    for number, name in enumerate(("used", "not used yet", "steering"), start=1):
         adapters.update([AdapterVersion(number, name, None, "/directory", identity="files")])
     state, none = state_of(Config(), worker_pb2.WorkerReady()), cast(Any, None)
     of_worker = types_pb2.LoraAdapterMetrics(version=1, rank=8, size_bytes=1 << 20)
     state.slots[0].snapshot = worker_pb2.WorkerSnapshot(
-        lora_adapters=[of_worker, types_pb2.LoraAdapterMetrics(version=2, operations=1, waiting=1)]
+        lora_adapters=[
+            of_worker,
+            types_pb2.LoraAdapterMetrics(version=2, operations=1, waiting=1),
+            types_pb2.LoraAdapterMetrics(version=3, size_bytes=512),
+        ]
     )
     api = AdminApi(
         state, none, adapters, lambda: Counter({1: 3}), none, none, RuntimeCalls(none, state, None, none)
     )
     listed = (await api.ListAdapters(admin_pb2.ListAdaptersRequest(), none)).adapters
     found = {one.adapter_id: (one.rank, one.size_bytes, one.caches) for one in listed}
-    assert found == {"used": (8, 1 << 20, 3), "not used yet": (0, 0, 0)}
+    assert found == {"used": (8, 1 << 20, 3), "not used yet": (0, 0, 0), "steering": (0, 512, 0)}
 
 
 async def endless(

@@ -16,6 +16,7 @@ import quire
 import torch
 from quire.v1 import types_pb2
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.adapter_factory import make_adapter
 from tests.families import settings_of
@@ -27,6 +28,7 @@ from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows
 from tests.workers.test_lora_model import LENGTHS, TEXT_SLOTS, adapter, load, logits_of
 from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
+from workers.models.steering import SteeringTable
 
 # With norms before sublayers only, before and behind them, and with experts.
 FAMILIES = ("llama with biases", "gemma2", "qwen3_moe with dense layers")
@@ -101,6 +103,26 @@ def write(directory: Path, tensors: Mapping[str, torch.Tensor], **settings: Any)
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(dict(tensors), directory / "adapter_model.safetensors")
     return directory
+
+
+def test_the_rows_of_a_prompt_share_their_vectors() -> None:
+    """It has thousands of rows, and each a vector for each layer."""
+
+    class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        size = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **kwargs or {})
+            self.size = max(self.size, result.numel() if isinstance(result, torch.Tensor) else 0)
+            return result
+
+    table = SteeringTable(3)
+    table.set(1, torch.ones(36, 64))
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        steered = table.rows(torch.ones(4000, dtype=torch.int32))
+        assert steered is not None
+        steered.of(torch.arange(0, 4000, 2))
+    assert largest.size <= 4000
 
 
 SHAPE = (2, 64)

@@ -1,6 +1,6 @@
 """Steering vectors: what is added to the residual stream behind each layer, another one for each row or none.
 
-Dimension letters: T rows; n rows that have one; S slots; L layers; C hidden size.
+Dimension letters: T rows; n rows that have vectors; S slots; L layers; C hidden size.
 """
 
 from __future__ import annotations
@@ -14,27 +14,32 @@ from workers.models.compiled_layers import Stage
 from workers.models.layers import ForwardContext
 
 
-@dataclass(frozen=True, slots=True)
 class SteeredRows:
-    """The rows of a forward that have vectors.
+    """The rows of a forward that have vectors. Many rows may have the same set of vectors."""
 
-    Attributes:
-        rows: [n] their numbers.
-        vectors: [n, L, C] of the model's dtype.
-    """
+    def __init__(self, sets: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Take vectors.
 
-    rows: torch.Tensor
-    vectors: torch.Tensor
+        Args:
+            sets: [T] int64, which set of vectors each row has; -1: none.
+            vectors: [sets, L, C] of the model's dtype.
+        """
+        self._sets, self._vectors = sets, vectors
+        self._rows = (sets >= 0).nonzero()[:, 0]  # [n]
+        self._sets_of_rows = sets[self._rows]  # [n]
 
     def of(self, wanted_rows: torch.Tensor) -> SteeredRows:
         """The same for some rows of the forward, in their order."""
-        found, places = (wanted_rows[:, None] == self.rows).nonzero(as_tuple=True)
-        return SteeredRows(found, self.vectors[places])
+        return SteeredRows(self._sets.index_select(0, wanted_rows), self._vectors)
+
+    def add(self, x: torch.Tensor, layer: int) -> None:
+        """Add the vectors of a layer, counted from 0, to its output [T, C]. Other rows keep their bits."""
+        x[self._rows] += self._vectors[self._sets_of_rows, layer]
 
 
 @dataclass(frozen=True, slots=True)
 class SteeredStage:
-    """The MLP of a layer, counted from 0, and the vectors behind it. Other rows keep their bits."""
+    """What ends with the MLP of a layer, counted from 0, and the vectors behind it."""
 
     stage: Stage
     steered: SteeredRows
@@ -46,7 +51,7 @@ class SteeredStage:
         """See `Stage`."""
         x, residual = self.stage(x, residual, context)
         assert x is not None, "only what fuses launches on a GPU returns none"
-        x[self.steered.rows] += self.steered.vectors[:, self.layer]
+        self.steered.add(x, self.layer)
         return x, residual
 
 
@@ -80,9 +85,11 @@ class SteeringTable:
         """The rows that have vectors. None: no row has. `slots`: [T] int32, -1: the row has no adapter."""
         if not any(each is not None for each in self._vectors):
             return None
-        found = [(row, self._vectors[slot]) for row, slot in enumerate(slots.tolist()) if slot >= 0]
-        steered = [(row, vectors) for row, vectors in found if vectors is not None]
-        if not steered:
+        used = [slot for slot in sorted({*slots.tolist()}) if slot >= 0]
+        present = {slot: vectors for slot in used if (vectors := self._vectors[slot]) is not None}
+        if not present:
             return None
-        rows = torch.tensor([row for row, _ in steered])
-        return SteeredRows(rows, torch.stack([vectors for _, vectors in steered]))
+        # One more than there are slots: -1 is the last.
+        sets = torch.full((len(self._vectors) + 1,), -1)
+        sets[[*present]] = torch.arange(len(present))
+        return SteeredRows(sets[slots.long()], torch.stack([*present.values()]))
