@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels.cpu import mamba2 as cpu
-from kernels.short_conv import past_inputs
+from kernels.cpu import state_scan as cpu
+from kernels.short_conv import silu_conv
 from kernels.state_rows import StateRows
 
 
@@ -51,10 +51,10 @@ class Mamba2Weights:
     state_width: int
     eps: float
 
-    def compiled(self) -> cpu.Weights:
+    def compiled(self) -> cpu.Mamba2Weights:
         """What the CPU's kernels read, as long as these tensors are there."""
         heads, inner = len(self.decays), len(self.norm)
-        return cpu.Weights(
+        return cpu.Mamba2Weights(
             self.taps.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
             *(each.data_ptr() for each in (self.dt_bias, self.decays, self.direct, self.norm)),
@@ -82,8 +82,8 @@ def mamba2(
     Returns:
         [T, I]
     """
-    if cpu.can_mamba2(projected):
-        return cpu.mamba2(projected, weights.compiled(), inputs, states, at)
+    if cpu.can_scan(projected):
+        return cpu.scan(projected, weights.compiled(), inputs, states, at)
     return mamba2_reference(projected, weights, inputs, states, at)
 
 
@@ -97,7 +97,7 @@ def mamba2_reference(
     """See `mamba2`. In torch, of any device and dtype."""
     inner, width, heads = len(weights.norm), weights.taps.shape[1], len(weights.decays)
     gates, raw, steps = torch.split(projected, [inner, width, heads], dim=1)
-    convolved = _convolve(raw, weights, inputs, at)
+    convolved = silu_conv(raw, weights.taps, weights.bias, inputs, at)
     sizes = [inner, *[weights.groups * weights.state_width] * 2]
     x, into, out_of = torch.split(convolved.float(), sizes, dim=1)
     rows = len(projected)
@@ -123,16 +123,3 @@ def mamba2_reference(
     normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + weights.eps)
     out: torch.Tensor = weights.norm.float() * normed.flatten(1)
     return out.to(projected.dtype)
-
-
-def _convolve(raw: torch.Tensor, weights: Mamba2Weights, inputs: torch.Tensor, at: StateRows) -> torch.Tensor:
-    """The convolution and silu: [T, D] -> [T, D]."""
-    rows, length = torch.arange(len(raw), device=raw.device), len(weights.taps)
-    total = torch.zeros(raw.shape, device=raw.device)
-    for tap in range(length):
-        total += past_inputs(raw, rows, length - 1 - tap, inputs, at).float() * weights.taps[tap].float()
-    if weights.bias is not None:
-        total += weights.bias.float()
-    last = [past_inputs(raw, at.write_ends - 1, back, inputs, at) for back in range(length - 2, -1, -1)]
-    inputs[at.write_slots] = torch.stack(last, dim=1)
-    return functional.silu(total.to(raw.dtype))

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2, in torch.
+"""The gated short convolution of LFM2, in torch, and that in front of a scan.
 
 With gates b and c of inputs x, all of them projections of a row, and u = b * x:
 
@@ -13,6 +13,7 @@ Dimension letters: T rows; C channels; L taps; W states that are kept.
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from kernels.state_rows import StateRows
 
@@ -51,6 +52,32 @@ def short_conv(
     kept = [past_inputs(gated, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
     states[at.write_slots] = torch.stack(kept, dim=1)
     return out_gates * total.to(gated.dtype)
+
+
+def silu_conv(
+    raw: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor, at: StateRows
+) -> torch.Tensor:
+    """A convolution without gates, and silu. Mutates `inputs`, which are its states as in `short_conv`.
+
+    Args:
+        raw: [T, C]
+        taps: [L, C]
+        bias: [C], or None.
+        inputs: [slots, L - 1, C]
+        at: Which states the rows follow.
+
+    Returns:
+        [T, C]
+    """
+    rows, length = torch.arange(len(raw), device=raw.device), len(taps)
+    total = torch.zeros(raw.shape, device=raw.device)
+    for tap in range(length):
+        total += past_inputs(raw, rows, length - 1 - tap, inputs, at).float() * taps[tap].float()
+    if bias is not None:
+        total += bias.float()
+    last = [past_inputs(raw, at.write_ends - 1, back, inputs, at) for back in range(length - 2, -1, -1)]
+    inputs[at.write_slots] = torch.stack(last, dim=1)
+    return functional.silu(total.to(raw.dtype))
 
 
 def past_inputs(

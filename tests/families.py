@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
+from workers.models.registry import FAMILIES
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -123,6 +125,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_proj_bias": True,
         },
     ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "head_dim": 32,
+            "attention_bias": True,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 20,
+        },
+    ),
     "granite": (
         "granite",
         _GRANITE,
@@ -131,7 +145,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Recurrent layers take no trees, and are not split over ranks.
-WITHOUT_STATES = [name for name, (kind, _) in MODELS.items() if kind not in ("lfm2", "granitemoehybrid")]
+WITHOUT_STATES = [name for name, (kind, _) in MODELS.items() if FAMILIES[kind].recurrent is None]
 
 # Biases; experts in all layers and in some; caps, windows and norms around sublayers; projections in one
 # matrix; norms over all heads. All models are always compared by tests/workers/test_families.py.

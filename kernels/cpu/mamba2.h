@@ -3,11 +3,11 @@
 // Letters: T rows; I inner width, H heads of P elements; G groups of N elements; D = I + 2 * G * N; L taps.
 #pragma once
 
-#include "causal_conv.h"
+#include "state_scan.h"
 
 namespace quire {
 
-// Plain data, filled by kernels/cpu/mamba2.py: the fields must agree.
+// Plain data, filled by kernels/cpu/state_scan.py: the fields must agree.
 struct Mamba2Weights {
   const void *taps, *bias;                 // [L, D] and [D], or null; of the type of rows
   const float *dt_bias, *decays, *direct;  // [H]
@@ -19,16 +19,9 @@ struct Mamba2Weights {
   int64_t convolved() const { return inner() + 2 * groups * state_width; }
 };
 
-// Space for the rows of a step.
-template <typename T>
-struct Mamba2Space {
-  T* convolved;    // [T, D]
-  float* scanned;  // [T, I]
-};
-
 // Slots that are written are not read in the same step.
 template <typename T>
 void mamba2(T* out, const T* projected, const Mamba2Weights& weights, T* inputs, float* states, const StateRows& at,
-            int64_t rows, const Mamba2Space<T>& space, const Worker& worker);
+            int64_t rows, const ScanSpace<T>& space, const Worker& worker);
 
 }  // namespace quire

@@ -16,6 +16,8 @@
 #include "causal_conv.h"
 #include "float8_product.h"
 #include "gated_activation.h"
+#include "gated_delta.h"
+#include "gates.h"
 #include "grouped_product.h"
 #include "kv_pages.h"
 #include "linear.h"
@@ -51,12 +53,14 @@ struct Matrix {
 };
 
 // In the order of KINDS in kernels/cpu/sublayers.py.
-enum Kind : int64_t { kGatedMlp, kAttention, kShortConv, kMamba2 };
+enum Kind : int64_t { kGatedMlp, kAttention, kShortConv, kMamba2, kGatedDelta };
 
 // What is the same in every step.
 struct Sublayer {
   Norm before, after;
-  Matrix into, out;  // queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate and up, and down
+  // Gates [H * D, C] if there are any, queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate and
+  // up, and down.
+  Matrix into, out;
   double scale;
   int64_t kind;
   int64_t activation;          // of a gated MLP
@@ -64,11 +68,16 @@ struct Sublayer {
   Norm query_norm, key_norm;   // of whole rows
   int64_t layer, rope, heads, kv_heads, width, window;  // rope: which rotations; -1: none
   int64_t wanted_only;         // whether only the wanted rows are returned
+  int64_t has_gates;           // whether what is attended is multiplied by sigmoid(gate)
   double attention_scale, softcap;
   const float* sinks;          // [H], or null
   const void *taps, *taps_bias;  // of a short convolution [L, C] and [C], or null; `layer` is that of its states
   int64_t num_taps;
-  const Mamba2Weights* mamba2;   // `layer` is that of the inputs of its convolution; its states are the next
+  const void* scan;              // the weights; `layer` is that of the inputs of its convolution, its states are the next
+
+  const Mamba2Weights& mamba2() const { return *static_cast<const Mamba2Weights*>(scan); }
+  const GatedDeltaWeights& gated_delta() const { return *static_cast<const GatedDeltaWeights*>(scan); }
+  int64_t num_gates() const { return has_gates ? heads * width : 0; }
 };
 
 struct Step {
@@ -120,21 +129,25 @@ struct Sublayers {
 // Space for the rows of a step. All have the sublayers' type, but for the copies.
 template <typename T>
 struct Buffers {
-  T *normed, *wide, *inner;
-  Mamba2Space<T> mamba2;
+  T *normed, *wide, *inner, *gates;
+  ScanSpace<T> scan;
   InputOf<T>* copies;
   LoraScratch<T> lora;
 
   // False if there is not so much memory.
   bool find(Sublayers& sublayers, int64_t rows, bool has_lora) {
-    int64_t width = 0, outputs = 0, inputs = 0, convolved = 0, scanned = 0;
+    int64_t width = 0, outputs = 0, inputs = 0, num_gates = 0, convolved = 0, unit = 0, scanned = 0;
     for (const Sublayer& one : sublayers.all) {
       width = std::max(width, one.into.inputs);
       outputs = std::max(outputs, one.into.outputs);
       inputs = std::max(inputs, one.out.inputs);
-      if (one.kind != kMamba2) continue;
-      convolved = std::max(convolved, one.mamba2->convolved());
-      scanned = std::max(scanned, one.mamba2->inner());
+      num_gates = std::max(num_gates, one.num_gates());
+      if (one.kind == kMamba2) convolved = std::max(convolved, one.mamba2().convolved());
+      if (one.kind == kGatedDelta) {
+        convolved = std::max(convolved, one.gated_delta().convolved());
+        unit = std::max(unit, 2 * one.gated_delta().keys());
+      }
+      if (one.kind == kMamba2 || one.kind == kGatedDelta) scanned = std::max(scanned, one.out.inputs);
     }
     const int64_t widest = std::max(width, inputs);
     const int64_t copied = std::min(rows, kCopiedRows) * copied_row(widest) * static_cast<int64_t>(sizeof(InputOf<T>));
@@ -142,7 +155,8 @@ struct Buffers {
     const int64_t sizes[] = {whole(rows * width * sizeof(T)), whole(rows * outputs * sizeof(T)),
                              whole(rows * inputs * sizeof(T)), whole(std::max(copied, rounded_bytes(rows, widest))),
                              whole(ranks * sizeof(T)), whole(ranks * sizeof(InputOf<T>)),
-                             whole(rows * convolved * sizeof(T)), whole(rows * scanned * sizeof(float))};
+                             whole(rows * convolved * sizeof(T)), whole(rows * scanned * sizeof(float)),
+                             whole(rows * unit * sizeof(float)), whole(rows * num_gates * sizeof(T))};
     const size_t bytes = std::accumulate(std::begin(sizes), std::end(sizes), kLine);
     if (!sublayers.memory.reserve(bytes)) return false;
     char* at = sublayers.memory.scratch.get();
@@ -154,8 +168,10 @@ struct Buffers {
     lora.inner = reinterpret_cast<T*>(at += sizes[3]);
     lora.inner_copies = reinterpret_cast<InputOf<T>*>(at += sizes[4]);
     lora.x_copies = copies;
-    mamba2.convolved = reinterpret_cast<T*>(at += sizes[5]);
-    mamba2.scanned = reinterpret_cast<float*>(at += sizes[6]);
+    scan.convolved = reinterpret_cast<T*>(at += sizes[5]);
+    scan.scanned = reinterpret_cast<float*>(at += sizes[6]);
+    scan.unit = reinterpret_cast<float*>(at += sizes[7]);
+    gates = reinterpret_cast<T*>(at += sizes[8]);
     return true;
   }
 
@@ -180,7 +196,8 @@ struct Run {
     const T* entered = enter(sublayer.before, sublayer.into.inputs, has_x);
     if (sublayer.kind == kAttention) attend(sublayer, entered);
     else if (sublayer.kind == kShortConv) convolve(sublayer, entered);
-    else if (sublayer.kind == kMamba2) scan(sublayer, entered);
+    else if (sublayer.kind == kMamba2) scan(mamba2<T>, sublayer.mamba2(), sublayer, entered);
+    else if (sublayer.kind == kGatedDelta) scan(gated_delta<T>, sublayer.gated_delta(), sublayer, entered);
     else gate(sublayer, entered);
     normalise(sublayer.after, static_cast<T*>(step.x), sublayer.out.outputs);
     if (sublayer.scale != 1.0) multiply_x(static_cast<float>(sublayer.scale), sublayer.out.outputs);
@@ -248,10 +265,11 @@ struct Run {
     project_wanted(sublayer, buffers.inner, buffers.wide);
   }
 
-  void scan(const Sublayer& sublayer, const T* entered) {
+  template <typename Scan, typename Weights>
+  void scan(Scan scan, const Weights& weights, const Sublayer& sublayer, const T* entered) {
     project(buffers.wide, sublayer.into, entered);
-    mamba2<T>(buffers.inner, buffers.wide, *sublayer.mamba2, static_cast<T*>(step.states[sublayer.layer]),
-              static_cast<float*>(step.states[sublayer.layer + 1]), step.state_rows, rows, buffers.mamba2, worker);
+    scan(buffers.inner, buffers.wide, weights, static_cast<T*>(step.states[sublayer.layer]),
+         static_cast<float*>(step.states[sublayer.layer + 1]), step.state_rows, rows, buffers.scan, worker);
     project_wanted(sublayer, buffers.inner, buffers.wide);
   }
 
@@ -273,12 +291,18 @@ struct Run {
   void attend(const Sublayer& sublayer, const T* entered) {
     const int64_t row_width = sublayer.into.outputs, attended_width = sublayer.out.inputs;
     project(buffers.wide, sublayer.into, entered);
-    normalise(sublayer.query_norm, buffers.wide, row_width);
-    normalise(sublayer.key_norm, buffers.wide + sublayer.query_norm.width, row_width);
-    T* query = buffers.inner;
+    const int64_t num_gates = sublayer.num_gates();
+    // What is attended takes their place.
+    if (num_gates > 0)
+      worker.for_shares(rows, [&](int64_t row) {
+        std::copy_n(buffers.wide + row * row_width, num_gates, buffers.gates + row * num_gates);
+      });
+    T *projected = buffers.wide + num_gates, *query = buffers.inner;
+    normalise(sublayer.query_norm, projected, row_width);
+    normalise(sublayer.key_norm, projected + sublayer.query_norm.width, row_width);
     const float* rotations = sublayer.rope < 0 ? nullptr : step.rotations[sublayer.rope];
     const int64_t rotary_dim = rotations == nullptr ? 0 : step.rotary_dim;
-    rope_kv_write<T>({query, buffers.wide, sublayer.head_norm.weight, rotations, step.slots,
+    rope_kv_write<T>({query, projected, sublayer.head_norm.weight, rotations, step.slots,
                       step.keys[sublayer.layer], step.values[sublayer.layer], rows, sublayer.heads, sublayer.kv_heads,
                       sublayer.width, rotary_dim, row_width, rotary_dim, sublayer.head_norm.wide_weight,
                       step.is_quantised, step.is_wide, sublayer.head_norm.eps},
@@ -295,7 +319,20 @@ struct Run {
     const AttentionArguments arguments = attention_arguments(sublayer, attended, query);
     if (step.is_wide) paged_attention<Bf16>(arguments, work, worker);
     else paged_attention<T>(arguments, work, worker);
+    if (num_gates > 0) multiply_gates(attended, num_gates);
     project_wanted(sublayer, attended, buffers.inner);
+  }
+
+  // By sigmoid(gate), which is rounded first.
+  void multiply_gates(T* attended, int64_t width) {
+    worker.for_shares(rows, [&](int64_t row) {
+      const T* gates = buffers.gates + row * width;
+      T* values = attended + row * width;
+      for_lanes(width, [&](int64_t d, int count) {
+        const Floats open = rounded(times_sigmoid(splat(1.0f), load_lanes(gates + d, count)), gates);
+        store_lanes(values + d, load_lanes(values + d, count) * open, count);
+      });
+    });
   }
 
   AttentionArguments attention_arguments(const Sublayer& sublayer, T* attended, const T* query) const {

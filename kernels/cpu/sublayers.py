@@ -47,7 +47,7 @@ class Matrix(ctypes.Structure):
 
 
 # By the numbers of Kind in sublayers.cpp.
-GATED_MLP, ATTENTION, SHORT_CONV, MAMBA2 = range(4)
+GATED_MLP, ATTENTION, SHORT_CONV, MAMBA2, GATED_DELTA = range(5)
 
 
 class Sublayer(ctypes.Structure):
@@ -60,10 +60,11 @@ class Sublayer(ctypes.Structure):
         *_fields(ctypes.c_int64, "kind", "activation"),
         *_fields(Norm, "head_norm", "query_norm", "key_norm"),
         *_fields(ctypes.c_int64, "layer", "rope", "heads", "kv_heads", "width", "window", "wanted_only"),
+        *_fields(ctypes.c_int64, "has_gates"),
         *_fields(ctypes.c_double, "attention_scale", "softcap"),
         *_fields(ctypes.c_void_p, "sinks", "taps", "taps_bias"),
         *_fields(ctypes.c_int64, "num_taps"),
-        *_fields(ctypes.c_void_p, "mamba2"),
+        *_fields(ctypes.c_void_p, "scan"),
     )
 
 

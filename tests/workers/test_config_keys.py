@@ -69,6 +69,8 @@ def test_what_a_family_declares_or_reads_is_read(model_type: str) -> None:
     found = read_by(_LIBRARY / "models" / module / f"modeling_{module}.py") | declared(model_type)
     other_activation = {"hidden_act", "hidden_activation"} - declared(model_type)
     known = keys_read(FAMILIES[model_type]) | REFUSED_UNLESS.keys() | _WITHOUT_EFFECT | _OF_WRAPPERS
+    if (vision := f"{module}_vision") in CONFIG_MAPPING:  # whose code is in the same file
+        known |= declared(vision)
     # gemma3 declares a cap that its layers do not use: see test_a_cap_of_gemma3_changes_nothing.
     ignored = {"attn_logit_softcapping"} if model_type == "gemma3_text" else set()
     # Without experts there are none for a token.

@@ -191,7 +191,7 @@ def test_only_the_slots_of_its_tokens_are_written_and_inputs_are_not(tmp_path: P
 
 
 # What rounds otherwise: norms of gemma, granite's factors, and recurrent layers.
-ROUNDED = (*FEW, "gemma", "granite", "lfm2", "granite hybrid")
+ROUNDED = (*FEW, "gemma", "granite", "lfm2", "granite hybrid", "qwen3_5")
 
 
 @pytest.mark.parametrize(

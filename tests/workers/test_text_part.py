@@ -43,7 +43,7 @@ def assert_serves(directory: Path, whole: PreTrainedModel, backend: str) -> None
         ("qwen3_vl", "native"),
         ("qwen3_vl_moe", "native"),
         ("llama4", "transformers"),
-        ("qwen3_5", "transformers"),
+        ("qwen3_5", "native"),
     ],
 )
 def test_a_model_that_sees_reads_texts(model_type: str, backend: str, tmp_path: Path) -> None:

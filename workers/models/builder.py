@@ -21,10 +21,10 @@ from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
-from workers.models.mamba2 import Mamba2
-from workers.models.registry import FAMILIES, MAMBA2, SHORT_CONV, RecurrentKind
+from workers.models.recurrent_mixer import RecurrentMixer
+from workers.models.recurrent_parts import mixer_parts
+from workers.models.registry import FAMILIES
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
-from workers.models.short_conv import ShortConv
 
 _OTHER_RANKS = "use another tensor_parallel, or the model in another format"
 # They take hardly any memory, and choose experts by small differences.
@@ -162,13 +162,7 @@ class _Parts:
         layers = self._config.layers
         sparse_before = sum(layer.sparse for layer in layers[:index])
         mlp = self._experts(index, sparse_before) if layers[index].sparse else self._mlp(index)
-        kind = layers[index].recurrent
-        makes: dict[RecurrentKind | None, Callable[[int], Body]] = {
-            None: self._attention,
-            SHORT_CONV: self._short_conv,
-            MAMBA2: self._mamba2,
-        }
-        mixer = makes[kind](index)
+        mixer = self._recurrent(index) if layers[index].recurrent else self._attention(index)
         return Layer(
             self._sublayer(norms.before_attention, mixer, norms.after_attention),
             self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
@@ -183,39 +177,19 @@ class _Parts:
         dtype = torch.float32 if self._family.wide_norms else self._dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _short_conv(self, index: int) -> ShortConv:
-        config, settings, place = self._config, self._config.short_conv, f"model.layers.{index}.conv."
-        assert settings is not None
-        width, bias = config.hidden_size, settings.bias
-        return ShortConv(
-            into=self._into(place, ["in_proj"], [3 * width], [range(3 * width)], bias=bias),
-            output=self._back(place, "out_proj", width, range(width), bias=bias),
-            weight=self.empty(width, 1, settings.taps),
-            bias=self.empty(width) if bias else None,
-            is_last=index == config.num_hidden_layers - 1,
-        )
-
-    def _mamba2(self, index: int) -> Mamba2:
-        config, sizes, place = self._config, self._config.mamba2, f"model.layers.{index}.mamba."
-        assert sizes is not None
-        outputs = sizes.inner + sizes.convolved + sizes.heads
-        shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
-        if sizes.conv_bias:
-            shapes["conv1d.bias"] = (sizes.convolved,)
-        shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (sizes.heads,))
-        shapes["norm.weight"] = (sizes.inner,)
-        return Mamba2(
-            sizes,
-            into=self._into(place, ["in_proj"], [outputs], [range(outputs)], bias=sizes.bias),
-            output=self._back(place, "out_proj", sizes.inner, range(sizes.inner), bias=sizes.bias),
-            parameters={name: self.empty(*shape) for name, shape in shapes.items()},
-            eps=config.rms_norm_eps,
-            is_last=index == config.num_hidden_layers - 1,
+    def _recurrent(self, index: int) -> RecurrentMixer:
+        parts = mixer_parts(self._config)
+        place = f"model.layers.{index}.{parts.place}"
+        return parts.make(
+            into=self._linear(place, parts.into, bias=parts.bias),
+            output=self._back(place, "out_proj", parts.inner, range(parts.inner), bias=parts.bias),
+            parameters={name: self.empty(*shape) for name, shape in parts.parameters.items()},
+            is_last=index == self._config.num_hidden_layers - 1,
         )
 
     def _attention(self, index: int) -> Attention:
         config, family, place = self._config, self._family, f"model.layers.{index}.self_attn."
-        all_heads, all_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        all_heads = config.num_attention_heads
         heads, kv_heads, width = self._shard.heads, self._shard.kv_heads, config.head_dim
         head_norm = row_norms = None
         if family.qk_norm == "head":
@@ -227,13 +201,7 @@ class _Parts:
             config,
             self._shard,
             index,
-            qkv=self._into(
-                place,
-                family.attention_names,
-                [count * width for count in (all_heads, all_kv_heads, all_kv_heads)],
-                [scaled(own, width) for own in (heads, kv_heads, kv_heads)],
-                bias=config.attention_bias,
-            ),
+            qkv=self._qkv(place),
             output=self._back(
                 place,
                 family.attention_output,
@@ -245,6 +213,22 @@ class _Parts:
             row_norms=row_norms,
             sinks=sinks,
         )
+
+    def _qkv(self, place: str) -> Linear:
+        config, names, width = self._config, self._family.attention_names, self._config.head_dim
+        counts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        sizes = [count * width for count in counts]
+        parts = [scaled(own, width) for own in (self._shard.heads, *[self._shard.kv_heads] * 2)]
+        if not self._family.gated_attention:
+            return self._into(place, names, sizes, parts, bias=config.attention_bias)
+        # The checkpoint has the query and the gate of a head together; here all gates come first.
+        starts = range(0, 2 * sizes[0], 2 * width)[self._shard.heads.start : self._shard.heads.stop]
+        rows = [range(start + first, start + first + width) for first in (width, 0) for start in starts]
+        hidden = config.hidden_size
+        taken = {names[0]: Slice((2 * sizes[0], hidden), tuple(rows), range(hidden))}
+        for name, size, part in zip(names[1:], sizes[1:], parts[1:], strict=True):
+            taken[name] = Slice((size, hidden), (part,), range(hidden))
+        return self._linear(place, taken, bias=config.attention_bias)
 
     def _mlp(self, index: int) -> GatedMlp:
         own = f"{self._family.mlp}."

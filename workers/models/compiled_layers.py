@@ -20,7 +20,8 @@ from kernels.rope import RopeSpec
 from workers.kv.tensors import KvTensors
 from workers.models.layers import Attention, Body, ForwardContext, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
-from workers.models.mamba2 import Mamba2
+from workers.models.recurrent_mixer import RecurrentMixer
+from workers.models.scans import GatedDelta, Mamba2
 from workers.models.short_conv import ShortConv
 
 
@@ -87,7 +88,7 @@ class CompiledSublayers:
         # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
         self._uses_pages = any(isinstance(one.body, Attention) for one in model)
         last = model[-1].body
-        self._returns_wanted = isinstance(last, Attention | ShortConv | Mamba2) and last.is_last
+        self._returns_wanted = isinstance(last, Attention | RecurrentMixer) and last.is_last
 
     def __call__(
         self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
@@ -121,7 +122,7 @@ class CompiledSublayers:
 def _can_compile(sublayer: Sublayer) -> bool:
     body = sublayer.body
     return (
-        isinstance(body, Attention | ShortConv | Mamba2 | GatedMlp)
+        isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
         and all(matrix.weight.compiled is not None for matrix in _matrices(body))
@@ -132,7 +133,7 @@ def _can_compile(sublayer: Sublayer) -> bool:
 def _matrices(body: Body) -> tuple[Linear, Linear]:
     if isinstance(body, Attention):
         return body.qkv, body.output
-    if isinstance(body, ShortConv | Mamba2):
+    if isinstance(body, RecurrentMixer):
         return body.into, body.output
     assert isinstance(body, GatedMlp)
     return body.gate_up, body.down
@@ -151,25 +152,35 @@ def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
     if isinstance(body, GatedMlp):
         found.activation = ACTIVATIONS.index(body.activation)
         return found
-    assert isinstance(body, Attention | ShortConv | Mamba2)
+    assert isinstance(body, Attention | RecurrentMixer)
     found.wanted_only = body.is_last
+    if isinstance(body, Attention):
+        _describe_attention(found, body, ropes)
+    else:
+        _describe_recurrent(found, body, keep)
+    return found
+
+
+def _describe_recurrent(found: sublayers.Sublayer, body: RecurrentMixer, keep: list[object]) -> None:
+    found.layer = body.states.start
     if isinstance(body, ShortConv):
-        found.layer = body.states.start
         found.kind, found.num_taps = sublayers.SHORT_CONV, len(body.taps)
         found.taps = body.taps.data_ptr()
         found.taps_bias = None if body.bias is None else body.bias.data_ptr()
-        return found
-    if isinstance(body, Mamba2):
-        found.kind, found.layer = sublayers.MAMBA2, body.states.start
-        weights = body.weights.compiled()
-        keep.append(weights)
-        found.mamba2 = ctypes.addressof(weights)
-        return found
+        return
+    assert isinstance(body, Mamba2 | GatedDelta)
+    found.kind = sublayers.MAMBA2 if isinstance(body, Mamba2) else sublayers.GATED_DELTA
+    weights = body.weights.compiled()
+    keep.append(weights)
+    found.scan = ctypes.addressof(weights)
+
+
+def _describe_attention(found: sublayers.Sublayer, body: Attention, ropes: Sequence[RopeSpec]) -> None:
     found.kind, found.layer = sublayers.ATTENTION, body.index
     config, layer, shard = body.config, body.layer, body.shard
     found.heads, found.kv_heads, found.width = len(shard.heads), len(shard.kv_heads), config.head_dim
     found.attention_scale, found.softcap = config.attention_scale, config.attention_softcap or 0.0
-    found.window = layer.window or 0
+    found.window, found.has_gates = layer.window or 0, config.family.gated_attention
     found.sinks = None if body.sinks is None else body.sinks.data_ptr()
     if layer.rope is not None:
         found.rope = ropes.index(layer.rope)
@@ -178,7 +189,6 @@ def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
         found.head_norm = _norm_of(body.head_norm, eps)
     if body.row_norms is not None:
         found.query_norm, found.key_norm = (_norm_of(weight, eps) for weight in body.row_norms)
-    return found
 
 
 def _norm(norm: Norm | None) -> sublayers.Norm:

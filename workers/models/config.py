@@ -20,24 +20,12 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import errors_naming
 from workers.models.layer_settings import (
     ExpertsConfig,
-    Mamba2Config,
-    ShortConvConfig,
     read_experts,
     read_layer_types,
-    read_mamba2,
-    read_short_conv,
     sparse_layers,
 )
-from workers.models.registry import (
-    MAMBA2,
-    RECURRENT_KINDS,
-    SHORT_CONV,
-    SLIDING,
-    Family,
-    RecurrentKind,
-    family_of,
-    rope_layers,
-)
+from workers.models.recurrent_settings import RecurrentConfig, read_recurrent
+from workers.models.registry import FULL, SLIDING, Family, family_of, rope_layers
 from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
 from workers.models.source import source_of
 from workers.models.text_part import WRAPPERS, text_part
@@ -62,13 +50,13 @@ class LayerConfig:
         window: The number of positions that a token attends to, its own included; None: all.
         rope: The rotary embedding of queries and keys; None: they are not rotated.
         sparse: The layer has experts instead of an MLP.
-        recurrent: The kind of the recurrent layer that it has instead of attention; None: none.
+        recurrent: It has a recurrent state instead of attention.
     """
 
     window: int | None
     rope: RopeSpec | None
     sparse: bool = False
-    recurrent: RecurrentKind | None = None
+    recurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +70,7 @@ class ModelConfig:
         attention_bias: The q, k and v projections have a bias.
         attention_output_bias: The output projection of attention has a bias.
         mlp_bias: The projections of the MLP have a bias.
-        short_conv: The short convolutions of some layers; None if there are none.
-        mamba2: Likewise, those with Mamba 2.
+        recurrent: Those of layers with a recurrent state; None if there are none.
         activation: The activation of the gate, in the MLP and in experts.
         attention_scale: Multiplies the attention scores.
         attention_softcap: Bounds the attention scores; None: no bound.
@@ -114,8 +101,7 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    short_conv: ShortConvConfig | None = None
-    mamba2: Mamba2Config | None = None
+    recurrent: RecurrentConfig | None = None
     activation: Activation = "silu"
     attention_scale: float = 1.0
     attention_softcap: float | None = None
@@ -198,7 +184,7 @@ class ModelConfig:
         head_dim = _head_dim(settings, hidden_size, heads)
         vocab_size = integer(settings, "vocab_size")
         layers = _layers(settings, family)
-        kinds = {layer.recurrent for layer in layers}
+        kind = family.recurrent if any(layer.recurrent for layer in layers) else None
         bias = boolean(settings, "attention_bias", default=False)
         mlp_bias = boolean(settings, "mlp_bias", default=False)
         return cls(
@@ -219,8 +205,7 @@ class ModelConfig:
             attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
-            short_conv=read_short_conv(settings) if SHORT_CONV in kinds else None,
-            mamba2=read_mamba2(settings) if MAMBA2 in kinds else None,
+            recurrent=None if kind is None else read_recurrent(settings, kind),
             activation=_activation(settings, family),
             attention_scale=_attention_scale(settings, head_dim),
             attention_softcap=_family_number(family, "attn_logit_softcapping", settings),
@@ -248,9 +233,9 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
     return tuple(
         LayerConfig(
             window=window if layer_type == SLIDING else None,
-            rope=ropes[layer_type] if rotated and layer_type not in RECURRENT_KINDS else None,
+            rope=ropes[layer_type] if rotated and layer_type in ropes else None,
             sparse=is_sparse,
-            recurrent=RECURRENT_KINDS.get(layer_type),
+            recurrent=layer_type not in (FULL, SLIDING),
         )
         for layer_type, rotated, is_sparse in zip(types, rope_layers(settings, count), sparse, strict=True)
     )

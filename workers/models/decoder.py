@@ -29,10 +29,11 @@ from workers.models.compiled_layers import Stage, compiled
 from workers.models.config import ModelConfig
 from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
-from workers.models.layers import ForwardContext, Norm, Recurrent, Sublayer
+from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
+from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.shard import Shard, Slice
 from workers.models.steering import SteeredRows, SteeredStage, SteeringTable, pack_steering
 
@@ -84,13 +85,13 @@ class Decoder:
         of_layer = LayerKv(len(shard.kv_heads), width, width)
         self.state_shapes: tuple[StateShape, ...] = ()
         for layer in self.layers:
-            if isinstance(layer.mixer.body, Recurrent):
+            if isinstance(layer.mixer.body, RecurrentMixer):
                 first, shapes = len(self.state_shapes), layer.mixer.body.state_shapes
                 layer.mixer.body.states = range(first, first + len(shapes))
                 self.state_shapes += shapes
         # A state is that after one text, and there is none of each branch.
         self.takes_trees = self.graphable = not self.state_shapes
-        self.kv_layers = (of_layer,) * sum(layer.recurrent is None for layer in config.layers)
+        self.kv_layers = (of_layer,) * sum(not layer.recurrent for layer in config.layers)
         self._ropes = tuple(config.ropes)
         self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
         # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.registry import FULL, RECURRENT_KINDS, SLIDING, Family
+from workers.models.registry import FULL, RECURRENT_TYPES, SLIDING, Family
 from workers.models.values import boolean, integer
 
 
@@ -28,91 +27,6 @@ class ExpertsConfig:
     normalized: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ShortConvConfig:
-    """Short convolutions.
-
-    Attributes:
-        taps: How many tokens each sees, itself included.
-        bias: They and their projections have a bias.
-    """
-
-    taps: int
-    bias: bool
-
-
-# The second as the library writes it.
-_NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Config:
-    """Layers of Mamba 2; see `kernels.mamba2`.
-
-    Attributes:
-        taps: How many tokens the convolution sees, the one itself included.
-        conv_bias: The convolution has a bias.
-        bias: The projections have a bias.
-    """
-
-    heads: int
-    head_width: int
-    groups: int
-    state_width: int
-    taps: int
-    conv_bias: bool
-    bias: bool
-
-    @property
-    def inner(self) -> int:
-        """The width of all heads."""
-        return self.heads * self.head_width
-
-    @property
-    def convolved(self) -> int:
-        """The width of the convolution: heads, and what groups write to states and read from them."""
-        return self.inner + 2 * self.groups * self.state_width
-
-
-def read_mamba2(settings: Mapping[str, object]) -> Mamba2Config:
-    """Those of Granite 4. Raises ModelError, or UnsupportedError."""
-    heads, groups = integer(settings, "mamba_n_heads"), integer(settings, "mamba_n_groups")
-    inner = integer(settings, "mamba_expand") * integer(settings, "hidden_size")
-    is_auto = settings.get("mamba_d_head") == "auto"
-    width = inner // heads if is_auto else integer(settings, "mamba_d_head")
-    if heads % groups or heads * width != inner:
-        raise ModelError(
-            f"mamba_n_heads: must be a multiple of mamba_n_groups, and have {inner} elements in all heads,"
-            f" got {heads} of {width}, and {groups}"
-        )
-    if (got := settings.get("hidden_act")) not in ("silu", "swish"):
-        raise UnsupportedError(f"hidden_act: must be silu in a model with Mamba 2, got {got!r}")
-    limit = settings.get("time_step_limit")
-    if limit is not None and (not isinstance(limit, list | tuple) or [*limit] not in _NO_LIMITS):
-        raise UnsupportedError(f"time_step_limit: must be from 0 to infinity, got {limit!r}")
-    return Mamba2Config(
-        heads=heads,
-        head_width=width,
-        groups=groups,
-        state_width=integer(settings, "mamba_d_state"),
-        taps=_taps(settings, "mamba_d_conv"),
-        conv_bias=boolean(settings, "mamba_conv_bias", default=False),
-        bias=boolean(settings, "mamba_proj_bias", default=False),
-    )
-
-
-def read_short_conv(settings: Mapping[str, object]) -> ShortConvConfig:
-    """Those of LFM2. Raises ModelError."""
-    return ShortConvConfig(_taps(settings, "conv_L_cache"), boolean(settings, "conv_bias", default=False))
-
-
-def _taps(settings: Mapping[str, object], name: str) -> int:
-    found = integer(settings, name)
-    if found < 2:
-        raise ModelError(f"{name}: must be at least 2, got {found}")
-    return found
-
-
 def read_layer_types(
     settings: Mapping[str, object], family: Family, layers: int, *, windowed: bool
 ) -> list[str]:
@@ -121,8 +35,7 @@ def read_layer_types(
     if listed is None:
         # Without a window the type matters only if each type has its own rotary embedding.
         return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
-    recurrent = [name for name, kind in RECURRENT_KINDS.items() if kind == family.recurrent]
-    known = [FULL, *(recurrent or [SLIDING])]
+    known = [FULL, SLIDING if family.recurrent is None else RECURRENT_TYPES[family.recurrent]]
     if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
         raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")
     if len(listed) != layers:

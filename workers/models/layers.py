@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -24,7 +24,6 @@ from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
 from kernels.state_rows import StateRows
-from workers.kv.state_tensors import StateShape
 from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing
 from workers.models.config import ModelConfig
@@ -99,18 +98,6 @@ class Body(Protocol):
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C], or only the wanted rows of it."""
-
-
-@runtime_checkable
-class Recurrent(Protocol):
-    """A body with a recurrent state."""
-
-    # Its tensors among those of the model's states.
-    states: range
-
-    @property
-    def state_shapes(self) -> tuple[StateShape, ...]:
-        """What is kept of a sequence."""
 
 
 class Sublayer:
@@ -193,7 +180,8 @@ class Attention:
             config: The model.
             shard: The part of it whose heads these are.
             index: The number of the layer.
-            qkv: [(H + 2 * K) * D, C], rows of q, then k, then v.
+            qkv: [(H + 2 * K) * D, C], rows of q, then k, then v; before them [H * D, C], rows of the gates of
+                what is attended, if the family has them.
             output: [C, H * D].
             head_norm: [H + K, D], the q weight for every query head, then the k weight for every key-value
                 head; None: heads are not normalised.
@@ -201,7 +189,7 @@ class Attention:
             sinks: [H] float32, see `kernels.paged_attention`; None: there are none.
         """
         self.config, self.layer, self.shard = config, config.layers[index], shard
-        self.index = sum(layer.recurrent is None for layer in config.layers[:index])
+        self.index = sum(not layer.recurrent for layer in config.layers[:index])
         self.is_last = index == config.num_hidden_layers - 1
         self.qkv = qkv
         self.output = output
@@ -241,20 +229,31 @@ class Attention:
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes keys and values to their slots."""
         lora_slots, invariant = context.lora_slots, context.batch_invariant
-        query = self._write(self.qkv(x, lora_slots, batch_invariant=invariant), context)  # [T, H, D]
+        gates, projected = self._gates_apart(self.qkv(x, lora_slots, batch_invariant=invariant))
+        query = self._write(projected, context)  # [T, H, D]
         wanted = context.inputs.wanted_rows
         if self.is_last and not len(wanted):
             return x[:0]  # [0, C]: only the keys and values were needed
-        attended = self._attend(query, context)  # [T, H * D]
+        attended = self._attend(query, gates, context)  # [T, H * D]
         if self.is_last:
             attended, lora_slots = attended.index_select(0, wanted), context.wanted_lora_slots
         return self.output(attended, lora_slots, batch_invariant=invariant)
 
     def between(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """All but the projections: [T, (H + 2 * K) * D] -> [T, H * D]. Writes keys and values."""
-        return self._attend(self._write(projected, context), context)
+        """All but the projections, of the rows of `qkv`: -> [T, H * D]. Writes keys and values."""
+        gates, projected = self._gates_apart(projected)
+        return self._attend(self._write(projected, context), gates, context)
 
-    def _attend(self, query: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _gates_apart(self, projected: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The gates [T, H * D], if there are any, and queries, keys and values."""
+        if not self.config.family.gated_attention:
+            return None, projected
+        width = len(self.shard.heads) * self.config.head_dim
+        return projected[:, :width], projected[:, width:]
+
+    def _attend(
+        self, query: torch.Tensor, gates: torch.Tensor | None, context: ForwardContext
+    ) -> torch.Tensor:
         """[T, H, D] -> [T, H * D]. Queries are as wide as the pages."""
         attended = paged_attention(
             query,
@@ -266,7 +265,8 @@ class Attention:
             sinks=self.sinks,
             batch_invariant=context.batch_invariant,
         )
-        return attended[:, :, : self.config.head_dim].flatten(1)
+        attended = attended[:, :, : self.config.head_dim].flatten(1)
+        return attended if gates is None else attended * torch.sigmoid(gates)
 
     def _write(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, D], of projected rows [T, (H + 2 * K) * D]. Writes keys and values.

@@ -17,11 +17,13 @@ from workers.models.errors import ModelError, UnsupportedError
 from workers.models.values import boolean, integer, names, non_negative_integer, number
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-RecurrentKind = Literal["short_conv", "mamba2"]
-SHORT_CONV: RecurrentKind = "short_conv"
-MAMBA2: RecurrentKind = "mamba2"
-# By the types of layers in configs.
-RECURRENT_KINDS: dict[str, RecurrentKind] = {"conv": SHORT_CONV, "linear_attention": MAMBA2}
+RecurrentKind = Literal["short_conv", "mamba2", "gated_delta"]
+# The types of layers in configs.
+RECURRENT_TYPES: dict[RecurrentKind, str] = {
+    "short_conv": "conv",
+    "mamba2": "linear_attention",
+    "gated_delta": "linear_attention",
+}
 
 LayerTypes = Callable[[Mapping[str, object], int], list[str]]
 """The type of each layer, from the settings and the number of layers, if `layer_types` is absent."""
@@ -138,6 +140,16 @@ def _lfm2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
+def _delta_rule_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `Qwen3NextConfig` and `Qwen3_5TextConfig` of the library read them."""
+    if settings.get("layer_types") is not None:
+        return settings
+    every = integer(settings, "full_attention_interval", 4)
+    layers = range(integer(settings, "num_hidden_layers"))
+    types = [FULL if (index + 1) % every == 0 else RECURRENT_TYPES["gated_delta"] for index in layers]
+    return {**settings, "layer_types": types}
+
+
 # Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
 _OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
 
@@ -183,6 +195,8 @@ class Family:
         activation: The name of the setting for the activation of the MLP.
         respelled: The settings of a config in the spelling that all families have.
         recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
+        recurrent_names: Of the gated delta rule, the projections in a checkpoint: of gates, of the inputs of
+            the convolution, of b and of a; or two that have those of each key head together.
         final_norm: The name of the norm before the head in a checkpoint.
         qk_norm_names: The norms of queries and of keys.
         attention_names: The projections in a checkpoint: q, k and v, or one that is fused.
@@ -195,6 +209,8 @@ class Family:
         expert_biases: The router and the projections of experts have biases.
         clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
         sinks: Each head has a logit that is a term of the softmax and has no value.
+        gated_attention: What is attended is multiplied by sigmoid(gate), and the projection of queries has
+            the gates too, those of a head after its query.
     """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -213,6 +229,7 @@ class Family:
     activation: str = "hidden_act"
     respelled: Respelled = dict
     recurrent: RecurrentKind | None = None
+    recurrent_names: tuple[str, ...] = ()
     final_norm: str = "norm"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     attention_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -225,6 +242,7 @@ class Family:
     expert_biases: bool = False
     clamped_gate: bool = False
     sinks: bool = False
+    gated_attention: bool = False
 
 
 def _defaults(
@@ -295,6 +313,21 @@ _GPT_OSS_EXPERTS = ExpertNames(
     stacked="mlp.experts.",
     by_turns=True,
 )
+
+_DELTA_RULE_READS = names(
+    "layer_types full_attention_interval partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim"
+    " linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+)
+_DELTA_RULE_DEFAULTS: dict[str, object] = {
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 
 _MISTRAL = Family(
     defaults=_MISTRAL_DEFAULTS | {"sliding_window": 4096},
@@ -471,7 +504,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm="head",
         norms=NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
         respelled=_lfm2_settings,
-        recurrent=SHORT_CONV,
+        recurrent="short_conv",
         final_norm="embedding_norm",
         qk_norm_names=("q_layernorm", "k_layernorm"),
         attention_output="out_proj",
@@ -501,10 +534,25 @@ FAMILIES: dict[str, Family] = {
             " mamba_conv_bias mamba_proj_bias time_step_limit"
         ),
         respelled=_granite_hybrid_settings,
-        recurrent=MAMBA2,
+        recurrent="mamba2",
         mlp="shared_mlp",
         mlp_names=("input_linear",),
         mlp_down="output_linear",
+    ),
+    "qwen3_5_text": Family(
+        defaults=_defaults(
+            *(248320, 4096, 12288, 32, 16, 32768, None, None),
+            num_key_value_heads=4,
+        )
+        | _DELTA_RULE_DEFAULTS,
+        reads=_DELTA_RULE_READS,
+        qk_norm="head",
+        wide_norms=True,
+        norm_offset=1.0,
+        respelled=_delta_rule_settings,
+        recurrent="gated_delta",
+        recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
+        gated_attention=True,
     ),
     "granite": Family(
         reads=_GRANITE_READS,

@@ -45,7 +45,7 @@ class Slice:
 
     Attributes:
         shape: [O, I] in the checkpoint.
-        rows: The rows, in ascending ranges that are next to each other in the rank's matrix.
+        rows: The rows, in ranges that are next to each other in the rank's matrix.
         columns: The columns.
     """
 
@@ -66,7 +66,7 @@ class Slice:
     @property
     def covered(self) -> range:
         """The rows from the first to the last one."""
-        return range(self.rows[0].start, self.rows[-1].stop)
+        return range(min(rows.start for rows in self.rows), max(rows.stop for rows in self.rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,148 @@
+// The gated delta rule between its projections: convolution, scan, and the norm of each head, with a gate.
+
+#include "gated_delta.h"
+
+#include <memory>
+
+#include "rms_norm.h"
+
+namespace quire {
+namespace {
+
+// Of a query or key, in float: divided by its length. `scale` multiplies it.
+template <typename T>
+void make_unit(float* out, const T* from, int64_t width, float scale) {
+  constexpr float kEps = 1e-6f;  // added to the sum of squares
+  const float factor = scale * inverse_rms(from, width, kEps / static_cast<float>(width)) /
+                       std::sqrt(static_cast<float>(width));
+  for_lanes(width, [&](int64_t d, int count) { store_lanes(out + d, load_lanes(from + d, count) * splat(factor), count); });
+}
+
+// One token of a head: what it has of `kVectors` * 16 columns of the state, or of `count` < 16.
+struct Columns {
+  const float *key, *query;  // [K]
+  float* state;              // [K, V], from the first column on
+  int64_t key_width, head_width;
+  Floats decay, beta;
+
+  template <int kVectors>
+  void run(const Floats* value, Floats* out, int count) const {
+    Floats held[kVectors] = {}, sums[kVectors] = {};
+    for (int64_t k = 0; k < key_width; k++)
+      for (int v = 0; v < kVectors; v++) held[v] = fused(load_lanes(place(k, v), count), splat(key[k]), held[v]);
+    Floats change[kVectors];
+    for (int v = 0; v < kVectors; v++) change[v] = (value[v] - held[v] * decay) * beta;
+    for (int64_t k = 0; k < key_width; k++)
+      for (int v = 0; v < kVectors; v++) {
+        const Floats next = fused(splat(key[k]), change[v], load_lanes(place(k, v), count) * decay);
+        store_lanes(place(k, v), next, count);
+        sums[v] = fused(next, splat(query[k]), sums[v]);
+      }
+    for (int v = 0; v < kVectors; v++) out[v] = sums[v];
+  }
+
+ private:
+  float* place(int64_t k, int v) const { return state + k * head_width + v * kLanes; }
+};
+
+template <typename T>
+struct Scan {
+  const T* projected;
+  const GatedDeltaWeights& w;
+  const ScanSpace<T>& space;
+
+  void step(int64_t row, int64_t h, float* state) const {
+    const int64_t inner = w.inner(), width = w.convolved(), key_head = h / (w.heads / w.key_heads);
+    const T* gates = projected + row * (inner + width + 2 * w.heads) + inner + width;  // beta, then a
+    const float beta = times_sigmoid(splat(1.0f), splat(load_one(gates + h)))[0];
+    const float dt = softplus(load_one(gates + w.heads + h) + w.dt_bias[h]);
+    const float* query = space.unit + row * 2 * w.keys() + key_head * w.key_width;
+    Columns columns{query + w.keys(), query, state, w.key_width, w.head_width,
+                    splat(std::exp(dt * w.decays[h])), splat(beta)};
+    const T* value = space.convolved + row * width + 2 * w.keys() + h * w.head_width;
+    float* y = space.scanned + row * inner + h * w.head_width;
+    int64_t first = 0;
+    // Several vectors at once, since each sum waits for its last term.
+    for (; first + kTogether * kLanes <= w.head_width; first += kTogether * kLanes)
+      of_columns<kTogether>(columns, state + first, value + first, y + first, kLanes);
+    for (; first < w.head_width; first += kLanes)
+      of_columns<1>(columns, state + first, value + first, y + first,
+                    static_cast<int>(std::min<int64_t>(kLanes, w.head_width - first)));
+  }
+
+ private:
+  static constexpr int kTogether = 4;
+
+  template <int kVectors>
+  static void of_columns(Columns& columns, float* state, const T* value, float* y, int count) {
+    Floats values[kVectors], sums[kVectors];
+    for (int v = 0; v < kVectors; v++) values[v] = load_lanes(value + v * kLanes, count);
+    columns.state = state;
+    columns.run<kVectors>(values, sums, count);
+    for (int v = 0; v < kVectors; v++) store_lanes(y + v * kLanes, sums[v], count);
+  }
+};
+
+// weight * rms_norm(y) * silu(gate), each head by itself.
+template <typename T>
+void normalise(T* out, const float* y, const T* gate, const GatedDeltaWeights& w) {
+  const T* weight = static_cast<const T*>(w.norm);
+  for (int64_t first = 0; first < w.inner(); first += w.head_width) {
+    const Floats factor = splat(inverse_rms(y + first, w.head_width, static_cast<float>(w.eps)));
+    for_lanes(w.head_width, [&](int64_t d, int count) {
+      const Floats normed = load_lanes(weight + d, count) * (load_lanes(y + first + d, count) * factor);
+      store_lanes(out + first + d, normed * Silu::of(load_lanes(gate + first + d, count)), count);
+    });
+  }
+}
+
+}  // namespace
+
+template <typename T>
+void gated_delta(T* out, const T* projected, const GatedDeltaWeights& w, T* inputs, float* states,
+                 const StateRows& at, int64_t rows, const ScanSpace<T>& space, const Worker& worker) {
+  const int64_t inner = w.inner(), width = w.convolved(), stride = inner + width + 2 * w.heads;
+  CausalConv<T, PlainInput<T>>{space.convolved, static_cast<const T*>(w.taps), nullptr, inputs,
+                               {projected, stride, inner}, at, rows, width, w.num_taps}
+      .run(worker);
+  const float query_scale = 1.0f / std::sqrt(static_cast<float>(w.key_width));
+  worker.for_shares(rows * 2 * w.key_heads, [&](int64_t task) {
+    const int64_t row = task / (2 * w.key_heads), head = task % (2 * w.key_heads);
+    make_unit(space.unit + row * 2 * w.keys() + head * w.key_width,
+              space.convolved + row * width + head * w.key_width, w.key_width, head < w.key_heads ? query_scale : 1.0f);
+  });
+  const Scan<T> scan{projected, w, space};
+  const int64_t size = w.key_width * w.head_width;
+  const std::unique_ptr<float[]> state(new float[size]);
+  worker.for_shares(w.heads, [&](int64_t h) {
+    scan_rows(state.get(), size, states, w.heads, h, at, rows, [&](int64_t row) { scan.step(row, h, state.get()); });
+  });
+  worker.for_shares(rows, [&](int64_t row) {
+    normalise(out + row * inner, space.scanned + row * inner, projected + row * stride, w);
+  });
+}
+
+template void gated_delta<Bf16>(Bf16*, const Bf16*, const GatedDeltaWeights&, Bf16*, float*, const StateRows&, int64_t,
+                                const ScanSpace<Bf16>&, const Worker&);
+template void gated_delta<float>(float*, const float*, const GatedDeltaWeights&, float*, float*, const StateRows&,
+                                 int64_t, const ScanSpace<float>&, const Worker&);
+
+namespace {
+
+template <typename T>
+void run(const ScanArguments& a, int64_t threads) {
+  const GatedDeltaWeights& w = *static_cast<const GatedDeltaWeights*>(a.weights);
+  const int64_t bytes = a.rows * w.inner() * w.key_width * static_cast<int64_t>(sizeof(float));
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) {
+    gated_delta<T>(static_cast<T*>(a.out), static_cast<const T*>(a.projected), w, static_cast<T*>(a.inputs), a.states, a.at,
+                   a.rows, a.space<T>(), worker);
+  });
+}
+
+}  // namespace
+}  // namespace quire
+
+extern "C" void quire_gated_delta_bf16(const quire::ScanArguments* a, int64_t threads) {
+  quire::run<quire::Bf16>(*a, threads);
+}
+extern "C" void quire_gated_delta_f32(const quire::ScanArguments* a, int64_t threads) { quire::run<float>(*a, threads); }

@@ -1,0 +1,28 @@
+// The gated delta rule between its projections. kernels/gated_delta.py has the formulas.
+//
+// Letters: T rows; J key heads of K elements; H value heads of V elements; I = H * V; D = 2 * J * K + I; L taps.
+#pragma once
+
+#include "state_scan.h"
+
+namespace quire {
+
+// Plain data, filled by kernels/cpu/state_scan.py: the fields must agree.
+struct GatedDeltaWeights {
+  const void* taps;                // [L, D], of the type of rows
+  const float *dt_bias, *decays;   // [H]
+  const void* norm;                // [V], of the type of rows
+  int64_t key_heads, key_width, heads, head_width, num_taps;
+  double eps;
+
+  int64_t inner() const { return heads * head_width; }
+  int64_t keys() const { return key_heads * key_width; }
+  int64_t convolved() const { return 2 * keys() + inner(); }
+};
+
+// Slots that are written are not read in the same step.
+template <typename T>
+void gated_delta(T* out, const T* projected, const GatedDeltaWeights& weights, T* inputs, float* states,
+                 const StateRows& at, int64_t rows, const ScanSpace<T>& space, const Worker& worker);
+
+}  // namespace quire

@@ -1,0 +1,77 @@
+// What layers share that scan the rows of a step: a row changes the state of each head and reads it. Rows are scanned
+// one by one, so bits do not depend on how a text is cut into chunks.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "causal_conv.h"
+#include "gates.h"
+
+namespace quire {
+
+// The inputs of a convolution in rows of projections, from column `first` on. silu follows the convolution.
+template <typename T>
+struct PlainInput {
+  const T* projected;
+  int64_t stride, first;
+
+  Floats input(int64_t row, int64_t d, int count) const { return load_lanes(projected + row * stride + first + d, count); }
+  Floats output(Floats sum, int64_t, int64_t, int) const { return Silu::of(rounded(sum, projected)); }
+};
+
+// Space for the rows of a step.
+template <typename T>
+struct ScanSpace {
+  T* convolved;    // [T, D], the outputs of the convolution
+  float* unit;     // of the gated delta rule: queries and keys
+  float* scanned;  // [T, I], what is read of the states
+};
+
+// Plain data, filled by kernels/cpu/state_scan.py: the fields must agree.
+struct ScanArguments {
+  void* out;
+  const void *projected, *weights;
+  void* inputs;
+  float* states;
+  StateRows at;
+  void* convolved;
+  float *unit, *scanned;
+  int64_t rows;
+
+  template <typename T>
+  ScanSpace<T> space() const {
+    return {static_cast<T*>(convolved), unit, scanned};
+  }
+};
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+inline float load_one(const float* from) { return *from; }
+inline float load_one(const Bf16* from) {
+  const uint32_t bits = static_cast<uint32_t>(from->bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(bits));
+  return value;
+}
+
+// Runs step(row) on all rows with the state of head h of `heads`, in `state` [size], which it changes.
+template <typename Step>
+inline void scan_rows(float* state, int64_t size, float* states, int64_t heads, int64_t h, const StateRows& at,
+                      int64_t rows, Step step) {
+  int64_t write = 0;
+  for (int64_t row = 0; row < rows; row++) {
+    if (row == at.begins[row]) {
+      const int64_t source = at.sources[row];
+      if (source < 0) std::fill_n(state, size, 0.0f);
+      else std::copy_n(states + (source * heads + h) * size, size, state);
+    }
+    step(row);
+    // Those of an item are in order, as the items are.
+    for (; write < at.count && at.write_ends[write] == row + 1; write++)
+      std::copy_n(state, size, states + (at.write_slots[write] * heads + h) * size);
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,130 @@
+"""The gated delta rule between its projections: convolution, scan of a state, norm and gate.
+
+A row of projections has gates z, the inputs of a convolution, and b and a for each value head. The
+convolution and silu make queries q and keys k of each key head, which are divided by their lengths, and
+values v of each value head. Of each value head, with the q and k of its key head and a state S [K, V]:
+
+    S = exp(decays * softplus(a + dt_bias)) * S
+    S = S + outer(k, sigmoid(b) * (v - k @ S)),  y = q @ S / sqrt(K)
+    out = norm(y) * silu(z), of each head
+
+Source: "Gated Delta Networks" (arXiv 2412.06464), and `Qwen3NextGatedDeltaNet` in the transformers library.
+Tokens are scanned one after the other, so that bits do not depend on chunks.
+
+Dimension letters: T rows; J key heads; K width of a key; H value heads; V width of a value; I = H * V;
+D = 2 * J * K + I; L taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kernels.cpu import state_scan as cpu
+from kernels.short_conv import silu_conv
+from kernels.state_rows import StateRows
+
+# Added to the sum of squares of a query or key.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    """The parameters.
+
+    Attributes:
+        taps: [L, D], of the convolution, in the dtype of rows.
+        dt_bias: [H] float32.
+        decays: [H] float32, negative.
+        norm: [V], in the dtype of rows.
+        key_heads: J.
+        key_width: K.
+        eps: Of the norm.
+    """
+
+    taps: torch.Tensor
+    dt_bias: torch.Tensor
+    decays: torch.Tensor
+    norm: torch.Tensor
+    key_heads: int
+    key_width: int
+    eps: float
+
+    def compiled(self) -> cpu.GatedDeltaWeights:
+        """What the CPU's kernels read, as long as these tensors are there."""
+        tensors = (self.taps, self.dt_bias, self.decays, self.norm)
+        return cpu.GatedDeltaWeights(
+            *(each.data_ptr() for each in tensors),
+            *(self.key_heads, self.key_width, len(self.decays), len(self.norm), len(self.taps)),
+            self.eps,
+        )
+
+
+def gated_delta(
+    projected: torch.Tensor,
+    weights: GatedDeltaWeights,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """Run the rows of a batch. Mutates `inputs` and `states`: writes those that are kept.
+
+    Args:
+        projected: [T, I + D + 2 * H] contiguous.
+        weights: The parameters.
+        inputs: [slots, L - 1, D], the last inputs of the convolution.
+        states: [slots, H, K, V] float32.
+        at: Which states the rows follow.
+
+    Returns:
+        [T, I]
+    """
+    if cpu.can_scan(projected):
+        return cpu.scan(projected, weights.compiled(), inputs, states, at)
+    return gated_delta_reference(projected, weights, inputs, states, at)
+
+
+def gated_delta_reference(
+    projected: torch.Tensor,
+    weights: GatedDeltaWeights,
+    inputs: torch.Tensor,
+    states: torch.Tensor,
+    at: StateRows,
+) -> torch.Tensor:
+    """See `gated_delta`. In torch, of any device and dtype."""
+    heads, width, keys = len(weights.decays), len(weights.norm), weights.key_heads * weights.key_width
+    inner = heads * width
+    gates, raw, betas, steps = torch.split(projected, [inner, 2 * keys + inner, heads, heads], dim=1)
+    convolved = silu_conv(raw, weights.taps, None, inputs, at).float()
+    rows = len(projected)
+    query, key = (
+        _unit(each.view(rows, weights.key_heads, -1)).repeat_interleave(heads // weights.key_heads, dim=1)
+        for each in (convolved[:, :keys], convolved[:, keys : 2 * keys])
+    )  # [T, H, K]
+    query = query * weights.key_width**-0.5
+    value = convolved[:, 2 * keys :].view(rows, heads, width)  # [T, H, V]
+    beta = torch.sigmoid(betas.float())
+    decay = torch.exp(functional.softplus(steps.float() + weights.dt_bias) * weights.decays)  # [T, H]
+    y = torch.empty_like(value)
+    kept = dict(zip(at.write_ends.tolist(), at.write_slots.tolist(), strict=True))
+    state = torch.zeros(states.shape[1:], device=states.device)  # [H, K, V]
+    for row, (begin, source) in enumerate(zip(at.begins.tolist(), at.sources.tolist(), strict=True)):
+        if row == begin:
+            state = torch.zeros_like(state) if source < 0 else states[source]
+        state = state * decay[row][:, None, None]
+        held = (key[row][:, None] @ state)[:, 0]  # [H, V]
+        change = (value[row] - held) * beta[row][:, None]
+        state = state + key[row][:, :, None] * change[:, None]
+        y[row] = (query[row][:, None] @ state)[:, 0]
+        if row + 1 in kept:
+            states[kept[row + 1]] = state
+    normed = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm.float()
+    out: torch.Tensor = normed.flatten(1) * functional.silu(gates.float())
+    return out.to(projected.dtype)
+
+
+def _unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Each divided by its length."""
+    return vectors * torch.rsqrt(vectors.pow(2).sum(-1, keepdim=True) + _EPS)

@@ -1,0 +1,127 @@
+"""Mamba 2 and the gated delta rule by the CPU's kernels, against the same in torch, and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernels.gated_delta import GatedDeltaWeights, gated_delta, gated_delta_reference
+from kernels.mamba2 import Mamba2Weights, mamba2, mamba2_reference
+from kernels.state_rows import StateRows
+from tests.kernels.instruction_sets import need_compiled
+
+TAPS, SLOTS = 4, 5
+
+
+class Layer(NamedTuple):
+    """A kind of layer at some sizes."""
+
+    run: Callable[..., torch.Tensor]
+    reference: Callable[..., torch.Tensor]
+    weights: Any
+    projected: int  # the width of a row of projections
+    convolved: int
+    state: tuple[int, ...]
+
+
+def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
+    heads, width, groups, state = 6, 20, 2, 24
+    inner = heads * width
+    convolved = inner + 2 * groups * state
+    weights = Mamba2Weights(
+        taps=drawn(TAPS, convolved).to(dtype),
+        bias=drawn(convolved).to(dtype),
+        dt_bias=drawn(heads),
+        decays=-drawn(heads).exp(),
+        direct=drawn(heads),
+        norm=drawn(inner).to(dtype),
+        groups=groups,
+        state_width=state,
+        eps=1e-5,
+    )
+    sizes = inner + convolved + heads, convolved, (heads, state, width)
+    return Layer(mamba2, mamba2_reference, weights, *sizes)
+
+
+def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
+    # Four vectors at once, one, and a part of one.
+    heads, width, key_heads, key_width = 6, 84, 2, 24
+    convolved = 2 * key_heads * key_width + heads * width
+    weights = GatedDeltaWeights(
+        taps=drawn(TAPS, convolved).to(dtype),
+        dt_bias=drawn(heads),
+        decays=-drawn(heads).exp(),
+        norm=drawn(width).to(dtype),
+        key_heads=key_heads,
+        key_width=key_width,
+        eps=1e-5,
+    )
+    sizes = heads * width + convolved + 2 * heads, convolved, (heads, key_width, width)
+    return Layer(gated_delta, gated_delta_reference, weights, *sizes)
+
+
+LAYERS = pytest.mark.parametrize("layer_of", [mamba2_of, gated_delta_of], ids=["mamba2", "gated delta"])
+
+
+class Drawn:
+    """Normal values, the same in each run of a test."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+
+def rows_of(sizes: list[int], sources: list[int], writes: list[tuple[int, int]]) -> StateRows:
+    starts = [sum(sizes[:item]) for item in range(len(sizes))]
+    counts = torch.tensor(sizes)
+    return StateRows(
+        torch.tensor(starts).repeat_interleave(counts),
+        torch.tensor(sources).repeat_interleave(counts),
+        *torch.tensor(writes).T.contiguous(),
+    )
+
+
+def states_of(layer: Layer, drawn: Drawn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return drawn(SLOTS, TAPS - 1, layer.convolved).to(dtype), drawn(SLOTS, *layer.state)
+
+
+# In bfloat16 the convolution is rounded once, in both: 2^-8 of a value where they round to different sides.
+@LAYERS
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
+def test_is_accurate(layer_of: Callable[..., Layer], dtype: torch.dtype, error: float) -> None:
+    """Items with a state and without one, of one token and of several; states at their ends and before."""
+    need_compiled()
+    drawn = Drawn(1)
+    layer = layer_of(drawn, dtype)
+    states = states_of(layer, drawn, dtype)
+    at = rows_of([1, 7, 2], [3, -1, 0], [(1, 1), (4, 2), (8, 4)])
+    projected = drawn(10, layer.projected).to(dtype)
+    inputs, heads = (tensor.clone() for tensor in states)
+    exact = layer.reference(projected, layer.weights, inputs, heads, at).float()
+    found = layer.run(projected, layer.weights, *states, at).float()
+    assert (found - exact).norm() < error * exact.norm()
+    for ours, theirs in zip(states, (inputs, heads), strict=True):
+        assert (ours.float() - theirs.float()).norm() <= error * theirs.float().norm()
+
+
+@LAYERS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_have_the_bits_of_the_whole(layer_of: Callable[..., Layer], dtype: torch.dtype) -> None:
+    need_compiled()
+    drawn = Drawn(2)
+    layer = layer_of(drawn, dtype)
+    states = states_of(layer, drawn, dtype)
+    projected = drawn(9, layer.projected).to(dtype)
+    whole = layer.run(projected, layer.weights, *states, rows_of([9], [-1], [(9, 0)]))
+    parts, source, begin = [], -1, 0
+    for slot, size in ((1, 1), (2, 2), (3, 6)):
+        at = rows_of([size], [source], [(size, slot)])
+        parts.append(layer.run(projected[begin : begin + size].contiguous(), layer.weights, *states, at))
+        source, begin = slot, begin + size
+    assert torch.equal(torch.cat(parts), whole)
+    assert all(torch.equal(tensor[0], tensor[3]) for tensor in states)

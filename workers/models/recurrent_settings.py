@@ -1,0 +1,152 @@
+"""Reads the settings of a config.json for layers with recurrent states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workers.models.errors import ModelError, UnsupportedError
+from workers.models.registry import RecurrentKind
+from workers.models.values import boolean, integer
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """Short convolutions.
+
+    Attributes:
+        taps: How many tokens each sees, itself included.
+        bias: They and their projections have a bias.
+    """
+
+    taps: int
+    bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """Layers of Mamba 2; see `kernels.mamba2`.
+
+    Attributes:
+        taps: How many tokens the convolution sees, the one itself included.
+        conv_bias: The convolution has a bias.
+        bias: The projections have a bias.
+    """
+
+    heads: int
+    head_width: int
+    groups: int
+    state_width: int
+    taps: int
+    conv_bias: bool
+    bias: bool
+
+    @property
+    def inner(self) -> int:
+        """The width of all heads."""
+        return self.heads * self.head_width
+
+    @property
+    def convolved(self) -> int:
+        """The width of the convolution: heads, and what groups write to states and read from them."""
+        return self.inner + 2 * self.groups * self.state_width
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaConfig:
+    """Layers with the gated delta rule; see `kernels.gated_delta`.
+
+    Attributes:
+        heads: Those of values; each key head is that of `heads` / `key_heads` of them.
+        head_width: Of a value head.
+        taps: How many tokens the convolution sees, the one itself included.
+    """
+
+    key_heads: int
+    key_width: int
+    heads: int
+    head_width: int
+    taps: int
+
+    @property
+    def inner(self) -> int:
+        """The width of all value heads."""
+        return self.heads * self.head_width
+
+    @property
+    def convolved(self) -> int:
+        """The width of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.inner
+
+
+RecurrentConfig = ShortConvConfig | Mamba2Config | GatedDeltaConfig
+
+# The second as the library writes it.
+_NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+
+
+def read_recurrent(settings: Mapping[str, object], kind: RecurrentKind) -> RecurrentConfig:
+    """The settings of recurrent layers. Raises ModelError, or UnsupportedError."""
+    return {"short_conv": _short_conv, "mamba2": _mamba2, "gated_delta": _gated_delta}[kind](settings)
+
+
+def _short_conv(settings: Mapping[str, object]) -> RecurrentConfig:
+    """Those of LFM2."""
+    return ShortConvConfig(_taps(settings, "conv_L_cache"), boolean(settings, "conv_bias", default=False))
+
+
+def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
+    """Those of Granite 4."""
+    heads, groups = integer(settings, "mamba_n_heads"), integer(settings, "mamba_n_groups")
+    inner = integer(settings, "mamba_expand") * integer(settings, "hidden_size")
+    is_auto = settings.get("mamba_d_head") == "auto"
+    width = inner // heads if is_auto else integer(settings, "mamba_d_head")
+    if heads % groups or heads * width != inner:
+        raise ModelError(
+            f"mamba_n_heads: must be a multiple of mamba_n_groups, and have {inner} elements in all heads,"
+            f" got {heads} of {width}, and {groups}"
+        )
+    _check_silu(settings)
+    limit = settings.get("time_step_limit")
+    if limit is not None and (not isinstance(limit, list | tuple) or [*limit] not in _NO_LIMITS):
+        raise UnsupportedError(f"time_step_limit: must be from 0 to infinity, got {limit!r}")
+    return Mamba2Config(
+        heads=heads,
+        head_width=width,
+        groups=groups,
+        state_width=integer(settings, "mamba_d_state"),
+        taps=_taps(settings, "mamba_d_conv"),
+        conv_bias=boolean(settings, "mamba_conv_bias", default=False),
+        bias=boolean(settings, "mamba_proj_bias", default=False),
+    )
+
+
+def _gated_delta(settings: Mapping[str, object]) -> RecurrentConfig:
+    """Those of Qwen3-Next and Qwen3.5."""
+    heads = integer(settings, "linear_num_value_heads")
+    key_heads = integer(settings, "linear_num_key_heads")
+    if heads % key_heads:
+        raise ModelError(
+            f"linear_num_value_heads: must be a multiple of linear_num_key_heads, got {heads} and {key_heads}"
+        )
+    _check_silu(settings)
+    return GatedDeltaConfig(
+        key_heads=key_heads,
+        key_width=integer(settings, "linear_key_head_dim"),
+        heads=heads,
+        head_width=integer(settings, "linear_value_head_dim"),
+        taps=_taps(settings, "linear_conv_kernel_dim"),
+    )
+
+
+def _check_silu(settings: Mapping[str, object]) -> None:
+    if (got := settings.get("hidden_act")) not in ("silu", "swish"):
+        raise UnsupportedError(f"hidden_act: must be silu in a model with such recurrent layers, got {got!r}")
+
+
+def _taps(settings: Mapping[str, object], name: str) -> int:
+    found = integer(settings, name)
+    if found < 2:
+        raise ModelError(f"{name}: must be at least 2, got {found}")
+    return found
