@@ -58,6 +58,16 @@ _GRANITE = {
 }
 _QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
+_SHARED = {"shared_expert_intermediate_size": 80}
+_DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 20,
+}
+
 # By a name: the family and its settings. More than one where a family has variants.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -125,16 +135,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_proj_bias": True,
         },
     ),
-    "qwen3_5": (
-        "qwen3_5_text",
+    "qwen3_5": ("qwen3_5_text", {**_DELTA_RULE, "attention_bias": True}),
+    "qwen3_5 with experts": ("qwen3_5_moe_text", {**_DELTA_RULE, **_QWEN_MOE, **_SHARED}),
+    "qwen3_next": (
+        "qwen3_next",
+        {**_DELTA_RULE, **_QWEN_MOE, **_SHARED, "mlp_only_layers": [2], "norm_topk_prob": False},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
         {
-            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-            "head_dim": 32,
-            "attention_bias": True,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
-            "linear_key_head_dim": 24,
-            "linear_value_head_dim": 20,
+            **_QWEN_MOE,
+            **_SHARED,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", *3 * ["sliding_attention"]],
         },
     ),
     "granite": (

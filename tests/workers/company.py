@@ -17,6 +17,7 @@ DIFFERING = (
     "granite",
     "lfm2",
     "granite hybrid",
+    "qwen3_next",
 )
 
 

@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = {
 # Of other models: layers that keep a state, experts under names that no native family has, and the parts
 # that see.
 _OF_OTHERS = {"number_of_conv_states", "n_routed_experts", "json"}
-_OF_WRAPPERS = {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"}
+_OF_WRAPPERS = {"image_token_id", "video_token_id", "mm_tokens_per_image", "text_config", "vision_config"}
 _ANY_MODEL = {field.name for field in dataclasses.fields(PreTrainedConfig)} | set(dir(PreTrainedConfig))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma3ForConditionalGeneration
 
 from kernels.paged_attention import CUDA_WIDTHS
@@ -36,6 +37,7 @@ from tests.workers.packing import (
     rows_in_chunks,
     rows_of_trees,
 )
+from workers.executors.loading import choose_backend
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.registry import FAMILIES
@@ -263,3 +265,10 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
     inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
     logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
     assert (logits - expected).abs().max() < float32_losses(hf_model(tmp_path), [text])[0, -1]
+
+
+def test_tensors_for_the_prediction_of_several_tokens_are_left_out(tmp_path: Path) -> None:
+    directory = make_family_model(tmp_path, *settings_of("qwen3_5"))
+    (file,) = directory.glob("*.safetensors")
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(64, 128)}, file, metadata={"format": "pt"})
+    assert choose_backend(directory, "auto").backend == "native"

@@ -18,7 +18,7 @@ from workers import huge_pages
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.errors import UnsupportedError
-from workers.models.experts import ExpertBiases, Experts
+from workers.models.experts import ExpertBiases, Experts, WithSharedExpert
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 from workers.models.recurrent_mixer import RecurrentMixer
@@ -28,14 +28,20 @@ from workers.models.shard import Group, Shard, Slice, row_parts, scaled
 
 _OTHER_RANKS = "use another tensor_parallel, or the model in another format"
 # They take hardly any memory, and choose experts by small differences.
-_ROUTERS = tuple(f".{family.experts.router}.weight" for family in FAMILIES.values() if family.experts)
+_ROUTERS = tuple(
+    f".{name}.weight"
+    for family in FAMILIES.values()
+    if family.experts is not None
+    for name in (family.experts.router, family.experts.shared_gate)
+    if name
+)
 
 FormatOf = Callable[[str], WeightFormat | None]
 """The format of a matrix by its name in a checkpoint, such as "lm_head.weight"; None: it has the dtype."""
 
 
 def is_router(name: str) -> bool:
-    """Whether the tensor of a checkpoint with this name is what chooses experts."""
+    """Whether the tensor of a checkpoint with this name is what chooses experts, or weighs a shared one."""
     return name.endswith(_ROUTERS)
 
 
@@ -161,7 +167,7 @@ class _Parts:
         norms = self._family.norms
         layers = self._config.layers
         sparse_before = sum(layer.sparse for layer in layers[:index])
-        mlp = self._experts(index, sparse_before) if layers[index].sparse else self._mlp(index)
+        mlp = self._sparse(index, sparse_before) if layers[index].sparse else self._mlp(index)
         mixer = self._recurrent(index) if layers[index].recurrent else self._attention(index)
         return Layer(
             self._sublayer(norms.before_attention, mixer, norms.after_attention),
@@ -231,13 +237,26 @@ class _Parts:
         return self._linear(place, taken, bias=config.attention_bias)
 
     def _mlp(self, index: int) -> GatedMlp:
-        own = f"{self._family.mlp}."
+        return self._gated_mlp(index, self._family.mlp, self._config.intermediate_size)
+
+    def _gated_mlp(self, index: int, name: str, width: int) -> GatedMlp:
+        own = f"{name}."
         place = f"model.layers.{index}.{own}"
-        config, names, width = self._config, self._family.mlp_names, self._config.intermediate_size
+        config, names = self._config, self._family.mlp_names
         part, bias = self._shard.part(width), config.mlp_bias
         gate_up = self._into(place, names, [width, width], [part, part], bias=bias)
         down = self._back(place, self._family.mlp_down, width, part, bias=bias)
         return GatedMlp(gate_up, down, config.activation, own)
+
+    def _sparse(self, layer: int, index: int) -> Body:
+        """Experts, with the shared one if the family has it; the numbers as for `_experts`."""
+        experts, config, names = self._experts(layer, index), self._config.experts, self._family.experts
+        assert config is not None and names is not None
+        if names.shared is None:
+            return experts
+        gate = self.matrix({f"model.layers.{layer}.{names.shared_gate}.weight": 1}, self._config.hidden_size)
+        mlp = self._gated_mlp(layer, names.shared, config.shared_size)
+        return WithSharedExpert(experts, mlp, gate, names.shared_gate)
 
     def _experts(self, layer: int, index: int) -> Experts:
         """Those of a layer, which has the number `index` among those with experts."""

@@ -92,7 +92,7 @@ class Routing:
 
 
 def routing_of(
-    given: torch.Tensor | None, wanted_rows: torch.Tensor, capture: RowCapture | None
+    given: torch.Tensor | None, wanted_rows: torch.Tensor, capture: RowCapture | None, num_rows: int
 ) -> tuple[Routing | None, Routing | None]:
     """For the rows of the batch, and for the wanted rows only, which is all that the last layer gets.
 
@@ -100,6 +100,7 @@ def routing_of(
         given: [T, L, E], `ForwardInputs.experts`.
         wanted_rows: [R] int64, on the device of the model.
         capture: Gets what is found.
+        num_rows: T.
 
     Returns:
         None for both if the experts are neither given nor captured.
@@ -107,6 +108,8 @@ def routing_of(
     found, rows, wanted = None, None, None
     if capture is not None and capture.expert_rows is None:
         found = capture.experts
+        if len(wanted_rows) < num_rows:  # some rows are of tokens that are computed again
+            rows = wanted_rows
     elif capture is not None and capture.expert_rows:
         found = capture.experts
         wanted = torch.tensor(capture.expert_rows, device=wanted_rows.device)  # [K] int64

@@ -201,7 +201,7 @@ class ModelConfig:
             rms_norm_eps=number(settings, "rms_norm_eps", 1e-6),
             tie_word_embeddings=boolean(settings, "tie_word_embeddings", default=False),
             layers=layers,
-            experts=read_experts(settings) if any(layer.sparse for layer in layers) else None,
+            experts=read_experts(settings, family) if any(layer.sparse for layer in layers) else None,
             attention_bias=bias if family.qkv_bias is None else family.qkv_bias,
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,

@@ -278,7 +278,8 @@ class Decoder:
         rotations = self._rotations(inputs.positions, kv)
         routing = last_routing = steered = None
         if inputs.experts is not None or capture is not None:
-            routing, last_routing = routing_of(inputs.experts, inputs.wanted_rows, capture)
+            rows = len(inputs.token_ids)
+            routing, last_routing = routing_of(inputs.experts, inputs.wanted_rows, capture, rows)
         context = ForwardContext(inputs, kv, rotations, self.batch_invariant, routing=routing, states=states)
         if inputs.lora_slots is not None:
             context = self._with_slots(context, inputs.lora_slots)

@@ -14,7 +14,7 @@ from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, rou
 from kernels.linear import DenseWeight, linear
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
-from workers.models.layers import ForwardContext
+from workers.models.layers import ForwardContext, GatedMlp
 from workers.models.linear import Linear, LoadTarget
 from workers.models.shard import Slice
 
@@ -148,3 +148,36 @@ class Experts:
             biases=None if biases is None else (biases.gate_up, biases.down),
             batch_invariant=context.batch_invariant,
         )
+
+
+class WithSharedExpert:
+    """experts(x) + sigmoid(gate(x)) * shared(x)."""
+
+    def __init__(self, experts: Experts, shared: GatedMlp, gate: Weight, gate_name: str) -> None:
+        """Take ownership of the parts. `gate`: [1, C]; `gate_name`: in a layer of a checkpoint."""
+        self._experts = experts
+        self._shared = shared
+        self._gate = gate
+        self._gate_name = gate_name
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
+        yield from self._experts.targets(prefix)
+        yield from self._shared.targets(prefix)
+        whole = Slice.whole(*self._gate.shape)
+        yield f"{prefix}{self._gate_name}.weight", LoadTarget(self._gate, whole.shape, taken=whole)
+
+    def projections(self) -> Iterator[tuple[str, Linear]]:
+        """Those of the shared expert: the others take no adapters."""
+        yield from self._shared.projections()
+
+    def pack(self) -> None:
+        """Pack the filled weights in place."""
+        self._experts.pack()
+        self._shared.pack()
+        self._gate = self._gate.packed()
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
+        """[T, C] -> [T, C]."""
+        opened = torch.sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
+        return self._experts(x, context).add_(self._shared(x, context).mul_(opened))

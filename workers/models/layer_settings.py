@@ -19,12 +19,14 @@ class ExpertsConfig:
         per_token: The number of experts that the router chooses for a token.
         intermediate_size: The inner width of each.
         normalized: The weights of the chosen experts add up to one for each token.
+        shared_size: The inner width of the expert that computes each token; 0: there is none.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     normalized: bool
+    shared_size: int = 0
 
 
 def read_layer_types(
@@ -54,9 +56,10 @@ def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -
     return [index not in dense and (index + 1) % every == 0 for index in range(layers)]
 
 
-def read_experts(settings: Mapping[str, object]) -> ExpertsConfig:
+def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfig:
     """The experts, in the spelling of Qwen or of Mixtral. Raises ModelError."""
     is_qwen = "moe_intermediate_size" in settings
+    has_shared = family.experts is not None and family.experts.shared is not None
     # transformers 5 writes Qwen's number of experts under Mixtral's name too.
     name = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     count = integer(settings, name)
@@ -68,4 +71,5 @@ def read_experts(settings: Mapping[str, object]) -> ExpertsConfig:
         per_token=per_token,
         intermediate_size=integer(settings, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         normalized=boolean(settings, "norm_topk_prob", default=not is_qwen),
+        shared_size=integer(settings, "shared_expert_intermediate_size") if has_shared else 0,
     )

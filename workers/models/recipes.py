@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.group_formats import CHUNK_GROUPS, FORMATS, GROUP_INPUTS, GroupFormat
 from workers.models.builder import FormatOf, is_router
 from workers.models.config import ModelConfig
+from workers.models.recurrent_parts import mixer_parts
 
 RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
 """All matrices in one format; or "q4_k_m", which has more bits where they matter most."""
@@ -58,8 +59,13 @@ def _inputs(tensor: str, config: ModelConfig) -> int:
     module = _module(tensor)
     if tensor.removesuffix(".weight").endswith(_OUTPUTS):
         return config.num_attention_heads * config.head_dim
+    if module == "out_proj":
+        return mixer_parts(config).inner
     if module in _DOWN:
-        if config.experts is not None and ".experts." in tensor:
-            return config.experts.intermediate_size
+        experts, names = config.experts, config.family.experts
+        if experts is not None and ".experts." in tensor:
+            return experts.intermediate_size
+        if experts is not None and names is not None and f".{names.shared}." in tensor:
+            return experts.shared_size
         return config.intermediate_size
     return config.hidden_size

@@ -28,7 +28,7 @@ def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
     added = [len(run.before) for run in inputs.states]
     if not any(added):
         return inputs
-    assert inputs.experts is None and inputs.attention.trees is None, "no model with states takes them"
+    assert inputs.attention.trees is None, "no model with states takes them"
     lens = inputs.attention.query_lens
     new_lens = [count + more for count, more in zip(lens, added, strict=True)]
     begins = accumulate(lens, initial=0)
@@ -50,9 +50,20 @@ def with_tokens_before(inputs: ForwardInputs) -> ForwardInputs:
         positions=torch.cat(positions),
         slots=torch.cat(slots),
         wanted_rows=inputs.wanted_rows + shifts[inputs.wanted_rows],
+        experts=_experts_with_before(inputs.experts, torch.cat(slots) < 0, torch.cat(old_rows)),
         attention=dataclasses.replace(inputs.attention, query_starts=starts, query_lens=new_lens),
         lora_slots=None if lora_slots is None else lora_slots[torch.cat(old_rows)],
     )
+
+
+def _experts_with_before(
+    given: torch.Tensor | None, are_before: torch.Tensor, old_rows: torch.Tensor
+) -> torch.Tensor | None:
+    """Those that rows are computed with; tokens that are computed again have none.
+
+    Only scorings are given experts, and those begin where a state is.
+    """
+    return None if given is None else given[old_rows].masked_fill(are_before[:, None, None], -1)
 
 
 def state_rows(runs: Sequence[StateRun], query_lens: Sequence[int]) -> StateRows:

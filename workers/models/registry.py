@@ -10,7 +10,7 @@ compares the defaults with them, and the logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from workers.models.errors import ModelError, UnsupportedError
@@ -51,6 +51,8 @@ class ExpertNames:
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
         by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
+        shared: What the names of the expert that computes each token begin with; None: there is none.
+        shared_gate: Before "weight": its output is multiplied by the sigmoid of this product.
     """
 
     router: str
@@ -59,6 +61,8 @@ class ExpertNames:
     down: str
     stacked: str | None = None
     by_turns: bool = False
+    shared: str | None = None
+    shared_gate: str = ""
 
 
 PRE_NORMS = NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
@@ -89,6 +93,11 @@ def _full_every(default: int) -> LayerTypes:
         return [FULL if (index + 1) % every == 0 else SLIDING for index in range(layers)]
 
     return types
+
+
+def _every_other_below_max_window_layers(settings: Mapping[str, object], layers: int) -> list[str]:
+    below = non_negative_integer(settings, "max_window_layers")
+    return [SLIDING if index % 2 == 0 and index < below else FULL for index in range(layers)]
 
 
 def _sliding_without_rope(settings: Mapping[str, object], layers: int) -> list[str]:
@@ -140,6 +149,11 @@ def _lfm2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
+def _qwen2_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `Qwen2MoeAttention` and `Qwen2MoeConfig` of the library read them."""
+    return dict(settings) | {"attention_bias": boolean(settings, "qkv_bias", default=True)}
+
+
 def _delta_rule_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     """As `Qwen3NextConfig` and `Qwen3_5TextConfig` of the library read them."""
     if settings.get("layer_types") is not None:
@@ -148,6 +162,11 @@ def _delta_rule_settings(settings: Mapping[str, object]) -> Mapping[str, object]
     layers = range(integer(settings, "num_hidden_layers"))
     types = [FULL if (index + 1) % every == 0 else RECURRENT_TYPES["gated_delta"] for index in layers]
     return {**settings, "layer_types": types}
+
+
+def _without_dense_layers(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Likewise as `Qwen3_5MoeTextConfig`, which has no width of an MLP."""
+    return {**_delta_rule_settings(settings), "intermediate_size": settings["moe_intermediate_size"]}
 
 
 # Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
@@ -209,6 +228,7 @@ class Family:
         expert_biases: The router and the projections of experts have biases.
         clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
         sinks: Each head has a logit that is a term of the softmax and has no value.
+        left_out: What the names of tensors begin with that a forward does not need.
         gated_attention: What is attended is multiplied by sigmoid(gate), and the projection of queries has
             the gates too, those of a head after its query.
     """
@@ -242,6 +262,7 @@ class Family:
     expert_biases: bool = False
     clamped_gate: bool = False
     sinks: bool = False
+    left_out: tuple[str, ...] = ()
     gated_attention: bool = False
 
 
@@ -298,6 +319,13 @@ _QWEN_EXPERTS = ExpertNames(
     "mlp.experts.{}.down_proj",
     stacked="mlp.experts.",
 )
+_QWEN_SHARED_EXPERTS = replace(
+    _QWEN_EXPERTS, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"
+)
+_QWEN_EXPERTS_READS = names(
+    "num_experts num_local_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step"
+    " norm_topk_prob mlp_only_layers"
+)
 _MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.gate",
     "block_sparse_moe.experts.{}.w1",
@@ -334,6 +362,23 @@ _MISTRAL = Family(
     reads=_WINDOW | {"layer_types"},
     qkv_bias=False,
     output_bias=False,
+)
+
+_QWEN_3_5 = Family(
+    defaults=_defaults(
+        *(248320, 4096, 12288, 32, 16, 32768, None, None),
+        num_key_value_heads=4,
+    )
+    | _DELTA_RULE_DEFAULTS,
+    reads=_DELTA_RULE_READS,
+    qk_norm="head",
+    wide_norms=True,
+    norm_offset=1.0,
+    respelled=_delta_rule_settings,
+    recurrent="gated_delta",
+    recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
+    left_out=("mtp.",),  # for the prediction of several tokens
+    gated_attention=True,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -374,10 +419,7 @@ FAMILIES: dict[str, Family] = {
             num_experts=128,
             moe_intermediate_size=768,
         ),
-        reads=names(
-            "sliding_window use_sliding_window num_experts num_local_experts num_experts_per_tok"
-            " moe_intermediate_size decoder_sparse_step norm_topk_prob mlp_only_layers"
-        ),
+        reads=_QWEN_EXPERTS_READS | names("sliding_window use_sliding_window"),
         qk_norm="head",
         windows_opt_in=True,
         experts=_QWEN_EXPERTS,
@@ -539,20 +581,61 @@ FAMILIES: dict[str, Family] = {
         mlp_names=("input_linear",),
         mlp_down="output_linear",
     ),
-    "qwen3_5_text": Family(
+    "qwen3_5_text": _QWEN_3_5,
+    "qwen3_5_moe_text": replace(
+        _QWEN_3_5,
         defaults=_defaults(
-            *(248320, 4096, 12288, 32, 16, 32768, None, None),
-            num_key_value_heads=4,
+            *(248320, 2048, 5632, 40, 16, 32768, None, None),
+            num_key_value_heads=2,
+            num_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            norm_topk_prob=True,
         )
         | _DELTA_RULE_DEFAULTS,
-        reads=_DELTA_RULE_READS,
-        qk_norm="head",
-        wide_norms=True,
-        norm_offset=1.0,
-        respelled=_delta_rule_settings,
-        recurrent="gated_delta",
-        recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
-        gated_attention=True,
+        respelled=_without_dense_layers,
+        reads=_DELTA_RULE_READS
+        | names(
+            "num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
+            " shared_expert_intermediate_size"
+        ),
+        experts=_QWEN_SHARED_EXPERTS,
+    ),
+    "qwen3_next": replace(
+        _QWEN_3_5,
+        defaults=_defaults(
+            *(151936, 2048, 5632, 48, 16, 32768, None, None),
+            num_key_value_heads=2,
+            num_experts=512,
+            num_experts_per_tok=10,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            norm_topk_prob=True,
+        )
+        | _DELTA_RULE_DEFAULTS,
+        reads=_DELTA_RULE_READS | _QWEN_EXPERTS_READS | {"shared_expert_intermediate_size"},
+        recurrent_names=("in_proj_qkvz", "in_proj_ba"),
+        experts=_QWEN_SHARED_EXPERTS,
+    ),
+    "qwen2_moe": Family(
+        defaults=_defaults(
+            *(151936, 2048, 5632, 24, 16, 32768, None, None),
+            num_key_value_heads=16,
+            sliding_window=4096,
+            num_experts=60,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1408,
+            max_window_layers=28,
+            shared_expert_intermediate_size=5632,
+            qkv_bias=True,
+        ),
+        reads=_QWEN_EXPERTS_READS | _QWEN_WINDOWS | names("qkv_bias shared_expert_intermediate_size"),
+        layer_types=_every_other_below_max_window_layers,
+        respelled=_qwen2_moe_settings,
+        output_bias=False,
+        windows_opt_in=True,
+        experts=_QWEN_SHARED_EXPERTS,
     ),
     "granite": Family(
         reads=_GRANITE_READS,

@@ -177,6 +177,7 @@ def check_split(config: ModelConfig, ranks: int) -> None:
         sizes["intermediate_size"] = config.intermediate_size
     if config.experts is not None:
         sizes["intermediate size of an expert"] = config.experts.intermediate_size
+        sizes["shared_expert_intermediate_size"] = config.experts.shared_size
     for name, size in sizes.items():
         if size % ranks:
             raise UnsupportedError(

@@ -182,7 +182,7 @@ def plan_load(
 
 def _are_integers(targets: Mapping[str, LoadTarget], formats: FormatOf) -> bool:
     """Whether all matrices are integers in groups, but routers."""
-    matrices = (name for name, target in targets.items() if len(target.shape) > 1 and not is_router(name))
+    matrices = (name for name, target in targets.items() if len(target.shape) == 2 and not is_router(name))
     return not any(isinstance(formats(name), Float8Format | None) for name in matrices)
 
 
@@ -318,6 +318,8 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     """
     found: dict[str, StoredTensor] = {}
     for name, entry in entries.items() if config.wrapper is None else of_text_model(entries.items()):
+        if name.startswith(config.family.left_out):
+            continue
         renamed = _PREFIX + name if name.startswith(_IN_BASE_MODELS) else name
         if renamed in found:
             raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[renamed].name}")
