@@ -252,10 +252,12 @@ class _Parts:
         """Experts, with the shared one if the family has it; the numbers as for `_experts`."""
         experts, config, names = self._experts(layer, index), self._config.experts, self._family.experts
         assert config is not None and names is not None
-        if names.shared is None:
+        if names.shared is None or not config.shared_size:
             return experts
-        gate = self.matrix({f"model.layers.{layer}.{names.shared_gate}.weight": 1}, self._config.hidden_size)
         mlp = self._gated_mlp(layer, names.shared, config.shared_size)
+        if not names.shared_gate:
+            return WithSharedExpert(experts, mlp)
+        gate = self.matrix({f"model.layers.{layer}.{names.shared_gate}.weight": 1}, self._config.hidden_size)
         return WithSharedExpert(experts, mlp, gate, names.shared_gate)
 
     def _experts(self, layer: int, index: int) -> Experts:

@@ -151,9 +151,11 @@ class Experts:
 
 
 class WithSharedExpert:
-    """experts(x) + sigmoid(gate(x)) * shared(x)."""
+    """experts(x) + sigmoid(gate(x)) * shared(x), or experts(x) + shared(x) without a gate."""
 
-    def __init__(self, experts: Experts, shared: GatedMlp, gate: Weight, gate_name: str) -> None:
+    def __init__(
+        self, experts: Experts, shared: GatedMlp, gate: Weight | None = None, gate_name: str = ""
+    ) -> None:
         """Take ownership of the parts. `gate`: [1, C]; `gate_name`: in a layer of a checkpoint."""
         self._experts = experts
         self._shared = shared
@@ -164,8 +166,9 @@ class WithSharedExpert:
         """The target of each tensor of a checkpoint, by name."""
         yield from self._experts.targets(prefix)
         yield from self._shared.targets(prefix)
-        whole = Slice.whole(*self._gate.shape)
-        yield f"{prefix}{self._gate_name}.weight", LoadTarget(self._gate, whole.shape, taken=whole)
+        if self._gate is not None:
+            whole = Slice.whole(*self._gate.shape)
+            yield f"{prefix}{self._gate_name}.weight", LoadTarget(self._gate, whole.shape, taken=whole)
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """Those of the shared expert: the others take no adapters."""
@@ -175,9 +178,12 @@ class WithSharedExpert:
         """Pack the filled weights in place."""
         self._experts.pack()
         self._shared.pack()
-        self._gate = self._gate.packed()
+        if self._gate is not None:
+            self._gate = self._gate.packed()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
-        opened = torch.sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
-        return self._experts(x, context).add_(self._shared(x, context).mul_(opened))
+        shared = self._shared(x, context)
+        if self._gate is not None:
+            shared *= torch.sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
+        return self._experts(x, context).add_(shared)
