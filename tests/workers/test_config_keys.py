@@ -35,7 +35,7 @@ _READS_ROPE = re.compile(r'rope_\w+(?:\[|\.get\()"(\w+)"')
 # Declared or read, and without effect on a forward: training, and what a call returns.
 _WITHOUT_EFFECT = {
     "attention_dropout", "embd_pdrop", "initializer_range", "output_router_logits", "pad_token_id",
-    "mamba_chunk_size", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+    "mamba_chunk_size", "num_mtp_layers", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
     "use_cache",
 }  # fmt: skip
 # Of other models: layers that keep a state, experts under names that no native family has, and the parts
@@ -108,6 +108,7 @@ OPTED: dict[str, dict[str, object]] = {
 }
 # Without which the library's code runs the model.
 NEEDED: dict[str, dict[str, object]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "granitemoehybrid": {
         "num_local_experts": 0,
         "layer_types": ["full_attention", *["linear_attention"] * 31],
