@@ -35,8 +35,8 @@ _READS_ROPE = re.compile(r'rope_\w+(?:\[|\.get\()"(\w+)"')
 # Declared or read, and without effect on a forward: training, and what a call returns.
 _WITHOUT_EFFECT = {
     "attention_dropout", "embd_pdrop", "initializer_range", "output_router_logits", "pad_token_id",
-    "mamba_chunk_size", "num_mtp_layers", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
-    "use_cache",
+    "mamba_chunk_size", "num_mtp_layers", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef",
+    "router_jitter_noise", "use_cache",
 }  # fmt: skip
 # Of other models: layers that keep a state, experts under names that no native family has, and the parts
 # that see.

@@ -729,7 +729,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": replace(
         _DEEPSEEK_V3,
         defaults=_defaults(
-            *(32000, 4096, 11008, 32, 32, 2048, 1, 2),
+            *(102400, 4096, 11008, 32, 32, 2048, 1, 2),
             kv_lora_rank=512,
             q_lora_rank=1536,
             qk_rope_head_dim=64,
