@@ -68,6 +68,19 @@ _DELTA_RULE = {
     "linear_value_head_dim": 20,
 }
 
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "num_key_value_heads": 4,
+}
+_LATENT_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+
 # By a name: the family and its settings. More than one where a family has variants.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -181,6 +194,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 7,
             "layer_types": ["full_attention", *3 * ["sliding_attention"]],
         },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**_LATENT, "n_group": 3, "topk_group": 2, "rope_parameters": _LATENT_YARN, "attention_bias": True},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": _LATENT_YARN,
+        },
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**_LATENT, "rope_interleave": False, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
     "granite": (
         "granite",

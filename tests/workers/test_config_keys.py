@@ -35,8 +35,8 @@ _READS_ROPE = re.compile(r'rope_\w+(?:\[|\.get\()"(\w+)"')
 # Declared or read, and without effect on a forward: training, and what a call returns.
 _WITHOUT_EFFECT = {
     "attention_dropout", "embd_pdrop", "initializer_range", "output_router_logits", "pad_token_id",
-    "mamba_chunk_size", "num_logits_to_keep", "pretraining_tp", "resid_pdrop", "router_aux_loss_coef",
-    "router_jitter_noise", "use_cache", "z_loss_coefficient",
+    "mamba_chunk_size", "num_logits_to_keep", "num_mtp_layers", "pretraining_tp", "resid_pdrop",
+    "router_aux_loss_coef", "router_jitter_noise", "use_cache", "z_loss_coefficient",
 }  # fmt: skip
 # Of other models: layers that keep a state, experts under names that no native family has, and the parts
 # that see.
@@ -114,6 +114,7 @@ OPTED: dict[str, dict[str, object]] = {
 # Without which the library's code runs the model.
 NEEDED: dict[str, dict[str, object]] = {
     "bamba": {"attn_layer_indices": [9]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "granitemoehybrid": {"layer_types": ["full_attention", *["linear_attention"] * 31]},
 }
 

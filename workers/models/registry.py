@@ -176,6 +176,34 @@ def _granite_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object
     return {**settings, "shared_expert_intermediate_size": settings.get("shared_intermediate_size", 0)}
 
 
+def _latent_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `DeepseekV3Config`, `DeepseekV2Config` and `Glm4MoeLiteConfig` of the library read them."""
+    layers, size = integer(settings, "num_hidden_layers"), integer(settings, "moe_intermediate_size")
+    if (types := settings.get("mlp_layer_types")) is not None:
+        if not isinstance(types, list) or len(types) != layers or {*types} - {"dense", "sparse"}:
+            raise ModelError(f"mlp_layer_types: must be dense or sparse for {layers} layers, got {types!r}")
+        dense = [index for index, kind in enumerate(types) if kind == "dense"]
+    else:
+        dense = [*range(min(layers, non_negative_integer(settings, "first_k_dense_replace")))]
+    experts = next(
+        (
+            settings[name]
+            for name in ("n_routed_experts", "num_local_experts", "num_experts")
+            if settings.get(name)
+        ),
+        None,
+    )
+    return dict(settings) | {
+        "num_experts": experts,
+        "num_local_experts": None,
+        "shared_expert_intermediate_size": size * integer(settings, "n_shared_experts"),
+        "mlp_only_layers": dense,
+        # What pages have of a token.
+        "num_key_value_heads": 1,
+        "head_dim": integer(settings, "kv_lora_rank") + integer(settings, "qk_rope_head_dim"),
+    }
+
+
 # Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
 _OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
 
@@ -242,7 +270,10 @@ class Family:
         expert_biases: The router and the projections of experts have biases.
         clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
         sinks: Each head has a logit that is a term of the softmax and has no value.
-        left_out: What the names of tensors begin with that a forward does not need.
+        sigmoid_routing: Experts are chosen by sigmoids, with a correction; see `kernels.experts`.
+        wide_router: The router and its product are float32.
+        left_out: What the names of tensors begin with that a forward does not need; {} stands for the number
+            of layers.
         gated_attention: What is attended is multiplied by sigmoid(gate), and the projection of queries has
             the gates too, those of a head after its query.
     """
@@ -276,6 +307,8 @@ class Family:
     expert_biases: bool = False
     clamped_gate: bool = False
     sinks: bool = False
+    sigmoid_routing: bool = False
+    wide_router: bool = False
     left_out: tuple[str, ...] = ()
     gated_attention: bool = False
 
@@ -394,6 +427,39 @@ _DELTA_RULE_DEFAULTS: dict[str, object] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+
+_DEEPSEEK_EXPERTS = replace(_QWEN_EXPERTS, shared="mlp.shared_experts")
+_LATENT_READS = names(
+    "attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts"
+    " num_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size"
+    " first_k_dense_replace norm_topk_prob routed_scaling_factor n_group topk_group"
+)
+_DEEPSEEK_V3 = Family(
+    defaults=_defaults(
+        *(129280, 7168, 18432, 61, 128, 4096, 0, 1),
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+    ),
+    reads=_LATENT_READS | {"rope_interleave"},
+    respelled=_latent_settings,
+    experts=_DEEPSEEK_EXPERTS,
+    wide_routing=True,
+    wide_router=True,
+    sigmoid_routing=True,
+    left_out=("model.layers.{}.",),  # for the prediction of several tokens
+)
 
 _MISTRAL = Family(
     defaults=_MISTRAL_DEFAULTS | {"sliding_window": 4096},
@@ -687,6 +753,50 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         windows_opt_in=True,
         experts=_QWEN_SHARED_EXPERTS,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        defaults=_defaults(
+            *(154880, 2048, 10240, 47, 20, 202752, 0, 1),
+            rms_norm_eps=1e-5,
+            kv_lora_rank=512,
+            q_lora_rank=768,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=192,
+            v_head_dim=256,
+            n_routed_experts=64,
+            num_experts_per_tok=4,
+            n_shared_experts=1,
+            moe_intermediate_size=1536,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.8,
+            n_group=1,
+            topk_group=1,
+        ),
+        reads=_LATENT_READS - {"first_k_dense_replace"} | {"rope_interleave", "mlp_layer_types"},
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK_V3,
+        defaults=_defaults(
+            *(102400, 4096, 11008, 32, 32, 2048, 1, 2),
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            moe_intermediate_size=1407,
+            first_k_dense_replace=0,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+        ),
+        reads=_LATENT_READS | {"topk_method", "mlp_bias"},
+        mlp_bias=None,
+        sigmoid_routing=False,
+        left_out=(),
     ),
     "granite": Family(
         reads=_GRANITE_READS,
