@@ -15,6 +15,11 @@ inline Floats times_sigmoid(Floats x, Floats by) {
   return x == x ? value : x;
 }
 
+inline Floats sigmoid(Floats x) {
+  const Floats value = times_sigmoid(splat(1.0f), x);
+  return x == x ? value : x;
+}
+
 // What an activation makes of up.
 struct UpAsItIs {
   static Floats of_up(Floats up) { return up; }
@@ -68,12 +73,24 @@ struct ClampedSwiglu {
   static constexpr float kLimit = 7.0f;
 };
 
+// The gate is up itself, so that this is the square.
+struct Relu {
+  static Floats of(Floats x) {
+    const Floats value = larger(x, Floats{});
+    return x == x ? value : x;
+  }
+  static Floats of_up(Floats up) { return of(up); }
+};
+
+constexpr int64_t kUngated = 4;
+
 // Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py.
 template <typename Body>
 inline void with_activation(int64_t number, Body body) {
   if (number == 0) body(Silu());
   else if (number == 1) body(GeluTanh());
   else if (number == 2) body(Gelu());
+  else if (number == kUngated) body(Relu());
   else body(ClampedSwiglu());
 }
 

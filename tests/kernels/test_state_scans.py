@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,6 +47,13 @@ def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
     return Layer(mamba2, mamba2_reference, weights, *sizes)
 
 
+def bare_mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
+    """Without a norm and a bias, and with steps that are not below 0.4."""
+    made = mamba2_of(drawn, dtype)
+    weights = dataclasses.replace(made.weights, norm=None, bias=None, least_step=0.4)
+    return made._replace(weights=weights)
+
+
 def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
     # Four vectors at once, one, and a part of one.
     heads, width, key_heads, key_width = 6, 84, 2, 24
@@ -63,7 +71,9 @@ def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> La
     return Layer(gated_delta, gated_delta_reference, weights, *sizes)
 
 
-LAYERS = pytest.mark.parametrize("layer_of", [mamba2_of, gated_delta_of], ids=["mamba2", "gated delta"])
+LAYERS = pytest.mark.parametrize(
+    "layer_of", [mamba2_of, bare_mamba2_of, gated_delta_of], ids=["mamba2", "bare mamba2", "gated delta"]
+)
 
 
 class Drawn:

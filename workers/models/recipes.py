@@ -13,7 +13,7 @@ RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Spellings of the families.
 _VALUES, _FUSED = ("v_proj",), ("qkv_proj",)
-_OUTPUTS, _DOWN = ("self_attn.o_proj", "self_attn.out_proj"), ("down_proj", "w2", "output_linear")
+_DOWN = ("down_proj", "w2", "output_linear")
 # What is taken for rows that are not whole super-blocks.
 _WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
 
@@ -56,8 +56,8 @@ def _module(tensor: str) -> str:
 
 def _inputs(tensor: str, config: ModelConfig) -> int:
     """The length of a matrix's rows."""
-    module = _module(tensor)
-    if tensor.removesuffix(".weight").endswith(_OUTPUTS):
+    module, family = _module(tensor), config.family
+    if tensor.endswith(f".{family.attention}.{family.attention_output}.weight"):
         return config.num_attention_heads * config.head_dim
     if module == "out_proj":
         return mixer_parts(config).inner
