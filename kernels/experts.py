@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
-from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
+from kernels.gated_activation import Activation, gated_activation, gated_activation_reference, sigmoid
 from kernels.linear import DenseWeight
 from kernels.weight import Weight
 
@@ -77,7 +77,7 @@ def route_in_groups(
     Returns:
         As `route`; expert_weights are float32.
     """
-    scores = torch.sigmoid(logits) if rule.sigmoid else functional.softmax(logits, dim=-1)  # [T, E]
+    scores = sigmoid(logits) if rule.sigmoid else functional.softmax(logits, dim=-1)  # [T, E]
     chosen_by = scores if correction is None else scores + correction
     if rule.groups > 1:
         by_group = chosen_by.view(len(logits), rule.groups, -1)  # [T, G, E / G]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route, route_in_groups
+from kernels.gated_activation import sigmoid
 from kernels.linear import DenseWeight, linear
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
@@ -194,5 +195,5 @@ class WithSharedExpert:
         """[T, C] -> [T, C]."""
         shared = self._shared(x, context)
         if self._gate is not None:
-            shared *= torch.sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
+            shared *= sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
         return self._experts(x, context).add_(shared)
