@@ -113,7 +113,7 @@ async def serving(
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    front = OpenAiFront(config.of(OpenAiSettings))
+    front = config.of(OpenAiSettings).open_extension(config)
     front.attach(
         GatewayParts(
             state=state,
