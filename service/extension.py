@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
-from service.api.admin import AdminApi, Stop
+from service.admin import AdminApi, Stop
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor, Observing
 from service.api.other_shards import OtherShards

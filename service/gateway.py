@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -21,8 +21,8 @@ from quire.v1 import (
     runner_pb2_grpc,
 )
 
-from service.api import admin
-from service.api.admin import AdminApi
+from service import admin
+from service.admin import AdminApi
 from service.api.grpc_services import HealthApi, add_reflection, new_server
 from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
@@ -38,13 +38,11 @@ from service.logging import drain_log, get_logger
 from service.memory import keep_trimmed
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
-from service.pool.rolling_restart import RollingRestart
 from service.runtimes.embedding import Embedder
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
 from service.runtimes.router import Router
-from service.runtimes.runtime_calls import RuntimeCalls
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
 from service.shard import OpenShard, open_own_journal, open_shard
@@ -119,10 +117,10 @@ class Gateway:
         self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
         embedder = Embedder(self.state, self.text, self.core.api.BatchForward)
         self.runner = RunnerApi(self.executions, self.router, self.state, embedder)
-        read_again = None if others is None else others.read_again
-        calls = RuntimeCalls(self.router, self.state, read_again, self.core.weight_uploads)
         self._interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
-        self._admin = self._new_admin(calls) if admin.is_available(config) else None
+        self._admin = None
+        if admin.is_available(config):
+            self._admin = self._new_admin(None if others is None else others.read_again)
         self._attach_extensions()
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         self.core.versions.subscribe(self.health.on_change)
@@ -155,17 +153,21 @@ class Gateway:
         core.count_with(self.core)
         return core
 
-    def _new_admin(self, runtimes: RuntimeCalls) -> AdminApi:
+    def _new_admin(self, read_runtimes: Callable[[str], Awaitable[int]] | None) -> AdminApi:
         core, others = self.core, self._others
-        stop = None if others is None else others.stop_all
-        caches_of = core.caches.adapters_in_use
-        parts = self.state, core.adapter_loader, core.adapters, caches_of, stop or self.stop
-
-        def restarts() -> Sequence[RollingRestart]:
-            further = () if others is None else others.further_shards()
-            return [core.restarts, *(shard.restarts for shard in further)]
-
-        return AdminApi(*parts, restarts, runtimes)
+        stop_all = None if others is None else others.stop_all
+        further = tuple if others is None else others.further_shards
+        return AdminApi(
+            self.state,
+            core.adapter_loader,
+            core.adapters,
+            core.caches.adapters_in_use,
+            stop_all or self.stop,
+            lambda: [core.restarts, *(shard.restarts for shard in further())],
+            self.router,
+            read_runtimes,
+            core.weight_uploads,
+        )
 
     def _local_runtime(self) -> LocalRuntime:
         core = self.core

@@ -104,7 +104,8 @@ SERVICE_ROOMS = {
     "service.turns": ("service.caches.requests", "service.fair_queue"),
     "service.budgets": ("service.caches.tenants", "service.config", "service.errors", "service.turns"),
     "service.auth": (
-        "service.caches.tenants", "service.config", "service.errors", "service.handshakes", "service.logging",
+        "service.caches.tenants", "service.config", "service.errors", "service.handshakes",
+        "service.logging",
     ),
     "service.lease": (),
     "service.caches": ("service.errors", "service.lease", "service.token_bucket"),
@@ -113,13 +114,12 @@ SERVICE_ROOMS = {
         "service.logging",
     ),
     "service.dispatcher": (
-        "service.caches", "service.journal.base", "service.errors",
-        "service.logging",
+        "service.caches", "service.journal.base", "service.errors", "service.logging",
     ),
     "service.data_directory": ("service.config", "service.journal.segments"),
     "service.shard": (
-        "service.caches.machine", "service.caches.reservations", "service.config",
-        "service.data_directory", "service.journal", "service.lease", "service.logging",
+        "service.caches.machine", "service.caches.reservations", "service.config", "service.data_directory",
+        "service.journal", "service.lease", "service.logging",
     ),
     "service.pool": (
         "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
@@ -134,8 +134,7 @@ SERVICE_ROOMS = {
         "service.adapters", "service.budgets", "service.caches.answers", "service.caches.requests",
         "service.config", "service.dispatcher", "service.errors", "service.auth", "service.handshakes",
         "service.logging", "service.memory", "service.pool.model_versions", "service.pool.supervisor",
-        "service.pool.rolling_restart", "service.pool.wire", "service.printable", "service.running_clock",
-        "service.turns",
+        "service.pool.wire", "service.printable", "service.running_clock", "service.turns",
     ),
     "service.text": (
         "service.completion", "service.errors", "service.logging", "service.printable", "service.turns",
@@ -146,29 +145,34 @@ SERVICE_ROOMS = {
         "service.auth", "service.errors", "service.logging", "service.pool", "service.text",
         "service.uploads", "service.model_names",
     ),
+    "service.admin": (
+        "service.adapters", "service.api", "service.auth.authenticator", "service.config", "service.errors",
+        "service.pool.model_versions", "service.pool.rolling_restart", "service.runtimes",
+    ),
     # The border, and behind it the extensions: the core imports none of them, nor they each other.
     "service.extension": (
-        "service.adapters.registry", "service.api", "service.auth.authenticator", "service.caches.machine",
-        "service.config", "service.dispatcher", "service.journal.values", "service.logging",
-        "service.pool.launcher", "service.pool.model_versions", "service.pool.rolling_restart",
-        "service.pool.supervisor", "service.runtimes.base", "service.runtimes.executions",
-        "service.runtimes.router", "service.shard", "service.text.text_model",
+        "service.adapters.registry", "service.admin", "service.api", "service.auth.authenticator",
+        "service.caches.machine", "service.config", "service.dispatcher", "service.journal.values",
+        "service.logging", "service.pool.launcher", "service.pool.model_versions",
+        "service.pool.rolling_restart", "service.pool.supervisor", "service.runtimes.base",
+        "service.runtimes.executions", "service.runtimes.router", "service.shard", "service.text.text_model",
     ),
     # It also has the process of a gateway among several, which is that of the only one but for its extension.
     "service.extensions.gateways": (
-        "service.api", "service.auth.authenticator", "service.budgets", "service.cli.one_gateway",
-        "service.config", "service.data_directory", "service.durable_file", "service.errors",
-        "service.extension", "service.journal", "service.listening", "service.logging", "service.model_names",
-        "service.pool.gpus", "service.pool.pool_files", "service.caches.records", "service.shard",
+        "service.admin", "service.api", "service.auth.authenticator", "service.budgets",
+        "service.cli.one_gateway", "service.config", "service.data_directory", "service.durable_file",
+        "service.errors", "service.extension", "service.journal", "service.listening", "service.logging",
+        "service.model_names", "service.pool.gpus", "service.pool.pool_files", "service.caches.records",
+        "service.shard",
     ),
     "service.extensions.metrics": (
         "service.api", "service.caches", "service.config", "service.dispatcher", "service.errors",
-        "service.extension", "service.extensions.http", "service.listening", "service.logging",
+        "service.extension", "service.extensions.http", "service.logging",
     ),
     "service.extensions.openai": (
         "service.api", "service.budgets", "service.config", "service.auth", "service.errors",
-        "service.extension", "service.extensions.http", "service.listening", "service.logging",
-        "service.printable", "service.runtimes", "service.text", "service.turns",
+        "service.extension", "service.extensions.http", "service.logging", "service.printable",
+        "service.runtimes", "service.text", "service.turns",
     ),
     "service.extensions.providers": (
         "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
@@ -191,10 +195,10 @@ SERVICE_ROOMS = {
         "service.runtimes.weight_uploads", "service.shard", "service.uploads",
     ),
     "service.gateway": (
-        "service.api", "service.auth", "service.config", "service.core", "service.data_directory",
-        "service.listening", "service.logging", "service.memory", "service.extension", "service.handshakes",
-        "service.model_names", "service.pool.gpus", "service.pool.pool_files", "service.pool.rolling_restart",
-        "service.runtimes", "service.shard", "service.text",
+        "service.admin", "service.api", "service.auth", "service.config", "service.core",
+        "service.data_directory", "service.listening", "service.logging", "service.memory",
+        "service.extension", "service.handshakes", "service.model_names", "service.pool.gpus",
+        "service.pool.pool_files", "service.runtimes", "service.shard", "service.text",
     ),
     "service.server": (
         "service.auth.unix_socket", "service.config", "service.extension", "service.gateway",

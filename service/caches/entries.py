@@ -302,9 +302,6 @@ class OperationKind(Generic[Req]):
         """The records of these are applied. Returns their answers."""
         raise NotImplementedError
 
-    def stopped(self, operation: Operation) -> None:
-        """An operation that was not committing ends, or waits for its turn again."""
-
     def write_failed(self, operation: Operation, request: Req) -> None:
         """Undoes the operation after its records could not be written."""
 

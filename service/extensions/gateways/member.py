@@ -10,7 +10,7 @@ from typing import cast
 import grpc
 from quire.v1 import executor_pb2_grpc
 
-from service.api.admin import Stop
+from service.admin import Stop
 from service.api.grpc_services import new_server
 from service.api.server_state import ServerState
 from service.config import Config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from service.api.admin import Stop
+from service.admin import Stop
 from service.config import Config
 from service.extension import ServedShard
 from service.extensions.gateways.keeper import Keeper
