@@ -84,13 +84,11 @@ TOP_LEVEL = {
 SERVICE_ROOMS = {
     "service.errors": ("service.printable",),
     "service.model_names": (),
-    "service.quantised": ("service.config", "service.model_names"),
-    "service.draft_model": ("service.config", "service.model_names"),
+    "service.model_check": ("service.config", "service.model_names"),
     "service.setting_rules": ("service.model_names",),
     "service.settings": ("service.setting_rules",),
     "service.config": ("service.model_names",),
     "service.config_sources": ("service.config", "service.model_names"),
-    "service.gguf": ("service.config", "service.quantised"),
     "service.outbound": (),
     "service.printable": (),
     "service.memory": (),
@@ -209,8 +207,7 @@ SERVICE_ROOMS = {
         "service.auth", "service.config", "service.config_sources", "service.data_directory",
         "service.errors", "service.journal", "service.logging", "service.extension",
         "service.pool.pool_files", "service.outbound", "service.printable", "service.gateway",
-        "service.server", "service.uploads", "service.gguf", "service.model_names", "service.quantised",
-        "service.draft_model",
+        "service.server", "service.uploads", "service.model_names", "service.model_check",
     ),
 }  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.

@@ -27,10 +27,10 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
+from service.model_check import quantised
 from service.model_names import other_format
 from service.outbound import is_this_machine, proxy_of
 from service.printable import escaped
-from service.quantised import quantised
 from workers.common.protocol import EXIT_CONFIG
 
 _CONFIG = "config.json"
