@@ -87,7 +87,6 @@ class AdminApi:
         return [slot for restarts in self.restarts() for slot in restarts.slots]
 
     async def Drain(self, request: admin_pb2.DrainRequest, _context: Context) -> admin_pb2.DrainResponse:
-        """Replaces workers of this gateway."""
         grace_s = self.state.config.drain_grace_s
         if request.HasField("grace"):
             grace_s = validation.grace_seconds(request.grace)
@@ -183,7 +182,6 @@ class AdminApi:
     async def Shutdown(
         self, request: admin_pb2.ShutdownRequest, _context: Context
     ) -> admin_pb2.ShutdownResponse:
-        """Starts to stop the server."""
         self.stop(leave_workers=request.leave_workers)
         return admin_pb2.ShutdownResponse()
 

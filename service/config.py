@@ -427,7 +427,6 @@ class Config:
         return dataclasses.replace(self, **own, extensions=tuple(extensions))
 
     def values(self) -> dict[str, Any]:
-        """Each setting by its name, also of extensions."""
         return {
             name: getattr(self if one.owner is Config else self.of(one.owner), name)
             for name, one in all_settings().items()

@@ -179,7 +179,6 @@ def _port_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _pool_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about where workers run."""
     # On other hosts the model can be where this one has nothing.
     if not config.has_remote_workers and not is_model(config.model):
         yield ("model",), model_problem(config.model)

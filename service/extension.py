@@ -148,7 +148,6 @@ class GatewayParts:
     num_http_connections: Callable[[], int]
 
     def slots(self) -> list[WorkerSlot]:
-        """The workers of all shards."""
         return [slot for shard in self.shards() for slot in shard.versions.slots]
 
 

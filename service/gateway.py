@@ -142,7 +142,6 @@ class Gateway:
         return others
 
     def _open_core(self, opened: OpenShard) -> Core:
-        """The core of a further shard."""
         core = Core(
             self.config,
             opened,
@@ -200,7 +199,6 @@ class Gateway:
             extension.attach(parts)
 
     def _observing(self) -> list[Observing]:
-        """What extensions do with each call."""
         return [one.calls for one in self.extensions if one.calls is not None]
 
     def stop(self, *, leave_workers: bool = False) -> None:

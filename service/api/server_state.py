@@ -199,7 +199,6 @@ class ServerState:
 
     @property
     def uptime_s(self) -> float:
-        """Time since the gateway started."""
         return time.monotonic() - self._started_s
 
     @property

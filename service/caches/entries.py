@@ -133,7 +133,6 @@ class Operation:
     caches: int = 0
 
     def is_late(self, now_s: float) -> bool:
-        """Whether its deadline has passed."""
         return self.deadline_s is not None and now_s > self.deadline_s - _CLOCK_TOLERANCE_S
 
 
@@ -196,7 +195,6 @@ class CacheEntry:
 
     @property
     def busy(self) -> bool:
-        """Whether an operation runs or waits."""
         return self.running is not None or bool(self.waiting)
 
     @property

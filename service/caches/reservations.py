@@ -159,7 +159,6 @@ class Admission:
             raise CacheLimit(self._limits.max_caches)
 
     def new_cache(self, state: CacheState, tenant: Tenant, *, ephemeral: bool = False) -> CacheEntry:
-        """Creates the entry of a cache and counts it."""
         self._caches += 1
         tenant.caches += 1
         entry = CacheEntry(state.number, tenant, ephemeral, state, ownership=state.ownership)

@@ -262,7 +262,6 @@ def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
 
 
 def _to_hub_error(error: Exception, hub_id: str, revision: str | None) -> HubError:
-    """Explains a failed download to the operator."""
     named, host = _named(hub_id, revision), _host()
     match error:
         case HubError():

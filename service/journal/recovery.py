@@ -89,7 +89,6 @@ class Recovery:
         return Unrecoverable(f"frame {self._last}: the records up to it conflict: {error}")
 
     def _flush(self) -> None:
-        """Applies all packed decodes."""
         if self._count:
             self.records += self._count
             for run, wall_s in _runs(self._packed, self._walls_s):

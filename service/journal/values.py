@@ -36,7 +36,6 @@ class StoredValues:
         self._closed = False
 
     def get(self, name: str) -> bytes:
-        """The value of a name. Empty: there is none."""
         return self._ledger.values.get(name, b"")
 
     def all(self, prefix: str) -> dict[str, bytes]:

@@ -195,7 +195,6 @@ class Incarnation:
         self.send(worker_pb2.WorkerCommand(replace_weights=command))
 
     def discard_weights(self) -> None:
-        """Lets the worker forget what it has read."""
         command = worker_pb2.ReplaceWeightsCommand(discard=empty_pb2.Empty())
         self.send(worker_pb2.WorkerCommand(replace_weights=command))
 

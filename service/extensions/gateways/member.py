@@ -64,7 +64,6 @@ class Member(Extension):
         return self
 
     def further_shards(self) -> Sequence[ServedShard]:
-        """See `OtherGateways.further_shards`."""
         return [*self.shards.cores.values()]
 
     def attach(self, parts: GatewayParts) -> None:
@@ -115,18 +114,15 @@ class FurtherShard:
         forwarding.cores[core.shard.index] = core
 
     async def run(self) -> None:
-        """See `RunningCore.run`."""
         try:
             await self._core.run()
         finally:
             self._forwarding.cores.pop(self._core.shard.index, None)
 
     async def drain(self, grace_s: float) -> None:
-        """See `RunningCore.drain`."""
         self._core.pool.detach_workers()
         await self._core.drain(grace_s)
 
     def close(self) -> None:
-        """See `RunningCore.close`."""
         self._core.dispatcher.close()
         self._core.close()

@@ -196,7 +196,6 @@ class Leases:
         return Lease(shard, fence, lease_id, self._valid_until_s(asked_at_s))
 
     async def renew(self, lease: Lease) -> None:
-        """Renews it, or notes that it is lost."""
         asked_at_s = time.monotonic()
         if not await self._table.fetch(_RENEW, lease.shard, self._lease_s, lease.fence):
             lease.lose(await why_lost(self._table, lease) or "its row is gone")
