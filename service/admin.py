@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ from service.api import validation
 from service.api.parsing import parsed
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant_name
+from service.completion import wait_until
 from service.config import Config
 from service.errors import BadRuntimes, InvalidArgument, SeveralGateways
 from service.pool.model_versions import WorkerSlot
@@ -26,7 +26,6 @@ from service.runtimes.router import Router
 from service.runtimes.weight_uploads import WeightUploads
 from service.setting_rules import is_private
 
-_POLL_S = 0.02
 _CAUSES = frozenset(admin_pb2.RebuildCause.values())
 # Causes of which the server's own workers, or providers, have none.
 _OF_WORKERS = admin_pb2.REBUILD_CAUSE_CUDA_CONTEXT_POISONED
@@ -76,15 +75,14 @@ class AdminApi:
         """Waits until workers of this gateway are ready."""
         if request.workers > (there := len(self._slots())):
             raise InvalidArgument("TOO_MANY_WORKERS", "workers", f"there are {there} workers")
-        while True:
-            ready = [slot.state == executor_pb2.WORKER_STATE_READY for slot in self._slots()]
-            if sum(ready) >= (request.workers or len(ready)):
-                return admin_pb2.WarmupResponse(workers_ready=sum(ready))
-            # Polling is enough: this call is rare.
-            await asyncio.sleep(_POLL_S)
+        await wait_until(lambda: self._num_ready() >= (request.workers or len(self._slots())))
+        return admin_pb2.WarmupResponse(workers_ready=self._num_ready())
 
     def _slots(self) -> list[WorkerSlot]:
         return [slot for restarts in self.restarts() for slot in restarts.slots]
+
+    def _num_ready(self) -> int:
+        return sum(slot.state == executor_pb2.WORKER_STATE_READY for slot in self._slots())
 
     async def Drain(self, request: admin_pb2.DrainRequest, _context: Context) -> admin_pb2.DrainResponse:
         grace_s = self.state.config.drain_grace_s

@@ -28,6 +28,7 @@ from service.api.interceptor import CallInterceptor, Observing
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import handshake_limits
 from service.auth.tls import server_credentials
+from service.completion import wait_until
 from service.config import Config
 from service.core import Core
 from service.data_directory import data_directory
@@ -57,7 +58,6 @@ RUNNER_SERVICE = runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"].fu
 _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
-_POLL_INTERVAL_S = 0.02
 _HANDSHAKE_INTERVAL_S = 1.0
 _REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 
@@ -286,8 +286,7 @@ class Gateway:
         deadline_s = time.monotonic() + self.config.drain_grace_s
         # Executions end first: each of their tokens is a new operation, which the dispatcher would refuse.
         self.executions.drain()
-        while self.executions.num_unfinished and time.monotonic() < deadline_s:
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        await wait_until(lambda: not self.executions.num_unfinished, self.config.drain_grace_s)
         self.executions.end_all()
         self.core.dispatcher.start_draining()
         self.core.api.end_sessions()

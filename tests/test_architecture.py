@@ -120,9 +120,10 @@ SERVICE_ROOMS = {
         "service.journal", "service.lease", "service.logging",
     ),
     "service.pool": (
-        "service.caches", "service.config", "service.dispatcher", "service.durable_file", "service.errors",
-        "service.handshakes", "service.journal.values", "service.listening", "service.logging",
-        "service.running_clock", "service.model_names", "service.lease",
+        "service.completion", "service.caches", "service.config", "service.dispatcher",
+        "service.durable_file", "service.errors", "service.handshakes", "service.journal.values",
+        "service.listening", "service.logging", "service.running_clock", "service.model_names",
+        "service.lease",
     ),
     "service.adapters": (
         "service.caches.machine", "service.completion", "service.config", "service.errors",
@@ -144,8 +145,9 @@ SERVICE_ROOMS = {
         "service.uploads", "service.model_names",
     ),
     "service.admin": (
-        "service.adapters", "service.api", "service.auth.authenticator", "service.config", "service.errors",
-        "service.pool.model_versions", "service.pool.rolling_restart", "service.runtimes",
+        "service.completion", "service.adapters", "service.api", "service.auth.authenticator",
+        "service.config", "service.errors", "service.pool.model_versions", "service.pool.rolling_restart",
+        "service.runtimes",
     ),
     # The border, and behind it the extensions: the core imports none of them, nor they each other.
     "service.extension": (
@@ -157,11 +159,11 @@ SERVICE_ROOMS = {
     ),
     # It also has the process of a gateway among several, which is that of the only one but for its extension.
     "service.extensions.gateways": (
-        "service.admin", "service.api", "service.auth.authenticator", "service.budgets",
-        "service.cli.one_gateway", "service.config", "service.data_directory", "service.durable_file",
-        "service.errors", "service.extension", "service.journal", "service.listening", "service.logging",
-        "service.model_names", "service.pool.gpus", "service.pool.pool_files", "service.caches.records",
-        "service.shard",
+        "service.completion", "service.admin", "service.api", "service.auth.authenticator",
+        "service.budgets", "service.cli.one_gateway", "service.config", "service.data_directory",
+        "service.durable_file", "service.errors", "service.extension", "service.journal",
+        "service.listening", "service.logging", "service.model_names", "service.pool.gpus",
+        "service.pool.pool_files", "service.caches.records", "service.shard",
     ),
     "service.extensions.metrics": (
         "service.api", "service.caches", "service.config", "service.dispatcher", "service.errors",
@@ -188,13 +190,14 @@ SERVICE_ROOMS = {
     ),
     "service.extensions.http": ("service.handshakes", "service.listening"),
     "service.core": (
-        "service.adapters", "service.api", "service.auth.authenticator", "service.caches", "service.config",
-        "service.dispatcher", "service.extension", "service.journal.values", "service.pool",
-        "service.runtimes.weight_uploads", "service.shard", "service.uploads",
+        "service.completion", "service.adapters", "service.api", "service.auth.authenticator",
+        "service.caches", "service.config", "service.dispatcher", "service.extension",
+        "service.journal.values", "service.pool", "service.runtimes.weight_uploads", "service.shard",
+        "service.uploads",
     ),
     "service.gateway": (
-        "service.admin", "service.api", "service.auth", "service.config", "service.core",
-        "service.data_directory", "service.listening", "service.logging", "service.memory",
+        "service.completion", "service.admin", "service.api", "service.auth", "service.config",
+        "service.core", "service.data_directory", "service.listening", "service.logging", "service.memory",
         "service.extension", "service.handshakes", "service.model_names", "service.pool.gpus",
         "service.pool.pool_files", "service.runtimes", "service.shard", "service.text",
     ),

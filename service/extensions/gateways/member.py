@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -13,14 +12,13 @@ from quire.v1 import executor_pb2_grpc
 from service.admin import Stop
 from service.api.grpc_services import new_server
 from service.api.server_state import ServerState
+from service.completion import wait_until
 from service.config import Config
 from service.extension import Extension, GatewayParts, ServedShard
 from service.extensions.gateways.forwarding import Forwarding
 from service.extensions.gateways.peers import PeerInterceptor, Peers
 from service.listening import binding
 from service.shard import OpenJournal, OpenShard
-
-_POLL_INTERVAL_S = 0.02
 
 
 class Member(Extension):
@@ -95,9 +93,7 @@ class Member(Extension):
         deadline_s = time.monotonic() + grace_s
         self.shards.is_draining = True
         await self._give_back(self._parts.shards()[0])
-        # Polled, because an event for this rare case would cost time with each call.
-        while self.shards.in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        await wait_until(lambda: not self.shards.in_flight, deadline_s - time.monotonic())
 
     async def stop(self, grace_s: float) -> None:
         """Ends the calls of other gateways, and the connections to them."""
