@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
-from service.admin import AdminApi, Stop
+from service.admin import Stop
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor, Observing
 from service.api.other_shards import OtherShards
@@ -124,7 +124,6 @@ class GatewayParts:
         api: The calls of gRPC, of a caller in the same process.
         authenticator: None: there are no tokens.
         interceptor: Wraps each call of gRPC.
-        admin: The calls of operators. None: they are not safe to offer.
         shards: Those that the gateway has now; the one that it got first is the first.
         open_core: Makes the core of a further shard.
         stop: Stops this gateway; a second call, before it has ended, ends it at once.
@@ -134,7 +133,6 @@ class GatewayParts:
 
     state: ServerState
     api: ExecutorApi
-    admin: AdminApi | None
     interceptor: CallInterceptor
     authenticator: Authenticator | None
     text: TextModel

@@ -182,7 +182,6 @@ class Gateway:
         parts = GatewayParts(
             state=self.state,
             api=core.api,
-            admin=self._admin,
             interceptor=self._interceptor,
             authenticator=self.authenticator,
             text=self.text,

@@ -177,9 +177,6 @@ class Forwarding:
             raise InvalidArgument("OUTPUT_TOO_LARGE", "items", "answers of several gateways are too large")
         return response
 
-    async def close(self) -> None:
-        await self._peers.close()
-
     def in_session(self, stream: Any, here: RunHere) -> SessionCallsOfOthers:
         return SessionCallsOfOthers(self, stream, here)
 

@@ -118,7 +118,6 @@ async def serving(
         GatewayParts(
             state=state,
             api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
-            admin=None,
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
