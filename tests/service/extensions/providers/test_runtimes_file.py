@@ -15,7 +15,7 @@ from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.runtimes_file import RuntimesFile, load
 from service.journal.values import StoredValues
-from tests.service.runtimes.test_router import FakeRuntime
+from tests.service.runtimes.fake_runtime import FakeRuntime
 from tests.service.served import state_of
 
 GOOD = """
