@@ -24,7 +24,7 @@ from quire.v1 import (
 from service import admin
 from service.admin import AdminApi
 from service.api.grpc_services import HealthApi, add_reflection, new_server
-from service.api.interceptor import CallInterceptor, Observing
+from service.api.interceptor import CallInterceptor
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import handshake_limits
 from service.auth.tls import server_credentials
@@ -117,7 +117,8 @@ class Gateway:
         self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
         embedder = Embedder(self.state, self.text, self.core.api.BatchForward)
         self.runner = RunnerApi(self.executions, self.router, self.state, embedder)
-        self._interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
+        observing = [one.calls for one in extensions if one.calls is not None]
+        self._interceptor = CallInterceptor(self.state, self.authenticator, observing)
         self._admin = None
         if admin.is_available(config):
             self._admin = self._new_admin(None if others is None else others.read_again)
@@ -142,13 +143,7 @@ class Gateway:
         return others
 
     def _open_core(self, opened: OpenShard) -> Core:
-        core = Core(
-            self.config,
-            opened,
-            self._tenant_of,
-            self.extensions,
-            worker_port=self._worker_port,
-        )
+        core = Core(self.config, opened, self._tenant_of, self.extensions, worker_port=self._worker_port)
         core.count_with(self.core)
         return core
 
@@ -196,9 +191,6 @@ class Gateway:
         )
         for extension in extensions:
             extension.attach(parts)
-
-    def _observing(self) -> list[Observing]:
-        return [one.calls for one in self.extensions if one.calls is not None]
 
     def stop(self, *, leave_workers: bool = False) -> None:
         """Starts to stop. `leave_workers`: the next gateway with this data directory can adopt them."""
