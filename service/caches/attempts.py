@@ -398,7 +398,6 @@ class Attempts:
         return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
 
     def _attempt_failed(self, operation: Operation, failed: CommandFailed) -> bool:
-        """Returns whether that was the last attempt."""
         entry, worker, error = operation.entry, operation.entry.worker, failed.error
         assert worker is not None
         if operation.copy_number is not None and operation.state is COMPUTING:

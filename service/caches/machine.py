@@ -289,7 +289,6 @@ class CacheMachine(OperationQueues):
 
     @property
     def operations_in_flight(self) -> int:
-        """Operations that wait or run."""
         return len(self.operations)
 
     @property

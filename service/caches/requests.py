@@ -75,7 +75,6 @@ class Append:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether no cache is kept."""
         return self.kind is AppendKind.SCORE
 
     @property

@@ -73,7 +73,6 @@ class PreparedItem:
 
     @property
     def has_hidden(self) -> bool:
-        """Whether its answers have hidden states."""
         return self._output.HasField("hidden")
 
     @property

@@ -161,7 +161,6 @@ class Sample:
         return chunk
 
     def _add_output(self, chunk: runner_pb2.SampleChunk, output: types_pb2.StepOutput) -> None:
-        """Adds log-probabilities and hidden states."""
         if self.spec.with_logprobs:
             top = output.top if output.HasField("top") else None
             added = chunk.logprobs.add(logprob=output.logprob, top=top)

@@ -28,7 +28,6 @@ from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
 from service.extensions.openai.responses_api import ResponsesResponse, responses
-from service.extensions.openai.settings import OpenAiSettings
 from service.extensions.openai.stored_responses import StoredResponses, not_found
 from service.extensions.openai.tokenize import BodyHandler, Tokens
 from service.runtimes.embedding import Embedder
@@ -51,9 +50,9 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, settings: OpenAiSettings) -> None:
-        self.listen, self._settings = settings.openai_listen, settings
-        self._parsers = settings.tool_call_parser, settings.reasoning_parser
+    def __init__(self, listen: str, logprobs_mode: str, parsers: tuple[str, str]) -> None:
+        """`parsers`: of tool calls and of thoughts."""
+        self.listen, self._logprobs_mode, self._parsers = listen, logprobs_mode, parsers
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
@@ -70,7 +69,7 @@ class OpenAiFront(Extension):
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
     def _routes(self, parts: GatewayParts) -> Router:
-        is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
+        is_processed = self._logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
         text = parts.text
         shared = parts.executions, self._models, self._state, text, self.bodies, parts.api.Forward

@@ -148,14 +148,9 @@ def test_the_journal_of_the_manual_is_right(tmp_path: Path, monkeypatch: pytest.
 
 
 LAUNCHER = """
-from typing import ClassVar
 from service.config import ExtensionSettings
 from service.extension import Extension
 from service.pool.local import LocalLauncher
-
-class Settings(ExtensionSettings):
-    opened_by: ClassVar[str] = "theirs:open_extension"
-    starts_workers = True
 
 class Told(LocalLauncher):
     async def start(self, config):
@@ -163,10 +158,13 @@ class Told(LocalLauncher):
             file.write(config.worker_id + "\\n")
         return await super().start(config)
 
-def open_extension(config):
-    extension = Extension()
-    extension.launcher = lambda config, directory, on_locked: Told(directory, 0.0, on_locked)
-    return extension
+class Settings(ExtensionSettings):
+    starts_workers = True
+
+    def open_extension(self, config):
+        extension = Extension()
+        extension.launcher = lambda config, directory, on_locked: Told(directory, 0.0, on_locked)
+        return extension
 """
 
 
@@ -181,17 +179,14 @@ def test_an_extension_that_starts_the_workers(tmp_path: Path, monkeypatch: pytes
 
 
 OPENED = """
-from typing import ClassVar
 from service.config import ExtensionSettings
 from service.extension import Extension
-
-class Settings(ExtensionSettings):
-    opened_by: ClassVar[str] = "theirs:open_extension"
 
 class Theirs(Extension):
     journal = launcher = print
 
-"""
+class Settings(ExtensionSettings):
+    def open_extension(self, config): return """
 
 
 @pytest.mark.parametrize(
@@ -204,13 +199,13 @@ class Theirs(Extension):
             [],
         ),
         (
-            OPENED + "def open_extension(config): return 1 / 0\n",
+            OPENED + "1 / 0\n",
             ["first"],
             "the extension first, of the package quire-theirs, failed: ZeroDivisionError: .*theirs.py:",
             [],
         ),
         (
-            OPENED + "def open_extension(config): return Theirs()\n",
+            OPENED + "Theirs()\n",
             ["first", "second"],
             "only one extension can have the launcher, and first and second do",
             ["--check"],

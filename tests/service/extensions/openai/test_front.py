@@ -113,12 +113,11 @@ async def serving(
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    front = OpenAiFront(config.of(OpenAiSettings))
+    front = config.of(OpenAiSettings).open_extension(config)
     front.attach(
         GatewayParts(
             state=state,
             api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
-            admin=None,
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
