@@ -18,6 +18,7 @@ from service.extensions.openai.responses_api import ResponsesRequest
 from service.extensions.openai.responses_api import responses as kept_responses
 from service.extensions.openai.stored_responses import StoredResponses
 from service.extensions.openai.translated import Blocks
+from service.text.bounded_json import MAX_BYTES
 from tests.service.extensions.openai.test_requests import resolve
 from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
 
@@ -164,6 +165,9 @@ async def test_tokens_and_back() -> None:
         assert await post("detokenize", tokens=found["tokens"]) == {"prompt": "|user:Go.|<think>\n"}
         refused = await post("detokenize", tokens=[-1])
         assert refused["error"]["param"] == "tokens[0]"
+        large = {"x": "x" * MAX_BYTES}
+        refused = await post("tokenize", messages=TALK, chat_template_kwargs=large)
+        assert refused["error"]["param"] == "chat_template_kwargs"
 
 
 def test_conversations_are_those_of_chats() -> None:
