@@ -16,6 +16,7 @@ from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong
 from service.extensions.openai.anthropic_messages import messages
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields, bad_field, boolean, string, unsupported
+from service.extensions.openai.generation import until_disconnected
 from service.extensions.openai.item_fields import param_of, token_ids
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.requests import CompletionRequest, chat
@@ -111,7 +112,11 @@ class BodyHandler:
     body_reader: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises QuireError."""
-        async with self.body_reader.read(Request(scope, receive)) as value:
+        """Raises QuireError. Ends if the client disconnects: a template may take seconds."""
+
+        async def respond(value: object) -> None:
             response = JSONResponse(await self.answer(value))
-        await response(scope, receive, send)
+            await response(scope, receive, send)
+
+        async with self.body_reader.read(Request(scope, receive)) as value:
+            await until_disconnected(receive, respond(value))
