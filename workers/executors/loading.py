@@ -159,6 +159,10 @@ def load_served(  # noqa: PLR0913 - the settings of a load
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)
         return load_planned(plan, progress, pack=pack)
+    except KvSizingError as error:
+        if str(directory) in str(error):
+            raise
+        raise KvSizingError(f"{directory}: {error}") from error
     except (ModelError, MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise KvSizingError(

@@ -152,6 +152,14 @@ def test_an_endless_template_is_ended(monkeypatch: pytest.MonkeyPatch, source: s
         render_chat(template(source), USER)
 
 
+def test_a_value_that_cannot_be_written_as_json_is_refused() -> None:
+    nested: Any = 1
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(TemplateError, match="nested too deeply"):
+        render_chat(template("x"), [{"role": "user", "content": nested}])
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
