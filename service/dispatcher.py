@@ -27,6 +27,7 @@ from service.caches.machine import CacheMachine
 from service.caches.records import Record
 from service.caches.requests import Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
+from service.caches.weights import PreviousCaches
 from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
 from service.logging import get_logger
@@ -199,9 +200,9 @@ class Dispatcher:
 
     # Weights.
 
-    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
+    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], previous: PreviousCaches) -> None:
         """See `CacheMachine.weights_replaced`."""
-        self.caches.weights_replaced(weights, workers, self._clock_s(), recompute=recompute)
+        self.caches.weights_replaced(weights, workers, self._clock_s(), previous)
         self._carry_out()
 
     # Workers.

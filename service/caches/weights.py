@@ -2,16 +2,25 @@
 
 A cache and its forks belong to the weights that were served when it was created. When these are replaced,
 they can only be released; or they continue with the new ones: then they belong to them, and their KV is
-recomputed.
+recomputed, or kept where it is.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 from service.caches.entries import CacheEntry, Operation
 from service.caches.ledger import Ledger
 from service.errors import WeightsChanged
+
+
+class PreviousCaches(enum.Enum):
+    """What becomes of caches when weights are replaced; as in LoadWeightsRequest."""
+
+    END = enum.auto()
+    RECOMPUTE = enum.auto()
+    KEEP_KV = enum.auto()
 
 
 class Weights:

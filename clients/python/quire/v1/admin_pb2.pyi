@@ -15,6 +15,7 @@ class PreviousCaches(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PREVIOUS_CACHES_UNSPECIFIED: _ClassVar[PreviousCaches]
     PREVIOUS_CACHES_END: _ClassVar[PreviousCaches]
     PREVIOUS_CACHES_RECOMPUTE: _ClassVar[PreviousCaches]
+    PREVIOUS_CACHES_KEEP_KV: _ClassVar[PreviousCaches]
 
 class LoadWeightsPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ class RebuildCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 PREVIOUS_CACHES_UNSPECIFIED: PreviousCaches
 PREVIOUS_CACHES_END: PreviousCaches
 PREVIOUS_CACHES_RECOMPUTE: PreviousCaches
+PREVIOUS_CACHES_KEEP_KV: PreviousCaches
 LOAD_WEIGHTS_PHASE_UNSPECIFIED: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_LOADING: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_SERVING: LoadWeightsPhase
