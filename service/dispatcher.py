@@ -25,9 +25,8 @@ from service.caches.effects import Reply, Send, Write
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.requests import Release, Request, Result, undelivered
+from service.caches.requests import PreviousCaches, Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
-from service.caches.weights import PreviousCaches
 from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
 from service.logging import get_logger

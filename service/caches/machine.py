@@ -30,11 +30,11 @@ from service.caches.ledger import Ledger
 from service.caches.placement import touch
 from service.caches.queues import OperationQueues
 from service.caches.records import Record, TokensAppended, numbers_of
-from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
-from service.caches.weights import PreviousCaches, operations_with
+from service.caches.weights import operations_with
 from service.errors import GatewayUnavailable, QuireError, ShardMoved, WeightsChanged, WorkerLost
 
 

@@ -7,20 +7,11 @@ recomputed, or kept where it is.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 
 from service.caches.entries import CacheEntry, Operation
 from service.caches.ledger import Ledger
 from service.errors import WeightsChanged
-
-
-class PreviousCaches(enum.Enum):
-    """What becomes of caches when weights are replaced; as in LoadWeightsRequest."""
-
-    END = enum.auto()
-    RECOMPUTE = enum.auto()
-    KEEP_KV = enum.auto()
 
 
 class Weights:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import psutil
 from quire.v1 import admin_pb2, types_pb2
 
-from service.caches.weights import PreviousCaches
+from service.caches.requests import PreviousCaches
 from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
@@ -96,6 +96,7 @@ class WeightsLoader:
             progress=1.0,
             model_id=described.model_id,
             fingerprint=described.fingerprint,
+            weights_version=version.number,
         )
 
     def _require_memory(self, model: str) -> None:

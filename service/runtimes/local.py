@@ -11,7 +11,7 @@ from quire.v1 import admin_pb2, runner_pb2
 
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
-from service.caches.weights import PreviousCaches
+from service.caches.requests import PreviousCaches
 from service.dispatcher import Dispatcher
 from service.errors import DeadlinePassed, NoWorker, OtherShard, QuireError, WeightsChanged
 from service.pool import gpus

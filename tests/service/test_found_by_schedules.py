@@ -6,8 +6,7 @@ import dataclasses
 
 from quire.v1 import types_pb2
 
-from service.caches.requests import Appended
-from service.caches.weights import PreviousCaches
+from service.caches.requests import Appended, PreviousCaches
 from tests.sim.appends import with_options
 from tests.sim.harness import Gateway, prefill, verify
 from tests.sim.model_worker import Pool

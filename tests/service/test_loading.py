@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from quire.v1 import admin_pb2, executor_pb2
 
-from service.caches.weights import PreviousCaches
+from service.caches.requests import PreviousCaches
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, StorageUnavailable
 from service.journal.values import StoredValues

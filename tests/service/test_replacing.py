@@ -12,7 +12,7 @@ import pytest
 from quire.v1 import admin_pb2
 
 from service.caches.entries import WorkerView
-from service.caches.weights import PreviousCaches
+from service.caches.requests import PreviousCaches
 from service.config import Config
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes.loading import WeightsLoader

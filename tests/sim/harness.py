@@ -15,9 +15,17 @@ from quire.v1 import types_pb2
 from service.caches.effects import Send
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
+from service.caches.requests import (
+    Append,
+    Appended,
+    AppendKind,
+    Handles,
+    PreviousCaches,
+    Release,
+    Released,
+    Request,
+)
 from service.caches.reservations import Limits
-from service.caches.weights import PreviousCaches
 from service.dispatcher import Dispatcher, Found, Outcome
 from service.errors import QuireError
 from service.journal.base import Journal, OnCommitted

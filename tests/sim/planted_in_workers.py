@@ -14,8 +14,7 @@ from service.caches.effects import Claim
 from service.caches.entries import WorkerView
 from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, Record, numbers_of
-from service.caches.requests import Append, Request
-from service.caches.weights import PreviousCaches
+from service.caches.requests import Append, PreviousCaches, Request
 from service.errors import QuireError, SequenceQuarantined, WorkerFault
 from tests.forwards import SentForward, Told
 from tests.sim.machine import PlantedMachine

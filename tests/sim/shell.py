@@ -22,8 +22,7 @@ from quire.v1 import admin_pb2
 from service.adapters.registry import Adapters
 from service.api.server_state import ServerState
 from service.caches.effects import Send
-from service.caches.requests import Release
-from service.caches.weights import PreviousCaches
+from service.caches.requests import PreviousCaches, Release
 from service.config import Config
 from service.errors import LoadFailed, Loading, NoWorker, StorageUnavailable
 from service.pool import incarnation as incarnation_module

@@ -15,10 +15,9 @@ from functools import partial
 
 from service.caches.effects import Claim, Send
 from service.caches.ledger import Ledger
-from service.caches.requests import Append, Release, Request
+from service.caches.requests import Append, PreviousCaches, Release, Request
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
-from service.caches.weights import PreviousCaches
 from service.pool import wire
 from tests.sim.callers import Callers
 from tests.sim.disk import Disk, DiskJournal

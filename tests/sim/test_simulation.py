@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
+from service.caches.requests import PreviousCaches
 from service.caches.states import NEXT
-from service.caches.weights import PreviousCaches
 from tests.sim import planted_in_bytes, planted_in_caches, planted_in_workers
 from tests.sim.machine import PlantedMachine
 from tests.sim.planted import Plant, is_found, plant, plants_of

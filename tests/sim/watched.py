@@ -10,9 +10,8 @@ from service.caches.answers import CommandFailed, Event
 from service.caches.effects import Command, ReleaseSequences, Send, Write
 from service.caches.entries import Operation, WorkerView
 from service.caches.ledger import Ledger
-from service.caches.requests import Append, Release, Renew, Request
+from service.caches.requests import Append, PreviousCaches, Release, Renew, Request
 from service.caches.tenants import Tenant
-from service.caches.weights import PreviousCaches
 from service.dispatcher import Dispatcher, Found, OnOutcomes, SendCommands
 from tests.forwards import told
 from tests.sim.disk import DiskJournal

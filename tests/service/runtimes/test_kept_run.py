@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from quire.v1 import runner_pb2
 
-from service.caches.weights import PreviousCaches
+from service.caches.requests import PreviousCaches
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem

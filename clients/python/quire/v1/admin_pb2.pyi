@@ -92,16 +92,18 @@ class LoadWeightsRequest(_message.Message):
     def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., previous_caches: _Optional[_Union[PreviousCaches, str]] = ...) -> None: ...
 
 class LoadWeightsResponse(_message.Message):
-    __slots__ = ("phase", "progress", "model_id", "fingerprint")
+    __slots__ = ("phase", "progress", "model_id", "fingerprint", "weights_version")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     phase: LoadWeightsPhase
     progress: float
     model_id: str
     fingerprint: str
-    def __init__(self, phase: _Optional[_Union[LoadWeightsPhase, str]] = ..., progress: _Optional[float] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, phase: _Optional[_Union[LoadWeightsPhase, str]] = ..., progress: _Optional[float] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class UploadWeightsRequest(_message.Message):
     __slots__ = ("name", "size_bytes", "data", "sha256")
