@@ -221,7 +221,7 @@ class ShellSimulation:
     # Weights.
 
     def _load_weights(self) -> None:
-        self._in_background(self._load(self.rng.choice([*PreviousCaches])))
+        self._in_background(self._load(self.rng.choices([*PreviousCaches])[0]))
 
     async def _load(self, previous: PreviousCaches) -> None:
         try:
