@@ -25,7 +25,7 @@ from service.caches.effects import Reply, Send, Write
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.requests import Release, Request, Result, undelivered
+from service.caches.requests import PreviousCaches, Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
@@ -198,8 +198,8 @@ class Dispatcher:
 
     # Weights.
 
-    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
-        self.caches.weights_replaced(weights, workers, self._clock_s(), recompute=recompute)
+    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], previous: PreviousCaches) -> None:
+        self.caches.weights_replaced(weights, workers, self._clock_s(), previous)
         self._carry_out()
 
     # Workers.

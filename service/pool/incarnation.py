@@ -184,9 +184,9 @@ class Incarnation:
             raise LoadFailed(f"the weights cannot be used: {why}")
         return event.weights_read.model
 
-    def apply_weights(self) -> None:
-        """Lets the worker put what it has read into place. It drops its forwards and sequences."""
-        command = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty())
+    def apply_weights(self, *, keep_sequences: bool) -> None:
+        """Lets the worker put what it has read into place. It drops its forwards."""
+        command = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty(), keep_sequences=keep_sequences)
         self.send(worker_pb2.WorkerCommand(replace_weights=command))
 
     def discard_weights(self) -> None:

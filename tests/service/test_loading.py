@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 from quire.v1 import admin_pb2, executor_pb2
 
+from service.caches.requests import PreviousCaches
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, StorageUnavailable
 from service.journal.values import StoredValues
@@ -85,7 +86,7 @@ class Loads(Bench):
         (self.source / "config.json").touch()
 
     async def load(self) -> list[PHASES]:
-        return [update.phase async for update in self.loader.replace(str(self.source), recompute=False)]
+        return [update.phase async for update in self.loader.replace(str(self.source), PreviousCaches.END)]
 
     def stored(self) -> dict[str, Any]:
         """What the next gateway serves."""
@@ -191,7 +192,7 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
             await bench.load()
         for source in ("", "no\0path", str(tmp_path), "/" * 5000):
             with pytest.raises(InvalidArgument, match="the source is neither"):
-                _ = [update async for update in bench.loader.replace(source, recompute=False)]
+                _ = [update async for update in bench.loader.replace(source, PreviousCaches.END)]
         assert bench.is_unchanged() and bench.launcher.attempts == 1
 
 
@@ -223,7 +224,7 @@ async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.Monke
     async with serving(bench):
 
         async def load() -> None:
-            async for _ in bench.loader.replace("org/name", recompute=False):
+            async for _ in bench.loader.replace("org/name", PreviousCaches.END):
                 pass
 
         downloading = asyncio.create_task(load())

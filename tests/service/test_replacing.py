@@ -12,6 +12,7 @@ import pytest
 from quire.v1 import admin_pb2
 
 from service.caches.entries import WorkerView
+from service.caches.requests import PreviousCaches
 from service.config import Config
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes.loading import WeightsLoader
@@ -53,8 +54,10 @@ class Dispatcher:
         self.replaced: list[tuple[str, int]] = []
         self.lost: list[tuple[str, int]] = []
 
-    def weights_replaced(self, _weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
-        assert recompute
+    def weights_replaced(
+        self, _weights: int, workers: Sequence[WorkerView], previous: PreviousCaches
+    ) -> None:
+        assert previous is PreviousCaches.RECOMPUTE
         self.replaced = [(worker.worker_id, worker.epoch) for worker in workers]
 
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool) -> None:
@@ -76,7 +79,7 @@ async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_w
     (source / "config.json").touch()
 
     async def replace() -> list[admin_pb2.LoadWeightsPhase]:
-        return [update.phase async for update in loader.replace(str(source), recompute=True)]
+        return [update.phase async for update in loader.replace(str(source), PreviousCaches.RECOMPUTE)]
 
     async with running(bench):
         assert sorted(await bench.events(2)) == [("ready", 1), ("ready", 2)]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from quire.v1 import runner_pb2
 
+from service.caches.requests import PreviousCaches
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -112,7 +113,7 @@ async def test_a_batch_may_be_resumed_with_more_samples() -> None:
 async def test_a_batch_is_not_resumed_with_other_weights() -> None:
     world = KeptBatch(ONE, MANY)
     await world.begin_and_leave()
-    world.gateway.replace_weights(1, recompute=False)
+    world.gateway.replace_weights(1, PreviousCaches.END)
     reader, second = world.begin(*(replace(item, weights=1) for item in world.items))
     await world.finish(second)
     assert reader.reasons("one") == ["WEIGHTS_CHANGED"] and reader.reasons("many") == ["WEIGHTS_CHANGED"] * 4
