@@ -27,9 +27,12 @@ from service.extensions.openai.requests import chat
 from service.text.chat_template import ChatTemplates, TemplateRaised
 from service.text.chats import prompt_of
 from service.text.template_process import render
+from tests import chat_templates
+from tests import conversations as in_use
 from tests.chat_templates import byte_tokenizer
-from tests.conversations import DEEPSEEK, TEMPLATES
+from tests.conversations import DEEPSEEK
 
+TEMPLATES = chat_templates.TEMPLATES | in_use.TEMPLATES
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ORACLE = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **SPECIAL)  # type: ignore[no-untyped-call]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
