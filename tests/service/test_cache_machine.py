@@ -28,13 +28,6 @@ def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
     assert gateway.replies[release] == Released(released=True), "what frees a cache is always let in"
 
 
-def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway) -> None:
-    ticket = gateway.ask(prefill(1))
-    gateway.dispatcher.start_draining()
-    assert gateway.refusal(prefill(1)).reason == "DRAINING"
-    assert isinstance(gateway.replies[ticket], Appended)
-
-
 def test_a_bug_while_starting_leaves_nothing_waiting(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
