@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -118,7 +119,8 @@ def test_the_extensions_of_the_manual(tmp_path: Path, monkeypatch: pytest.Monkey
         cache_id, text = answer.kv_cache.cache_id, [answer.output.token_id]
         text.append(decode(gateway, cache_id, len(PROMPT), text[-1]))
         # A line is written behind the answer.
-        gateway.wait_until(lambda: "/Decode " in log.read_text())
+        while "/Decode " not in log.read_text():
+            time.sleep(0.01)
         assert log.read_text().count("/Prefill ") == log.read_text().count("/Decode ") == 1
         gateway.process.kill()
         gateway.process.wait()
