@@ -106,21 +106,16 @@ def test_a_reset_drops_prelaunched_forwards(worker: Worker) -> None:
     assert worker.lengths() == {7: 5, 8: 5} and not worker.loop.operations_in_flight
 
 
-def test_requests_get_the_pages_of_ready_prelaunched_forwards() -> None:
+@pytest.mark.parametrize("has_run", [False, True])
+def test_requests_get_the_pages_of_prelaunched_forwards(has_run: bool) -> None:
+    """Of one that is in the same step, in the next one: short forwards begin first."""
     worker = Worker(pages=4)
     # 16 tokens fill a page: the prelaunched forward needs another one.
     worker.answers(prefill(1, 1, count=16))
-    worker.round()
-    assert worker.engine.kv_table.pages_available == 2
-    assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
-    assert worker.lengths() == {1: 16, 100: 48}
-
-
-def test_requests_get_the_pages_of_running_prelaunched_forwards_in_the_next_step() -> None:
-    """They are in the same step, and short forwards begin first."""
-    worker = Worker(pages=4)
-    worker.answers(prefill(1, 1, count=16))
     assert worker.loop.operations_in_flight == 1
+    if has_run:
+        worker.round()
+        assert worker.engine.kv_table.pages_available == 2
     assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
     assert worker.lengths() == {1: 16, 100: 48}
 
