@@ -169,7 +169,7 @@ def test_what_is_not_packed_stays_one_tensor() -> None:
         assert pack_experts(weight) is weight
 
 
-QWEN3_MOE = {"hidden_size": 32, "num_experts": 16, "num_experts_per_tok": 4}
+QWEN3_MOE: dict[str, Any] = {"hidden_size": 32, "num_experts": 16, "num_experts_per_tok": 4}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
