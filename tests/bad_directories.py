@@ -272,7 +272,7 @@ SIZES = [
     _large("max_position_embeddings", 1, 1 << 24),
     BadDirectory(
         "more layers than the files have",
-        setting(num_hidden_layers=4000, layer_types=None),
+        setting(num_hidden_layers=400, layer_types=None),
         r": tensor model\.layers\.2\..* is missing",
     ),
     BadDirectory(
