@@ -170,8 +170,9 @@ def test_a_rank_that_ends_while_a_step_is_in_flight_ends_the_group(ranks: Ranks)
 
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_a_launch_that_fails_ends_the_group_if_the_others_were_told(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_announced: bool
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, is_announced: bool
 ) -> None:
+    ranks: Ranks = request.getfixturevalue("ranks" if is_announced else "lasting")
     token, asked = running_ahead(ranks), decode(10, 7, 7, 0)
     inner: Any = ranks.worker.engine.runner.inner  # type: ignore[attr-defined]
     place = inner._captured.buffers if is_announced else inner
