@@ -80,21 +80,18 @@ ONE = prepared("one", [1, 2, 4], 12, 1)
 MANY = prepared("many", [1, 2, 4], 12, 4)
 
 
-async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        [prepared("one", [1, 2, 5], 12, 1), prepared("many", [7, 2, 4], 12, 4)],
+        [replace(item, cache_salt="other") for item in (ONE, MANY)],
+    ],
+    ids=["prompt", "salt"],
+)
+async def test_something_else_under_the_same_key_is_refused(others: list[PreparedItem]) -> None:
     world = KeptBatch(ONE, MANY)
     await world.begin_and_leave()
-    others = [prepared("one", [1, 2, 5], 12, 1), prepared("many", [7, 2, 4], 12, 4)]
     reader, second = world.begin(*others)
-    await world.finish(second)
-    assert (
-        reader.reasons("one") == ["REQUEST_ID_REUSED"] and reader.reasons("many") == ["REQUEST_ID_REUSED"] * 4
-    )
-
-
-async def test_another_salt_under_the_same_key_is_refused() -> None:
-    world = KeptBatch(ONE, MANY)
-    await world.begin_and_leave()
-    reader, second = world.begin(*(replace(item, cache_salt="other") for item in world.items))
     await world.finish(second)
     assert (
         reader.reasons("one") == ["REQUEST_ID_REUSED"] and reader.reasons("many") == ["REQUEST_ID_REUSED"] * 4
