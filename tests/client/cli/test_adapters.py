@@ -48,7 +48,8 @@ def test_adapters_are_listed(
         ["happy", "4", "-", "768", "B", "0"],
     ]
     ends = {name: header.index(name) + len(name) for name in ("version", "rank", "size", "caches")}
-    assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows for end in ends.values()), "aligned"
+    places = [(f"{row} ", end) for row in rows for end in ends.values()]
+    assert all(row[end - 1] != " " and row[end] == " " for row, end in places), "aligned"
 
 
 def test_an_adapter_of_the_hub_is_loaded(
