@@ -53,7 +53,7 @@ def test_a_model_that_sees_reads_texts(
     whole.save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
         assert_serves(tmp_path, whole, backend)
-    assert f"the text part of {model_type} is served alone" in caplog.text  # whoever sends images looks there
+    assert f"only the text part of {model_type} is served" in caplog.text  # whoever sends images looks there
 
 
 def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class DirectorySource:
         quantised = () if said is None else said.notes
         notes = [f"of the quantisation, {note}" for note in quantised]
         if wrapper in WRAPPERS:
-            notes.append(f"the text part of {wrapper} is served alone: it reads no images and sounds")
+            notes.append(f"only the text part of {wrapper} is served, which reads no images or sounds")
         return notes
 
     def _quantisation(self) -> Quantisation | None:
