@@ -163,8 +163,7 @@ def score(fields: Fields, models: Models) -> EmbeddingRequest:
 
 def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:
     """What all routes have: the Embed without its inputs, the model's name, and a prompt's most tokens."""
-    name = fields.required("model")
-    model = models.resolve(name, needs_text=False)
+    model = models.resolve(fields.required("model"), needs_text=False)
     if not model.is_local:
         raise unsupported("model", "a provider's models make no embeddings here")
     priority = fields.get("priority", integer, -MAX_PRIORITY, MAX_PRIORITY - 1) or 0
@@ -173,7 +172,7 @@ def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str
         priority=priority_of(priority),
         cache_salt=fields.get("cache_salt", string) or "",
     )
-    return embed, name, model.max_tokens
+    return embed, model.adapter_id or model.model_id, model.max_tokens
 
 
 def _texts(fields: Fields, name: str) -> list[str]:
