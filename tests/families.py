@@ -148,6 +148,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_proj_bias": True,
         },
     ),
+    "granite hybrid with experts": (
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+            "mamba_d_state": 24,
+        },
+    ),
+    "bamba": (
+        "bamba",
+        {
+            "attn_layer_indices": [1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "mamba_conv_bias": False,
+        },
+    ),
+    "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 6}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {**_GRANITE, "num_local_experts": 6, "shared_intermediate_size": 80},
+    ),
     "qwen3_5": ("qwen3_5_text", {**_DELTA_RULE, "attention_bias": True}),
     "qwen3_5 with experts": ("qwen3_5_moe_text", {**_DELTA_RULE, **_QWEN_MOE, **_SHARED}),
     "qwen3_next": (

@@ -281,7 +281,7 @@ class _Parts:
         """Experts, with the shared one if the family has it; the numbers as for `_experts`."""
         experts, config, names = self._experts(layer, index), self._config.experts, self._family.experts
         assert config is not None and names is not None
-        if names.shared is None:
+        if names.shared is None or not config.shared_size:
             return experts
         gate = None
         if names.shared_gate:

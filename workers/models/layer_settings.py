@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kernels.experts import GroupedRouting
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.registry import FULL, RECURRENT_TYPES, SLIDING, Family
-from workers.models.values import boolean, integer, number
+from workers.models.values import boolean, integer, non_negative_integer, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def read_layer_types(
 
 def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -> list[bool]:
     """Which layers have experts. Raises ModelError."""
-    if family.experts is None:
+    if family.experts is None or settings.get("num_local_experts") == 0:
         return [False] * layers
     every = integer(settings, "decoder_sparse_step", 1)
     dense = settings.get("mlp_only_layers") or []
@@ -75,7 +75,7 @@ def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfi
         per_token=per_token,
         intermediate_size=integer(settings, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         normalized=boolean(settings, "norm_topk_prob", default=not is_qwen),
-        shared_size=integer(settings, "shared_expert_intermediate_size") if has_shared else 0,
+        shared_size=non_negative_integer(settings, "shared_expert_intermediate_size") if has_shared else 0,
         routing=_grouped_routing(settings, count, sigmoid=family.sigmoid_routing) if is_grouped else None,
     )
 

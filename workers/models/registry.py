@@ -50,9 +50,10 @@ class ExpertNames:
         down: Likewise.
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
+        stacked_parts: The rest of these names: of gate and up, and of down.
         by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
         shared: What the names of the expert that computes each token begin with; None: there is none.
-        shared_gate: Before "weight": its output is multiplied by the sigmoid of this product.
+        shared_gate: Before "weight": its output is multiplied by the sigmoid of this product. "": it is not.
     """
 
     router: str
@@ -60,6 +61,7 @@ class ExpertNames:
     up: str
     down: str
     stacked: str | None = None
+    stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
     by_turns: bool = False
     shared: str | None = None
     shared_gate: str = ""
@@ -169,6 +171,11 @@ def _without_dense_layers(settings: Mapping[str, object]) -> Mapping[str, object
     return {**_delta_rule_settings(settings), "intermediate_size": settings["moe_intermediate_size"]}
 
 
+def _granite_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `GraniteMoeSharedConfig` of the library reads them."""
+    return {**settings, "shared_expert_intermediate_size": settings.get("shared_intermediate_size", 0)}
+
+
 def _latent_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     """As `DeepseekV3Config`, `DeepseekV2Config` and `Glm4MoeLiteConfig` of the library read them."""
     layers, size = integer(settings, "num_hidden_layers"), integer(settings, "moe_intermediate_size")
@@ -202,22 +209,29 @@ _OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
 
 
 def _granite_hybrid_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """As `GraniteMoeHybridConfig` of the library reads them, without experts."""
-    if settings.get("num_local_experts"):
-        raise UnsupportedError(f"num_local_experts: must be 0, got {settings['num_local_experts']!r}")
+    """As `GraniteMoeHybridConfig` of the library reads them."""
     layers = integer(settings, "num_hidden_layers")
     listed = settings.get("layer_types") or settings.get("layers_block_type")
     if listed is None:
         listed = ["linear_attention"] * layers
     if isinstance(listed, list):
         listed = [_OLD_TYPES.get(str(one), one) for one in listed]
-    found = dict(settings) | {
-        "intermediate_size": settings["shared_intermediate_size"],
-        "layer_types": listed,
-    }
+    found = {**_granite_moe_settings(settings), "layer_types": listed}
+    if not settings["num_local_experts"]:
+        found["intermediate_size"] = settings["shared_intermediate_size"]
     if settings.get("position_embedding_type") != "rope":
         found["no_rope_layers"] = [0] * layers
     return found
+
+
+def _bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `BambaConfig` of the library reads them, which knows no other share of rotated elements."""
+    full = settings.get("attn_layer_indices") or []
+    if not isinstance(full, list):
+        raise ModelError(f"attn_layer_indices: must be a list of layer numbers, got {full!r}")
+    layers = range(integer(settings, "num_hidden_layers"))
+    types = [FULL if index in full else RECURRENT_TYPES["mamba2"] for index in layers]
+    return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +380,16 @@ _MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.experts.{}.w2",
 )
 
+_GRANITE_EXPERTS = ExpertNames(
+    "block_sparse_moe.router.layer",
+    "block_sparse_moe.experts.{}.gate_proj",
+    "block_sparse_moe.experts.{}.up_proj",
+    "block_sparse_moe.experts.{}.down_proj",
+    stacked="block_sparse_moe.",
+    stacked_parts=("input_linear.weight", "output_linear.weight"),
+    shared="shared_mlp",
+)
+
 _GPT_OSS_EXPERTS = ExpertNames(
     "mlp.router",
     "mlp.experts.{}.gate_proj",
@@ -375,6 +399,20 @@ _GPT_OSS_EXPERTS = ExpertNames(
     by_turns=True,
 )
 
+_MAMBA2_READS = names(
+    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_conv_bias"
+    " mamba_proj_bias time_step_limit"
+)
+_MAMBA2_DEFAULTS: dict[str, object] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "hidden_act": "silu",
+}
 _DELTA_RULE_READS = names(
     "layer_types full_attention_interval partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim"
     " linear_value_head_dim linear_num_key_heads linear_num_value_heads"
@@ -445,6 +483,22 @@ _QWEN_3_5 = Family(
     recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
     left_out=("mtp.",),  # for the prediction of several tokens
     gated_attention=True,
+)
+
+_GRANITE_MOE = Family(
+    defaults=_LLAMA_DEFAULTS
+    | {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu"},
+    reads=_GRANITE_READS | names("num_local_experts num_experts_per_tok"),
+    respelled=_granite_moe_settings,
+    mlp="shared_mlp",
+    mlp_names=("input_linear",),
+    mlp_down="output_linear",
+    experts=_GRANITE_EXPERTS,
+)
+_GRANITE_MOE_SHARED = replace(
+    _GRANITE_MOE,
+    defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+    reads=_GRANITE_MOE.reads | {"shared_intermediate_size"},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -620,32 +674,29 @@ FAMILIES: dict[str, Family] = {
         mlp_names=("w1", "w3"),
         mlp_down="w2",
     ),
-    "granitemoehybrid": Family(
-        defaults=_LLAMA_DEFAULTS
-        | {
-            "attention_multiplier": 1.0,
-            "num_local_experts": 8,
-            "shared_intermediate_size": 1024,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_head": "auto",
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_conv_bias": True,
-            "hidden_act": "silu",
-        },
-        reads=_GRANITE_READS
-        | names(
-            "layer_types layers_block_type num_local_experts shared_intermediate_size position_embedding_type"
-            " mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand"
-            " mamba_conv_bias mamba_proj_bias time_step_limit"
-        ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE_SHARED,
+    "granitemoehybrid": replace(
+        _GRANITE_MOE_SHARED,
+        defaults={**_GRANITE_MOE.defaults, **_MAMBA2_DEFAULTS, "shared_intermediate_size": 1024},
+        reads=_GRANITE_MOE_SHARED.reads
+        | _MAMBA2_READS
+        | names("layer_types layers_block_type position_embedding_type"),
         respelled=_granite_hybrid_settings,
         recurrent="mamba2",
-        mlp="shared_mlp",
-        mlp_names=("input_linear",),
-        mlp_down="output_linear",
+    ),
+    "bamba": Family(
+        defaults=_defaults(
+            *(128000, 4096, 14336, 32, 32, 262144, 1, 2), num_key_value_heads=8, rms_norm_eps=1e-5
+        )
+        | _MAMBA2_DEFAULTS,
+        reads=_MAMBA2_READS | names("attn_layer_indices layer_types partial_rotary_factor"),
+        mlp_bias=None,
+        norms=NormNames(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
+        respelled=_bamba_settings,
+        recurrent="mamba2",
+        final_norm="final_layernorm",
+        mlp="feed_forward",
     ),
     "qwen3_5_text": _QWEN_3_5,
     "qwen3_5_moe_text": replace(
