@@ -26,9 +26,8 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
-from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
+from kernels.gated_activation import Activation, gated_activation, gated_activation_reference, sigmoid
 from kernels.linear import DenseWeight
-from kernels.sigmoid import sigmoid
 from kernels.weight import Weight
 
 # One matrix per expert: a tensor [E, O, I], or E tensors [O, I].

@@ -15,11 +15,6 @@ inline Floats times_sigmoid(Floats x, Floats by) {
   return x == x ? value : x;
 }
 
-inline Floats sigmoid(Floats x) {
-  const Floats value = times_sigmoid(splat(1.0f), x);
-  return x == x ? value : x;
-}
-
 // What an activation makes of up.
 struct UpAsItIs {
   static Floats of_up(Floats up) { return up; }
@@ -82,16 +77,22 @@ struct Relu {
   static Floats of_up(Floats up) { return of(up); }
 };
 
+struct Sigmoid : UpAsItIs {
+  static Floats of(Floats x) { return x == x ? times_sigmoid(splat(1.0f), x) : x; }
+};
+
 constexpr int64_t kUngated = 4;
 
-// Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py.
+// Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py; the
+// number after them is that of the sigmoid.
 template <typename Body>
 inline void with_activation(int64_t number, Body body) {
   if (number == 0) body(Silu());
   else if (number == 1) body(GeluTanh());
   else if (number == 2) body(Gelu());
+  else if (number == 3) body(ClampedSwiglu());
   else if (number == kUngated) body(Relu());
-  else body(ClampedSwiglu());
+  else body(Sigmoid());
 }
 
 // activation(gate) * up for `width` elements; the activation is rounded to their type before the product.

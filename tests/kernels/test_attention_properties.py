@@ -97,7 +97,7 @@ def test_values_that_are_a_part_of_keys(
 ) -> None:
     """The bits of the same values in pages of their own; in 8 bits as in torch."""
     need_compiled()
-    items = [(1, 600), (1, 33), (5, 40), (40, 75), (Tree((0, 0, 1, 1)), 25)]
+    items: list[tuple[int | Tree, int]] = [(1, 600), (1, 33), (5, 40), (40, 75), (Tree((0, 0, 1, 1)), 25)]
     case = make_case(items, width=width, value_width=value_width, kv_heads=1, dtype=dtype, window=window)
     case = replace(case, v_pages=case.k_pages[..., :value_width].contiguous())
     keys = packed(case.k_pages, case.v_pages)[0]

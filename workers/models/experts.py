@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route, route_in_groups
+from kernels.gated_activation import sigmoid
 from kernels.linear import DenseWeight, linear
-from kernels.sigmoid import sigmoid
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext, GatedMlp

@@ -16,14 +16,13 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from kernels.gated_activation import Activation, gated_activation
+from kernels.gated_activation import Activation, gated_activation, sigmoid
 from kernels.linear import DenseWeight
 from kernels.lora import RowSlots
 from kernels.paged_attention import paged_attention
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
-from kernels.sigmoid import sigmoid
 from kernels.state_rows import StateRows
 from workers.kv.tensors import KvTensors
 from workers.models.capture import Routing

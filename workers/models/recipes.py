@@ -57,15 +57,26 @@ def _module(tensor: str) -> str:
 def _inputs(tensor: str, config: ModelConfig) -> int:
     """The length of a matrix's rows."""
     module, family = _module(tensor), config.family
+    if (latent := config.latent) is not None:
+        of_latents = {
+            "q_b_proj": latent.query_latent or config.hidden_size,
+            "kv_b_proj": latent.latent,
+            "o_proj": config.num_attention_heads * latent.value,
+        }
+        if module in of_latents:
+            return of_latents[module]
     if tensor.endswith(f".{family.attention}.{family.attention_output}.weight"):
         return config.num_attention_heads * config.head_dim
     if module == "out_proj":
         return mixer_parts(config).inner
-    if module in _DOWN:
-        experts, names = config.experts, config.family.experts
-        if experts is not None and ".experts." in tensor:
-            return experts.intermediate_size
-        if experts is not None and names is not None and f".{names.shared}." in tensor:
-            return experts.shared_size
-        return config.intermediate_size
-    return config.hidden_size
+    return _inner_width(tensor, config) if module in _DOWN else config.hidden_size
+
+
+def _inner_width(tensor: str, config: ModelConfig) -> int:
+    """That of the MLP or expert of which this is the last matrix."""
+    experts, names = config.experts, config.family.experts
+    if experts is not None and ".experts." in tensor:
+        return experts.intermediate_size
+    if experts is not None and names is not None and f".{names.shared}." in tensor:
+        return experts.shared_size
+    return config.intermediate_size

@@ -252,7 +252,7 @@ _NEMOTRON_NAMES = (
 
 
 def _nemotron_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """As `NemotronHConfig` of the library reads them."""
+    """As `NemotronHConfig` of the library reads them. No layer has the sliding window."""
     listed = settings.get("layers_block_type") or settings.get("layer_types")
     pattern = settings.get("hybrid_override_pattern")
     if listed is None:
@@ -776,7 +776,7 @@ FAMILIES: dict[str, Family] = {
         reads=names(
             "layer_types layers_block_type hybrid_override_pattern layer_norm_epsilon mamba_num_heads"
             " mamba_head_dim mamba_hidden_act ssm_state_size n_groups conv_kernel use_conv_bias use_bias"
-            " time_step_min mamba_n_groups mamba_d_conv mamba_conv_bias mamba_dt_min"
+            " time_step_min mamba_n_groups mamba_d_conv mamba_conv_bias mamba_dt_min sliding_window"
         ),
         qkv_bias=False,
         output_bias=False,

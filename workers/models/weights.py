@@ -138,7 +138,7 @@ def plan_load(
     source = source_of(directory)
     entries = _of_text(source.tensors(), config)
     for note in source.notes():
-        _log.info("of the quantisation in %s, %s", source.config_file.name, note)
+        _log.info("%s: %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     if (quantization is not None or forms) and device.type != "cpu":
         raise UnsupportedError("quantization needs device = cpu")
