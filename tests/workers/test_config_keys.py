@@ -232,8 +232,9 @@ def test_a_changed_config_is_the_model_that_the_library_makes_of_it(
     (text,) = random_texts(3, (40,))
     expected, losses = hf_logits(directory, text), float32_losses(hf_model(directory), [text])[0, -1]
     decoder = load_decoder(directory, torch.float32, pack=True)
-    inputs = new_packer(1).pack([Item(HandSequence(), text, range(40))])
-    logits = decoder.logits(decoder.forward(inputs, poisoned_pages(decoder)))
+    kv = poisoned_pages(decoder)
+    inputs = new_packer(1).pack_with_states([Item(HandSequence(), text, range(40))], kv)
+    logits = decoder.logits(decoder.forward(inputs, kv))
     assert (logits - expected).abs().max() < losses
 
 
