@@ -12,19 +12,30 @@ from typing import Any
 
 from workers.common.gguf import GgufError
 from workers.common.gguf.header import TensorInfo, Value, shown
+from workers.common.gguf.recurrent import (
+    INTERVAL,
+    KV_HEADS,
+    MORE_LAYERS,
+    RECURRENT_LAYERS,
+    SHORT_CONV,
+    SSM,
+    delta_rule,
+    mamba2,
+    short_conv,
+)
 
 # Settings of a config.json, and the keys that have them. Without one of the first the model is not known.
 _NEEDED = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
     "num_attention_heads": "attention.head_count",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
+_WIDTH, _WIDTH_OF_EXPERTS = "feed_forward_length", "expert_feed_forward_length"
 _COMMON = {
     *_NEEDED.values(),
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size",
+    _WIDTH, KV_HEADS, "attention.key_length", "attention.value_length", "vocab_size",
     "rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
@@ -32,7 +43,8 @@ _COMMON = {
 # They say where a file is from.
 _WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout", "attention.causal"}
 _EXPERTS = {"expert_count", "expert_used_count"}
-# Values without an effect: softmax, and no shared experts.
+_SHARED_EXPERT = "expert_shared_feed_forward_length"
+# Values without an effect: softmax, and no shared experts but those whose width is named.
 _ONLY = {"attention.causal": True, "expert_gating_func": 1, "expert_shared_count": 0}
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -71,16 +83,22 @@ class Architecture:
         reads: The keys that its files may have beside the common ones.
         interleaved: The rows of queries and keys are in the order of pairs that are beside each other.
         norm_offset: What the file's weights of norms have more than a checkpoint's.
+        recurrent_without_heads: Its recurrent layers are those without heads of keys and values.
     """
 
     model_type: str
     reads: frozenset[str] = field(default_factory=frozenset)
     interleaved: bool = False
     norm_offset: float = 0.0
+    recurrent_without_heads: bool = False
 
 
 _GPT_OSS = "gpt-oss"
 _GEMMA_READS = frozenset({"attention.sliding_window", "final_logit_softcapping"})
+_QWEN_EXPERTS = frozenset({*_EXPERTS, _WIDTH_OF_EXPERTS, "expert_gating_func", "expert_shared_count"})
+_DELTA_RULE = SSM | {INTERVAL, RECURRENT_LAYERS, MORE_LAYERS}
+# Of images, which have positions in three dimensions. A text has the same in all.
+_SECTIONS = frozenset({"rope.dimension_sections"})
 ARCHITECTURES = {
     "llama": Architecture(
         "llama",
@@ -89,9 +107,24 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        frozenset({*_EXPERTS, "expert_feed_forward_length", "expert_gating_func", "expert_shared_count"}),
+    "qwen2moe": Architecture("qwen2_moe", _QWEN_EXPERTS | {_SHARED_EXPERT}),
+    "qwen3moe": Architecture("qwen3_moe", _QWEN_EXPERTS),
+    "qwen3next": Architecture("qwen3_next", _DELTA_RULE | _QWEN_EXPERTS | {_SHARED_EXPERT}, norm_offset=1.0),
+    "qwen35": Architecture("qwen3_5_text", _DELTA_RULE | _SECTIONS, norm_offset=1.0),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", _DELTA_RULE | _SECTIONS | _QWEN_EXPERTS | {_SHARED_EXPERT}, norm_offset=1.0
+    ),
+    "lfm2": Architecture("lfm2", SHORT_CONV, recurrent_without_heads=True),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        frozenset(
+            {
+                *SSM, *_EXPERTS, _SHARED_EXPERT, "attention.scale", "embedding_scale", "residual_scale",
+                "logit_scale",
+            }
+        ),
+        interleaved=True,
+        recurrent_without_heads=True,
     ),
     "gemma": Architecture("gemma", norm_offset=1.0),
     "gemma2": Architecture("gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, norm_offset=1.0),
@@ -103,7 +136,7 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", frozenset({"attention.sliding_window"})),
     _GPT_OSS: Architecture(
         "gpt_oss",
-        frozenset({*_EXPERTS, "expert_feed_forward_length", "attention.sliding_window"}),
+        frozenset({*_EXPERTS, _WIDTH_OF_EXPERTS, "attention.sliding_window"}),
     ),
 }
 
@@ -142,9 +175,16 @@ def read_settings(
         if key not in own:
             raise GgufError(f"{name}.{key}: is missing")
         settings[setting] = _same(own[key], f"{name}.{key}")
+    width = _WIDTH_OF_EXPERTS if _WIDTH not in own and _WIDTH_OF_EXPERTS in architecture.reads else _WIDTH
+    if width not in own:
+        raise GgufError(f"{name}.{width}: is missing")
+    settings["intermediate_size"] = _same(own[width], f"{name}.{width}")
+    settings["num_hidden_layers"] = _layers(name, own)
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
-    kv_heads = own.get("attention.head_count_kv", own["attention.head_count"])
-    settings["num_key_value_heads"] = _same(kv_heads, f"{name}.attention.head_count_kv")
+    kv_heads = own.get(KV_HEADS, own["attention.head_count"])
+    if architecture.recurrent_without_heads and isinstance(kv_heads, list):
+        kv_heads = [count for count in kv_heads if count]
+    settings["num_key_value_heads"] = _same(kv_heads, f"{name}.{KV_HEADS}")
     settings["head_dim"] = _head_dim(name, own, heads, hidden)
     settings["vocab_size"] = _vocab_size(tensors)
     settings["tie_word_embeddings"] = HEAD not in tensors
@@ -179,6 +219,16 @@ def _same(value: Value, key: str) -> Value:
     if not value or any(one != value[0] for one in value):
         raise GgufError(f"{key}: must be the same in all layers, got {shown(value)}")
     return value[0]
+
+
+def _layers(name: str, own: Mapping[str, Value]) -> Value:
+    """The number of layers that a forward needs. Raises GgufError."""
+    count, more = _same(own["block_count"], f"{name}.block_count"), own.get(MORE_LAYERS, 0)
+    if not more:
+        return count
+    if type(count) is not int or type(more) is not int or not 0 < more < count:
+        raise GgufError(f"{name}.{MORE_LAYERS}: must be fewer than {shown(count)} layers, got {shown(more)}")
+    return count - more
 
 
 def _head_dim(name: str, own: Mapping[str, Value], heads: object, hidden: object) -> Value | None:
@@ -233,14 +283,16 @@ def _of_architecture(
     match name:
         case "llama":
             return _llama(own, tensors, window)
-        case "qwen3moe":
-            return {
-                "num_experts": own.get("expert_count"),
-                "num_experts_per_tok": own.get("expert_used_count"),
-                "moe_intermediate_size": own.get("expert_feed_forward_length"),
-                # llama.cpp does so for each of them.
-                "norm_topk_prob": True,
-            }
+        case "qwen2moe" | "qwen3moe":
+            return _qwen_experts(name, own)
+        case "qwen35":
+            return delta_rule(name, own, settings, tensors)
+        case "qwen3next" | "qwen35moe":
+            return delta_rule(name, own, settings, tensors) | _qwen_experts(name, own)
+        case "lfm2":
+            return short_conv(own, settings, tensors)
+        case "granitehybrid":
+            return mamba2(name, own, settings, tensors)
         case "gemma2" | "gemma3":
             return _gemma(name, own, settings, window)
         case "phi3":
@@ -249,11 +301,24 @@ def _of_architecture(
             return {
                 "num_local_experts": own.get("expert_count"),
                 "num_experts_per_tok": own.get("expert_used_count"),
-                "intermediate_size": own.get("expert_feed_forward_length", settings["intermediate_size"]),
+                "intermediate_size": own.get(_WIDTH_OF_EXPERTS, settings["intermediate_size"]),
                 "sliding_window": window,
                 "rope_parameters": {"rope_type": "default"},  # if the file says nothing else
             }
     return {}
+
+
+def _qwen_experts(name: str, own: Mapping[str, Value]) -> dict[str, object]:
+    found: dict[str, object] = {
+        "num_experts": own.get("expert_count"),
+        "num_experts_per_tok": own.get("expert_used_count"),
+        "moe_intermediate_size": own.get(_WIDTH_OF_EXPERTS),
+        # llama.cpp does so for each of them, but the first.
+        "norm_topk_prob": name != "qwen2moe",
+    }
+    if name != "qwen3moe":
+        found["shared_expert_intermediate_size"] = own.get(_SHARED_EXPERT)
+    return found
 
 
 def _llama(
