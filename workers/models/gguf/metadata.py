@@ -31,6 +31,8 @@ def architecture_for(config: ModelConfig) -> str:
         raise UnsupportedError(f"model_type: must be one of {known} to be written, got {config.model_type}")
     if config.experts is not None:
         raise UnsupportedError("mixtures of experts cannot be written yet")
+    if config.is_recurrent:
+        raise UnsupportedError("recurrent layers cannot be written yet")
     if config.model_type.startswith("gemma") and not config.tie_word_embeddings:
         raise UnsupportedError(f"tie_word_embeddings: files of {config.model_type} have no head of its own")
     return _ARCHITECTURES[config.model_type]
