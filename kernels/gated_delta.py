@@ -41,8 +41,8 @@ class GatedDeltaWeights:
         norm: [V], in the dtype of rows.
         key_heads: J.
         key_width: K.
-        adjacent: How many value heads of a key head are one after the other: H / J, or 1, where the first value
-            heads of all key heads come before all second ones.
+        adjacent: How many value heads of a key head are one after the other: H / J, or 1, where the first
+            value heads of all key heads come before all second ones.
         eps: Of the norm.
     """
 
@@ -60,7 +60,14 @@ class GatedDeltaWeights:
         tensors = (self.taps, self.dt_bias, self.decays, self.norm)
         return cpu.GatedDeltaWeights(
             *(each.data_ptr() for each in tensors),
-            *(self.key_heads, self.key_width, len(self.decays), len(self.norm), len(self.taps), self.adjacent),
+            *(
+                self.key_heads,
+                self.key_width,
+                len(self.decays),
+                len(self.norm),
+                len(self.taps),
+                self.adjacent,
+            ),
             self.eps,
         )
 

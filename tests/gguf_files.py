@@ -63,7 +63,9 @@ def write_gguf(
     config = AutoConfig.from_pretrained(model)
     name = NAMES[config.model_type]
     writer = gguf.GGUFWriter(path, name, split_max_tensors=max_shard_tensors)
-    for key, value in (_metadata(name, config) | dict(metadata or {})).items():
+    of_architecture = recurrent.metadata if name in recurrent.NAMES.values() else _metadata
+    keys = {f"{name}.{key}": value for key, value in of_architecture(name, config).items()}
+    for key, value in (keys | {"general.name": "a tiny model"} | dict(metadata or {})).items():
         if key == "general.architecture":
             writer.kv_data[0][key].value = value
         elif value is not None:
@@ -80,10 +82,7 @@ def write_gguf(
 
 
 def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
-    """As the converters write it."""
-    if name in recurrent.NAMES.values():
-        keys = recurrent.metadata(name, config)
-        return {f"{name}.{key}": value for key, value in keys.items()} | {"general.name": "a tiny model"}
+    """As the converters write it, below the architecture."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters or {}
     full = rope.get("full_attention", rope)
@@ -120,7 +119,7 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
             found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
         if name == "gpt-oss":
             found["expert_feed_forward_length"] = config.intermediate_size
-    return {f"{name}.{key}": value for key, value in found.items()} | {"general.name": "a tiny model"}
+    return found
 
 
 def _tensors(
@@ -146,11 +145,10 @@ def _tensors(
                 kind = "f32"
             elif values.shape[-1] % gguf.GGML_QUANT_SIZES[Type[kind.upper()]][0]:
                 kind = "q8_0"  # as llama.cpp, which has no blocks for such rows
-            if is_of_experts:
-                experts.setdefault(written, []).append(values)
-                values = np.stack(experts[written])
-            # llama.cpp quantises no routers.
-            found[written] = values, "f32" if "ffn_gate_inp" in written and kind not in DENSE else kind
+            if "ffn_gate_inp" in written and kind not in DENSE:
+                kind = "f32"  # llama.cpp quantises no routers.
+            experts.setdefault(written, []).append(values)
+            found[written] = np.stack(experts[written]) if is_of_experts else values, kind
     return found | _rope_factors(config)
 
 

@@ -84,8 +84,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def logits(decoder: Decoder, text: list[int]) -> torch.Tensor:
-    items = [Item(HandSequence(), text, range(len(text)))]
+def logits(decoder: Decoder, text: list[int], lora_slot: int = -1) -> torch.Tensor:
+    items = [Item(HandSequence(lora_slot=lora_slot), text, range(len(text)))]
     return cast("torch.Tensor", new_packer(1).run(decoder, items, poisoned_pages(decoder))).float()
 
 
@@ -108,9 +108,7 @@ def test_a_family_computes_what_transformers_does(name: str, tmp_path: Path) -> 
 
 def said(ours: ModelConfig, theirs: ModelConfig) -> ModelConfig:
     """The first, but for what files do not say, and for the rounding of numbers to float32."""
-    numbers = {
-        name: getattr(theirs, name) for name in ("rms_norm_eps", "attention_scale", "residual_scale")
-    }
+    numbers = {name: getattr(theirs, name) for name in ("rms_norm_eps", "attention_scale", "residual_scale")}
     for name, number in numbers.items():
         assert getattr(ours, name) == pytest.approx(number, rel=1e-7)
     if ours.model_type == "granitemoehybrid":
@@ -144,7 +142,7 @@ def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
         pytest.param(
             family, kind, marks=[] if family == "llama" or kind == "mixed" else [pytest.mark.thorough]
         )
-        for family in ("llama", "qwen3", "gemma2")
+        for family in ("llama", "qwen3", "gemma2", "qwen3_5", "lfm2")
         for kind in (*FORMATS, "mixed")
     ],
 )
@@ -160,10 +158,15 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
             "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
+        "qwen3_5": {"attention_bias": False, "linear_value_head_dim": 128},
+        "lfm2": {"conv_bias": False},
     }  # fmt: skip
-    settings = settings_of(family)[1] | WIDE | of_library[family]
-    make_family_model(tmp_path / "hf", family, settings)
-    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", Q4_K_M if kind == "mixed" else kind)
+    model_type, settings = settings_of(family)
+    make_family_model(tmp_path / "hf", model_type, settings | WIDE | of_library[family])
+    type_of = Q4_K_M if kind == "mixed" else kind
+    # It counts tokens, too.
+    tokens = {"tokens": [str(token) for token in range(WIDE["vocab_size"])]}
+    file = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", type_of, tokenizer=tokens)
     decoder, description = load_served(file, "float32", CPU, None, backend=NATIVE, self_check=True)
     assert description.quantization == ("q4_k; q6_k" if kind == "mixed" else kind)
     assert isinstance(decoder, Decoder)

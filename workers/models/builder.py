@@ -167,9 +167,7 @@ class _Parts:
             stored=self._rows(stored, sizes, parts) if stored else None,
         )
 
-    def _rows(
-        self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]
-    ) -> dict[str, Slice]:
+    def _rows(self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) -> dict[str, Slice]:
         width = self._config.hidden_size
         rows: list[tuple[range, ...]] = [(part,) for part in parts]
         if len(names) == 1:

@@ -115,14 +115,12 @@ def _as_in_gguf(parts: MixerParts, sizes: GatedDeltaConfig, config: ModelConfig)
         name: Slice(part.shape, own, part.columns)
         for (name, part), own in zip(parts.into.items(), rows, strict=True)
     }
-    make = partial(
-        GatedDelta, parts.place, replace(sizes, tiled=True), eps=config.rms_norm_eps
-    )
+    make = partial(GatedDelta, parts.place, replace(sizes, tiled=True), eps=config.rms_norm_eps)
     return replace(parts, into=into, stored=parts.into, inputs=inner, make=make)
 
 
 def _tiled(sizes: GatedDeltaConfig, width: int) -> tuple[range, ...]:
-    """The rows of value heads in a checkpoint, each of `width`: the first of each key head, then the second."""
+    """The rows, `width` for each, of the first value head of each key head, then of the second, and so on."""
     of_each = sizes.heads // sizes.key_heads
     heads = [head for first in range(of_each) for head in range(first, sizes.heads, of_each)]
     return tuple(range(head * width, (head + 1) * width) for head in heads)

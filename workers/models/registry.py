@@ -215,7 +215,7 @@ class Family:
         respelled: The settings of a config in the spelling that all families have.
         recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
         recurrent_names: Of the gated delta rule, the projections in a checkpoint: of gates, of the inputs of
-            the convolution, of b and of a; or two or one of these pairs, with those of each key head together.
+            the convolution, of b and of a. Or the last two, or each two, are one: of each key head together.
         final_norm: The name of the norm before the head in a checkpoint.
         qk_norm_names: The norms of queries and of keys.
         attention_names: The projections in a checkpoint: q, k and v, or one that is fused.

@@ -1,4 +1,7 @@
-"""Translates the metadata of GGUF files whose models have recurrent layers; see `workers.common.gguf.settings`."""
+"""Translates the metadata of GGUF files whose models have recurrent layers.
+
+Of such an architecture the settings that others do not have.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.common.gguf import GgufError
+from workers.common.gguf.architectures import INTERVAL, KV_HEADS, MORE_LAYERS, RECURRENT_LAYERS, SSM
 from workers.common.gguf.header import TensorInfo, Value, shown
 
-SSM = frozenset(
-    {"ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"}
-)
-SHORT_CONV = frozenset({"shortconv.l_cache"})
-INTERVAL, RECURRENT_LAYERS = "full_attention_interval", "attention.recurrent_layers"
-# Layers behind the others, which predict several tokens and are not read.
-MORE_LAYERS = "nextn_predict_layers"
-KV_HEADS = "attention.head_count_kv"
 _FULL = "full_attention"
 
 
-def delta_rule(
+def of_recurrent(
+    name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, object]:
+    """Empty for other architectures. Raises GgufError."""
+    match name:
+        case "qwen35" | "qwen35moe" | "qwen3next":
+            return _delta_rule(name, own, settings, tensors)
+        case "lfm2":
+            return _short_conv(own, settings, tensors)
+        case "granitehybrid":
+            return _mamba2(name, own, settings, tensors)
+    return {}
+
+
+def _delta_rule(
     name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, object]:
     """The gated delta rule of qwen35 and qwen3next. Raises GgufError."""
@@ -33,7 +43,7 @@ def delta_rule(
         "linear_value_head_dim": width,
         "full_attention_interval": own.get(INTERVAL, 4),
         # Older files of qwen3next have the rows of each key head together, as a checkpoint has.
-        "gguf_layout": not has(tensors, "ssm_in.weight"),
+        "gguf_layout": not _has(tensors, "ssm_in.weight"),
         "mtp_num_hidden_layers": own.get(MORE_LAYERS) or 0,
     }
     listed = own.get(RECURRENT_LAYERS)
@@ -44,7 +54,7 @@ def delta_rule(
     return found
 
 
-def mamba2(
+def _mamba2(
     name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, object]:
     """Mamba 2, and what else granitehybrid has. Raises GgufError."""
@@ -76,16 +86,16 @@ def mamba2(
         "mamba_d_state": own["ssm.state_size"],
         "mamba_d_conv": own["ssm.conv_kernel"],
         "mamba_expand": inner // hidden,
-        "mamba_conv_bias": has(tensors, "ssm_conv1d.bias"),
-        "mamba_proj_bias": has(tensors, "ssm_in.bias"),
+        "mamba_conv_bias": _has(tensors, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(tensors, "ssm_in.bias"),
         # So its converter says whether positions are rotated.
         "position_embedding_type": "rope" if own.get("rope.scaling.finetuned", True) else "nope",
-        "layer_types": layer_types(own, "linear_attention"),
+        "layer_types": _layer_types(own, "linear_attention"),
         "gguf_layout": True,
     }
 
 
-def short_conv(
+def _short_conv(
     own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, object]:
     """Those of lfm2."""
@@ -93,12 +103,12 @@ def short_conv(
         "norm_eps": settings["rms_norm_eps"],
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": own.get("shortconv.l_cache"),
-        "conv_bias": has(tensors, "shortconv.conv.bias"),
-        "layer_types": layer_types(own, "conv"),
+        "conv_bias": _has(tensors, "shortconv.conv.bias"),
+        "layer_types": _layer_types(own, "conv"),
     }
 
 
-def layer_types(own: Mapping[str, Value], recurrent: str) -> list[str]:
+def _layer_types(own: Mapping[str, Value], recurrent: str) -> list[str]:
     """Layers without heads of keys and values have a state. Raises GgufError unless the file has a list."""
     counts = own.get(KV_HEADS)
     if not isinstance(counts, list):
@@ -106,7 +116,7 @@ def layer_types(own: Mapping[str, Value], recurrent: str) -> list[str]:
     return [_FULL if count else recurrent for count in counts]
 
 
-def has(tensors: Mapping[str, TensorInfo], part: str) -> bool:
+def _has(tensors: Mapping[str, TensorInfo], part: str) -> bool:
     """Whether a layer has such a tensor."""
     return any(name.startswith("blk.") and name.endswith(f".{part}") for name in tensors)
 

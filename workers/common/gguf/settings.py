@@ -1,51 +1,30 @@
 """Translates the metadata of a GGUF file to the settings of a config.json.
 
-What a file of an architecture may say is listed here. A key that is not listed refuses the file, since it may
-change the model. Sources: the converters of llama.cpp, which write the files, and its `llama_hparams`.
+What a file of an architecture may say is in `workers.common.gguf.architectures`. Sources: the converters of
+llama.cpp, which write the files, and its `llama_hparams`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from workers.common.gguf import GgufError
-from workers.common.gguf.header import TensorInfo, Value, shown
-from workers.common.gguf.recurrent import (
-    INTERVAL,
+from workers.common.gguf.architectures import (
+    ARCHITECTURES,
+    GPT_OSS,
     KV_HEADS,
     MORE_LAYERS,
-    RECURRENT_LAYERS,
-    SHORT_CONV,
-    SSM,
-    delta_rule,
-    mamba2,
-    short_conv,
+    NEEDED,
+    QWEN_EXPERTS,
+    SHARED_EXPERT,
+    WIDTH,
+    WIDTH_OF_EXPERTS,
+    architecture_of,
+    check_keys,
 )
-
-# Settings of a config.json, and the keys that have them. Without one of the first the model is not known.
-_NEEDED = {
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-_WIDTH, _WIDTH_OF_EXPERTS = "feed_forward_length", "expert_feed_forward_length"
-_COMMON = {
-    *_NEEDED.values(),
-    _WIDTH, KV_HEADS, "attention.key_length", "attention.value_length", "vocab_size",
-    "rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-}  # fmt: skip
-# They say where a file is from.
-_WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout", "attention.causal"}
-_EXPERTS = {"expert_count", "expert_used_count"}
-_SHARED_EXPERT = "expert_shared_feed_forward_length"
-# Values without an effect: softmax, and no shared experts but those whose width is named.
-_ONLY = {"attention.causal": True, "expert_gating_func": 1, "expert_shared_count": 0}
+from workers.common.gguf.header import TensorInfo, Value, shown
+from workers.common.gguf.recurrent import of_recurrent
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -74,84 +53,6 @@ _CONTROL = 3
 ReadFactors = Callable[[TensorInfo], list[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What files of an architecture can be.
-
-    Attributes:
-        model_type: That of the config.
-        reads: The keys that its files may have beside the common ones.
-        interleaved: The rows of queries and keys are in the order of pairs that are beside each other.
-        norm_offset: What the file's weights of norms have more than a checkpoint's.
-        recurrent_without_heads: Its recurrent layers are those without heads of keys and values.
-    """
-
-    model_type: str
-    reads: frozenset[str] = field(default_factory=frozenset)
-    interleaved: bool = False
-    norm_offset: float = 0.0
-    recurrent_without_heads: bool = False
-
-
-_GPT_OSS = "gpt-oss"
-_GEMMA_READS = frozenset({"attention.sliding_window", "final_logit_softcapping"})
-_QWEN_EXPERTS = frozenset({*_EXPERTS, _WIDTH_OF_EXPERTS, "expert_gating_func", "expert_shared_count"})
-_DELTA_RULE = SSM | {INTERVAL, RECURRENT_LAYERS, MORE_LAYERS}
-# Of images, which have positions in three dimensions. A text has the same in all.
-_SECTIONS = frozenset({"rope.dimension_sections"})
-ARCHITECTURES = {
-    "llama": Architecture(
-        "llama",
-        frozenset({*_EXPERTS, "attention.sliding_window", "expert_gating_func", "expert_shared_count"}),
-        interleaved=True,
-    ),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "qwen2moe": Architecture("qwen2_moe", _QWEN_EXPERTS | {_SHARED_EXPERT}),
-    "qwen3moe": Architecture("qwen3_moe", _QWEN_EXPERTS),
-    "qwen3next": Architecture("qwen3_next", _DELTA_RULE | _QWEN_EXPERTS | {_SHARED_EXPERT}, norm_offset=1.0),
-    "qwen35": Architecture("qwen3_5_text", _DELTA_RULE | _SECTIONS, norm_offset=1.0),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text", _DELTA_RULE | _SECTIONS | _QWEN_EXPERTS | {_SHARED_EXPERT}, norm_offset=1.0
-    ),
-    "lfm2": Architecture("lfm2", SHORT_CONV, recurrent_without_heads=True),
-    "granitehybrid": Architecture(
-        "granitemoehybrid",
-        frozenset(
-            {
-                *SSM, *_EXPERTS, _SHARED_EXPERT, "attention.scale", "embedding_scale", "residual_scale",
-                "logit_scale",
-            }
-        ),
-        interleaved=True,
-        recurrent_without_heads=True,
-    ),
-    "gemma": Architecture("gemma", norm_offset=1.0),
-    "gemma2": Architecture("gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, norm_offset=1.0),
-    "gemma3": Architecture(
-        "gemma3_text",
-        _GEMMA_READS | {"attention.sliding_window_pattern", "rope.freq_base_swa"},
-        norm_offset=1.0,
-    ),
-    "phi3": Architecture("phi3", frozenset({"attention.sliding_window"})),
-    _GPT_OSS: Architecture(
-        "gpt_oss",
-        frozenset({*_EXPERTS, _WIDTH_OF_EXPERTS, "attention.sliding_window"}),
-    ),
-}
-
-
-def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
-    """The name and the description of a file's architecture. Raises GgufError."""
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise GgufError(f"general.architecture: must be the name of an architecture, got {shown(name)}")
-    if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise GgufError(f"general.architecture: must be one of {known}, got {shown(name)}")
-    return name, ARCHITECTURES[name]
-
-
 def read_settings(
     metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo], read_factors: ReadFactors
 ) -> dict[str, object]:
@@ -169,13 +70,13 @@ def read_settings(
     own = {
         key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")
     }
-    _check_keys(name, architecture, own)
+    check_keys(name, architecture, own)
     settings: dict[str, object] = {"model_type": architecture.model_type}
-    for setting, key in _NEEDED.items():
+    for setting, key in NEEDED.items():
         if key not in own:
             raise GgufError(f"{name}.{key}: is missing")
         settings[setting] = _same(own[key], f"{name}.{key}")
-    width = _WIDTH_OF_EXPERTS if _WIDTH not in own and _WIDTH_OF_EXPERTS in architecture.reads else _WIDTH
+    width = WIDTH_OF_EXPERTS if WIDTH not in own and WIDTH_OF_EXPERTS in architecture.reads else WIDTH
     if width not in own:
         raise GgufError(f"{name}.{width}: is missing")
     settings["intermediate_size"] = _same(own[width], f"{name}.{width}")
@@ -189,7 +90,7 @@ def read_settings(
     settings["vocab_size"] = _vocab_size(tensors)
     settings["tie_word_embeddings"] = HEAD not in tensors
     settings["dtype"] = _dtype(tensors)
-    settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == _GPT_OSS else _ENDS)
+    settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == GPT_OSS else _ENDS)
     settings |= _of_architecture(name, own, settings, tensors)
     settings |= _rope(name, own, settings, tensors, read_factors)
     return settings
@@ -203,13 +104,6 @@ def served_types(tensors: Mapping[str, TensorInfo]) -> set[str]:
             instead = "use a file of another type, such as Q4_K_M"
             raise GgufError(f"tensor {info.name} must be one of {known}, got {info.type}: {instead}")
     return {info.type for info in tensors.values()}
-
-
-def _check_keys(name: str, architecture: Architecture, own: Mapping[str, Value]) -> None:
-    """Raises GgufError for a key that may change the model, and is not read."""
-    for key, value in own.items():
-        if key not in _COMMON | _WITHOUT_EFFECT | architecture.reads or value != _ONLY.get(key, value):
-            raise GgufError(f"{name}.{key}: is not supported, got {shown(value)}")
 
 
 def _same(value: Value, key: str) -> Value:
@@ -283,16 +177,6 @@ def _of_architecture(
     match name:
         case "llama":
             return _llama(own, tensors, window)
-        case "qwen2moe" | "qwen3moe":
-            return _qwen_experts(name, own)
-        case "qwen35":
-            return delta_rule(name, own, settings, tensors)
-        case "qwen3next" | "qwen35moe":
-            return delta_rule(name, own, settings, tensors) | _qwen_experts(name, own)
-        case "lfm2":
-            return short_conv(own, settings, tensors)
-        case "granitehybrid":
-            return mamba2(name, own, settings, tensors)
         case "gemma2" | "gemma3":
             return _gemma(name, own, settings, window)
         case "phi3":
@@ -301,23 +185,24 @@ def _of_architecture(
             return {
                 "num_local_experts": own.get("expert_count"),
                 "num_experts_per_tok": own.get("expert_used_count"),
-                "intermediate_size": own.get(_WIDTH_OF_EXPERTS, settings["intermediate_size"]),
+                "intermediate_size": own.get(WIDTH_OF_EXPERTS, settings["intermediate_size"]),
                 "sliding_window": window,
                 "rope_parameters": {"rope_type": "default"},  # if the file says nothing else
             }
-    return {}
+    experts = _qwen_experts(name, own) if ARCHITECTURES[name].reads >= QWEN_EXPERTS else {}
+    return of_recurrent(name, own, settings, tensors) | experts
 
 
 def _qwen_experts(name: str, own: Mapping[str, Value]) -> dict[str, object]:
     found: dict[str, object] = {
         "num_experts": own.get("expert_count"),
         "num_experts_per_tok": own.get("expert_used_count"),
-        "moe_intermediate_size": own.get(_WIDTH_OF_EXPERTS),
+        "moe_intermediate_size": own.get(WIDTH_OF_EXPERTS),
         # llama.cpp does so for each of them, but the first.
         "norm_topk_prob": name != "qwen2moe",
     }
-    if name != "qwen3moe":
-        found["shared_expert_intermediate_size"] = own.get(_SHARED_EXPERT)
+    if SHARED_EXPERT in ARCHITECTURES[name].reads:
+        found["shared_expert_intermediate_size"] = own.get(SHARED_EXPERT)
     return found
 
 
@@ -393,7 +278,7 @@ def _rope(
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and not factors:
         # As its makers have it: no file says so.
-        more = {"truncate": False} if name == _GPT_OSS else {}
+        more = {"truncate": False} if name == GPT_OSS else {}
         found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original) | more
     elif kind != "none":
         also = f" with {min(factors)}" if factors else ""

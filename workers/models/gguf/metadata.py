@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import torch
 
 from kernels.rope import RopeSpec, rope_frequencies
+from workers.common.gguf.architectures import ARCHITECTURES
 from workers.common.gguf.header import Value
-from workers.common.gguf.settings import ARCHITECTURES, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from workers.common.gguf.settings import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from workers.common.gguf.architectures import Architecture
 from workers.common.gguf.header import Header, TensorInfo
-from workers.common.gguf.settings import FACTORS, Architecture
+from workers.common.gguf.settings import FACTORS
 from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_parts
 from workers.models.errors import ModelError
 from workers.models.files import FileVersion
