@@ -110,15 +110,20 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
         found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
     if "original_max_position_embeddings" in full and full.get("rope_type") != "llama3":
         found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+    return found | _experts(name, config)
+
+
+def _experts(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
-        found |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
-        if name in ("qwen2moe", "qwen3moe"):
-            found["expert_feed_forward_length"] = config.moe_intermediate_size
-        if name == "qwen2moe":
-            found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-        if name == "gpt-oss":
-            found["expert_feed_forward_length"] = config.intermediate_size
+    if not experts:
+        return {}
+    found = {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+    if name in ("qwen2moe", "qwen3moe"):
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    if name == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if name == "gpt-oss":
+        found["expert_feed_forward_length"] = config.intermediate_size
     return found
 
 

@@ -158,7 +158,7 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
             "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
-        "qwen3_5": {"attention_bias": False, "linear_value_head_dim": 128},
+        "qwen3_5": {"attention_bias": False, "linear_value_head_dim": 128, "head_dim": 64},
         "lfm2": {"conv_bias": False},
     }  # fmt: skip
     model_type, settings = settings_of(family)

@@ -50,7 +50,8 @@ def family(directory: Path, name: str, **settings: Any) -> Path:
 def error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Of each row, relative, as of the self-check."""
     ours, theirs = (rows - rows.mean(1, keepdim=True) for rows in (found, expected))
-    return (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+    relative: torch.Tensor = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+    return relative
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "qwen2_moe"])
@@ -227,6 +228,13 @@ def test_what_cannot_be_is_refused_by_name(
     with pytest.raises(ModelError, match=said) as refusal:
         load_decoder(file)
     assert str(refusal.value).startswith(str(file)) and "\n" not in str(refusal.value)
+
+
+def test_heads_without_a_width_are_refused_before_tensors_are_read(tmp_path: Path) -> None:
+    keys = {"granitehybrid.attention.head_count": "no"}
+    file = write_gguf(tmp_path / "model.gguf", family(tmp_path / "hf", "granite hybrid"), metadata=keys)
+    with pytest.raises(ModelError, match="the width of a head must be an integer, got None"):
+        source_of(file).tensors()
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, float("nan")])

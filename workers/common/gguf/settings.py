@@ -84,7 +84,7 @@ def read_settings(
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     kv_heads = own.get(KV_HEADS, own["attention.head_count"])
     if architecture.recurrent_without_heads and isinstance(kv_heads, list):
-        kv_heads = [count for count in kv_heads if count]
+        kv_heads = [count for count in kv_heads if count]  # type: ignore[assignment] # a list of one type
     settings["num_key_value_heads"] = _same(kv_heads, f"{name}.{KV_HEADS}")
     settings["head_dim"] = _head_dim(name, own, heads, hidden)
     settings["vocab_size"] = _vocab_size(tensors)

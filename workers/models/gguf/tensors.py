@@ -111,7 +111,8 @@ def stored_tensors(
     """
     entries = _Entries(settings)
     head_rows = settings["head_dim"] if architecture.interleaved else 0
-    assert isinstance(head_rows, int)
+    if not isinstance(head_rows, int):
+        raise ModelError(f"{headers[0].path}: the width of a head must be an integer, got {head_rows!r}")
     found: dict[str, StoredTensor] = {}
     for header in headers:
         for info in header.content.tensors.values():
