@@ -150,7 +150,8 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
     family: str, kind: str, tmp_path: Path
 ) -> None:
     """With the weights dequantised, and what they multiply rounded. The limit is that of the self-check."""
-    # The library reads neither the width of heads of qwen3 nor the bounds of gemma2: it has those of its own.
+    # The library reads neither the width of heads of qwen3, the bounds of gemma2 nor the list of layers of
+    # qwen3_5: it has those of its own.
     of_library: dict[str, dict[str, Any]] = {
         "llama": {},
         "qwen3": {"head_dim": 128},
@@ -158,7 +159,10 @@ def test_logits_are_those_that_transformers_computes_from_the_file(
             "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         },
-        "qwen3_5": {"attention_bias": False, "linear_value_head_dim": 128, "head_dim": 64},
+        "qwen3_5": {
+            "attention_bias": False, "linear_value_head_dim": 128, "head_dim": 64,
+            "layer_types": [*3 * ["linear_attention"], "full_attention"],
+        },
         "lfm2": {"conv_bias": False},
     }  # fmt: skip
     model_type, settings = settings_of(family)
