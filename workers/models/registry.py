@@ -257,7 +257,7 @@ class Family:
         respelled: The settings of a config in the spelling that all families have.
         recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
         recurrent_names: Of the gated delta rule, the projections in a checkpoint: of gates, of the inputs of
-            the convolution, of b and of a; or two that have those of each key head together.
+            the convolution, of b and of a. Or the last two, or each two, are one: of each key head together.
         final_norm: The name of the norm before the head in a checkpoint.
         qk_norm_names: The norms of queries and of keys.
         attention_names: The projections in a checkpoint: q, k and v, or one that is fused.
@@ -265,6 +265,10 @@ class Family:
         mlp: What the names of an MLP begin with in a layer of a checkpoint.
         mlp_down: Its projection back to the hidden width.
         mlp_names: The projections of the MLP in a checkpoint: gate and up, or one that is fused.
+        gguf_mlp_names: Those that a GGUF file has in their place; empty: the same ones.
+        gguf_recurrent_names: The same for `recurrent_names`.
+        gguf_tiled: A GGUF file has the value heads of the gated delta rule in another order; see
+            `GatedDeltaConfig`.
         experts: The names of the experts' tensors; None: no layer has experts.
         wide_routing: The router's weights of experts stay float32.
         expert_biases: The router and the projections of experts have biases.
@@ -302,6 +306,9 @@ class Family:
     mlp: str = "mlp"
     mlp_down: str = "down_proj"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    gguf_mlp_names: tuple[str, ...] = ()
+    gguf_recurrent_names: tuple[str, ...] = ()
+    gguf_tiled: bool = False
     experts: ExpertNames | None = None
     wide_routing: bool = False
     expert_biases: bool = False
@@ -415,7 +422,7 @@ _MAMBA2_DEFAULTS: dict[str, object] = {
 }
 _DELTA_RULE_READS = names(
     "layer_types full_attention_interval partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim"
-    " linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+    " linear_value_head_dim linear_num_key_heads linear_num_value_heads gguf_layout"
 )
 _DELTA_RULE_DEFAULTS: dict[str, object] = {
     "head_dim": 256,
@@ -481,6 +488,7 @@ _QWEN_3_5 = Family(
     respelled=_delta_rule_settings,
     recurrent="gated_delta",
     recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
+    gguf_tiled=True,
     left_out=("mtp.",),  # for the prediction of several tokens
     gated_attention=True,
 )
@@ -681,9 +689,10 @@ FAMILIES: dict[str, Family] = {
         defaults={**_GRANITE_MOE.defaults, **_MAMBA2_DEFAULTS, "shared_intermediate_size": 1024},
         reads=_GRANITE_MOE_SHARED.reads
         | _MAMBA2_READS
-        | names("layer_types layers_block_type position_embedding_type"),
+        | names("layer_types layers_block_type position_embedding_type gguf_layout"),
         respelled=_granite_hybrid_settings,
         recurrent="mamba2",
+        gguf_mlp_names=("gate_linear", "up_linear"),
     ),
     "bamba": Family(
         defaults=_defaults(
@@ -733,6 +742,8 @@ FAMILIES: dict[str, Family] = {
         | _DELTA_RULE_DEFAULTS,
         reads=_DELTA_RULE_READS | _QWEN_EXPERTS_READS | {"shared_expert_intermediate_size"},
         recurrent_names=("in_proj_qkvz", "in_proj_ba"),
+        gguf_recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_ba"),
+        gguf_tiled=False,
         experts=_QWEN_SHARED_EXPERTS,
     ),
     "qwen2_moe": Family(
