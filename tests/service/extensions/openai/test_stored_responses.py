@@ -122,7 +122,7 @@ async def test_what_a_request_goes_on_from_counts_like_its_body() -> None:
 
 async def test_a_single_request_goes_on_from_what_is_larger_than_the_budget() -> None:
     """As a single body always fits."""
-    settings = {"max_unread_bytes": 20_000, "max_request_bytes": 40_000}
+    settings: Any = {"max_unread_bytes": 20_000, "max_request_bytes": 40_000}
     async with serving(FakeRuntime(generate_yes), **settings) as served, served.client() as client:
         first = await client.responses.create(model="m", input="x" * 12_000)
         asked: Any = {"model": "m", "input": "y", "previous_response_id": first.id}
