@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.packed_pages import PackedKeys, PackedValues, Pages
+from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues, Pages
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -62,7 +62,7 @@ def check_same(name: str, tensor: Pages, other_name: str, other: torch.Tensor) -
 
 def check_pages(
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | LeadingValues,
     kv_heads: int | None,
     width: int,
     other_name: str,
@@ -86,7 +86,9 @@ def check_pages(
         ValueError: A shape differs, or pages are not contiguous.
         TypeError: Dtype or device differ, or one is packed or quantised and the other is not.
     """
-    if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+    if isinstance(v_pages, LeadingValues):
+        fit = v_pages.keys is k_pages
+    elif isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
         fit = k_pages.is_quantised == v_pages.is_quantised
     else:
         fit = isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
@@ -96,9 +98,12 @@ def check_pages(
             f" {type(v_pages).__name__} and {type(k_pages).__name__}"
         )
     check_tensor("k_pages", k_pages, (None, None, kv_heads, width), FLOAT_DTYPES)
-    value_shape = (*k_pages.shape[:3], width if value_width is None else value_width)
-    check_tensor("v_pages", v_pages, value_shape, FLOAT_DTYPES)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+    checked = [("k_pages", k_pages)]
+    if not isinstance(v_pages, LeadingValues):
+        value_shape = (*k_pages.shape[:3], width if value_width is None else value_width)
+        check_tensor("v_pages", v_pages, value_shape, FLOAT_DTYPES)
+        checked.append(("v_pages", v_pages))
+    for name, pages in checked:
         if isinstance(pages, torch.Tensor) or other.dtype not in pages.row_dtypes:
             check_same(name, pages, other_name, other)
         if not pages.is_contiguous():

@@ -19,13 +19,14 @@ token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
-from kernels.gated_activation import Activation, gated_activation, gated_activation_reference
+from kernels.gated_activation import Activation, gated_activation, gated_activation_reference, sigmoid
 from kernels.linear import DenseWeight
 from kernels.weight import Weight
 
@@ -35,6 +36,62 @@ PlainWeights = torch.Tensor | Sequence[torch.Tensor]
 Biases = tuple[torch.Tensor, torch.Tensor]
 # A tensor [E, O, I], E weights [O, I] in whatever layout, or the result of `pack_experts`.
 ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRouting:
+    """How DeepSeek and GLM choose experts: only those of the best groups.
+
+    Attributes:
+        sigmoid: Scores are the sigmoids of logits, not their softmax. Then they choose with a correction
+            added, and a group is as good as its two best experts; else as its best one.
+        groups: The experts are divided into so many groups of adjacent ones.
+        best_groups: Those of which experts are chosen.
+        scale: Multiplies the weights.
+    """
+
+    sigmoid: bool
+    groups: int
+    best_groups: int
+    scale: float
+
+
+def route_in_groups(
+    logits: torch.Tensor,
+    k: int,
+    normalize: bool,
+    rule: GroupedRouting,
+    correction: torch.Tensor | None = None,
+    given: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `route`, by another rule.
+
+    Args:
+        logits: [T, E] float32.
+        k: See `route`.
+        normalize: See `route`.
+        rule: The rule.
+        correction: [E] float32; None: there is none.
+        given: See `route`.
+
+    Returns:
+        As `route`; expert_weights are float32.
+    """
+    scores = sigmoid(logits) if rule.sigmoid else functional.softmax(logits, dim=-1)  # [T, E]
+    chosen_by = scores if correction is None else scores + correction
+    if rule.groups > 1:
+        by_group = chosen_by.view(len(logits), rule.groups, -1)  # [T, G, E / G]
+        worth = by_group.topk(2, dim=-1)[0].sum(-1) if rule.sigmoid else by_group.amax(-1)  # [T, G]
+        best = torch.zeros_like(worth).scatter_(1, worth.topk(rule.best_groups, dim=-1)[1], 1.0)
+        left_out = float("-inf") if rule.sigmoid else 0.0
+        chosen_by = by_group.masked_fill(best[:, :, None] == 0.0, left_out).flatten(1)
+    expert_ids = torch.topk(chosen_by, k, dim=-1)[1]  # [T, k]
+    if given is not None:
+        expert_ids = torch.where(given[:, :1] < 0, expert_ids, given)
+    weights = scores.gather(1, expert_ids)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return expert_ids, weights * rule.scale
 
 
 def route(

@@ -64,3 +64,13 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
     if cpu.can_gated_activation(gate_up):
         return cpu.gated_activation(gate_up, ACTIVATIONS.index(activation))
     return gated_activation_reference(gate_up, activation)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of each element [T, I]. Its bits depend on no other element.
+
+    Torch computes the last elements of a tensor otherwise than the others on a CPU.
+    """
+    if not cpu.can_gated_activation(x):
+        return torch.sigmoid(x)
+    return cpu.gated_activation(torch.cat((x, torch.ones_like(x)), dim=1), len(ACTIVATIONS))

@@ -17,7 +17,7 @@ from kernels.cpu.dtypes import SUFFIXES
 _PART = 16
 # Of a key or a value in 8 bits, after its codes.
 SCALE_BYTES = 4
-_MAX_WIDTH = 256  # kMaxHeadWidth of kernels/cpu/vectors.h
+_MAX_WIDTH = 576  # kMaxHeadWidth of kernels/cpu/vectors.h
 
 
 def can_pack_width(width: int) -> bool:
@@ -158,3 +158,26 @@ class PackedValues(_PackedPages):
 
 # What kernels take: plain tensors [P, S, K, D], or packed.
 Pages: TypeAlias = torch.Tensor | PackedKeys | PackedValues
+
+
+class LeadingValues:
+    """Values that are the first elements of their keys, and have no memory of their own.
+
+    Attributes:
+        keys: [P, S, K, D], plain or packed.
+        shape: [P, S, K, V].
+        dtype: That of the keys.
+    """
+
+    def __init__(self, keys: torch.Tensor | PackedKeys, width: int) -> None:
+        """`width`: V, at most D; a multiple of 16 if keys are packed."""
+        self.keys = keys
+        self.shape = torch.Size((*keys.shape[:3], width))
+        self.dtype = keys.dtype
+
+    def dense(self, pages: torch.Tensor) -> torch.Tensor:
+        """The values of pages [n] in plain order: [n, S, K, V], a new tensor."""
+        keys = (
+            self.keys.dense(pages) if isinstance(self.keys, PackedKeys) else self.keys.index_select(0, pages)
+        )
+        return keys[..., : self.shape[3]].contiguous()

@@ -22,7 +22,7 @@ from kernels.attention_reference import paged_attention_reference
 from kernels.attention_scoring import Scoring
 from kernels.checks import FLOAT_DTYPES, check_pages, check_tensor
 from kernels.cpu import paged_attention as cpu
-from kernels.packed_pages import PackedKeys, PackedValues, Pages
+from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues, Pages
 
 # The head widths that the CUDA kernels support; other widths, and slopes, run in torch.
 CUDA_WIDTHS = (64, 80, 96, 128, 256)
@@ -33,7 +33,7 @@ CUDA_WIDTH_PAIRS = ((192, 128),)
 def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     query: torch.Tensor,
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | LeadingValues,
     batch: AttentionBatch,
     *,
     scale: float,
@@ -48,7 +48,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     Args:
         query: [T, H, D]; float32, bfloat16 or float16; heads contiguous.
         k_pages: [pages, S, K, D] contiguous, of the dtype of query; or packed, which takes it.
-        v_pages: [pages, S, K, V], packed if the keys are; their dtype.
+        v_pages: [pages, S, K, V], packed if the keys are; their dtype. Or a part of the keys.
         batch: Rows and pages of the items.
         scale: Multiplies the scores.
         sliding_window: The number of positions that a token attends to, its own included; None: all.
@@ -67,12 +67,16 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
     """
     scoring = Scoring(scale, sliding_window, softcap, sinks, alibi_slopes)
     _check(query, k_pages, v_pages, batch, scoring)
-    if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues):
+    if isinstance(k_pages, PackedKeys) and isinstance(v_pages, PackedValues | LeadingValues):
         allocate = torch.zeros if 0 in batch.context_lens_host else torch.empty  # rows of padding stay zero
         out = allocate((*query.shape[:2], v_pages.shape[3]), dtype=query.dtype)  # [T, H, V]
         cpu.attend(out, query, k_pages, v_pages, batch, scoring)
         return out
-    assert isinstance(k_pages, torch.Tensor) and isinstance(v_pages, torch.Tensor)
+    assert isinstance(k_pages, torch.Tensor)
+    if isinstance(v_pages, LeadingValues):
+        v_pages = k_pages[..., : v_pages.shape[3]]
+        return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
+    assert isinstance(v_pages, torch.Tensor)
     if query.is_cuda and alibi_slopes is None and _has_cuda_kernel(query.shape[2], v_pages.shape[3]):
         from kernels.cuda import paged_attention as cuda
 
@@ -83,7 +87,7 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
 def _check(
     query: torch.Tensor,
     k_pages: Pages,
-    v_pages: Pages,
+    v_pages: Pages | LeadingValues,
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> None:

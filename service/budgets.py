@@ -121,7 +121,6 @@ class Budget:
             (whole._holding.add if self.used else whole._holding.discard)(self)  # noqa: SLF001
 
     def give_back(self, amount: int = 1) -> None:
-        """Undoes a `take` of this amount."""
         self.adjust(-amount, is_large=amount > self.small)
 
     @contextlib.contextmanager
@@ -168,7 +167,6 @@ class Budgets:
 
     @classmethod
     def of_server(cls, config: Config) -> Budgets:
-        """Those of the whole server."""
         return cls(
             answers=Budget(config.max_unread_bytes, AnswersFull, small=SMALL_BYTES),
             chunks=Budget(config.max_unread_bytes // 2, AnswersFull, small=SMALL_BYTES),

@@ -1,12 +1,15 @@
-"""Steps that a cancellation must not interrupt."""
+"""How to wait: for steps that a cancellation must not interrupt, and until something is so."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+import math
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+_POLL_S = 0.02
 _Result = TypeVar("_Result")
 
 
@@ -20,3 +23,16 @@ async def complete(step: Coroutine[Any, Any, _Result]) -> _Result:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({task})
         raise
+
+
+async def wait_until(is_so: Callable[[], bool], timeout_s: float = math.inf) -> bool:
+    """Waits until something is so, by asking again and again. Returns whether it is, within the time.
+
+    For what is rare: an event for it would cost each call some time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() >= deadline_s:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True

@@ -15,8 +15,8 @@ import dataclasses
 import functools
 import importlib.metadata
 import traceback
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from service.model_names import MODELS, SHIPPED_MODEL
 from service.setting_rules import (
@@ -61,15 +61,22 @@ _Own = TypeVar("_Own", bound="ExtensionSettings")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExtensionSettings:
-    """The settings of an extension. Its entry point names a subclass.
+    """The settings of an extension. Its entry point names a subclass."""
 
-    Attributes:
-        opened_by: "module:function", which is loaded when a gateway starts: see `service.extension`.
-        served_by: As `opened_by`, of what serves in place of a gateway. Empty: nothing does.
-    """
+    def open_extension(self, config: Config) -> Any:
+        """The `service.extension.Extension` of a gateway; None if these settings do not ask for it.
 
-    opened_by: ClassVar[str]
-    served_by: ClassVar[str] = ""
+        Raises ConfigError. Called before any part of the gateway exists. What it needs should be imported
+        only when it is asked for.
+        """
+        raise NotImplementedError
+
+    def open_server(self, config: Config) -> Callable[[], int] | None:  # noqa: ARG002 - for subclasses
+        """What serves in place of a gateway in this process, if these settings ask for it.
+
+        It serves until a signal, and returns the exit status. Both raise ConfigError.
+        """
+        return None
 
     @property
     def starts_workers(self) -> bool:
@@ -420,7 +427,6 @@ class Config:
         return dataclasses.replace(self, **own, extensions=tuple(extensions))
 
     def values(self) -> dict[str, Any]:
-        """Each setting by its name, also of extensions."""
         return {
             name: getattr(self if one.owner is Config else self.of(one.owner), name)
             for name, one in all_settings().items()

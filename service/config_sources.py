@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.config import UNQUANTISED, Config, all_settings
+from service.config import Config, all_settings
 from service.model_names import (
     WEIGHTLESS_MODEL,
     is_directory_or_file,
@@ -147,9 +147,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
         if getattr(config, name) and not getattr(config, other):
             yield (name, other), f"needs {other} too"
     yield from _pool_conflicts(config)
-    yield from _quantization_conflicts(config)
-    yield from _draft_conflicts(config)
-    yield from _dtype_conflicts(config)
+    yield from _weight_conflicts(config)
     for extension in config.extensions:
         yield from extension.conflicts(config)
     yield from _port_conflicts(config)
@@ -181,10 +179,12 @@ def _port_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _pool_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about where workers run."""
     # On other hosts the model can be where this one has nothing.
     if not config.has_remote_workers and not is_model(config.model):
         yield ("model",), model_problem(config.model)
+    has_draft_model = config.has_remote_workers or is_directory_or_file(config.draft_model)
+    if config.draft_model and not has_draft_model:
+        yield ("draft_model",), model_problem(config.draft_model)
     starts_workers = any(one.starts_workers for one in config.extensions)
     if config.pool_listen and not (config.pool or starts_workers):
         yield ("pool_listen", "pool"), "needs pool too"
@@ -195,41 +195,21 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
         yield ("workers", "pool_listen"), problem
 
 
-def _dtype_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about what KV and heads of another dtype cannot do yet."""
-    for name in ("kv_cache_dtype", "head_dtype"):
-        if getattr(config, name) == AUTO:
-            continue
-        if config.device == "cuda":
-            yield (name, "device"), "needs device = cpu"
-        if config.model == WEIGHTLESS_MODEL:
-            yield (name, "model"), "needs a model that has weights"
-    if config.head_dtype != AUTO and config.tensor_parallel > 1:
-        yield ("head_dtype", "tensor_parallel"), "needs tensor_parallel = 1"
-
-
-def _quantization_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about what quantised weights cannot do yet."""
-    if config.quantization == UNQUANTISED:
-        return
-    if config.device == "cuda":
-        yield ("quantization", "device"), "needs device = cpu"
-    if config.model_backend == "transformers":
-        yield ("quantization", "model_backend"), "needs a model that native code runs: model_backend = native"
-    if config.model == WEIGHTLESS_MODEL:
-        yield ("quantization", "model"), "needs a model that has weights"
-
-
-def _draft_conflicts(config: Config) -> Iterator[Conflict]:
-    """As `_conflicts`, about a draft model."""
-    if not config.draft_model:
-        return
-    if not (config.has_remote_workers or is_directory_or_file(config.draft_model)):
-        yield ("draft_model",), model_problem(config.draft_model)
-    if config.tensor_parallel > 1:
-        yield ("draft_model", "tensor_parallel"), "needs a model that is not split: tensor_parallel = 1"
-    if config.model == WEIGHTLESS_MODEL:
-        yield ("draft_model", "model"), "needs a model that has weights"
+def _weight_conflicts(config: Config) -> Iterator[Conflict]:
+    """As `_conflicts`, about what other weights than the model's, as they are, cannot do yet."""
+    native = "needs a model that native code runs: model_backend = native"
+    on_one_rank = "needs a model that is not split: tensor_parallel = 1"
+    with_weights = "needs a model that has weights"
+    of_weights = "quantization", "head_dtype", "kv_cache_dtype"
+    for other, is_so, problem, names in (
+        ("device", config.device == "cuda", "needs device = cpu", of_weights),
+        ("model_backend", config.model_backend == "transformers", native, ("quantization",)),
+        ("tensor_parallel", config.tensor_parallel > 1, on_one_rank, ("head_dtype", "draft_model")),
+        ("model", config.model == WEIGHTLESS_MODEL, with_weights, (*of_weights, "draft_model")),
+    ):
+        for name in names:
+            if is_so and getattr(config, name) != getattr(Config(), name):
+                yield (name, other), problem
 
 
 def _line_of(file: str, name: str) -> str:

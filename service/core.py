@@ -17,6 +17,7 @@ from service.api.executor import ExecutorApi
 from service.api.server_state import ServerState
 from service.auth.authenticator import current_tenant
 from service.caches.tenants import Tenant
+from service.completion import wait_until
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.extension import Extension
@@ -34,8 +35,6 @@ from service.runtimes.weight_uploads import WeightUploads
 from service.settings import ConfigError
 from service.shard import OpenShard
 from service.uploads import UploadDirectory
-
-_POLL_INTERVAL_S = 0.02
 
 
 class Core:
@@ -153,10 +152,7 @@ class Core:
     async def drain(self, grace_s: float) -> None:
         """Refuses new operations and waits for running ones."""
         self.dispatcher.start_draining()
-        deadline_s = time.monotonic() + grace_s
-        # Polled, because an event for this rare case would cost time with each call.
-        while self.caches.operations_in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        await wait_until(lambda: not self.caches.operations_in_flight, grace_s)
 
     def close(self) -> None:
         """Closes the journal. All other parts have stopped before."""

@@ -25,7 +25,7 @@ from service.caches.effects import Reply, Send, Write
 from service.caches.entries import WorkerView
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.requests import Release, Request, Result, undelivered
+from service.caches.requests import PreviousCaches, Release, Request, Result, undelivered
 from service.caches.tenants import Tenant
 from service.errors import NOT_FAILURES, InternalError, JournalUnavailable, QuireError, WorkerFault
 from service.journal.base import Journal
@@ -163,7 +163,6 @@ class Dispatcher:
         self.caches.admission.draining = True
 
     def close(self) -> None:
-        """See `CacheMachine.close`."""
         self.caches.close()
         self._answer(self.caches.take_effects().replies)
 
@@ -199,30 +198,25 @@ class Dispatcher:
 
     # Weights.
 
-    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
-        """See `CacheMachine.weights_replaced`."""
-        self.caches.weights_replaced(weights, workers, self._clock_s(), recompute=recompute)
+    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], previous: PreviousCaches) -> None:
+        self.caches.weights_replaced(weights, workers, self._clock_s(), previous)
         self._carry_out()
 
     # Workers.
 
     def worker_ready(self, worker: WorkerView, kept: Mapping[int, int] | None = None) -> None:
-        """See `CacheMachine.worker_ready`."""
         self.caches.worker_ready(worker, self._clock_s(), kept)
         self._carry_out()
 
     def worker_lost(self, worker_id: str, epoch: int, *, crashed: bool = True) -> None:
-        """See `CacheMachine.worker_lost`."""
         self.caches.worker_lost(worker_id, epoch, self._clock_s(), crashed=crashed)
         self._carry_out()
 
     def worker_draining(self, worker_id: str, epoch: int) -> None:
-        """See `CacheMachine.worker_draining`."""
         self.caches.worker_draining(worker_id, epoch, self._clock_s())
         self._carry_out()
 
     def worker_suspected(self, worker_id: str, epoch: int, *, suspect: bool) -> None:
-        """See `CacheMachine.worker_suspected`."""
         self.caches.worker_suspected(worker_id, epoch, suspect=suspect)
 
     def worker_answered(

@@ -1,7 +1,7 @@
 """Every failure that a client can see: one class each, with its gRPC code, its reason and its message.
 
-Messages are for the caller. They contain only what the caller sent or may know. RetryInfo is attached only
-where a retry can help.
+docs/errors.md says when each occurs. Messages are for the caller. They contain only what the caller sent or
+may know. RetryInfo is attached only where a retry can help.
 """
 
 from __future__ import annotations
@@ -106,16 +106,12 @@ class CacheNotFound(QuireError, code="NOT_FOUND", reason="CACHE_NOT_FOUND"):
 
 
 class AdapterNotFound(QuireError, code="NOT_FOUND", reason="ADAPTER_NOT_FOUND"):
-    """No adapter has this id, or it belongs to another tenant."""
-
     def __init__(self, adapter_id: str) -> None:
         shown = escaped(adapter_id[:_SHOWN_CHARACTERS])
         super().__init__(f"no such adapter: '{shown}'; ListAdapters returns those that can be used")
 
 
 class RuntimeNotFound(QuireError, code="NOT_FOUND", reason="RUNTIME_NOT_FOUND"):
-    """The configuration has no runtime with this name."""
-
     message = "no such runtime: ListRuntimes returns the names of all runtimes"
 
 
@@ -138,8 +134,6 @@ def without_lora(reason: str, field: str = "") -> Unsupported:
 
 
 class NoTokenizer(QuireError, code="FAILED_PRECONDITION", reason="NO_TOKENIZER"):
-    """Text was sent or requested, and the model has no tokenizer."""
-
     message = "the model has no tokenizer: send token ids and request token ids"
 
 
@@ -154,20 +148,14 @@ class WeightsChanged(QuireError, code="FAILED_PRECONDITION", reason="WEIGHTS_CHA
 
 
 class SeveralShards(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_SHARDS"):
-    """What is all or nothing cannot be done by several gateways."""
-
     message = "the caches belong to several gateways: fork and release those of each gateway in one call"
 
 
 class OtherShard(QuireError, code="FAILED_PRECONDITION", reason="OTHER_SHARD"):
-    """An execution continues caches only at the gateway that has them."""
-
     message = "another gateway has the cache: call that one, or use Decode, which is forwarded"
 
 
 class SeveralGateways(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_GATEWAYS"):
-    """The call would change one gateway only, and callers do not know which of them answers."""
-
     message = "the server has several gateways, and this call would change one of them: use the settings"
 
 
@@ -180,8 +168,6 @@ class AdapterLost(QuireError, code="FAILED_PRECONDITION", reason="ADAPTER_LOST")
 
 
 class LoadFailed(QuireError, code="FAILED_PRECONDITION", reason="LOAD_FAILED"):
-    """New weights could not be loaded. The server keeps serving the previous ones."""
-
     def __init__(self, why: str) -> None:
         super().__init__(f"{why}; the server keeps serving the previous weights")
 
@@ -194,8 +180,6 @@ class BadRuntimes(QuireError, code="FAILED_PRECONDITION", reason="BAD_RUNTIMES")
 
 
 class ExecutionLost(QuireError, code="FAILED_PRECONDITION", reason="EXECUTION_LOST"):
-    """A client resumes an execution, and the chunks that it has not read are gone."""
-
     message = (
         "the chunks after resume_after are not stored any more, and generating them again could give another"
         " text: use another request_id"
@@ -211,8 +195,6 @@ class SequenceTooLong(QuireError, code="OUT_OF_RANGE", reason="SEQUENCE_TOO_LONG
 
 
 class TruncateBeyondEnd(QuireError, code="OUT_OF_RANGE", reason="TRUNCATE_BEYOND_END"):
-    """A truncation to more tokens than the cache has."""
-
     def __init__(self, new_len: int, actual: int) -> None:
         message = f"new_len is {new_len}, but the cache has only {actual} tokens"
         super().__init__(message, new_len=new_len, seq_len=actual)
@@ -228,8 +210,6 @@ class KvExhausted(QuireError, code="RESOURCE_EXHAUSTED", reason="KV_EXHAUSTED", 
 
 
 class QueueFull(QuireError, code="RESOURCE_EXHAUSTED", reason="QUEUE_FULL"):
-    """The queue has as many operations as the server, or the tenant, may have."""
-
     def __init__(self, limit: int, retry_after_s: float, *, of_tenant: bool = False) -> None:
         message = f"{limit} operations{' of the tenant' if of_tenant else ''} are already waiting or running"
         super().__init__(message, retry_after_s=retry_after_s, limit=limit)
@@ -248,8 +228,6 @@ class BudgetFull(QuireError, code="RESOURCE_EXHAUSTED"):
 
 
 class TooManyExecutions(BudgetFull, reason="QUEUE_FULL", retry_after_s=1.0):
-    """As many executions run as the server, or the tenant, may have."""
-
     message = "{limit} executions{of_tenant} are already running"
 
 
@@ -266,65 +244,47 @@ class Overloaded(QuireError, code="RESOURCE_EXHAUSTED", reason="OVERLOADED"):
 
 
 class CacheLimit(QuireError, code="RESOURCE_EXHAUSTED", reason="CACHE_LIMIT", retry_after_s=1.0):
-    """There are as many caches as the server allows. A retry can help because leases expire."""
-
     def __init__(self, limit: int) -> None:
         super().__init__(f"the server has {limit} caches, its limit: release some", limit=limit)
 
 
 class JournalFull(QuireError, code="RESOURCE_EXHAUSTED", reason="JOURNAL_FULL", retry_after_s=1.0):
-    """The journal has no room for more tokens until caches are released or their leases expire."""
-
     def __init__(self, limit_bytes: int) -> None:
         message = f"the tokens of all caches take {limit_bytes} bytes, the limit: release or truncate some"
         super().__init__(message, limit_bytes=limit_bytes)
 
 
 class AnswersFull(BudgetFull, reason="ANSWERS_FULL", retry_after_s=0.1):
-    """Answers that are computed or not yet read leave no memory for this one."""
-
     message = "answers{of_tenant} that are computed or not yet read take {limit} bytes, the limit"
     unit = "_bytes"
 
 
 class ArrivingFull(BudgetFull, reason="ARRIVING_FULL", retry_after_s=1.0):
-    """Too many requests are slow to arrive, so the newest are refused; or HTTP bodies take too much."""
-
     message = "requests{of_tenant} that are slow to arrive and HTTP bodies take {limit} bytes, the limit"
     unit = "_bytes"
 
 
 class SessionLimit(BudgetFull, reason="SESSION_LIMIT", retry_after_s=1.0):
-    """As many Sessions are open as the server, or the tenant, may have."""
-
     message = "{limit} Sessions{of_tenant} are open"
 
 
 class SlowConsumer(QuireError, code="RESOURCE_EXHAUSTED", reason="SLOW_CONSUMER"):
-    """The client of a Session does not read its answers."""
-
     def __init__(self, stalled_s: float) -> None:
         super().__init__(f"no answer was read for {stalled_s:g} seconds; unanswered calls are undone")
 
 
 class QuotaExceeded(QuireError, code="RESOURCE_EXHAUSTED", reason="QUOTA"):
-    """The tenant has used up a quota."""
-
     def __init__(self, quota: str, limit: float, retry_after_s: float | None = None) -> None:
         message = f"the tenant's quota {quota} of {limit:g} is used up"
         super().__init__(message, retry_after_s=retry_after_s, quota=quota, limit=f"{limit:g}")
 
 
 class AdapterLimit(QuireError, code="RESOURCE_EXHAUSTED", reason="ADAPTER_LIMIT", retry_after_s=1.0):
-    """There are as many adapters as the server allows, or as many are being loaded."""
-
     def __init__(self, what: str, limit: int) -> None:
         super().__init__(f"the server has {limit} {what}, its limit", limit=limit)
 
 
 class NoMemory(QuireError, code="RESOURCE_EXHAUSTED", reason="NO_MEMORY"):
-    """New weights do not fit in memory beside those that are served."""
-
     def __init__(self, needed_bytes: int, available_bytes: int) -> None:
         message = (
             f"the new weights need {needed_bytes >> 20} MiB beside those that are served,"
@@ -342,21 +302,15 @@ class Unauthenticated(QuireError, code="UNAUTHENTICATED"):
 
 
 class RoleMissing(QuireError, code="PERMISSION_DENIED", reason="ROLE_MISSING"):
-    """The caller is known but may not make this call."""
-
     def __init__(self, role: str) -> None:
         super().__init__(f"this call needs the role {role}", role=role)
 
 
 class NoWorker(QuireError, code="UNAVAILABLE", reason="NO_WORKER", retry_after_s=1.0):
-    """No worker is ready."""
-
     message = "no worker is ready"
 
 
 class Draining(QuireError, code="UNAVAILABLE", reason="DRAINING", retry_after_s=1.0):
-    """The server is shutting down."""
-
     message = "the server is draining"
 
 
@@ -367,39 +321,27 @@ class GatewayUnavailable(QuireError, code="UNAVAILABLE", reason="GATEWAY_UNAVAIL
 
 
 class ShardMoved(QuireError, code="UNAVAILABLE", reason="SHARD_MOVED", retry_after_s=0.2):
-    """The cache moved to another gateway just now. Calls are forwarded once."""
-
     message = "the cache has just moved to another gateway; nothing was applied"
 
 
 class WorkerLost(QuireError, code="UNAVAILABLE", reason="WORKER_LOST", retry_after_s=0.1):
-    """Workers died repeatedly during the call. An immediate retry can succeed."""
-
     message = "workers died during the call; nothing was applied"
 
 
 class JournalUnavailable(QuireError, code="UNAVAILABLE", reason="JOURNAL_UNAVAILABLE", retry_after_s=1.0):
-    """The journal cannot be written, for example on a full disk. A retry helps once that is fixed."""
-
     message = "the journal cannot be written; nothing was applied"
 
 
 class StorageUnavailable(QuireError, code="UNAVAILABLE", reason="STORAGE_UNAVAILABLE", retry_after_s=1.0):
-    """The disk of the server cannot be written, for example because it is full."""
-
     def __init__(self, why: str | None) -> None:
         super().__init__(f"the server cannot store it: {why}; nothing was changed")
 
 
 class ResumedElsewhere(QuireError, code="ABORTED", reason="RESUMED_ELSEWHERE"):
-    """Another client now reads the execution."""
-
     message = "another call resumed the execution by its request_id"
 
 
 class Loading(QuireError, code="ABORTED", reason="LOADING", retry_after_s=1.0):
-    """New weights are being uploaded or loaded, or the previous ones are still in use."""
-
     message = "weights are already being uploaded or loaded, or the previous ones drained: retry later"
 
 
@@ -417,28 +359,20 @@ class DeadlinePassed(QuireError, code="DEADLINE_EXCEEDED", reason="DEADLINE_PASS
 
 
 class MessageTimeout(QuireError, code="DEADLINE_EXCEEDED", reason="MESSAGE_TIMEOUT"):
-    """The request took too long to arrive."""
-
     def __init__(self, timeout_s: float) -> None:
         message = f"the request did not arrive within {timeout_s:g} seconds; nothing was applied"
         super().__init__(message, timeout_s=f"{timeout_s:g}")
 
 
 class WorkerFault(QuireError, code="INTERNAL", reason="WORKER_FAULT"):
-    """A step failed in the worker; nothing was applied."""
-
     message = "the step failed in the worker; nothing was applied"
 
 
 class HelperFailed(QuireError, code="INTERNAL", reason="HELPER_FAILED"):
-    """A process that the call needs, such as one for templates, did not start. The log says why."""
-
     message = "a helper process of the server did not start; nothing was applied"
 
 
 class SequenceQuarantined(QuireError, code="INTERNAL", reason="SEQUENCE_QUARANTINED"):
-    """Workers died while they computed this cache. It is quarantined and can only be released."""
-
     message = "workers died while they computed this sequence: it is quarantined, and can only be released"
 
 

@@ -1,10 +1,8 @@
 """What a package can add to a gateway without a change here: a journal, runtimes, a port, other gateways, ...
 
 An extension is found by an entry point of the group `quire.extensions`, which names its settings: a subclass
-of `ExtensionSettings`. Their `opened_by` is a function that gets all settings and returns an `Extension`, or
-None if these do not ask for it. It is called before any other part exists, so it should import its libraries
-only when it is asked for. Before all of them, those with `served_by` are asked whether they serve in place of
-a gateway in this process.
+of `ExtensionSettings`, which opens an `Extension` when a gateway starts. Before that, all are asked whether
+they serve in place of a gateway in this process.
 
 What extensions implement is defined where the core uses it: `Journal` in service/journal/base.py, `Launcher`
 in service/pool/launcher.py, `Runtime` and `ChunkSink` in service/runtimes/base.py, `OtherShards` in
@@ -13,14 +11,14 @@ service/api/other_shards.py. All else is on this page.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
-from service.api.admin import AdminApi, Stop
+from service.admin import Stop
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor, Observing
 from service.api.other_shards import OtherShards
@@ -53,10 +51,6 @@ NewLauncher = Callable[[Config, Path | None, Callable[[], None]], Launcher]
 # Opens the shard that a gateway begins with, and may wait until it gets one. Is given what opens journals.
 # Raises JournalUnusable or ConfigError.
 OpenHome = Callable[[OpenJournal], Awaitable[OpenShard]]
-# Serves until a signal. Returns the exit status. Raises ConfigError.
-Serve = Callable[[], int]
-
-
 # What a gateway takes from one extension.
 _ONLY_ONE = ("launcher", "runtimes", "journal", "open_home")
 
@@ -130,7 +124,6 @@ class GatewayParts:
         api: The calls of gRPC, of a caller in the same process.
         authenticator: None: there are no tokens.
         interceptor: Wraps each call of gRPC.
-        admin: The calls of operators. None: they are not safe to offer.
         shards: Those that the gateway has now; the one that it got first is the first.
         open_core: Makes the core of a further shard.
         stop: Stops this gateway; a second call, before it has ended, ends it at once.
@@ -140,7 +133,6 @@ class GatewayParts:
 
     state: ServerState
     api: ExecutorApi
-    admin: AdminApi | None
     interceptor: CallInterceptor
     authenticator: Authenticator | None
     text: TextModel
@@ -154,7 +146,6 @@ class GatewayParts:
     num_http_connections: Callable[[], int]
 
     def slots(self) -> list[WorkerSlot]:
-        """The workers of all shards."""
         return [slot for shard in self.shards() for slot in shard.versions.slots]
 
 
@@ -221,11 +212,12 @@ class Extension:
         """Called last."""
 
 
-def find_server(config: Config) -> Serve | None:
-    """What serves in place of a gateway in this process. Raises ConfigError or ExtensionUnusable."""
+def find_server(config: Config) -> Callable[[], int] | None:
+    """See `ExtensionSettings.open_server`. Raises ConfigError or ExtensionUnusable."""
     for name, settings in installed_extensions().items():
-        if not isinstance(settings, str) and settings.served_by:
-            serve: Serve | None = _opened(name, settings.served_by, config)
+        if not isinstance(settings, str):
+            with _naming(name):
+                serve = config.of(settings).open_server(config)
             if serve is not None:
                 return serve
     return None
@@ -238,7 +230,8 @@ def open_extensions(config: Config) -> list[Extension]:
         if isinstance(settings, str):
             _log.warning("an extension is missing", extension=name, module=settings)
             continue
-        extension: Extension | None = _opened(name, settings.opened_by, config)
+        with _naming(name):
+            extension: Extension | None = config.of(settings).open_extension(config)
         if extension is not None:
             extension.name = name
             found.append(extension)
@@ -250,11 +243,11 @@ def open_extensions(config: Config) -> list[Extension]:
     return found
 
 
-def _opened(name: str, place: str, config: Config) -> Any:
-    """Calls a "module:function". Raises ConfigError or ExtensionUnusable."""
-    module, _, function = place.partition(":")
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Raises ExtensionUnusable for what an extension raises, but for ConfigError."""
     try:
-        return getattr(importlib.import_module(module), function)(config)
+        yield
     except ConfigError:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -21,13 +21,14 @@ from quire.v1 import (
     runner_pb2_grpc,
 )
 
-from service.api import admin
-from service.api.admin import AdminApi
+from service import admin
+from service.admin import AdminApi
 from service.api.grpc_services import HealthApi, add_reflection, new_server
-from service.api.interceptor import CallInterceptor, Observing
+from service.api.interceptor import CallInterceptor
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import handshake_limits
 from service.auth.tls import server_credentials
+from service.completion import wait_until
 from service.config import Config
 from service.core import Core
 from service.data_directory import data_directory
@@ -38,13 +39,11 @@ from service.logging import drain_log, get_logger
 from service.memory import keep_trimmed
 from service.model_names import SHIPPED_MODEL, WEIGHTLESS_MODEL
 from service.pool import gpus, pool_files
-from service.pool.rolling_restart import RollingRestart
 from service.runtimes.embedding import Embedder
 from service.runtimes.executions import Executions
 from service.runtimes.loading import WeightsLoader
 from service.runtimes.local import LocalRuntime
 from service.runtimes.router import Router
-from service.runtimes.runtime_calls import RuntimeCalls
 from service.runtimes.servicer import RunnerApi
 from service.runtimes.sources import FindModel, ModelSources
 from service.shard import OpenShard, open_own_journal, open_shard
@@ -59,7 +58,6 @@ RUNNER_SERVICE = runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"].fu
 _HEALTH_NAMES = ("", EXECUTOR_SERVICE, RUNNER_SERVICE)
 # How long streams that do not end by themselves (health watches) stay open after all calls have ended.
 _FINAL_GRACE_S = 0.2
-_POLL_INTERVAL_S = 0.02
 _HANDSHAKE_INTERVAL_S = 1.0
 _REFUSING_POLL_S, _MOST_REFUSING_POLLS = 0.05, 10
 
@@ -119,10 +117,11 @@ class Gateway:
         self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
         embedder = Embedder(self.state, self.text, self.core.api.BatchForward)
         self.runner = RunnerApi(self.executions, self.router, self.state, embedder)
-        read_again = None if others is None else others.read_again
-        calls = RuntimeCalls(self.router, self.state, read_again, self.core.weight_uploads)
-        self._interceptor = CallInterceptor(self.state, self.authenticator, self._observing())
-        self._admin = self._new_admin(calls) if admin.is_available(config) else None
+        observing = [one.calls for one in extensions if one.calls is not None]
+        self._interceptor = CallInterceptor(self.state, self.authenticator, observing)
+        self._admin = None
+        if admin.is_available(config):
+            self._admin = self._new_admin(None if others is None else others.read_again)
         self._attach_extensions()
         self.health = HealthApi(_HEALTH_NAMES, self.state)
         self.core.versions.subscribe(self.health.on_change)
@@ -144,28 +143,25 @@ class Gateway:
         return others
 
     def _open_core(self, opened: OpenShard) -> Core:
-        """The core of a further shard."""
-        core = Core(
-            self.config,
-            opened,
-            self._tenant_of,
-            self.extensions,
-            worker_port=self._worker_port,
-        )
+        core = Core(self.config, opened, self._tenant_of, self.extensions, worker_port=self._worker_port)
         core.count_with(self.core)
         return core
 
-    def _new_admin(self, runtimes: RuntimeCalls) -> AdminApi:
+    def _new_admin(self, read_runtimes: Callable[[str], Awaitable[int]] | None) -> AdminApi:
         core, others = self.core, self._others
-        stop = None if others is None else others.stop_all
-        caches_of = core.caches.adapters_in_use
-        parts = self.state, core.adapter_loader, core.adapters, caches_of, stop or self.stop
-
-        def restarts() -> Sequence[RollingRestart]:
-            further = () if others is None else others.further_shards()
-            return [core.restarts, *(shard.restarts for shard in further)]
-
-        return AdminApi(*parts, restarts, runtimes)
+        stop_all = None if others is None else others.stop_all
+        further = tuple if others is None else others.further_shards
+        return AdminApi(
+            self.state,
+            core.adapter_loader,
+            core.adapters,
+            core.caches.adapters_in_use,
+            stop_all or self.stop,
+            lambda: [core.restarts, *(shard.restarts for shard in further())],
+            self.router,
+            read_runtimes,
+            core.weight_uploads,
+        )
 
     def _local_runtime(self) -> LocalRuntime:
         core = self.core
@@ -181,7 +177,6 @@ class Gateway:
         parts = GatewayParts(
             state=self.state,
             api=core.api,
-            admin=self._admin,
             interceptor=self._interceptor,
             authenticator=self.authenticator,
             text=self.text,
@@ -196,10 +191,6 @@ class Gateway:
         )
         for extension in extensions:
             extension.attach(parts)
-
-    def _observing(self) -> list[Observing]:
-        """What extensions do with each call."""
-        return [one.calls for one in self.extensions if one.calls is not None]
 
     def stop(self, *, leave_workers: bool = False) -> None:
         """Starts to stop. `leave_workers`: the next gateway with this data directory can adopt them."""
@@ -286,8 +277,7 @@ class Gateway:
         deadline_s = time.monotonic() + self.config.drain_grace_s
         # Executions end first: each of their tokens is a new operation, which the dispatcher would refuse.
         self.executions.drain()
-        while self.executions.num_unfinished and time.monotonic() < deadline_s:
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        await wait_until(lambda: not self.executions.num_unfinished, self.config.drain_grace_s)
         self.executions.end_all()
         self.core.dispatcher.start_draining()
         self.core.api.end_sessions()

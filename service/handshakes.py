@@ -93,7 +93,6 @@ class Handshakes:
         self._unknown_since_s: dict[int, float] = {}
 
     async def run(self, interval_s: float) -> None:
-        """Checks until cancelled."""
         if not _CAN_LOOK:
             return
         # Its own thread: the others may all be busy when it is needed most.

@@ -1,24 +1,25 @@
-"""That a shard belongs to this gateway, and until when. With one gateway it always does."""
+"""That a shard belongs to this gateway, and until when."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
 
 
-class Lease(Protocol):
-    """Changed by who keeps it.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Lease:
+    """Changed by who keeps it. That of a gateway which shares its journal with no other never ends.
 
     Attributes:
         valid_until_s: End of certain ownership, by the monotonic clock. Later, another gateway may own the
             shard.
     """
 
-    valid_until_s: float
+    valid_until_s: float = math.inf
 
 
-class FencedLease(Lease, Protocol):
+@dataclasses.dataclass(eq=False, kw_only=True)
+class FencedLease(Lease):
     """The lease of a shard that gateways own one after the other, each with a fence above those before.
 
     Attributes:
@@ -26,15 +27,5 @@ class FencedLease(Lease, Protocol):
         first_epoch: The first epoch for leases of workers: above those of all earlier owners.
     """
 
-    @property
-    def lease_id(self) -> str: ...
-
-    @property
-    def first_epoch(self) -> int: ...
-
-
-@dataclasses.dataclass
-class Unlimited:
-    """The ownership of a gateway that shares its journal with no other."""
-
-    valid_until_s: float = math.inf
+    lease_id: str
+    first_epoch: int

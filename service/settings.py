@@ -124,7 +124,6 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in the help."""
         if isinstance(self._rule, Text) and self._rule.accepts in (is_file, is_directory):
             return "FILE" if self._rule.accepts is is_file else "DIRECTORY"
         return "|".join(self.choices) or self.kind.__name__.upper()

@@ -42,11 +42,9 @@ class Shard:
 
     @property
     def prefix(self) -> str:
-        """What the ids of its caches begin with."""
         return f"kv{self.index}_" if self.count > 1 else "kv_"
 
     def new_cache_id(self) -> str:
-        """The id of a new cache."""
         return self.prefix + secrets.token_urlsafe(_RANDOM_BYTES)
 
     def is_elsewhere(self, cache_id: str) -> bool:

@@ -56,7 +56,6 @@ class Turns:
             raise
 
     def end(self, tenant: Hashable) -> None:
-        """Ends a turn."""
         self._held[tenant] -= 1
         if not self._held[tenant]:
             del self._held[tenant]

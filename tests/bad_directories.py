@@ -116,14 +116,20 @@ def sparse(name: str, size: int) -> Damage:
     return lambda directory: os.truncate(directory / name, size)
 
 
+def edited(name: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Changes the object that a file of JSON has."""
+
+    def edit(directory: Path) -> None:
+        content = json.loads((directory / name).read_text())
+        change(content)
+        (directory / name).write_text(json.dumps(content))
+
+    return edit
+
+
 def setting(**changes: Any) -> Damage:
     """Changes settings of config.json."""
-
-    def change(directory: Path) -> None:
-        settings = json.loads((directory / CONFIG).read_text())
-        (directory / CONFIG).write_text(json.dumps(settings | changes))
-
-    return change
+    return edited(CONFIG, lambda settings: settings.update(changes))
 
 
 def raw_setting(name: str, value: str) -> Damage:
@@ -136,13 +142,13 @@ def raw_setting(name: str, value: str) -> Damage:
     return change
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    """Rewrites model.safetensors with changed tensors."""
+def tensors(change: Callable[[dict[str, torch.Tensor]], object], name: str = WEIGHTS) -> Damage:
+    """Rewrites a file of weights with changed tensors."""
 
     def rewrite(directory: Path) -> None:
-        found = load_file(directory / WEIGHTS)
+        found = load_file(directory / name)
         change(found)
-        save_file(found, directory / WEIGHTS)
+        save_file(found, directory / name)
 
     return rewrite
 
@@ -175,19 +181,13 @@ def entry(**changes: Any) -> Damage:
     return header(lambda entries: entries[Q_PROJ].update(changes))
 
 
-def raw_header(content: bytes) -> Damage:
-    return write(WEIGHTS, len(content).to_bytes(8, "little") + content)
+def raw_header(content: bytes, name: str = WEIGHTS) -> Damage:
+    return write(name, len(content).to_bytes(8, "little") + content)
 
 
 def weight_map(change: Callable[[dict[str, Any]], object]) -> Damage:
     """Changes where the index says that tensors are."""
-
-    def edit(directory: Path) -> None:
-        content = json.loads((directory / INDEX).read_text())
-        change(content["weight_map"])
-        (directory / INDEX).write_text(json.dumps(content))
-
-    return edit
+    return edited(INDEX, lambda content: change(content["weight_map"]))
 
 
 def move_first_to(shard: str) -> Damage:
@@ -272,7 +272,7 @@ SIZES = [
     _large("max_position_embeddings", 1, 1 << 24),
     BadDirectory(
         "more layers than the files have",
-        setting(num_hidden_layers=4000, layer_types=None),
+        setting(num_hidden_layers=400, layer_types=None),
         r": tensor model\.layers\.2\..* is missing",
     ),
     BadDirectory(

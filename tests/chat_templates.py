@@ -87,7 +87,7 @@ TRAINED = """{% set sep = joiner('|') %}
 {{ messages | map(attribute='role') | unique | join(',') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
 """
 
-TEMPLATES = {"qwen": QWEN, "trained": TRAINED}
+TEMPLATES = {"thoughts": QWEN, "trained": TRAINED}
 
 
 def byte_tokenizer() -> Tokenizer:

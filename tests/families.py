@@ -68,6 +68,19 @@ _DELTA_RULE = {
     "linear_value_head_dim": 20,
 }
 
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "num_key_value_heads": 4,
+}
+_LATENT_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+
 # By a name: the family and its settings. More than one where a family has variants.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -135,6 +148,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_proj_bias": True,
         },
     ),
+    "granite hybrid with experts": (
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 48,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 8,
+            "mamba_d_state": 24,
+        },
+    ),
+    "bamba": (
+        "bamba",
+        {
+            "attn_layer_indices": [1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "mamba_conv_bias": False,
+        },
+    ),
+    "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 6}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {**_GRANITE, "num_local_experts": 6, "shared_intermediate_size": 80},
+    ),
     "qwen3_5": ("qwen3_5_text", {**_DELTA_RULE, "attention_bias": True}),
     "qwen3_5 with experts": ("qwen3_5_moe_text", {**_DELTA_RULE, **_QWEN_MOE, **_SHARED}),
     "qwen3_next": (
@@ -150,6 +194,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 7,
             "layer_types": ["full_attention", *3 * ["sliding_attention"]],
         },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**_LATENT, "n_group": 3, "topk_group": 2, "rope_parameters": _LATENT_YARN, "attention_bias": True},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": _LATENT_YARN,
+        },
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**_LATENT, "rope_interleave": False, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
     "granite": (
         "granite",

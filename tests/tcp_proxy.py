@@ -8,8 +8,6 @@ import threading
 import time
 from typing import Self
 
-_POLL_S = 0.01
-
 
 class TcpProxy:
     """Use as a context manager. While `is_cut` nothing arrives, in either direction; it arrives late."""

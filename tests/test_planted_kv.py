@@ -17,7 +17,6 @@ FAILING = {
         "client/test_session.py",
         "client/test_session_aio.py",
         "e2e/test_adoption.py",
-        "e2e/test_full_pools.py",
         "e2e/test_gateways.py",
         "e2e/test_remote_workers.py",
         "e2e/test_rolling_upgrade.py",

@@ -12,7 +12,9 @@ from workers.sampling import BadLogitsError
 
 _log = get_logger(__name__)
 # For clients.
-_OVERFLOW = "its sums overflow, so that logits are not finite: train it again, or lower its lora_alpha"
+_OVERFLOW = (
+    "its sums overflow, so that logits are not finite: train it again, or lower its lora_alpha or strength"
+)
 
 
 def failure_of_running(forward: Forward, error: Exception, overflowed: set[str]) -> Failed:

@@ -84,7 +84,7 @@ class _Lines(logging.Formatter):
             line = {"timestamp": timestamp, "level": level, "logger": record.name, "event": event, **fields}
             return json.dumps(line | ({"exception": trace} if trace else {}), default=repr)
         shown = " ".join(f"{key}={_printable(value, alone=False)}" for key, value in fields.items())
-        name = f"{level:<8}"
+        name = f"{level:<9}"  # as wide as those of the gateway, whose lines stand beside them
         if self._colors:
             name = f"\x1b[{_COLORS.get(level, 0)}m{name}\x1b[0m"
         line_text = f"{timestamp} [{name}] {_printable(event):<30} [{record.name}] {shown}"

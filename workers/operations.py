@@ -506,11 +506,12 @@ class ReplaceStep(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplaceWeights:
-    """One step of a replacement of weights. `directory`: for READ."""
+    """One step of a replacement of weights. `directory`: for READ. `keeps_sequences`: for APPLY."""
 
     op_id: int
     step: ReplaceStep
     directory: str = ""
+    keeps_sequences: bool = False
 
 
 Command = (

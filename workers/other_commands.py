@@ -79,7 +79,7 @@ class OtherCommands:
                 assert self._replacement is not None
                 self._answers.results += self._replacement.was_read(command)
             case ReplaceWeights(step=ReplaceStep.APPLY):
-                self._apply_weights()
+                self._apply_weights(keeps_sequences=command.keeps_sequences)
             case _:
                 try:
                     self._try(command)
@@ -160,11 +160,13 @@ class OtherCommands:
         else:
             self._replacement.discard()
 
-    def _apply_weights(self) -> None:
+    def _apply_weights(self, *, keeps_sequences: bool) -> None:
         """Puts other weights into place. After an error they may be mixed."""
         assert self._replacement is not None
         self._drop_forwards()
-        self._engine.forget_sequences()
+        if not keeps_sequences:
+            self._engine.release_all()
+        self._engine.kv_table.forget_prefixes()
         if self._kv_disk is not None:
             self._kv_disk.stop()
         self._replacement.apply()

@@ -144,8 +144,9 @@ def to_command(  # noqa: PLR0911 - one for each command
         case "adapter":
             return _to_change(op_id, message.adapter)
         case "replace_weights":
-            step = ReplaceStep[str(message.replace_weights.WhichOneof("step")).upper()]
-            return ReplaceWeights(op_id, step, message.replace_weights.read)
+            replace = message.replace_weights
+            step = ReplaceStep[str(replace.WhichOneof("step")).upper()]
+            return ReplaceWeights(op_id, step, replace.read, replace.keep_sequences)
         case kind:
             raise ValueError(f"unknown command {kind}")
 

@@ -102,11 +102,12 @@ void decode_block_part(Block<T>& block, const BlockScratch<T>& scratch, const He
     return to;
   };
   block.keys[part] = decode(scratch.keys, scratch.key_scales, head.a.keys, head.a.width);
+  if (head.a.values == nullptr) return;
   block.values[part] = decode(scratch.values, scratch.value_scales, head.a.values, head.a.value_width);
 }
 
 // Slots that are visible to no row may have any content, so their values are copied to `memory` as zeros. Pages of 8 bits
-// are decoded there; such slots have the scale 0.
+// are decoded there; such slots have the scale 0. So are values that are a part of keys.
 template <typename T>
 Block<T> block_of(const Head<T>& head, int64_t index, T* memory) {
   const Arguments& a = head.a;
@@ -118,7 +119,7 @@ Block<T> block_of(const Head<T>& head, int64_t index, T* memory) {
   if (a.is_quantised) {
     std::fill_n(scratch.key_scales, 2 * kBlockKeys, 0.0f);
     block.key_scales = scratch.key_scales;
-    block.value_scales = scratch.value_scales;
+    block.value_scales = a.values == nullptr ? scratch.key_scales : scratch.value_scales;
   }
   for (int64_t part = 0; part < kBlockParts; part++) {
     if (part >= block.parts) {
@@ -126,11 +127,15 @@ Block<T> block_of(const Head<T>& head, int64_t index, T* memory) {
       continue;
     }
     const int64_t first = begin + part * kPartPositions, page_part = part_of(head.slot(first), a.kv_heads, head.kv_head);
-    if (a.is_quantised) {
-      decode_block_part(block, scratch, head, part, first, page_part);
+    if (a.is_quantised) decode_block_part(block, scratch, head, part, first, page_part);
+    else block.keys[part] = static_cast<const T*>(a.keys) + page_part * kPartPositions * a.width;
+    if (a.values == nullptr) {
+      T* values = scratch.values + part * kPartPositions * a.value_width;
+      values_of_keys(values, block.keys[part], head.item.oldest - first, head.item.context - first, a.value_width);
+      block.values[part] = values;
       continue;
     }
-    block.keys[part] = static_cast<const T*>(a.keys) + page_part * kPartPositions * a.width;
+    if (a.is_quantised) continue;
     block.values[part] = static_cast<const T*>(a.values) + page_part * kPartPositions * a.value_width;
     if (first >= head.item.oldest && first + kPartPositions <= head.item.context) continue;
     T* copy = scratch.values + part * kPartPositions * a.value_width;

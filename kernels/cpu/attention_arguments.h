@@ -10,7 +10,7 @@ namespace quire {
 struct AttentionArguments {
   void* out;          // [T, H, V] contiguous
   const void* query;  // [T, H, D]
-  const void *keys, *values;  // pages: see kv_pages.h
+  const void *keys, *values;  // pages: see kv_pages.h; values null: each is the first elements of its key
   const int32_t* tables;    // [N, P]
   const int32_t* starts;    // [N + 1]
   const int32_t* contexts;  // [N]

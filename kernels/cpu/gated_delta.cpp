@@ -54,7 +54,7 @@ struct Scan {
   void step(int64_t row, int64_t h, float* state) const {
     const int64_t inner = w.inner(), width = w.convolved(), key_head = w.key_head_of(h);
     const T* gates = projected + row * (inner + width + 2 * w.heads) + inner + width;  // beta, then a
-    const float beta = times_sigmoid(splat(1.0f), splat(load_one(gates + h)))[0];
+    const float beta = Sigmoid::of(splat(load_one(gates + h)))[0];
     const float dt = softplus(load_one(gates + w.heads + h) + w.dt_bias[h]);
     const float* query = space.unit + row * 2 * w.keys() + key_head * w.key_width;
     Columns columns{query + w.keys(), query, state, w.key_width, w.head_width,

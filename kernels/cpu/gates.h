@@ -68,13 +68,19 @@ struct ClampedSwiglu {
   static constexpr float kLimit = 7.0f;
 };
 
-// Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py.
+struct Sigmoid : UpAsItIs {
+  static Floats of(Floats x) { return x == x ? times_sigmoid(splat(1.0f), x) : x; }
+};
+
+// Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py; the
+// number after them is that of the sigmoid.
 template <typename Body>
 inline void with_activation(int64_t number, Body body) {
   if (number == 0) body(Silu());
   else if (number == 1) body(GeluTanh());
   else if (number == 2) body(Gelu());
-  else body(ClampedSwiglu());
+  else if (number == 3) body(ClampedSwiglu());
+  else body(Sigmoid());
 }
 
 // activation(gate) * up for `width` elements; the activation is rounded to their type before the product.

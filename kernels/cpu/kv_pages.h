@@ -148,4 +148,23 @@ inline void copy_values(T* to, const T* part, int64_t begin, int64_t end, int64_
   }
 }
 
+// The first `width` elements of the keys of a part, as values; those of the positions that are not from `begin` to `end`
+// become zeros.
+template <typename T>
+inline void values_of_keys(T* to, const T* keys, int64_t begin, int64_t end, int64_t width) {
+  constexpr int64_t kNear = kAdjacent<T>;
+  begin = std::max<int64_t>(begin, 0);
+  end = std::min(end, kPartPositions);
+  for (int64_t first = 0; first < width; first += kLanes, to += kPartPositions * kLanes) {
+    T square[kLanes][kPartPositions] = {};  // [element, position]
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const T* from = keys + (first + lane) / kNear * kNear * kPartPositions + (first + lane) % kNear;
+      for (int64_t position = begin; position < end; position++) square[lane][position] = from[position * kNear];
+    }
+    for (int64_t position = 0; position < kPartPositions; position += kNear)
+      for (int64_t lane = 0; lane < kLanes; lane++)
+        std::memcpy(to + position * kLanes + lane * kNear, &square[lane][position], kNear * sizeof(T));
+  }
+}
+
 }  // namespace quire

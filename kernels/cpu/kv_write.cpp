@@ -10,7 +10,7 @@ namespace {
 struct Arguments {
   const void *keys, *values;  // [T, K, D] and [T, K, V] contiguous
   const int64_t* slots;       // [T]
-  void *k_pages, *v_pages;    // packed: see kv_pages.h
+  void *k_pages, *v_pages;    // packed: see kv_pages.h; v_pages null: values are in the keys
   int64_t tokens, kv_heads, width, value_width, num_slots;
   int64_t is_quantised, is_wide;  // of pages: see SlotOfHead
 };
@@ -27,6 +27,7 @@ bool run(const Arguments& a, int64_t threads) {
         const int64_t from = token * a.kv_heads + head;
         const SlotOfHead<T> to{slot, part_of(slot, a.kv_heads, head), a.is_quantised != 0, a.is_wide != 0};
         to.write_key(a.k_pages, static_cast<const T*>(a.keys) + from * a.width, a.width);
+        if (a.v_pages == nullptr) continue;
         to.write_value(a.v_pages, static_cast<const T*>(a.values) + from * a.value_width, a.value_width);
       }
     });

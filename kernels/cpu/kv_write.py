@@ -50,16 +50,32 @@ def kv_write(
         raise TypeError(f"values: must have the dtype of keys, {keys.dtype}, got {values.dtype}")
     if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.dtype != v_pages.dtype:
         raise ValueError(f"v_pages: {list(v_pages.shape)} do not belong to keys {list(k_pages.shape)}")
+    _run(keys, values.contiguous(), k_pages, v_pages, slots)
+
+
+def key_write(keys: torch.Tensor, pages: PackedKeys, slots: torch.Tensor) -> None:
+    """Write each token's key to its slot, where values are a part of keys; as `kv_write`."""
+    check_tensor("keys", keys, (*slots.shape, *pages.shape[2:]), pages.row_dtypes)
+    _run(keys, None, pages, None, slots)
+
+
+def _run(
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    k_pages: PackedKeys,
+    v_pages: PackedValues | None,
+    slots: torch.Tensor,
+) -> None:
     # Variables keep the memory alive that the kernel reads.
-    keys, values, slots = keys.contiguous(), values.contiguous(), slots.to(torch.int64).contiguous()
+    keys, slots = keys.contiguous(), slots.to(torch.int64).contiguous()
     arguments = _Arguments(
         keys.data_ptr(),
-        values.data_ptr(),
+        None if values is None else values.data_ptr(),
         slots.data_ptr(),
         k_pages.data.data_ptr(),
-        v_pages.data.data_ptr(),
+        None if v_pages is None else v_pages.data.data_ptr(),
         *keys.shape,
-        values.shape[2],
+        0 if values is None else values.shape[2],
         k_pages.shape[0] * k_pages.shape[1],
         k_pages.is_quantised,
         k_pages.dtype is not keys.dtype,

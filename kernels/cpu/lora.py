@@ -13,7 +13,7 @@ from kernels.cpu.linear import copied_rows
 from kernels.weight import Weight
 
 # kLoraRows, kLoraParts and kLoraRanks of lora.h.
-_ROWS, _PARTS, _RANKS = 256, 3, 768
+_ROWS, _PARTS, _RANKS = 256, 4, 1024
 
 
 class _Pairs(ctypes.Structure):

@@ -14,7 +14,7 @@ from kernels.attention_batch import AttentionBatch
 from kernels.attention_scoring import Scoring
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
-from kernels.packed_pages import PackedKeys, PackedValues
+from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues
 
 
 class _Arguments(ctypes.Structure):
@@ -40,7 +40,7 @@ def attend(
     out: torch.Tensor,
     query: torch.Tensor,
     k_pages: PackedKeys,
-    v_pages: PackedValues,
+    v_pages: PackedValues | LeadingValues,
     batch: AttentionBatch,
     scoring: Scoring,
 ) -> None:
@@ -58,7 +58,7 @@ def attend(
         out.data_ptr(),
         query.data_ptr(),
         k_pages.data.data_ptr(),
-        v_pages.data.data_ptr(),
+        None if isinstance(v_pages, LeadingValues) else v_pages.data.data_ptr(),
         tables.data_ptr(),
         starts.data_ptr(),
         contexts.data_ptr(),

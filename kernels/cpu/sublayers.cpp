@@ -329,7 +329,7 @@ struct Run {
       const T* gates = buffers.gates + row * width;
       T* values = attended + row * width;
       for_lanes(width, [&](int64_t d, int count) {
-        const Floats open = rounded(times_sigmoid(splat(1.0f), load_lanes(gates + d, count)), gates);
+        const Floats open = rounded(Sigmoid::of(load_lanes(gates + d, count)), gates);
         store_lanes(values + d, load_lanes(values + d, count) * open, count);
       });
     });

@@ -23,7 +23,7 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 
 constexpr int kLanes = 16;
 // The largest head width of all kernels here, in elements.
-constexpr int64_t kMaxHeadWidth = 256;
+constexpr int64_t kMaxHeadWidth = 576;
 constexpr float kHidden = -__builtin_inff();
 
 struct Bf16 {

@@ -277,7 +277,6 @@ class AdapterLoader:
     # gateway, are of its number.
 
     def _list_with(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> Adapters:
-        """The adapters as they will be."""
         listed = copy.deepcopy(self._adapters)
         listed.update(added, retired)
         return listed

@@ -99,7 +99,6 @@ class Adapters:
         return [self.resolve(adapter_id, tenant) for adapter_id in sorted(ids)]
 
     def of(self, tenant: str | None, adapter_id: str) -> AdapterVersion | None:
-        """The version that an owner's id names."""
         return self._current.get((tenant, adapter_id))
 
     def get(self, number: int) -> AdapterVersion | None:

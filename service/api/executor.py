@@ -251,14 +251,12 @@ class ExecutorApi:
 
 
 def _duration(seconds: float) -> Duration:
-    """The message."""
     message = Duration()
     message.FromNanoseconds(int(seconds * 1e9))
     return message
 
 
 def _worker_status(slot: WorkerSlot) -> pb.WorkerStatus:
-    """One worker's part of the status."""
     snapshot = slot.snapshot
     return pb.WorkerStatus(
         worker_id=slot.worker_id,

@@ -224,7 +224,6 @@ def _unexpected(error: BaseException, rpc: str) -> QuireError:
 def _abort_arguments(
     failure: QuireError, request_id: str = ""
 ) -> tuple[grpc.StatusCode, str, tuple[Any, ...]]:
-    """The arguments of `context.abort`."""
     status = rpc_status.to_status(to_status(failure, request_id))
     metadata = [*status.trailing_metadata]
     if failure.code == "UNAVAILABLE":

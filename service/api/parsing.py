@@ -175,9 +175,9 @@ class _Parser:
 
     def _check_mask(self, data: bytes, place: _Field) -> Iterator[None]:
         """Refuses a mask with more ids than the vocabulary: parsed, it would be many times as large."""
-        limit = self._state.vocab_size
-        if limit is not None and place.end - place.body > limit:
-            check_num_ids((yield from _count(data, place)), self._mask_kind, limit)
+        limits = self._state.current_limits
+        if limits is not None and place.end - place.body > limits.vocab_size:
+            check_num_ids((yield from _count(data, place)), self._mask_kind, limits.vocab_size)
 
     def _merge_large(
         self, message: Message, field: FieldDescriptor | None, data: bytes, place: _Field

@@ -154,11 +154,6 @@ class ServerState:
         return None if self.current_limits is None else self.current_limits.max_seq_tokens
 
     @property
-    def vocab_size(self) -> int | None:
-        """The vocabulary of the model. None: no worker was ready yet."""
-        return None if self.current_limits is None else self.current_limits.vocab_size
-
-    @property
     def first_ready(self) -> worker_pb2.WorkerReady:
         """The first worker's description of model and executor. Raises NoWorker until one has loaded it."""
         ready = self._versions.first_ready
@@ -199,7 +194,6 @@ class ServerState:
 
     @property
     def uptime_s(self) -> float:
-        """Time since the gateway started."""
         return time.monotonic() - self._started_s
 
     @property

@@ -89,7 +89,6 @@ class _Encoded:
         self.results = (executor_pb2.SessionResult(),)
 
     def SerializeToString(self) -> bytes:
-        """See `google.protobuf.message.Message`."""
         return self._data
 
 

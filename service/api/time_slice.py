@@ -43,7 +43,6 @@ class LoopWatch:
         self.longest_stretch_s = 0.0
 
     async def run(self) -> None:
-        """Measures until cancelled."""
         while True:
             before_s = self._clock_s()
             await asyncio.sleep(_INTERVAL_S)

@@ -36,12 +36,7 @@ _ELEMENT_BYTES = {
     types_pb2.DATA_TYPE_BF16: 2,
     types_pb2.DATA_TYPE_F16: 2,
 }
-_HIDDEN_BYTES = {
-    types_pb2.DATA_TYPE_UNSPECIFIED: 4,
-    types_pb2.DATA_TYPE_F32: 4,
-    types_pb2.DATA_TYPE_BF16: 2,
-    types_pb2.DATA_TYPE_F16: 2,
-}
+_HIDDEN_BYTES = {**_ELEMENT_BYTES, types_pb2.DATA_TYPE_UNSPECIFIED: 4}
 _ACCEPTS = frozenset(types_pb2.VerifyAccept.values())
 # Upper estimates of parts of an answer.
 # A top log-probability: a token id, a log-probability and tags.

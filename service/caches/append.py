@@ -215,7 +215,6 @@ class Appends(BaseKind[Append]):
 
 
 def _answers(found: Sequence[_Answer]) -> list[Result]:
-    """The answers to appends to caches."""
     answers: list[Result] = []
     for operation, done, kept, path in found:
         entry, worker = operation.entry, operation.entry.worker

@@ -194,6 +194,19 @@ class Attempts:
         self.changed = True
         return under_way
 
+    def interrupt(self, worker: WorkerView) -> list[Operation]:
+        """Ends all attempts on a worker that has dropped them, and has the KV of all caches.
+
+        Returns their operations, for `begin_again`.
+        """
+        under_way = list(self.under_way(worker))
+        for operation in under_way:
+            self.stop(operation)
+            if not operation.entry.visible:
+                # Nobody knows how much of it was computed.
+                self._kv.drop(operation.entry)
+        return under_way
+
     def try_again(self, operation: Operation, final_error: QuireError) -> bool:
         """Retries after a failed attempt; after too many of these it ends with `final_error`."""
         operation.failures += 1
@@ -398,7 +411,6 @@ class Attempts:
         return End.LATE if operation.is_late(self._context.now_s) else End.TAKEN_BACK
 
     def _attempt_failed(self, operation: Operation, failed: CommandFailed) -> bool:
-        """Returns whether that was the last attempt."""
         entry, worker, error = operation.entry, operation.entry.worker, failed.error
         assert worker is not None
         if operation.copy_number is not None and operation.state is COMPUTING:

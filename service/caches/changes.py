@@ -43,7 +43,6 @@ class Forks(BaseKind[Fork]):
         return made
 
     def entries(self, request: Fork, tenant: Tenant) -> tuple[Sequence[CacheEntry | None], int]:
-        """The parents."""
         parents = [self._parts.index.find(source.cache_id, tenant) for source in request.sources]
         size_bytes = sum(
             source.count * (NEW_CACHE_BYTES + parent.length // _TOKENS_PER_SHARED_BYTE)

@@ -133,7 +133,6 @@ class Operation:
     caches: int = 0
 
     def is_late(self, now_s: float) -> bool:
-        """Whether its deadline has passed."""
         return self.deadline_s is not None and now_s > self.deadline_s - _CLOCK_TOLERANCE_S
 
 
@@ -196,7 +195,6 @@ class CacheEntry:
 
     @property
     def busy(self) -> bool:
-        """Whether an operation runs or waits."""
         return self.running is not None or bool(self.waiting)
 
     @property
@@ -301,9 +299,6 @@ class OperationKind(Generic[Req]):
     def applied(self, operations: Sequence[Operation]) -> list[Result]:
         """The records of these are applied. Returns their answers."""
         raise NotImplementedError
-
-    def stopped(self, operation: Operation) -> None:
-        """An operation that was not committing ends, or waits for its turn again."""
 
     def write_failed(self, operation: Operation, request: Req) -> None:
         """Undoes the operation after its records could not be written."""

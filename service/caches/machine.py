@@ -30,12 +30,12 @@ from service.caches.ledger import Ledger
 from service.caches.placement import touch
 from service.caches.queues import OperationQueues
 from service.caches.records import Record, TokensAppended, numbers_of
-from service.caches.requests import Append, Fork, Release, Renew, Request, Truncate
+from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.states import COMMITTING, WAITING
 from service.caches.tenants import Tenant, adapter_digest
 from service.caches.weights import operations_with
-from service.errors import GatewayUnavailable, ShardMoved, WeightsChanged, WorkerLost
+from service.errors import GatewayUnavailable, QuireError, ShardMoved, WeightsChanged, WorkerLost
 
 
 def _new_cache_id() -> str:
@@ -183,13 +183,17 @@ class CacheMachine(OperationQueues):
             self._workers.remove(worker)
             computed += self._attempts.worker_lost(worker, crashed=crashed)
             self._kv.lose(worker)
-        for operation in computed:
+        self._begin_again(computed, None if crashed is None else WorkerLost())
+
+    def _begin_again(self, operations: Sequence[Operation], failure: QuireError | None = None) -> None:
+        """Begins operations whose attempts have ended. `failure`: of these; None: it was no failure."""
+        for operation in operations:
             # When an earlier one ended, a fork that releases this cache may have begun. Then this one waits.
             if operation.state is not WAITING:
                 is_over = (
-                    self._attempts.try_again(operation, WorkerLost())
-                    if crashed is not None
-                    else self._attempts.begin_again(operation)
+                    self._attempts.begin_again(operation)
+                    if failure is None
+                    else self._attempts.try_again(operation, failure)
                 )
                 if is_over:
                     self._computed((operation,))
@@ -197,23 +201,35 @@ class CacheMachine(OperationQueues):
     # Weights.
 
     def weights_replaced(
-        self, weights: int, workers: Sequence[WorkerView], now_s: float, *, recompute: bool
+        self, weights: int, workers: Sequence[WorkerView], now_s: float, previous: PreviousCaches
     ) -> None:
-        """Workers have put other weights of the same config into place, and have dropped all that they had.
+        """Workers have put other weights of the same config into place, and have dropped what they computed.
+
+        With KEEP_KV they still have the KV of all caches, else nothing.
 
         workers: the same incarnations, as they are now.
-        recompute: existing caches continue with these weights. Otherwise they can only be released.
+        previous: what becomes of existing caches. With END they can only be released.
         """
         self._context.now_s, before = now_s, self.weights.serving
-        known = (self._workers.find(worker.worker_id, worker.epoch) for worker in workers)
-        self._lose([worker for worker in known if worker is not None], crashed=None)
-        self.weights.replace(weights, continued_from=self.weights.continued_from if recompute else weights)
-        if recompute:
+        found = [self._workers.find(worker.worker_id, worker.epoch) for worker in workers]
+        known = [worker for worker in found if worker is not None]
+        interrupted: list[Operation] = []
+        if previous is PreviousCaches.KEEP_KV:
+            interrupted = [one for worker in known for one in self._attempts.interrupt(worker)]
+        else:
+            self._lose(known, crashed=None)
+        continues = previous is not PreviousCaches.END
+        self.weights.replace(weights, continued_from=self.weights.continued_from if continues else weights)
+        if continues:
             continue_caches(self.index, self.operations.values(), self.weights)
         else:
             self._end_weights(before)
-        for worker in workers:
-            self.worker_ready(worker, now_s)
+        for worker, there in zip(workers, found, strict=True):
+            if there is not None and there.is_ready:
+                there.weights = weights
+            else:
+                self.worker_ready(worker, now_s)
+        self._begin_again(interrupted)
 
     def _end_weights(self, weights: int) -> None:
         """Fails the operations that need these weights."""
@@ -289,7 +305,6 @@ class CacheMachine(OperationQueues):
 
     @property
     def operations_in_flight(self) -> int:
-        """Operations that wait or run."""
         return len(self.operations)
 
     @property

@@ -112,7 +112,6 @@ class KvPlacement:
         return evicted
 
     def _is_preemptible(self, entry: CacheEntry, wanted_by: Operation) -> bool:
-        """Whether its KV may be dropped for an operation."""
         running, now_s = entry.running, self._context.now_s
         # A fork that waits for its turn on another cache may wait for the operation that needs these pages.
         if running is not None and not running.turns_left:

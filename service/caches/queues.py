@@ -205,7 +205,7 @@ class OperationQueues:
 
     def _requeue(self, operation: Operation, entry: CacheEntry) -> None:
         """Stops an operation and puts it at the front of the queue: the release may still fail."""
-        self._stop(operation)
+        self._attempts.stop(operation)
         self.admission.end_reservation(operation)
         operation.state = WAITING
         operation.turns_left += 1
@@ -272,7 +272,7 @@ class OperationQueues:
             if isinstance(outcome, QuireError):
                 outcome.without_traceback()
             if operation.state is not COMMITTING:
-                self._stop(operation)
+                self._attempts.stop(operation)
             operation.state = ENDED
             del self.operations[operation.ticket]
             for entry in operation.entries:
@@ -283,11 +283,6 @@ class OperationQueues:
             if operation.is_answered and outcome is not None:
                 replies.append((operation.ticket, outcome))
         self.admission.leave(map(_first, ended))
-
-    def _stop(self, operation: Operation) -> None:
-        """Stops whatever is under way for an operation."""
-        self._attempts.stop(operation)
-        operation.kind.stopped(operation)
 
     def cancel(self, ticket: int, now_s: float) -> None:
         """Cancels an operation and undoes its effects. No reply follows.

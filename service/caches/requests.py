@@ -28,6 +28,14 @@ class Priority(enum.IntEnum):
     HIGH = 2
 
 
+class PreviousCaches(enum.Enum):
+    """What becomes of caches when weights are replaced; as in LoadWeightsRequest."""
+
+    END = enum.auto()
+    RECOMPUTE = enum.auto()
+    KEEP_KV = enum.auto()
+
+
 # For code that runs for each token: on Python 3.11 to look up a member of an enum takes 0.2 us.
 PREFILL, DECODE, VERIFY = AppendKind.PREFILL, AppendKind.DECODE, AppendKind.VERIFY
 NORMAL, HIGH = Priority.NORMAL, Priority.HIGH
@@ -75,7 +83,6 @@ class Append:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether no cache is kept."""
         return self.kind is AppendKind.SCORE
 
     @property

@@ -27,7 +27,7 @@ from service.errors import (
     QueueFull,
     QuireError,
 )
-from service.lease import Lease, Unlimited
+from service.lease import Lease
 
 # The most operations that may wait for one another on one cache.
 MAX_WAITING_PER_CACHE = 64
@@ -66,7 +66,7 @@ class Admission:
         # False after a failed write: nothing is computed that could not be written.
         self.journal_works = True
         # Where several gateways share the journal: see its `valid_until_s`.
-        self.lease: Lease = Unlimited()
+        self.lease = Lease()
 
     # Admission.
 
@@ -159,7 +159,6 @@ class Admission:
             raise CacheLimit(self._limits.max_caches)
 
     def new_cache(self, state: CacheState, tenant: Tenant, *, ephemeral: bool = False) -> CacheEntry:
-        """Creates the entry of a cache and counts it."""
         self._caches += 1
         tenant.caches += 1
         entry = CacheEntry(state.number, tenant, ephemeral, state, ownership=state.ownership)

@@ -2,7 +2,7 @@
 
 A cache and its forks belong to the weights that were served when it was created. When these are replaced,
 they can only be released; or they continue with the new ones: then they belong to them, and their KV is
-recomputed.
+recomputed, or kept where it is.
 """
 
 from __future__ import annotations

@@ -190,7 +190,6 @@ class WorkerLoad:
         self._replay_cost += _REPLAY_NEWS * (cost - self._replay_cost)
 
     def leave(self, forwards: Iterable[Forward], now_s: float, end: End) -> None:
-        """Forwards that had entered have ended."""
         is_answered = end is End.ANSWERED
         for forward in forwards:
             queue, priority, cost = self._queues[forward.is_long], forward.priority, forward.cost

@@ -27,10 +27,10 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
+from service.model_check import quantised
 from service.model_names import other_format
 from service.outbound import is_this_machine, proxy_of
 from service.printable import escaped
-from service.quantised import quantised
 from workers.common.protocol import EXIT_CONFIG
 
 _CONFIG = "config.json"
@@ -262,7 +262,6 @@ def _check_can_be_served(hub_id: str, sizes: Mapping[str, int]) -> None:
 
 
 def _to_hub_error(error: Exception, hub_id: str, revision: str | None) -> HubError:
-    """Explains a failed download to the operator."""
     named, host = _named(hub_id, revision), _host()
     match error:
         case HubError():

@@ -16,15 +16,13 @@ from service.cli.one_gateway import run_gateway
 from service.config import Config, ExtensionUnusable
 from service.config_sources import Settings, read_settings
 from service.data_directory import StateUnusable, check_gateways, check_own_journal, data_directory, prepare
-from service.draft_model import draft_problem
 from service.extension import Extension, find_server
 from service.gateway import open_gateway
-from service.gguf import gguf_problem
 from service.journal.base import Journal
 from service.logging import configure_logging
+from service.model_check import refusal
 from service.model_names import has_other_format, is_hub_model
 from service.printable import escaped
-from service.quantised import quantised_problem
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
 
@@ -65,7 +63,7 @@ def _check(settings: Settings) -> int:
         value = json.dumps("auto" if values[name] is None else values[name])
         print(escaped(f"{name} = {value}  # {settings.where(name)}"))
     config = settings.config
-    if problem := _model_problem(config):
+    if problem := refusal(config):
         raise ConfigError("model", "", config.model, problem)
     alone = _ALONE | {name: default for name, default in _OF_OTHERS.items() if name in values}
     with tempfile.TemporaryDirectory() as directory:
@@ -78,13 +76,6 @@ def _check(settings: Settings) -> int:
             raise ConfigError("max_connections", "", config.max_connections, str(error)) from None
     print(f"no problems; {len(values) - len(settings.sources)} settings have their defaults")
     return 0
-
-
-def _model_problem(config: Config) -> str:
-    """What keeps a model from being served, as far as it is seen before workers look at it; "": nothing."""
-    if config.has_remote_workers:
-        return ""
-    return gguf_problem(config) or quantised_problem(config) or draft_problem(config)
 
 
 async def _make_parts(config: Config) -> bool:
@@ -116,7 +107,7 @@ def _run(config: Config) -> int:
             return _failed(error, error.status)
         config = dataclasses.replace(config, model=str(found), model_revision=None)
     prepare(config)
-    if problem := _model_problem(config):
+    if problem := refusal(config):
         print(f"quire: {escaped(f'{config.model} cannot be served: {problem}')}", file=sys.stderr)
         return EXIT_CONFIG
     serve = find_server(config)

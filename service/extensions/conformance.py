@@ -124,15 +124,6 @@ class JournalConformance:
         async with self.gateway(directory) as gateway:
             return gateway.ledger
 
-    def test_it_is_durable(self, tmp_path: Path) -> None:
-        """So that the server promises it."""
-
-        async def test() -> None:
-            async with self.gateway(tmp_path) as gateway:
-                assert gateway.journal.is_durable
-
-        asyncio.run(test())
-
     def test_commits_are_recovered(self, tmp_path: Path) -> None:
         """By three gateways, one after the other."""
 

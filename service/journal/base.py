@@ -36,8 +36,6 @@ class Journal:
     This one stores nothing: caches survive a restart of workers, but not of the gateway.
     """
 
-    # Whether records survive this process.
-    is_durable = False
     # Each is called for each durable commit, with the seconds since it was given.
     on_latency: tuple[Callable[[float], None], ...] = ()
 

@@ -34,15 +34,11 @@ class Unrecoverable(Exception):
 
 
 class Recovery:
-    """Applies all frames of a journal.
-
-    Attributes:
-        size_bytes: Of the frames so far.
-        frames, records: How many there were. An append of one token is one record.
-    """
+    """Applies all frames of a journal."""
 
     def __init__(self, apply: Apply, apply_run: ApplyRun) -> None:
-        self.size_bytes = self.frames = self.records = 0
+        # Of the frames so far.
+        self.size_bytes = 0
         self._apply = apply
         self._apply_run = apply_run
         # Packed decodes that are not applied yet, the time of each part, and how many decodes these are.
@@ -57,7 +53,6 @@ class Recovery:
         Raises Unrecoverable.
         """
         self._last = frame.number
-        self.frames += 1
         self.size_bytes += FRAME_BYTES + len(frame.payload)
         wall_s = frame.wall_ns / 1e9
         try:
@@ -69,7 +64,6 @@ class Recovery:
                 else:
                     self._flush()
                     self._apply(item, wall_s)
-                    self.records += 1
             if self._count >= _MAX_APPENDS:
                 self._flush()
         except UnknownRecord as error:
@@ -89,9 +83,7 @@ class Recovery:
         return Unrecoverable(f"frame {self._last}: the records up to it conflict: {error}")
 
     def _flush(self) -> None:
-        """Applies all packed decodes."""
         if self._count:
-            self.records += self._count
             for run, wall_s in _runs(self._packed, self._walls_s):
                 self._apply_run(run, wall_s)
             self._packed, self._walls_s, self._count = [], [], 0

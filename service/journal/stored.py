@@ -35,8 +35,6 @@ _Pending = tuple[int, float, OnCommitted]
 class StoredJournal(Journal):
     """Owner of the commits that wait. A subclass stores payloads, in order, and knows where."""
 
-    is_durable = True
-
     def __init__(self, compaction_bytes: int) -> None:
         self._compaction_bytes = compaction_bytes
         self._compactor: Compactor | None = None

@@ -20,23 +20,17 @@ _RETRY_S = 1.0
 
 
 class StoredValues:
-    """Commits values, and applies them to the ledger. All methods are called on the event loop.
-
-    Attributes:
-        survive: Whether the next gateway finds them.
-    """
+    """Commits values, and applies them to the ledger. All methods are called on the event loop."""
 
     def __init__(self, journal: Journal | None = None, ledger: Ledger | None = None) -> None:
         """The ledger has what was recovered. Without a journal nothing survives."""
         self._journal = Journal() if journal is None else journal
         self._ledger = Ledger() if ledger is None else ledger
-        self.survive = self._journal.is_durable
         # Those of `put` that are not durable yet, by name.
         self._wanted: dict[str, bytes] = {}
         self._closed = False
 
     def get(self, name: str) -> bytes:
-        """The value of a name. Empty: there is none."""
         return self._ledger.values.get(name, b"")
 
     def all(self, prefix: str) -> dict[str, bytes]:

@@ -8,7 +8,6 @@ stopped answering or making progress.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import signal
 import time
@@ -20,6 +19,7 @@ from quire.v1 import executor_pb2, types_pb2
 
 from service.caches.effects import Claim
 from service.caches.entries import WorkerView
+from service.completion import wait_until
 from service.config import Config
 from service.dispatcher import Dispatcher
 from service.errors import LoadFailed, NoWorker
@@ -37,7 +37,6 @@ _log = get_logger(__name__)
 _EXIT_DELAY_S = 0.1
 # Op ids of the pool's own commands. Those of the state machine are below.
 _FIRST_OP_ID = 1 << 62
-_DRAIN_POLL_S = 0.02
 # How much of what an adopted worker has is looked at before other tasks run: some milliseconds.
 _CLAIMED_TOKENS, _CLAIMED_CACHES = 1 << 19, 1024
 # Answers to forwards, which only the dispatcher needs.
@@ -124,11 +123,7 @@ class Incarnation:
         name = self.slot.worker_id, self.epoch
         self._dispatcher.worker_draining(*name)
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    # Polled, because an event for this rare case would cost time with each answer.
-                    while not self._dispatcher.caches.is_drained(*name):  # noqa: ASYNC110
-                        await asyncio.sleep(_DRAIN_POLL_S)
+            await wait_until(lambda: self._dispatcher.caches.is_drained(*name), grace_s)
         finally:
             self.terminate(why)
 
@@ -189,13 +184,12 @@ class Incarnation:
             raise LoadFailed(f"the weights cannot be used: {why}")
         return event.weights_read.model
 
-    def apply_weights(self) -> None:
-        """Lets the worker put what it has read into place. It drops its forwards and sequences."""
-        command = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty())
+    def apply_weights(self, *, keep_sequences: bool) -> None:
+        """Lets the worker put what it has read into place. It drops its forwards."""
+        command = worker_pb2.ReplaceWeightsCommand(apply=empty_pb2.Empty(), keep_sequences=keep_sequences)
         self.send(worker_pb2.WorkerCommand(replace_weights=command))
 
     def discard_weights(self) -> None:
-        """Lets the worker forget what it has read."""
         command = worker_pb2.ReplaceWeightsCommand(discard=empty_pb2.Empty())
         self.send(worker_pb2.WorkerCommand(replace_weights=command))
 

@@ -128,11 +128,6 @@ class ModelVersions:
         return {self.serving.model, json.loads(value)["model"]} if value else {self.serving.model}
 
     @property
-    def is_persistent(self) -> bool:
-        """Whether the next gateway finds what `persist` stores."""
-        return self._values.survive
-
-    @property
     def is_on_cpu(self) -> bool:
         return all(slot.ready is None or slot.ready.executor.device.startswith("cpu") for slot in self.slots)
 

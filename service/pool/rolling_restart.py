@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from quire.v1 import admin_pb2, executor_pb2
 
+from service.completion import wait_until
 from service.errors import NoWorker
 from service.logging import get_logger
 from service.pool.model_versions import WorkerSlot
 from service.pool.supervisor import Supervisor
 
 _log = get_logger(__name__)
-_POLL_S = 0.02
 
 
 class RollingRestart:
@@ -73,10 +73,9 @@ class RollingRestart:
             worker_id, epoch, old_pid = slot.worker_id, slot.epoch, slot.pid
             _log.info("replacing a worker", worker_id=worker_id, epoch=epoch, outdated=slot.is_outdated)
             await self._pool.replace(worker_id, epoch, grace_s)
-            try:
-                async with asyncio.timeout(self._pool.start_timeout_s):
-                    while slot.epoch == epoch or slot.state != executor_pb2.WORKER_STATE_READY:  # noqa: ASYNC110
-                        await asyncio.sleep(_POLL_S)
-            except TimeoutError:
-                raise NoWorker from None
+            ready = executor_pb2.WORKER_STATE_READY
+            if not await wait_until(
+                lambda: slot.epoch != epoch and slot.state == ready, self._pool.start_timeout_s
+            ):
+                raise NoWorker
             return admin_pb2.ReplacedWorker(worker_id=worker_id, old_pid=old_pid, new_pid=slot.pid)

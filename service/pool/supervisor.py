@@ -90,7 +90,6 @@ class Supervisor:
             incarnation.send_adapters(command)
 
     def serving_workers(self) -> list[Incarnation]:
-        """The incarnations that are ready."""
         return [i for i in self._running.values() if i.slot.ready is not None]
 
     async def load_adapter(self, source: worker_pb2.AdapterSource) -> worker_pb2.WorkerEvent:

@@ -62,7 +62,6 @@ class WorkerFile:
 
     @property
     def name(self) -> str:
-        """What the worker is called."""
         return self.path.stem
 
 

@@ -61,7 +61,6 @@ class DialledWorker:
         self.since_s = time.monotonic()
 
     async def open(self, max_bytes: int) -> MessageStream[worker_pb2.ConnectResponse]:
-        """The stream, which is open."""
         self.stream.max_bytes = max_bytes
         return self.stream
 

@@ -88,7 +88,6 @@ class Execution:
 
     @property
     def is_done(self) -> bool:
-        """Whether all samples have ended."""
         return not self._unfinished
 
     def _enter(self, state: State) -> None:

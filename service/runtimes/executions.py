@@ -92,7 +92,6 @@ class Executions:
 
     @property
     def num_unfinished(self) -> int:
-        """Executions with unfinished samples."""
         return sum(not execution.is_done for group in self._open.values() for execution in group)
 
     def end_all(self) -> None:

@@ -138,13 +138,16 @@ def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: i
         raise InvalidArgument(error.reason, field, error.message) from None
 
 
-def check_choice(output: types_pb2.OutputOptions, limits: RequestLimits) -> None:
-    """Raises InvalidArgument if what an item forbids by its mask and its rules is every token."""
+def check_choice(output: types_pb2.OutputOptions, limits: RequestLimits, field: str) -> None:
+    """Raises InvalidArgument if what an item forbids by its mask and its rules is every token.
+
+    `field`: of the item, which the error names.
+    """
     try:
         masks.check_choice(output.mask if output.HasField("mask") else None, output.sampling, limits)
     except InvalidArgument:
         text = "what the constraint, min_tokens and bad_words leave is no token"
-        raise InvalidArgument("BAD_MASK", "constraint", text) from None
+        raise InvalidArgument("BAD_MASK", field, text) from None
 
 
 def deadline_s(item: runner_pb2.ExecuteItem, batch_deadline_s: float | None, now_s: float) -> float | None:

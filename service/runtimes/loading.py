@@ -5,7 +5,7 @@ switch changes nothing. The switch is stored before it takes effect, so a gatewa
 restarts with either the old or the new weights, and each cache knows its model version.
 
 The switch is made within one turn of the event loop: workers drop what they compute, which is computed again,
-and all KV.
+and all KV, unless the caller wants it to be kept.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TypeAlias
 import psutil
 from quire.v1 import admin_pb2, types_pb2
 
+from service.caches.requests import PreviousCaches
 from service.completion import complete
 from service.config import Config
 from service.dispatcher import Dispatcher
@@ -55,7 +56,7 @@ class WeightsLoader:
         self._config = config
         self._is_busy = False
 
-    async def replace(self, source: str, *, recompute: bool) -> AsyncGenerator[_Progress]:
+    async def replace(self, source: str, previous: PreviousCaches) -> AsyncGenerator[_Progress]:
         """See `Runtime.load_weights`. Closing it before the switch cancels the replacement.
 
         A worker that dies meanwhile is restarted with the weights that are served by then. Raises Loading,
@@ -84,7 +85,7 @@ class WeightsLoader:
                     raise NoWorker
                 described = await _read(workers, model, self._pool.start_timeout_s)
                 version = self._versions.next_version(model)
-                await complete(self._switch(version, described, workers, recompute=recompute))
+                await complete(self._switch(version, described, workers, previous))
         finally:
             if version is None or self._versions.serving is not version:
                 for worker in workers:
@@ -95,6 +96,7 @@ class WeightsLoader:
             progress=1.0,
             model_id=described.model_id,
             fingerprint=described.fingerprint,
+            weights_version=version.number,
         )
 
     def _require_memory(self, model: str) -> None:
@@ -116,18 +118,17 @@ class WeightsLoader:
         version: ModelVersion,
         described: types_pb2.ModelDescription,
         workers: Sequence[Incarnation],
-        *,
-        recompute: bool,
+        previous: PreviousCaches,
     ) -> None:
         """Raises StorageUnavailable if the switch cannot be stored; then nothing has changed."""
-        if recompute:
+        if previous is not PreviousCaches.END:
             version.continued_from = self._dispatcher.caches.weights.continued_from
         await self._versions.persist(version, described.fingerprint)
         # Not those that have died since, whose slots may have others now.
         running = self._pool.serving_workers()
         ready = [worker for worker in running if worker in workers]
         for worker in ready:
-            worker.apply_weights()
+            worker.apply_weights(keep_sequences=previous is PreviousCaches.KEEP_KV)
         for worker in running:
             if worker not in workers:
                 # It has become ready meanwhile, and has not read these weights.
@@ -135,8 +136,9 @@ class WeightsLoader:
                 worker.terminate("it has the previous weights")
         self._versions.serve(version, described)
         views = [worker.view() for worker in ready]
-        self._dispatcher.weights_replaced(version.number, views, recompute=recompute)
-        _log.info("weights replaced", model=version.model, weights=version.number, recompute=recompute)
+        self._dispatcher.weights_replaced(version.number, views, previous)
+        how = previous.name.lower()
+        _log.info("weights replaced", model=version.model, weights=version.number, previous_caches=how)
 
 
 async def _read(workers: Sequence[Incarnation], model: str, timeout_s: float) -> types_pb2.ModelDescription:

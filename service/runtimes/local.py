@@ -11,6 +11,7 @@ from quire.v1 import admin_pb2, runner_pb2
 
 from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
+from service.caches.requests import PreviousCaches
 from service.dispatcher import Dispatcher
 from service.errors import DeadlinePassed, NoWorker, OtherShard, QuireError, WeightsChanged
 from service.pool import gpus
@@ -25,6 +26,11 @@ from service.runtimes.weight_uploads import WeightUploads
 from service.text.text_model import TextModel
 
 NAME = "local"
+# Unset is END.
+_PREVIOUS_CACHES = {
+    admin_pb2.PREVIOUS_CACHES_RECOMPUTE: PreviousCaches.RECOMPUTE,
+    admin_pb2.PREVIOUS_CACHES_KEEP_KV: PreviousCaches.KEEP_KV,
+}
 _LOCAL_CPU, _LOCAL_GPU = runner_pb2.TRANSPORT_KIND_LOCAL_CPU, runner_pb2.TRANSPORT_KIND_LOCAL_GPU
 
 
@@ -156,11 +162,9 @@ class LocalRuntime:
     async def load_weights(
         self, request: admin_pb2.LoadWeightsRequest
     ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse]:
-        recompute = request.previous_caches == admin_pb2.PREVIOUS_CACHES_RECOMPUTE
+        previous = _PREVIOUS_CACHES.get(request.previous_caches, PreviousCaches.END)
         with self._uploads.loading(request.source):
-            async with contextlib.aclosing(
-                self._loader.replace(request.source, recompute=recompute)
-            ) as updates:
+            async with contextlib.aclosing(self._loader.replace(request.source, previous)) as updates:
                 async for update in updates:
                     yield update
 

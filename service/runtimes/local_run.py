@@ -395,7 +395,7 @@ class LocalRun:
         sample.drafter.offer(done.draft_token_ids, wanted)
         outputs = done.outputs[: appended.kept]
         for length, output in enumerate(outputs, position + 1):
-            chunk = sample.take(output.token_id, output)
+            chunk = sample.take(output.token_id, output, appended.weights)
             if sample.is_finished and item.in_place is not None:
                 # The caller's cache does not keep what was accepted behind the end.
                 await self._held.cut(sample, length, appended.seq_len)
@@ -439,7 +439,7 @@ class LocalRun:
         for position, output in enumerate(outputs, appended.seq_len - len(outputs) + 1):
             if sample.catching_up is not None:
                 sample.catching_up.require_same(position, output.token_id)
-            self._put(item, sample.take(output.token_id, output))
+            self._put(item, sample.take(output.token_id, output, appended.weights))
             if sample.is_finished:
                 break
         return outputs[-1].token_id, appended.seq_len

@@ -73,7 +73,6 @@ class PreparedItem:
 
     @property
     def has_hidden(self) -> bool:
-        """Whether its answers have hidden states."""
         return self._output.HasField("hidden")
 
     @property
@@ -107,8 +106,17 @@ class PreparedItem:
             # Those that are none of the model's have no effect.
             for token_id in forbidden:
                 output.sampling.logit_bias[token_id] = -math.inf
-            items.check_choice(output, self._limits)
+            items.check_choice(output, self._limits, self._forbidding)
         return output
+
+    @property
+    def _forbidding(self) -> str:
+        """The field to name where every token is forbidden."""
+        if self.new_matcher is not None:
+            return "constraint"
+        if self._output.HasField("mask"):
+            return "constraint.mask"
+        return "bad_words" if self.spec.rules is not None and self.spec.rules.words else "min_tokens"
 
 
 class ItemPreparer:

@@ -128,10 +128,14 @@ class Sample:
     def has_begun(self) -> bool:
         return self._num_tokens > 0
 
-    def take(self, token_id: int, output: types_pb2.StepOutput | None = None) -> runner_pb2.SampleChunk:
-        """Adds the next token. `output`: what else is known of it; None when resumed from the journal."""
+    def take(
+        self, token_id: int, output: types_pb2.StepOutput | None = None, weights: int | None = None
+    ) -> runner_pb2.SampleChunk:
+        """Adds the next token. The rest is what is known of it: nothing when resumed from the journal."""
         chunk = self._chunk()
         chunk.token_ids.append(token_id)
+        if weights is not None:
+            chunk.weights_version = weights
         if output is not None:
             self._add_output(chunk, output)
         self._num_tokens += 1
@@ -161,7 +165,6 @@ class Sample:
         return chunk
 
     def _add_output(self, chunk: runner_pb2.SampleChunk, output: types_pb2.StepOutput) -> None:
-        """Adds log-probabilities and hidden states."""
         if self.spec.with_logprobs:
             top = output.top if output.HasField("top") else None
             added = chunk.logprobs.add(logprob=output.logprob, top=top)

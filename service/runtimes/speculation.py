@@ -43,11 +43,9 @@ class PromptLookup:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The tokens that are known."""
         return array("I", bytes(self._tokens))
 
     def push(self, token_id: int) -> None:
-        """Adds the next token."""
         self._tokens += token_id.to_bytes(_TOKEN_BYTES, "little")
         if len(self._tokens) > _MAX_BYTES:
             del self._tokens[: _MAX_BYTES // 8]

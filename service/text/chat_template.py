@@ -72,11 +72,14 @@ class ChatTemplates:
             "variables": variables,
             "max_characters": tasks.MAX_PROMPT_CHARACTERS,
         }
-        data = json.dumps(task).encode()
         try:
+            data = json.dumps(task).encode()
             return await self._pool.run(lambda process: _render(process, data), tenant)
         except TaskFailed as error:
             raise TemplateError(f"{_SUBJECT} {error}") from None
+        except RecursionError:
+            # Where it can just be parsed.
+            raise TemplateError("what the chat has in JSON is nested too deeply") from None
 
     def close(self) -> None:
         """Ends the processes; running tasks fail. Idempotent."""

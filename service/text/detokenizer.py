@@ -38,7 +38,6 @@ class SpecialTokens:
         self._decode = tokenizer.decode
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of `ids`."""
         return self._decode(ids, skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
 
 
@@ -206,7 +205,6 @@ def _num_incomplete(run: bytes) -> int:
 
 
 def _with_text(tokenizer: TokenDecoder, context: Sequence[int]) -> list[int]:
-    """The last tokens that have a text."""
     with_text = (
         token_id
         for token_id in reversed(context[-_LOOK_BACK_TOKENS:])

@@ -87,7 +87,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 - as in Jinja
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """See Jinja's Extension."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)

@@ -113,7 +113,6 @@ def _decode(tokenizer: Tokenizer, texts: Sequence[list[int]]) -> list[str]:
 
 
 def _sample(ids: Sequence[int]) -> Sequence[int]:
-    """A sample, spread evenly over all."""
     return ids[:: max(1, len(ids) // _MAX_CHECKED)]
 
 

@@ -42,16 +42,12 @@ def test_a_decoding_loop(client: Client, executor: FakeExecutor) -> None:
         assert seen == [7, 8, 9]
         assert executor.caches[cache.cache_id] == [1, 2, 3, 7, 8]
         assert (cache.seq_len, cache.output.token_id) == (5, 9)
+        cache.extend([5, 6])
+        assert cache.seq_len == 7
     assert executor.caches == {}
-
-
-def test_every_step_says_its_position(client: Client, executor: FakeExecutor) -> None:
-    cache = client.prefill([1, 2, 3])
-    cache.decode(4)
-    cache.extend([5, 6])
-    assert [request.position for request in executor.calls["Decode"]] == [3]
-    assert [request.position for request in executor.calls["Prefill"][1:]] == [4]
-    assert cache.seq_len == 6
+    # Every step says its position.
+    assert [request.position for request in executor.calls["Decode"]] == [3, 4]
+    assert [request.position for request in executor.calls["Prefill"][1:]] == [5]
 
 
 def test_the_cache_is_released_when_the_block_fails(client: Client, executor: FakeExecutor) -> None:
@@ -142,6 +138,9 @@ def test_verify_truncate_fork_renew(client: Client, executor: FakeExecutor) -> N
     cache = client.prefill([1, 2, 3])
     verified = cache.verify([50, 51, 52, 99])
     assert (verified.accepted, cache.seq_len, cache.output.token_id) == (2, 6, 53)
+    assert verified.tokens == (51, 52, 53), "the accepted drafts and the next token"
+    with pytest.raises(ValueError, match="accept is one of all, greedy, sampled, speculative"):
+        cache.verify([4], accept="some")  # type: ignore[arg-type]
     cache.truncate(4)
     assert cache.seq_len == 4
     # What is beyond the known length goes, whatever it is.
@@ -227,14 +226,6 @@ def test_a_call_can_have_its_own_priority(client: Client, executor: FakeExecutor
     for make in (lambda: Client(priority="top"), lambda: client.prefill([1], priority="top")):  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="priority is one of low, normal, high, not 'top'"):
             make()
-
-
-def test_a_verify_says_which_tokens_follow(client: Client) -> None:
-    cache = client.prefill([1, 2, 3])
-    verified = cache.verify([50, 51, 52, 99])
-    assert verified.tokens == (51, 52, 53), "the accepted drafts and the next token"
-    with pytest.raises(ValueError, match="accept is one of all, greedy, sampled, speculative"):
-        cache.verify([4], accept="some")  # type: ignore[arg-type]
 
 
 def test_the_length_can_be_taken_over_from_the_server(client: Client, executor: FakeExecutor) -> None:

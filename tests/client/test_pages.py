@@ -56,6 +56,7 @@ PYTHON_AND_TOML = {
     "[tenants.alice]": "test_files_of_tokens",
     "[certificates]": "test_files_of_tokens",
     "from quire import tinker": "tests/client/test_tinker.py does the same",
+    "GRPOTrainer": "tests/e2e/test_client_packages.py runs it, where trl is installed",
     "STEERING_VECTOR": "tests/workers/test_steering.py writes such a directory",
     "Tell me a story": "tests/client/test_storyteller.py runs it, and the consoles of all pages",
     "import subprocess\nimport ray": "needs Ray; the command is that of tests/e2e/test_remote_workers.py",
@@ -122,7 +123,7 @@ DEATH = block("docs/tutorial.md", "python", "subprocess")
 OVERLOAD = block("docs/tutorial.md", "python", "ResourceExhausted")
 ITEMS = block("docs/runtimes.md", "python", "ITEMS = [")
 GENERATION = block("docs/runtimes.md", "python", "cache.generate(")
-UPLOAD = block("docs/training.md", "python", "client.upload_weights")
+UPLOAD = block("docs/training.md", "python", "recompute=True")
 OPENAI = block("docs/openai.md", "python", "from openai")
 REFLECTION = block("README.md", "sh", "Prefill")
 EXECUTE = block("docs/runtimes.md", "sh", "Execute")

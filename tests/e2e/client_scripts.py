@@ -33,6 +33,33 @@ def pet_class():
     return Pet
 
 
+def renderers(url):
+    import asyncio
+
+    import openai
+    from renderers.base import create_renderer
+    from renderers.client import generate
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(STORYTELLER)
+    talk = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    drawn = asyncio.run(
+        generate(
+            client=openai.AsyncOpenAI(base_url=url, api_key=KEY),
+            renderer=create_renderer(tokenizer),
+            messages=talk,
+            model=MODEL,
+            sampling_params={"temperature": 0.8, "seed": 1, "max_tokens": 20},
+            cache_salt="step 1",
+            priority=1,
+        )
+    )
+    assert drawn["prompt_ids"] == prompt
+    assert len(drawn["completion_logprobs"]) == len(drawn["completion_ids"]) == 20
+    assert drawn["content"] == tokenizer.decode(drawn["completion_ids"])
+
+
 def instructor(url):
     import instructor
     import openai

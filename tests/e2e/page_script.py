@@ -70,6 +70,9 @@ def by_keyboard(page):
     names, _ = alternatives(page)
     assert page.locator(f"#alternatives {CURRENT} .name").text_content() == names[0] == "thing"
     page.keyboard.press("Enter")
+    page.keyboard.press("Escape")
+    assert page.locator(".token:focus").text_content() == "thing"
+    page.keyboard.press("Enter")
     for _ in range(names.index("2")):
         page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
@@ -92,6 +95,13 @@ def chat(page):
     answer = "".join(ended(page))
     assert "Mia" in answer and page.locator(".said").nth(1).text_content() == "".join(story).strip()
     assert page.locator("#message").input_value() == ""
+
+
+def alternatives_are_in_sight(page):
+    """Of a token at the beginning of a long text, in any window."""
+    page.locator(".token").first.click()
+    shown = page.locator("#alternatives button").first.bounding_box()
+    assert 0 <= shown["y"] < page.viewport_size["height"] - shown["height"]
 
 
 def refused(page):
@@ -137,6 +147,30 @@ def asks_for_key(page, url):
     assert page.locator("#key").input_value() == ""
 
 
+def waits_for_the_model(page, url):
+    """Who asks while a worker loads it gets an answer then; without a chat template a prompt is a text."""
+    states = [{"data": [{"id": "local", "max_model_len": length}]} for length in (None, None, 512)]
+    no_template = {"error": {"message": "the model has no chat template", "code": "no_chat_template"}}
+
+    def tokenize(route):
+        if "messages" in route.request.post_data_json:
+            route.fulfill(status=400, json=no_template)
+        else:
+            route.continue_()
+
+    page.unroute("**/v1/models")
+    page.route("**/v1/models", lambda route: route.fulfill(json=states.pop(0) if states else {"data": []}))
+    page.route("**/tokenize", tokenize)
+    page.goto(url)
+    page.wait_for_selector("text=The model is being loaded.")
+    page.fill("#max_tokens", "5")
+    page.fill("#prompt", "Once")
+    page.click("text=Generate")
+    page.wait_for_selector(".token")
+    assert len(ended(page)) == 5 and page.locator("#error").is_hidden()
+    assert page.input_value("#kind") == "text" and page.input_value("#model") == "local"
+
+
 def ended(page):
     """The tokens, after the request."""
     page.wait_for_selector("#stop[disabled]", state="attached")
@@ -170,10 +204,12 @@ if __name__ == "__main__":
             chat(page)
             if pictures:
                 page.screenshot(path=f"{pictures[0]}/{scheme}-chat.png", full_page=True)
+            alternatives_are_in_sight(page)
             refused(page)
             stopped(page)
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             asks_for_key(page, url)
+            waits_for_the_model(page, url)
             # Answers to wrong requests are in the console, as browsers have it.
             assert all("400" in problem or "401" in problem for problem in problems), problems
         browser.close()

@@ -66,6 +66,7 @@ class Harness:
 
     gateway: GatewayProcess
     model: Path
+    max_error: float  # of a row, relative to its largest element
 
 
 class ParityMachine(RuleBasedStateMachine):
@@ -114,7 +115,7 @@ class ParityMachine(RuleBasedStateMachine):
     ) -> None:
         for data, exact in ((output.logits.data, logits), (output.hidden[0].data, state)):
             error = np.abs(np.frombuffer(data, dtype="<f4") - exact).max() / np.abs(exact).max()
-            assert error < MAX_RELATIVE_ERROR, f"it differs by {error}"
+            assert error < self.harness.max_error, f"it differs by {error}"
         assert output.token_id == int(np.frombuffer(output.logits.data, dtype="<f4").argmax())
 
     def check_step(self, held: Held, handle: types_pb2.KvCacheHandle) -> None:
@@ -437,9 +438,10 @@ def run_parity_machine(
     examples: int,
     steps: int,
     machine: type[ParityMachine] = ParityMachine,
+    max_error: float = MAX_RELATIVE_ERROR,
 ) -> None:
     """A machine on one gateway, that serves `model`; the one of this module: in float32."""
-    machine.harness = Harness(gateway, model)
+    machine.harness = Harness(gateway, model, max_error)
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ import grpc
 import psutil
 from quire.v1 import executor_pb2, executor_pb2_grpc
 
+from tests import undisturbed
 from tests.gateway_process import GatewayProcess
 
+Stub = executor_pb2_grpc.ModelExecutorServiceStub
 _WAIT_S = 60
 
 
@@ -54,6 +57,37 @@ class SeveralGateways(GatewayProcess):
             (worker,) = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).workers
             found.setdefault(int(worker.worker_id.removeprefix("worker-")), stub)
         return [found[shard] for shard in range(self.count)]
+
+
+class Text:
+    """A cache of one gateway, whose tokens are decoded by any, each with a call of its own."""
+
+    def __init__(self, home: Stub, prompt: list[int]) -> None:
+        self.prompt = prompt
+        prefill = executor_pb2.PrefillRequest(token_ids=prompt)
+        self.cache_id = retrying(home.Prefill, prefill).kv_cache.cache_id  # type: ignore[attr-defined]
+        self.tokens: list[int] = []
+        self.replayed = 0
+
+    def decode(self, stub: Stub, count: int) -> None:
+        for _ in range(count):
+            last = self.tokens[-1] if self.tokens else self.prompt[-1]
+            at = len(self.prompt) + len(self.tokens)
+            request = executor_pb2.DecodeRequest(cache_id=self.cache_id, token_id=last, position=at)
+            answer: executor_pb2.DecodeResponse = retrying(stub.Decode, request)  # type: ignore[assignment]
+            assert answer.kv_cache.seq_len == at + 1, "applied once"
+            self.replayed += answer.replayed_tokens
+            self.tokens.append(answer.output.token_id)
+
+    def decode_until(self, stub: Stub, event: threading.Event, further: int, pause_s: float = 0.0) -> None:
+        while not event.wait(pause_s):
+            self.decode(stub, 1)
+        self.decode(stub, further)
+
+    def assert_as_undisturbed(self) -> None:
+        # The first decode repeats the prompt's last token.
+        repeated = [*self.prompt, self.prompt[-1]]
+        assert self.tokens == undisturbed.greedy(repeated, len(self.tokens))
 
 
 def retrying(call: grpc.UnaryUnaryMultiCallable, request: object) -> object:  # type: ignore[type-arg]

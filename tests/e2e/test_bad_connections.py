@@ -100,15 +100,3 @@ def test_every_deadline_that_grpc_can_say_is_taken(weightless_gateway: GatewayPr
     # Go's client says the last of these for a context of 300 years.
     call = headers(grpc_timeout=timeout) + frame(DATA, END_STREAM, message(REQUEST))
     assert b"grpc-status\x010" in exchange(weightless_gateway, call, until=b"grpc-status\x01")
-
-
-def test_connections_that_say_nothing_do_not_keep_others_from_being_served(
-    weightless_gateway: GatewayProcess,
-) -> None:
-    silent = [connect(weightless_gateway) for _ in range(100)]
-    for connection in silent[::2]:
-        connection.sendall(headers())
-    answer = weightless_gateway.stub.Prefill(pb.PrefillRequest(token_ids=[1]), timeout=TIMEOUT_S)
-    assert answer.kv_cache.seq_len == 1
-    for connection in silent:
-        connection.close()

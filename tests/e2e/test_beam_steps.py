@@ -1,4 +1,4 @@
-"""ForkCaches and sample_seeds of a real server: all of a step or nothing, and draws that can be had again."""
+"""sample_seeds of a real server: draws that can be had again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2 as types
 
-from tests.e2e.test_errors import refusal
 from tests.gateway_process import GatewayProcess
 
 TIMEOUT_S = 60
@@ -20,52 +19,9 @@ def prefill(gateway: GatewayProcess, tokens: list[int], **fields: Any) -> pb.Pre
     return gateway.stub.Prefill(pb.PrefillRequest(token_ids=tokens, **fields), timeout=TIMEOUT_S)
 
 
-def fork(gateway: GatewayProcess, request: pb.ForkCachesRequest) -> list[list[types.KvCacheHandle]]:
-    response = gateway.stub.ForkCaches(request, timeout=TIMEOUT_S)
-    return [list(forked.kv_caches) for forked in response.results]
-
-
-def lengths(gateway: GatewayProcess) -> dict[str, int]:
-    listed = gateway.stub.ListCaches(pb.ListCachesRequest(page_size=1000), timeout=TIMEOUT_S).kv_caches
-    return {handle.cache_id: handle.seq_len for handle in listed}
-
-
 def release(gateway: GatewayProcess, cache_ids: list[str]) -> None:
     for cache_id in cache_ids:
         gateway.stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S)
-
-
-def request_for(left: str, right: str, **position: int) -> pb.ForkCachesRequest:
-    """Two copies of one, one of the other, and neither is left."""
-    sources = [pb.ForkSource(cache_id=left, count=2), pb.ForkSource(cache_id=right, count=1, **position)]
-    return pb.ForkCachesRequest(forks=sources, release=[left, right], request_id=f"step-{left}")
-
-
-def test_a_step_is_carried_out_as_a_whole_or_not_at_all(tiny_gateway: GatewayProcess) -> None:
-    left = prefill(tiny_gateway, PROMPT).kv_cache.cache_id
-    right = prefill(tiny_gateway, PROMPT[:3]).kv_cache.cache_id
-    before = lengths(tiny_gateway)
-
-    refused = refusal(tiny_gateway.stub.ForkCaches, request_for(left, "kv_never"))
-    assert (refused.reason, refused.metadata["index"]) == ("CACHE_NOT_FOUND", "1")
-    refused = refusal(tiny_gateway.stub.ForkCaches, request_for(left, right, position=7))
-    assert refused.reason == "POSITION_MISMATCH"
-    assert (refused.metadata["index"], refused.metadata["seq_len"]) == ("1", "3")
-    assert lengths(tiny_gateway) == before, "no copy, and nothing is released"
-
-    (first, second), (third,) = fork(tiny_gateway, request_for(left, right, position=3))
-    copies = [first.cache_id, second.cache_id, third.cache_id]
-    assert [first.seq_len, second.seq_len, third.seq_len] == [8, 8, 3]
-    after = lengths(tiny_gateway)
-    assert {left, right} & after.keys() == set() and len(after) == len(before) + 1
-    items = [pb.DecodeRequest(cache_id=copy, token_id=7) for copy in copies]
-    results = tiny_gateway.stub.BatchDecode(pb.BatchDecodeRequest(items=items), timeout=TIMEOUT_S).results
-    for result, tokens in zip(results, (PROMPT, PROMPT, PROMPT[:3]), strict=True):
-        alone = prefill(tiny_gateway, [*tokens, 7])
-        assert result.response.output.token_id == alone.output.token_id
-        copies.append(alone.kv_cache.cache_id)
-    release(tiny_gateway, copies)
-    tiny_gateway.assert_pools_are_whole()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from tests.client.pages import blocks
 from tests.e2e.test_openai import HttpGateway
-from tests.gateway_process import ROOT
+from tests.gateway_process import ROOT, GatewayProcess
 from tests.service.extensions.openai.test_tools import answering
 
 SCRIPTS = Path(__file__).with_name("client_scripts.py")
@@ -39,6 +42,7 @@ WITH_MODEL = {
     "openai_embeddings": "agents",
     "pydantic_ai": "agents",
     "pydantic_ai_anthropic": "agents",
+    "renderers": "renderers",
 }
 # What the model writes, one answer after the other.
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
@@ -96,3 +100,31 @@ def test_a_visitor_of_the_page(url: str) -> None:
     command = [str(python), str(SCRIPTS.with_name("page_script.py")), chromium, url.removesuffix("v1")]
     done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_trainer_of_trl(tmp_path: Path) -> None:
+    """That of docs/training.md finds tokens as likely as the server that drew them, and learns."""
+    python, program = python_of("trl"), tmp_path / "program.py"
+    (block,) = [each for each in blocks("docs/training.md", "python") if "GRPOTrainer" in each.text]
+    with GatewayProcess(model="storyteller", flags=["--dtype", "float32"]) as gateway:
+        text = block.text.replace("127.0.0.1:50051", gateway.address)
+        program.write_text(text.replace('"workers/', f'"{ROOT}/workers/'), encoding="utf-8")
+        done = subprocess.run(
+            [python, SCRIPTS.with_name("trl_script.py"), program],
+            timeout=TIMEOUT_S,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stdout.splitlines() if line.startswith(('{"', "["))]
+    *steps, rewards = map(json.loads, printed)
+    assert len(steps) == len(rewards) == 20
+    for step in steps:
+        assert step["difference"] < step["tolerance"], step
+    # One step changes the tokens' log-probabilities by far more: weights that were not pushed would be seen.
+    assert all(step["without_the_push"] > step["tolerance"] for step in steps[1:]), steps
+    # A story has 6 to 8 of 100 letters that are an e.
+    assert fmean(rewards[-5:]) > 2 * rewards[0], rewards

@@ -142,6 +142,7 @@ def test_over_http_they_are_the_same(served: tuple[HttpGateway, str]) -> None:
     # Its package asks for base64, and decodes that.
     answer = http.embeddings.create(model="local", input=TEXTS)
     assert [each.embedding for each in answer.data] == wanted
+    assert answer.model == "embedder"  # which "local" is, as in other answers
     numbers = http.embeddings.create(model="local", input=TEXTS[1], encoding_format="float", dimensions=4)
     assert len(numbers.data[0].embedding) == 4
     assert numbers.usage.prompt_tokens == len(byte_tokenizer().encode(TEXTS[1]).ids)

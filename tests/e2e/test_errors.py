@@ -214,30 +214,6 @@ def test_the_largest_answer_that_is_not_refused_arrives(weightless_gateway: Gate
     assert len(answer.outputs) == rows and answer.ByteSize() > 0.9 * MAX_RESPONSE_BYTES
 
 
-def test_a_request_id_names_one_request(weightless_gateway: GatewayProcess) -> None:
-    stub = weightless_gateway.stub
-    before = holdings(weightless_gateway)
-    prefill = pb.PrefillRequest(token_ids=[1, 2, 3], request_id="prefill")
-    parent, same = (stub.Prefill(prefill, timeout=TIMEOUT_S).kv_cache.cache_id for _ in range(2))
-    assert parent == same
-    prefill.token_ids[2] = 4
-    refusals = [refusal(stub.Prefill, prefill)]
-    fork = pb.ForkCacheRequest(cache_id=parent, count=2, release=[parent], request_id="fork")
-    copies, again = (
-        [handle.cache_id for handle in stub.ForkCache(fork, timeout=TIMEOUT_S).kv_caches] for _ in range(2)
-    )
-    assert copies == again
-    fork.count = 3
-    refusals.append(refusal(stub.ForkCache, fork))
-
-    for refused in refusals:
-        assert (refused.code, refused.reason) == (INVALID, "REQUEST_ID_REUSED")
-        assert refused.fields == ("request_id",)
-    for cache_id in copies:
-        assert stub.ReleaseCache(pb.ReleaseCacheRequest(cache_id=cache_id), timeout=TIMEOUT_S).released
-    assert holdings(weightless_gateway) == before
-
-
 def test_a_full_queue_and_a_drain_refuse_new_calls_and_finish_the_others() -> None:
     # A stopped worker holds its operation in flight for as long as it is needed.
     flags = ["--kv-pages", "8", "--max-queued-operations", "1", "--heartbeat-timeout-s", "600"]

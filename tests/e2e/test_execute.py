@@ -19,6 +19,7 @@ import psutil
 import pytest
 import quire
 from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2
 from quire.v1 import admin_pb2, runner_pb2, types_pb2
 from quire.v1 import executor_pb2 as pb
 
@@ -207,7 +208,7 @@ def test_a_grammar_of_bad_words_alone_is_refused(shipped_gateway: GatewayProcess
     ask = runner_pb2.ExecuteItem(item_id="one", text="12+30=", max_tokens=9, bad_words=["4", "5"])
     ask.constraint.regex = "[45]"
     (chunks,) = execute(shipped_gateway, ask).values()
-    assert status_reason(chunks[0].error) == "BAD_MASK"
+    assert refused_field(chunks) == ("BAD_MASK", "constraint")
     # A stop text does not end it early, either; and a grammar's end does.
     ask.constraint.regex, ask.min_tokens, ask.stop[:] = "6677", 3, ["7"]
     (chunks,) = execute(shipped_gateway, ask).values()
@@ -215,6 +216,23 @@ def test_a_grammar_of_bad_words_alone_is_refused(shipped_gateway: GatewayProcess
     ask.min_tokens = 8
     (chunks,) = execute(shipped_gateway, ask).values()
     assert "".join(chunk.text for chunk in chunks) == "6677"
+
+
+def refused_field(chunks: Sequence[runner_pb2.SampleChunk]) -> tuple[str, str]:
+    """The reason of a sample's failure, and the field of the item that it names."""
+    bad = error_details_pb2.BadRequest()
+    any(detail.Unpack(bad) for detail in chunks[-1].error.details)
+    return status_reason(chunks[-1].error), bad.field_violations[0].field
+
+
+def test_rules_that_forbid_all_tokens_name_what_is_wrong(shipped_gateway: GatewayProcess) -> None:
+    ask = runner_pb2.ExecuteItem(item_id="one", text="12+30=", max_tokens=9)
+    ask.min_tokens, ask.stop_token_ids[:] = 2, range(64)
+    (chunks,) = execute(shipped_gateway, ask).values()
+    assert refused_field(chunks) == ("BAD_MASK", "min_tokens")
+    ask.constraint.mask.allowed.ids[:] = [1, 2]
+    (chunks,) = execute(shipped_gateway, ask).values()
+    assert refused_field(chunks) == ("BAD_MASK", "constraint.mask")
 
 
 def test_items_that_are_wrong_fail_alone(shipped_gateway: GatewayProcess) -> None:

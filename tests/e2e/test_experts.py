@@ -145,15 +145,3 @@ def test_experts_that_cannot_be_are_refused(
     with pytest.raises(quire.InvalidRequest) as refused:
         client.score([1, 2, 3, 4, 5], experts=data, experts_from=start)
     assert refused.value.reason == "BAD_EXPERTS" and refused.value.violations[0][0] == field
-
-
-def test_models_without_experts_refuse(tiny_gateway: GatewayProcess) -> None:
-    with quire.Client(tiny_gateway.address) as client:
-        assert not client.model_info().model.moe_layers
-        for call in (
-            lambda: client.prefill([1, 2], output=EXPERTS),
-            lambda: client.score([1, 2], experts=b"\x00"),
-        ):
-            with pytest.raises(quire.PreconditionFailed, match="the served model has no experts") as refused:
-                call()
-            assert refused.value.reason == "UNSUPPORTED_BY_EXECUTOR"

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from google.rpc import error_details_pb2
-from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc
+from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2
 
 from tests import undisturbed
-from tests.e2e.several_gateways import SeveralGateways, retrying
+from tests.e2e.several_gateways import SeveralGateways, Stub, Text
 from tests.error_details import refused
 
-Stub = executor_pb2_grpc.ModelExecutorServiceStub
 # More than a page.
 TOKENS = list(range(1, 21))
 LENGTH = len(TOKENS)
@@ -115,49 +114,27 @@ def test_changes_of_one_gateway_are_refused(server: SeveralGateways) -> None:
     assert refused(lambda: server.admin.UnloadAdapter(unload)) == "SEVERAL_GATEWAYS"
 
 
-class Caller:
-    """Decodes one cache, each token with a call of its own."""
-
-    def __init__(self, stub: Stub, prompt: list[int], home: Stub) -> None:
-        self.prompt = prompt
-        self.tokens: list[int] = []
-        self._stub = stub
-        self._cache = new_cache(home, prompt)
-
-    def decode(self, steps: int) -> None:
-        for _ in range(steps):
-            last = self.tokens[-1] if self.tokens else self.prompt[-1]
-            position = len(self.prompt) + len(self.tokens)
-            request = executor_pb2.DecodeRequest(cache_id=self._cache, token_id=last, position=position)
-            self.tokens.append(retrying(self._stub.Decode, request).output.token_id)  # type: ignore[attr-defined]
-
-    def decode_until(self, event: threading.Event, further: int) -> None:
-        # Not as fast as they can: how long it takes to find the victim depends on the machine.
-        while not event.wait(0.01):
-            self.decode(1)
-        self.decode(further)
-
-
 def test_a_killed_gateway_comes_back_with_its_caches_and_its_worker(tmp_path: Path) -> None:
     with SeveralGateways(2, tmp_path, ["--orphan-grace-s", "60"]) as server:
         stubs = server.stubs()
         # Half of them call the gateway that will be killed, and half have their caches there.
-        places = [(stubs[index % 2], stubs[index // 2 % 2]) for index in range(4)]
-        callers = [Caller(stub, [7 * i + 1, *TOKENS], home) for i, (stub, home) in enumerate(places)]
+        texts = [Text(stubs[index // 2], [7 * index + 1, *TOKENS]) for index in range(4)]
         was_killed = threading.Event()
-        threads = [threading.Thread(target=one.decode_until, args=(was_killed, 15)) for one in callers]
+        # Not as fast as they can: how long it takes to find the victim depends on the machine.
+        threads = [
+            threading.Thread(target=text.decode_until, args=(stubs[index % 2], was_killed, 15, 0.01))
+            for index, text in enumerate(texts)
+        ]
         for thread in threads:
             thread.start()
         victim = next(p for p in server.gateways() if has_open(p, tmp_path / "shards" / "0"))
-        server.wait_until(lambda: all(len(one.tokens) > 10 for one in callers))
+        server.wait_until(lambda: all(len(text.tokens) > 10 for text in texts))
         victim.kill()
         was_killed.set()
         for thread in threads:
             thread.join()
-        for one in callers:
-            # The first decode repeats the prompt's last token.
-            repeated = [*one.prompt, one.prompt[-1]]
-            assert one.tokens == undisturbed.greedy(repeated, len(one.tokens))
+        for text in texts:
+            text.assert_as_undisturbed()
         events = {record["event"] for record in server.records() if record.get("gateway") == 0}
         assert {"recovered", "worker adopted"} <= events
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 from pathlib import Path
@@ -69,27 +68,6 @@ def test_status_and_capabilities_say_what_runs(shipped_gateway: GatewayProcess) 
     assert capabilities.runner == "eager" and "torch" in capabilities.kernels
     for worker in shipped_gateway.status().workers:
         assert worker.executor == capabilities
-
-
-def test_the_model_is_described_while_no_worker_is_ready() -> None:
-    """To callers who come before the first one, and while all are being replaced."""
-    gateway = GatewayProcess(model="adder")
-    try:
-        gateway.address = gateway._wait_for_address()
-        with gateway.connect() as channel:
-            stub = pb_grpc.ModelExecutorServiceStub(channel)
-            info = stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60)
-            capabilities = stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=60)
-            assert info.model.model_id == "adder" and capabilities.executor.kv_capacity_tokens
-            (worker,) = stub.GetStatus(pb.GetStatusRequest(), timeout=60).workers
-            os.kill(worker.pid, signal.SIGKILL)
-            gateway.wait_until(
-                lambda: any(record["event"] == "worker is gone" for record in gateway.records())
-            )
-            assert stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=60) == info
-            assert stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=60) == capabilities
-    finally:
-        gateway.stop()
 
 
 def test_capabilities_tell_the_settings_that_limit(shipped_gateway: GatewayProcess) -> None:

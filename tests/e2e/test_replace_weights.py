@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -107,7 +108,7 @@ def test_what_cannot_be_served_changes_nothing(
     before = described(gateway)
     for directory, why in (
         (broken, "model.safetensors: tensor "),
-        (models[3], "the config differs from that of the weights that are served"),
+        (models[3], "the config differs from that of the weights that are served: head_dim, "),
     ):
         with pytest.raises(grpc.RpcError) as failed:
             replace(gateway, directory)
@@ -120,6 +121,29 @@ def test_what_cannot_be_served_changes_nothing(
     assert text.finish() == hf_greedy(models[0], text.prompt, len(text.tokens))
     replace(gateway, models[1])
     text.release()
+
+
+def renamed_dtype(source: Path, directory: Path, dtype: str) -> Path:
+    """A copy whose config names another dtype of the weights, as that of a trainer in another dtype does."""
+    shutil.copytree(source, directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": dtype}))
+    return directory
+
+
+def test_the_dtype_of_files_is_that_of_the_trainer(
+    gateway: GatewayProcess, models: list[Path], tmp_path: Path
+) -> None:
+    """It does not matter if the server is told a dtype. Else the next worker would take the files'."""
+    other = renamed_dtype(models[1], tmp_path / "other", "bfloat16")
+    replace(gateway, other)
+    fresh = Text(gateway)
+    assert fresh.finish() == hf_greedy(models[1], fresh.prompt, len(fresh.tokens))
+    fresh.release()
+    replace(gateway, models[0])
+    differs = r"the config differs from that of the weights that are served: dtype;"
+    with GatewayProcess(model=str(models[0])) as automatic, pytest.raises(grpc.RpcError, match=differs):
+        replace(automatic, other)
 
 
 def test_adapters_stay_in_place(gateway: GatewayProcess, models: list[Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from quire.v1 import executor_pb2_grpc
 
 from service.auth.authenticator import HOP
 from tests import undisturbed
-from tests.e2e.several_gateways import retrying
+from tests.e2e.several_gateways import Text
 from tests.e2e.test_adapters import Adapted
 from tests.e2e.test_adapters import Text as AdaptedText
 from tests.e2e.test_metrics import Scraped, value
@@ -28,36 +28,6 @@ from tests.postgres_server import PostgresServer
 from workers.common.protocol import GATEWAY_NAME
 
 FLAGS = ("--kv-pages", "256", "--orphan-grace-s", "60", "--shards", "2")
-
-
-class Text:
-    """A cache, whose tokens are decoded by any gateway."""
-
-    def __init__(self, home: GatewayProcess) -> None:
-        prefill = pb.PrefillRequest(token_ids=PROMPT)
-        self.cache_id = retrying(home.stub.Prefill, prefill).kv_cache.cache_id  # type: ignore[attr-defined]
-        self.tokens: list[int] = []
-        self.replayed = 0
-
-    def decode(self, gateway: GatewayProcess, count: int) -> None:
-        for _ in range(count):
-            last = self.tokens[-1] if self.tokens else PROMPT[-1]
-            at = len(PROMPT) + len(self.tokens)
-            request = pb.DecodeRequest(cache_id=self.cache_id, token_id=last, position=at)
-            answer: pb.DecodeResponse = retrying(gateway.stub.Decode, request)  # type: ignore[assignment]
-            assert answer.kv_cache.seq_len == at + 1, "applied once"
-            self.replayed += answer.replayed_tokens
-            self.tokens.append(answer.output.token_id)
-
-    def decode_until(self, gateway: GatewayProcess, event: threading.Event, further: int) -> None:
-        while not event.is_set():
-            self.decode(gateway, 1)
-        self.decode(gateway, further)
-
-
-def expected_tokens(count: int) -> list[int]:
-    """Those of a text, whose first decode repeats the prompt's last token."""
-    return undisturbed.greedy([*PROMPT, PROMPT[-1]], count)
 
 
 @contextlib.contextmanager
@@ -117,11 +87,12 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
 
         # The first one takes both shards, and leaves one to the second.
         with new() as first, new() as second:
-            texts = [Text(first), Text(second)]
+            texts = [Text(gateway.stub, PROMPT) for gateway in (first, second)]
             assert {text.cache_id[:4] for text in texts} == {"kv0_", "kv1_"}
             was_killed = threading.Event()
             threads = [
-                threading.Thread(target=text.decode_until, args=(first, was_killed, 20)) for text in texts
+                threading.Thread(target=text.decode_until, args=(first.stub, was_killed, 20))
+                for text in texts
             ]
             client = Client([second.address, first.address], timeout_s=60)
             # Its new caches take turns, so one of two is the killed gateway's.
@@ -151,17 +122,16 @@ def test_another_gateway_takes_over_with_all_tokens_and_the_kv(tmp_path: Path) -
             assert value(shown, "quire_caches") >= 4
             with new() as third:
                 for text in texts:
-                    text.decode(third, 10)
+                    text.decode(third.stub, 10)
                 # It gives both to the third one, as in a rolling upgrade.
                 assert first.stop() == 0
                 for text in texts:
-                    text.decode(third, 10)
-                both = [*by_client, *(text.tokens for text in texts)]
-        expected = expected_tokens(max(map(len, both)))
-        for tokens in both:
-            assert tokens == expected[: len(tokens)]
+                    text.decode(third.stub, 10)
         for text in texts:
+            text.assert_as_undisturbed()
             assert text.replayed == 0, "the workers have kept their KV"
+        for tokens in by_client:
+            assert tokens == undisturbed.greedy([*PROMPT, PROMPT[-1]], len(tokens))
 
 
 def test_the_next_owner_of_a_shard_has_the_adapters_of_its_caches(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.packed_pages import LeadingValues
 from kernels.paged_attention import paged_attention
 from tests.kernels.attention_case import (
     CAP_AND_SINKS,
@@ -86,6 +87,28 @@ def test_queries_of_float32_over_pages_of_bfloat16(quantised: bool) -> None:
     wide = paged_attention(below, *pages, case.batch, **told)
     assert wide.dtype is torch.float32 and not torch.equal(wide.bfloat16().float(), wide)
     assert torch.equal(wide.bfloat16(), narrow)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize(("width", "value_width"), [(48, 32), (576, 512)])
+@DTYPES
+def test_values_that_are_a_part_of_keys(
+    dtype: torch.dtype, width: int, value_width: int, window: int | None
+) -> None:
+    """The bits of the same values in pages of their own; in 8 bits as in torch."""
+    need_compiled()
+    items: list[tuple[int | Tree, int]] = [(1, 600), (1, 33), (5, 40), (40, 75), (Tree((0, 0, 1, 1)), 25)]
+    case = make_case(items, width=width, value_width=value_width, kv_heads=1, dtype=dtype, window=window)
+    case = replace(case, v_pages=case.k_pages[..., :value_width].contiguous())
+    keys = packed(case.k_pages, case.v_pages)[0]
+    told: dict[str, Any] = {"scale": case.scoring.scale, "sliding_window": window}
+    found = paged_attention(case.query, keys, LeadingValues(keys, value_width), case.batch, **told)
+    assert torch.equal(found, attend(case, COMPILED))
+    keys = packed(case.k_pages, case.v_pages, quantised=True)[0]
+    found = paged_attention(case.query, keys, LeadingValues(keys, value_width), case.batch, **told)
+    pages = keys.dense(torch.arange(keys.shape[0]))
+    exact = attend(replace(case, k_pages=pages, v_pages=pages[..., :value_width].contiguous()), TORCH)
+    assert (found - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
 @pytest.mark.parametrize("window", [None, 17])

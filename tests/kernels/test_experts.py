@@ -169,29 +169,33 @@ def test_what_is_not_packed_stays_one_tensor() -> None:
         assert pack_experts(weight) is weight
 
 
+QWEN3_MOE: dict[str, Any] = {"hidden_size": 32, "num_experts": 16, "num_experts_per_tok": 4}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalize", [True, False])
-def test_routes_bitwise_as_qwen3_moe(normalize: bool, dtype: torch.dtype) -> None:
-    config = Qwen3MoeConfig(hidden_size=32, num_experts=16, num_experts_per_tok=4, norm_topk_prob=normalize)
-    router = Qwen3MoeTopKRouter(config).to(dtype)  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize(
+    ("router_of", "config", "normalize", "weights_dtype"),
+    [
+        (Qwen3MoeTopKRouter, Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=True), True, None),
+        (Qwen3MoeTopKRouter, Qwen3MoeConfig(**QWEN3_MOE, norm_topk_prob=False), False, None),
+        (
+            MixtralTopKRouter,
+            MixtralConfig(hidden_size=32, num_local_experts=8, num_experts_per_tok=2),
+            True,
+            torch.float32,
+        ),
+    ],
+)
+def test_routes_bitwise_as_transformers(
+    router_of: Any, config: Any, normalize: bool, weights_dtype: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    router = router_of(config).to(dtype)
     router.weight.data.normal_()
     with torch.inference_mode():
         logits, weights, ids = router(torch.randn(50, 32).to(dtype))
-        actual_ids, actual_weights = route(logits, 4, normalize)
+        actual_ids, actual_weights = route(logits, config.num_experts_per_tok, normalize, dtype=weights_dtype)
     assert torch.equal(actual_ids, ids) and actual_ids.dtype is torch.int64
-    assert torch.equal(actual_weights, weights) and actual_weights.dtype is dtype
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_routes_bitwise_as_mixtral(dtype: torch.dtype) -> None:
-    config = MixtralConfig(hidden_size=32, num_local_experts=8, num_experts_per_tok=2)
-    router = MixtralTopKRouter(config).to(dtype)  # type: ignore[no-untyped-call]
-    router.weight.data.normal_()
-    with torch.inference_mode():
-        logits, weights, ids = router(torch.randn(50, 32).to(dtype))
-        actual_ids, actual_weights = route(logits, 2, normalize=True, dtype=torch.float32)
-    assert torch.equal(actual_ids, ids)
-    assert torch.equal(actual_weights, weights) and actual_weights.dtype is torch.float32
+    assert torch.equal(actual_weights, weights) and actual_weights.dtype is (weights_dtype or dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

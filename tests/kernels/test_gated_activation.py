@@ -15,9 +15,11 @@ from kernels.gated_activation import (
     Activation,
     gated_activation,
     gated_activation_reference,
+    sigmoid,
 )
 from tests.kernels.conftest import HAS_TRITON
 from tests.kernels.cuda.poison import assert_rounded, far_apart, surrounded
+from tests.kernels.instruction_sets import need_compiled
 from tests.kernels.references import activated64, assert_close, gate_loss
 
 NAMES_OF_TRANSFORMERS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
@@ -148,3 +150,20 @@ def test_wrong_arguments_are_named() -> None:
         ValueError, match="activation: must be one of silu, gelu_tanh, gelu, clamped_swiglu, got 'relu'"
     ):
         gated_activation(torch.randn(2, 4), "relu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sigmoid_has_the_same_bits_wherever_it_is(dtype: torch.dtype) -> None:
+    """Torch's has others at the end of a tensor."""
+    need_compiled()
+    x = torch.cat((torch.linspace(-90, 90, 1000), torch.tensor([torch.nan, torch.inf, -torch.inf]))).to(dtype)
+    found = sigmoid(x[None])[0]
+    alone = torch.cat([sigmoid(one[None, None])[0] for one in x])
+    assert torch.equal(alone.nan_to_num(2), found.nan_to_num(2))
+    exact = torch.sigmoid(x.double())
+    # The argument of the exponential function is rounded, and log2(e), by which x is multiplied for it.
+    units = 2**-24 * (4 + 2 * x.double().nan_to_num(0, 0, 0).abs()) + (
+        2**-8 if dtype is torch.bfloat16 else 0
+    )
+    assert torch.equal(found.isnan(), x.isnan())
+    assert ((found.double() - exact).abs() <= 1e-37 + units * exact)[~x.isnan()].all()

@@ -21,11 +21,10 @@ from service.adapters import loader, store
 from service.adapters.loader import AdapterLoader
 from service.adapters.registry import Adapters, AdapterVersion
 from service.adapters.store import AdapterStore, identity
-from service.api.admin import AdminApi
+from service.admin import AdminApi
 from service.config import Config
 from service.errors import AdapterLimit, AdapterNotFound, InvalidArgument, MessageTimeout, StorageUnavailable
 from service.journal.values import StoredValues
-from service.runtimes.runtime_calls import RuntimeCalls
 from service.uploads import RESERVE_BYTES
 from tests.service.served import state_of
 from tests.sim.harness import FailingJournal
@@ -174,9 +173,7 @@ async def test_an_adapter_of_the_directory_has_a_rank_once_a_worker_has_loaded_i
             types_pb2.LoraAdapterMetrics(version=3, size_bytes=512),
         ]
     )
-    api = AdminApi(
-        state, none, adapters, lambda: Counter({1: 3}), none, none, RuntimeCalls(none, state, None, none)
-    )
+    api = AdminApi(state, none, adapters, lambda: Counter({1: 3}), none, none, none, None, none)
     listed = (await api.ListAdapters(admin_pb2.ListAdaptersRequest(), none)).adapters
     found = {one.adapter_id: (one.rank, one.size_bytes, one.caches) for one in listed}
     assert found == {"used": (8, 1 << 20, 3), "not used yet": (0, 0, 0), "steering": (0, 512, 0)}

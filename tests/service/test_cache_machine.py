@@ -28,13 +28,6 @@ def test_one_cache_cannot_fill_the_queue(gateway: Gateway) -> None:
     assert gateway.replies[release] == Released(released=True), "what frees a cache is always let in"
 
 
-def test_draining_refuses_what_is_new_and_finishes_what_is_not(gateway: Gateway) -> None:
-    ticket = gateway.ask(prefill(1))
-    gateway.dispatcher.start_draining()
-    assert gateway.refusal(prefill(1)).reason == "DRAINING"
-    assert isinstance(gateway.replies[ticket], Appended)
-
-
 def test_a_bug_while_starting_leaves_nothing_waiting(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,9 +78,13 @@ def forks(*sources: tuple[str, int], request_id: str = "") -> Fork:
     return Fork([Source(*source) for source in sources], (), request_id)
 
 
-def test_a_fork_says_which_of_its_caches_there_is_not(gateway: Gateway) -> None:
-    error = gateway.refusal(forks((gateway.create(1), 1), ("kv_never", 1)))
+def test_a_fork_says_which_of_its_caches_is_at_fault(gateway: Gateway) -> None:
+    first, second = gateway.create(1), gateway.create(2, 3)
+    error = gateway.refusal(forks((first, 1), ("kv_never", 1)))
     assert error.reason == "CACHE_NOT_FOUND" and error.metadata == {"index": "1"}
+    error = gateway.refusal(Fork([Source(first, 1), Source(second, 1, position=7)], ()))
+    assert error.reason == "POSITION_MISMATCH"
+    assert error.metadata == {"position": "7", "seq_len": "2", "index": "1"}
 
 
 def test_whoever_a_fork_waits_for_gets_the_pages_of_its_other_caches() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +11,7 @@ from service import dispatcher as dispatcher_module
 from service.caches.requests import Fork, Release, Renew, Request, Truncate
 from service.dispatcher import Outcome
 from service.errors import CacheNotFound, JournalUnavailable, QuireError
+from service.lease import Lease
 from tests.sim.harness import Gateway, decode, prefill
 from workers.common import worker_pb2
 
@@ -83,7 +83,7 @@ async def test_it_is_found_out_that_the_journal_works_again(
 async def test_without_a_certain_lease_nothing_is_answered_from_memory(bench: Bench) -> None:
     """Another gateway may have the shard already, and caches that this one does not know."""
     cache = bench.create(1)
-    lease = SimpleNamespace(valid_until_s=-math.inf)
+    lease = Lease(valid_until_s=-math.inf)
     bench.dispatcher.caches.admission.lease = lease
     requests: list[Request] = [
         *(decode("unknown", 4), decode(cache, 2, position=9)),

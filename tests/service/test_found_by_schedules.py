@@ -6,7 +6,7 @@ import dataclasses
 
 from quire.v1 import types_pb2
 
-from service.caches.requests import Appended
+from service.caches.requests import Appended, PreviousCaches
 from tests.sim.appends import with_options
 from tests.sim.harness import Gateway, prefill, verify
 from tests.sim.model_worker import Pool
@@ -41,7 +41,7 @@ def test_who_lost_pages_to_an_older_operation_does_not_take_them_back_before_tha
 def test_a_repeated_creation_that_was_checked_for_earlier_weights_is_asked_to_be_checked_again() -> None:
     """Another one has created the cache with the weights of now: the options may not fit these."""
     gateway = Gateway()
-    gateway.replace_weights(1, recompute=False)
+    gateway.replace_weights(1, PreviousCaches.END)
     gateway.append(prefill(1, 2, 3, request_id="key"))
     late = dataclasses.replace(prefill(1, 2, 3, request_id="key"), weights=0)
     assert gateway.reason(gateway.ask(late)) == "WEIGHTS_CHANGED"

@@ -42,9 +42,7 @@ class Gateway:
     """A keeper, and the shards that it has."""
 
     def __init__(self, postgres: PostgresServer, name: str) -> None:
-        own = {"shards": SHARDS, "peer_listen": f"{name}:1"}
-        config = Config().with_values({"journal": postgres.url, "pool": "pool", **own})
-        self.keeper = Keeper(config, f"{name}:1")
+        self.keeper = Keeper(Config(journal=postgres.url), f"{name}:1", SHARDS)
         self.shards: set[int] = set()
         self.given_back: list[int] = []
 

@@ -12,8 +12,8 @@ from service.caches.keyed_answers import KeyedAnswers, Kind
 from service.caches.requests import Fork
 from service.caches.tenants import Tenant
 from service.errors import InvalidArgument, QuireError
+from tests.service.runtimes.fake_runtime import FakeRuntime
 from tests.service.runtimes.test_executions import executions_with, request
-from tests.service.runtimes.test_router import FakeRuntime
 from tests.sim.harness import Gateway, prefill
 
 ALICE = Tenant("alice")

@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +15,8 @@ from typing import Any, cast
 import pytest
 from quire.v1 import admin_pb2, executor_pb2
 
+from service.caches.entries import WorkerView
+from service.caches.requests import PreviousCaches
 from service.config import Config
 from service.errors import InvalidArgument, LoadFailed, Loading, NoMemory, StorageUnavailable
 from service.journal.values import StoredValues
@@ -29,6 +31,7 @@ from tests.service.test_supervisor import (
     FakeLauncher,
     Requests,
     ready,
+    running,
     serves_another_model,
     stop,
     works,
@@ -40,24 +43,30 @@ PHASES = admin_pb2.LoadWeightsPhase
 
 
 class Reader:
-    """A worker that reads other weights when it is told to."""
+    """Workers that read other weights when they are told to. The second one can be slow."""
 
     def __init__(self) -> None:
-        self.reading, self.may_read = asyncio.Event(), asyncio.Event()
-        self.may_read.set()
-        # Why it cannot use what it has read.
+        self.second_may_read = asyncio.Event()
+        self.second_may_read.set()
+        # Why they cannot use what they have read.
         self.refusal = ""
-        self.discarded = 0
+        self.started = self.discarded = 0
+        # Which of them have put it into place.
+        self.applied: list[int] = []
 
     async def __call__(self, requests: Requests) -> AsyncIterator[worker_pb2.ConnectResponse]:
+        self.started += 1
+        number = self.started
         yield ready("one")
         async for request in requests:
             for command in request.commands:
                 self.discarded += command.replace_weights.HasField("discard")
+                if command.replace_weights.HasField("apply"):
+                    self.applied.append(number)
                 if not command.replace_weights.HasField("read"):
                     continue
-                self.reading.set()
-                await self.may_read.wait()
+                if number == 2:
+                    await self.second_may_read.wait()
                 event = worker_pb2.WorkerEvent(op_id=command.op_id)
                 if self.refusal:
                     event.error.detail = self.refusal
@@ -69,11 +78,13 @@ class Reader:
 class Loads(Bench):
     """A supervisor with a loader. The first worker reads weights; later ones behave as planned."""
 
-    def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, *plan: Behaviour | Exception) -> None:
+    def __init__(
+        self, tmp_path: Path, patch: pytest.MonkeyPatch, *plan: Behaviour | Exception, workers: int = 1
+    ) -> None:
         self.journal = FailingJournal()
         self.values = StoredValues(self.journal)
         self.reader = Reader()
-        config = Config(worker_start_timeout_s=60.0, drain_grace_s=0.0)
+        config = Config(worker_start_timeout_s=60.0, drain_grace_s=0.0, workers=workers)
         super().__init__(FakeLauncher(self.reader, *plan), patch, config, self.values)
         self.gateway = Gateway(workers=0)
         self.restarts = RollingRestart(self.supervisor)
@@ -84,8 +95,8 @@ class Loads(Bench):
         self.source.mkdir()
         (self.source / "config.json").touch()
 
-    async def load(self) -> list[PHASES]:
-        return [update.phase async for update in self.loader.replace(str(self.source), recompute=False)]
+    async def load(self, previous: PreviousCaches = PreviousCaches.END) -> list[PHASES]:
+        return [update.phase async for update in self.loader.replace(str(self.source), previous)]
 
     def stored(self) -> dict[str, Any]:
         """What the next gateway serves."""
@@ -135,6 +146,44 @@ async def test_weights_that_a_worker_refuses_are_not_served(
         bench.reader.refusal = ""
         await bench.load()
         assert bench.gateway.machine.weights.serving == 1
+
+
+async def test_a_worker_restarted_meanwhile_does_not_pass_for_one_with_the_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read them, died, and has loaded the previous ones again when the slower worker has read them."""
+    bench = Loads(tmp_path, monkeypatch, workers=2)
+    replaced, lost = list[tuple[str, int]](), list[tuple[str, int]]()
+    bench.reader.second_may_read.clear()
+
+    def weights_replaced(_weights: int, workers: Sequence[WorkerView], previous: PreviousCaches) -> None:
+        assert previous is PreviousCaches.RECOMPUTE
+        replaced.extend((worker.worker_id, worker.epoch) for worker in workers)
+
+    dispatcher = bench.gateway.dispatcher
+    monkeypatch.setattr(dispatcher, "weights_replaced", weights_replaced)
+    monkeypatch.setattr(dispatcher, "worker_lost", lambda *who, **_: lost.append(who))
+    async with running(bench):
+        assert sorted(await bench.events(2)) == [("ready", 1), ("ready", 2)]
+        replacing = asyncio.create_task(bench.load(PreviousCaches.RECOMPUTE))
+        while sum(len(each._waiters) for each in bench.supervisor.serving_workers()) < 2:
+            await asyncio.sleep(0)
+        workers = bench.supervisor.serving_workers()
+        while not (has_read := [each for each in workers if not each._waiters]):
+            await asyncio.sleep(0)
+        (dies,), (lives,) = has_read, [each for each in workers if each not in has_read]
+        bench.launcher.started[dies.epoch - 1].exit()
+        events = [("lost", dies.epoch), ("ready", 3)]
+        while events:
+            event = await bench.dispatcher.events.get()
+            events = [each for each in events if each != event]
+        bench.reader.second_may_read.set()
+        assert (await replacing)[-1] == PHASES.LOAD_WEIGHTS_PHASE_SERVING
+        assert replaced == [(lives.slot.worker_id, lives.epoch)]
+        assert lost == [(dies.slot.worker_id, 3)]
+        while bench.reader.started < 4:
+            await asyncio.sleep(0)
+    assert bench.reader.applied == [2]
 
 
 async def test_a_worker_that_was_started_before_the_switch_is_not_taken_after_it(
@@ -191,7 +240,7 @@ async def test_missing_or_too_large_model_is_refused(tmp_path: Path, monkeypatch
             await bench.load()
         for source in ("", "no\0path", str(tmp_path), "/" * 5000):
             with pytest.raises(InvalidArgument, match="the source is neither"):
-                _ = [update async for update in bench.loader.replace(source, recompute=False)]
+                _ = [update async for update in bench.loader.replace(source, PreviousCaches.END)]
         assert bench.is_unchanged() and bench.launcher.attempts == 1
 
 
@@ -223,7 +272,7 @@ async def test_cancelled_download_ends(tmp_path: Path, monkeypatch: pytest.Monke
     async with serving(bench):
 
         async def load() -> None:
-            async for _ in bench.loader.replace("org/name", recompute=False):
+            async for _ in bench.loader.replace("org/name", PreviousCaches.END):
                 pass
 
         downloading = asyncio.create_task(load())

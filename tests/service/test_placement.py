@@ -14,7 +14,7 @@ from service.caches.placement import PrefixAffinity, Workers
 from service.caches.requests import Append, AppendKind, Priority
 from service.caches.reservations import Limits
 from service.caches.worker_load import End, WorkerLoad
-from service.errors import NoWorker, Overloaded
+from service.errors import Overloaded
 from tests.forwards import SentForward, command_of
 
 # Prefixes are remembered every so many tokens.
@@ -33,27 +33,6 @@ def placed(*workers: WorkerView) -> Workers:
     for worker in workers:
         placement.add(worker)
     return placement
-
-
-def place(placement: Workers, token_ids: Sequence[int], salt: bytes = b"") -> WorkerView:
-    """Chooses a worker, and asks it."""
-    worker = placement.choose(token_ids, salt)
-    placement.affinity.record(token_ids, worker, salt)
-    return worker
-
-
-def test_nobody_takes_it_where_there_is_nobody() -> None:
-    with pytest.raises(NoWorker):
-        place(placed(), PROMPT)
-
-
-def test_a_worker_is_ready_once() -> None:
-    a = view("a", 1, 10)
-    placement = placed(a)
-    with pytest.raises(ValueError, match="a is ready"):
-        placement.add(view("a", 2, 10))
-    assert a.is_ready and placement.find("a", 1) is a
-    assert placement.find("a", 2) is None and placement.find("b", 1) is None
 
 
 def test_memory_of_prefixes_is_bounded() -> None:

@@ -12,7 +12,7 @@ from quire.cli.main import main
 from safetensors.torch import load_file, save_file
 
 from service.config import Config
-from service.quantised import quantised, quantised_problem, with_limits
+from service.model_check import quantised, quantised_problem, with_limits
 from tests.bad_directories import make_good, setting
 
 Damage = Callable[[Path], object]

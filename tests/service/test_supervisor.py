@@ -102,8 +102,9 @@ class FakeEndpoint:
             yield response
 
     async def _sent(self) -> Requests:
-        while True:
-            yield await self._requests.get()
+        """Until it is given back. A worker ends its stream then, and nobody waits for it."""
+        while not (request := await self._requests.get()).give_back:
+            yield request
 
     async def close(self) -> None:
         pass

@@ -24,7 +24,7 @@ from service.api.status import to_status
 from service.api.trace_context import trace_id_of
 from service.config import Config
 from service.errors import CacheNotFound, Unauthenticated
-from service.extensions.tracing.extension import open_extension
+from service.extensions.tracing.settings import TracingSettings
 from service.extensions.tracing.streams import TracedSession
 from service.extensions.tracing.tracer import Tracing
 from service.settings import ConfigError
@@ -175,7 +175,7 @@ def test_without_the_setting_nothing_is_loaded() -> None:
     code = "import service.gateway, sys; print([n for n in sys.modules if n.startswith('opentelemetry')])"
     run = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-    assert open_extension(Config()) is None
+    assert TracingSettings().open_extension(Config()) is None
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"service.extensions.tracing.{name}")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match="extra otel"):
-        open_extension(Config().with_values({"otlp_endpoint": "http://127.0.0.1:4317"}))
+        TracingSettings(otlp_endpoint="http://127.0.0.1:4317").open_extension(Config())
 
 
 @given(st.one_of(st.text(), st.binary(), st.from_regex(re.compile(r"[0-9a-f]{2}-.*"), fullmatch=True)))

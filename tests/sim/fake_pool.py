@@ -196,7 +196,7 @@ class FakeLink:
         """It begins to read other weights, or puts them into place at once."""
         processes, step = self._processes, command.replace_weights
         if step.HasField("apply"):
-            processes.worker.replace_weights(processes.next_weights)
+            processes.worker.replace_weights(processes.next_weights, keep_sequences=step.keep_sequences)
         elif step.HasField("read"):
             self._asked.append(command)
             asyncio.get_running_loop().call_later(processes.load_s(), self.answer)

@@ -15,7 +15,16 @@ from quire.v1 import types_pb2
 from service.caches.effects import Send
 from service.caches.machine import CacheMachine
 from service.caches.records import Record
-from service.caches.requests import Append, Appended, AppendKind, Handles, Release, Released, Request
+from service.caches.requests import (
+    Append,
+    Appended,
+    AppendKind,
+    Handles,
+    PreviousCaches,
+    Release,
+    Released,
+    Request,
+)
 from service.caches.reservations import Limits
 from service.dispatcher import Dispatcher, Found, Outcome
 from service.errors import QuireError
@@ -102,12 +111,12 @@ class Gateway:
         self.dispatcher.worker_ready(worker.view(MAX_SEQ_LEN), kept)
         return worker
 
-    def replace_weights(self, weights: int, *, recompute: bool) -> None:
+    def replace_weights(self, weights: int, previous: PreviousCaches) -> None:
         """All workers put other weights into place."""
         for worker in self.workers.values():
-            worker.replace_weights(weights)
+            worker.replace_weights(weights, keep_sequences=previous is PreviousCaches.KEEP_KV)
         views = [worker.view(64) for worker in self.workers.values()]
-        self.dispatcher.weights_replaced(weights, views, recompute=recompute)
+        self.dispatcher.weights_replaced(weights, views, previous)
 
     def lose_worker(self, worker_id: str = "worker-0", *, crashed: bool = True) -> None:
         worker = self.workers.pop(worker_id)

@@ -265,20 +265,28 @@ class ModelWorker:
 
     def holdings(self) -> dict[int, int]:
         """Nothing of what was asked before is gone on with, or answered. How long its sequences are."""
+        self._drop_jobs()
+        self.inbox.clear()
+        self.outbox.clear()
+        return {number: len(tokens) for number, tokens in self.sequences.items()}
+
+    def _drop_jobs(self) -> None:
         for job in list(self._jobs.values()):
             if job.begun:
                 self._roll_back(job)
         self._jobs.clear()
-        self.inbox.clear()
-        self.outbox.clear()
         self.expected.clear()
-        return {number: len(tokens) for number, tokens in self.sequences.items()}
 
-    def replace_weights(self, weights: int) -> None:
-        """Has other weights in place, and nothing of what it had."""
-        self.holdings()
-        self.sequences.clear()
-        self.untrimmed.clear()
+    def replace_weights(self, weights: int, *, keep_sequences: bool) -> None:
+        """Has other weights in place, and goes on with nothing that it was asked."""
+        if keep_sequences:
+            # What has arrived are controls, which it carries out, and forwards that it then drops.
+            self.take(len(self.inbox))
+            self._drop_jobs()
+        else:
+            self.holdings()
+            self.sequences.clear()
+            self.untrimmed.clear()
         self.weights = weights
 
     def adopt(self, claims: Iterable[Claim]) -> dict[int, int]:

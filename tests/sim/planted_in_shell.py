@@ -72,7 +72,7 @@ def who_died_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
 
 
 def new_weights_are_not_put_into_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Incarnation, "apply_weights", lambda _: None)
+    patch.setattr(Incarnation, "apply_weights", lambda _, **__: None)
 
 
 # Sessions.

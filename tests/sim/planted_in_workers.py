@@ -14,7 +14,7 @@ from service.caches.effects import Claim
 from service.caches.entries import WorkerView
 from service.caches.ledger import Ledger
 from service.caches.records import CacheForked, Record, numbers_of
-from service.caches.requests import Append, Request
+from service.caches.requests import Append, PreviousCaches, Request
 from service.errors import QuireError, SequenceQuarantined, WorkerFault
 from tests.forwards import SentForward, Told
 from tests.sim.machine import PlantedMachine
@@ -214,16 +214,27 @@ class AnswersOfReplacedWeightsAreRepeated(PlantedMachine):
 
     first_seed = 1120  # See `AllAreQuarantined`.
 
-    def weights_replaced(self, *args: Any, **settings: Any) -> None:
+    def weights_replaced(self, *args: Any) -> None:
         kept = [(entry, entry.answer) for entry in self.index]
-        super().weights_replaced(*args, **settings)
+        super().weights_replaced(*args)
         for entry, answer in kept:
             entry.answer = answer
 
 
 class CachesContinueWhereTheyEnd(PlantedMachine):
-    def weights_replaced(self, *args: Any, recompute: bool, **settings: Any) -> None:
-        super().weights_replaced(*args, recompute=True, **settings)
+    def weights_replaced(self, *args: Any) -> None:
+        weights, workers, now_s, previous = args
+        is_end = previous is PreviousCaches.END
+        super().weights_replaced(weights, workers, now_s, PreviousCaches.RECOMPUTE if is_end else previous)
+
+
+class AnswersOfKeptAttemptsAreTaken(PlantedMachine):
+    """What a worker computed before it got other weights is taken for theirs, if it keeps its KV."""
+
+    def weights_replaced(self, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._attempts, "interrupt", lambda _: [])
+            super().weights_replaced(*args)
 
 
 # Adapters.

@@ -22,7 +22,7 @@ from quire.v1 import admin_pb2
 from service.adapters.registry import Adapters
 from service.api.server_state import ServerState
 from service.caches.effects import Send
-from service.caches.requests import Release
+from service.caches.requests import PreviousCaches, Release
 from service.config import Config
 from service.errors import LoadFailed, Loading, NoWorker, StorageUnavailable
 from service.pool import incarnation as incarnation_module
@@ -221,11 +221,11 @@ class ShellSimulation:
     # Weights.
 
     def _load_weights(self) -> None:
-        self._in_background(self._load(recompute=self.rng.random() < 0.5))
+        self._in_background(self._load(self.rng.choices([*PreviousCaches])[0]))
 
-    async def _load(self, *, recompute: bool) -> None:
+    async def _load(self, previous: PreviousCaches) -> None:
         try:
-            async with contextlib.aclosing(self.loader.replace("model", recompute=recompute)) as saying:
+            async with contextlib.aclosing(self.loader.replace("model", previous)) as saying:
                 phases = [said.phase async for said in saying]
             assert phases[-1] == admin_pb2.LOAD_WEIGHTS_PHASE_SERVING
             self.seen["weights loaded"] += 1

@@ -15,7 +15,7 @@ from functools import partial
 
 from service.caches.effects import Claim, Send
 from service.caches.ledger import Ledger
-from service.caches.requests import Append, Release, Request
+from service.caches.requests import Append, PreviousCaches, Release, Request
 from service.caches.reservations import Limits
 from service.caches.tenants import Tenant
 from service.pool import wire
@@ -309,16 +309,16 @@ class Simulation:
         crew = self._crew(self._weights)
         if not all(worker_id in self.workers for worker_id in crew):
             return
-        before, recompute = self._weights, self.rng.random() < 0.7
+        before, previous = self._weights, self.rng.choices([*PreviousCaches], (3, 4, 3))[0]
         self._weights += 1
-        if not recompute:
+        if previous is PreviousCaches.END:
             self._continued = self._weights
         if self.rng.random() < 0.1:
             self.seen["gateway crash between a switch that is written down and its making"] += 1
             self._restart_gateway()
             return
         self._named[self._weights] = self._named.get(before, before)
-        self.seen[f"weights replaced, caches {'continue' if recompute else 'end'}"] += 1
+        self.seen[f"weights replaced, caches: {previous.name}"] += 1
         self.seen["in flight when weights were replaced"] += len(self.oracle.outstanding)
         workers = [self.workers[worker_id] for worker_id in crew]
         for worker in workers:
@@ -326,9 +326,9 @@ class Simulation:
             worker.take(self.rng.choice((0, len(worker.inbox))))
             worker.step()
             self._late.extend((worker, event) for event in worker.outbox)
-            worker.replace_weights(self._weights)
+            worker.replace_weights(self._weights, keep_sequences=previous is PreviousCaches.KEEP_KV)
         views = [worker.view(MAX_SEQ_LEN) for worker in workers]
-        self.dispatcher.weights_replaced(self._weights, views, recompute=recompute)
+        self.dispatcher.weights_replaced(self._weights, views, previous)
         for _ in range(self.rng.choice((0, 3, 6))):
             # Of caches from before, too.
             self._submit()

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from service.caches.requests import PreviousCaches
 from service.caches.states import NEXT
 from tests.sim import planted_in_bytes, planted_in_caches, planted_in_workers
 from tests.sim.machine import PlantedMachine
@@ -70,8 +71,7 @@ MUST_HAPPEN = (
     "adopted longer",
     "adopted not: other tokens",
     "not adopted",
-    "weights replaced, caches continue",
-    "weights replaced, caches end",
+    *(f"weights replaced, caches: {previous.name}" for previous in PreviousCaches),
     "in flight when weights were replaced",
     "gateway crash between a switch that is written down and its making",
     "KV of a cache dropped",

@@ -10,7 +10,7 @@ from service.caches.answers import CommandFailed, Event
 from service.caches.effects import Command, ReleaseSequences, Send, Write
 from service.caches.entries import Operation, WorkerView
 from service.caches.ledger import Ledger
-from service.caches.requests import Append, Release, Renew, Request
+from service.caches.requests import Append, PreviousCaches, Release, Renew, Request
 from service.caches.tenants import Tenant
 from service.dispatcher import Dispatcher, Found, OnOutcomes, SendCommands
 from tests.forwards import told
@@ -155,10 +155,11 @@ class WatchedDispatcher(Dispatcher):
         with self._turn("deliver", *(op_id for op_id, _ in events)):
             super().worker_answered(worker_id, epoch, events, pages_available)
 
-    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], *, recompute: bool) -> None:
-        self.oracle.continue_with(weights, self.oracle.continued if recompute else weights)
-        with self._turn("weights replaced", weights, recompute):
-            super().weights_replaced(weights, workers, recompute=recompute)
+    def weights_replaced(self, weights: int, workers: Sequence[WorkerView], previous: PreviousCaches) -> None:
+        is_end = previous is PreviousCaches.END
+        self.oracle.continue_with(weights, weights if is_end else self.oracle.continued)
+        with self._turn("weights replaced", weights, previous):
+            super().weights_replaced(weights, workers, previous)
 
     def start_draining(self) -> None:
         super().start_draining()

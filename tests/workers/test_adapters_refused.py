@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
 
+from tests import bad_directories
 from tests.bad_directories import (
     BadDirectory,
     Damage,
     all_of,
+    edited,
     fifo,
-    header,
     instead,
     link,
+    raw_header,
     remove,
     sparse,
     write,
@@ -87,36 +88,15 @@ def check_shown(message: str, directory: Path) -> None:
 
 def setting(**changes: Any) -> Damage:
     """Changes settings of the config."""
-
-    def change(directory: Path) -> None:
-        found = json.loads((directory / CONFIG).read_text())
-        (directory / CONFIG).write_text(json.dumps(found | changes))
-
-    return change
+    return edited(CONFIG, lambda settings: settings.update(changes))
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
-    """Rewrites the file with changed tensors."""
-
-    def rewrite(directory: Path) -> None:
-        found = load_file(directory / WEIGHTS)
-        change(found)
-        save_file(found, directory / WEIGHTS)
-
-    return rewrite
+    return bad_directories.tensors(change, WEIGHTS)
 
 
 def added(name: str, *shape: int) -> Damage:
     return tensors(lambda found: found.update({f"base_model.model.{name}": torch.ones(shape)}))
-
-
-def entry(**changes: Any) -> Damage:
-    """Changes what the header says of one tensor."""
-    return header(lambda entries: entries[A].update(changes), WEIGHTS)
-
-
-def raw_header(content: bytes) -> Damage:
-    return write(WEIGHTS, len(content).to_bytes(8, "little") + content)
 
 
 def one_value(name: str, value: float) -> Damage:
@@ -133,7 +113,7 @@ def many_tensors(count: int) -> Damage:
 
     def damage(directory: Path) -> None:
         names = (f'"{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(count))
-        raw_header(b"{" + ",".join(names).encode() + b"}")(directory)
+        raw_header(b"{" + ",".join(names).encode() + b"}", WEIGHTS)(directory)
 
     return damage
 
@@ -147,7 +127,7 @@ def as_large_as_it_says(directory: Path) -> None:
         A: {"dtype": "F32", "shape": [rank, 64], "data_offsets": [0, sizes[0]]},
         B: {"dtype": "F32", "shape": [128, rank], "data_offsets": [sizes[0], sum(sizes)]},
     }
-    raw_header(json.dumps(entries).encode())(directory)
+    raw_header(json.dumps(entries).encode(), WEIGHTS)(directory)
     sparse(WEIGHTS, (directory / WEIGHTS).stat().st_size + sum(sizes))(directory)
 
 
@@ -156,7 +136,6 @@ def link_to_a_fifo(directory: Path) -> None:
     link(WEIGHTS, "blob")(directory)
 
 
-_NESTED = "[" * 100_000 + "]" * 100_000
 _LAYER = "model.layers.0."
 _NOT_RANKS: list[object] = [None, 0, -1, 1.5, "4", True, 1 << 60, []]
 _NOT_ALPHAS: list[object] = [None, "4", True, 1e13, -1e13, 10**400, []]

@@ -18,8 +18,6 @@ from tests.gpu.sizes import repeat_launches
 from tests.kernels import conftest
 from tests.workers.packing import HandPacker, HandSequence, Item
 from workers.device_sampling import Columns
-from workers.models.builder import build_decoder
-from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.operations import Sampling, TokenMask
@@ -37,7 +35,13 @@ if not conftest.HAS_TRITON or not conftest.INTERPRETED:
 _silent_numpy = conftest._silent_numpy
 _useless_new_memory = conftest._useless_new_memory
 
-from tests.kernels.cuda.test_decode_runner import SETTINGS, VOCAB, LateQueue, make_kv  # noqa: E402 - interpreted
+from tests.kernels.cuda.test_decode_runner import (  # noqa: E402 - interpreted
+    SETTINGS,
+    VOCAB,
+    LateQueue,
+    make_kv,
+    random_decoder,
+)
 
 PAGES = 120
 MAX_ROWS = 6
@@ -60,11 +64,7 @@ KINDS: tuple[tuple[Sampling | None, bool], ...] = (
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    made = build_decoder(ModelConfig.from_settings(SETTINGS), torch.float32, "cpu")
-    generator = torch.Generator().manual_seed(1)
-    for target in made.targets().values():
-        values = torch.randn(target.tensor.shape, generator=generator)
-        target.tensor.copy_(values * (0.3 if values.dim() > 1 else 0.1) + (values.dim() == 1))
+    made = random_decoder(SETTINGS, "cpu")
     made.pack()  # then the bits of a row do not depend on the other ones
     assert made.batch_invariant
     return made

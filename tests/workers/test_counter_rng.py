@@ -12,13 +12,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from workers.counter_rng import GUMBEL_MAX, gumbel, mix64, mix_key, mix_keys, philox, uniform
 from workers.operations import Sampling
 from workers.sampling import SamplingRow, choose_tokens
-
-U64 = st.integers(0, 2**64 - 1)
 
 
 @pytest.mark.parametrize(

@@ -237,3 +237,14 @@ def test_memory_that_runs_out_is_said_in_one_line(
     monkeypatch.setattr(checkpoint, "read_parts", no_memory)
     with pytest.raises(KvSizingError, match=f"{tmp_path}: memory ran out while the model was loaded"):
         LlmExecutor.load(tmp_path, kv_pages=4, backend=backend, self_check=False)
+
+
+def test_recurrent_states_larger_than_the_memory_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    """A few weights may ask for a terabyte. The self-check filled them all, until memory ran out."""
+    family, settings = settings_of("granite hybrid")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_groups": 1}
+    states = {"mamba_n_heads": 64, "mamba_d_head": 1024, "mamba_d_state": 1 << 16, "mamba_expand": 8192}
+    make_family_model(tmp_path, family, {**settings, **sizes, **states})
+    with pytest.raises(KvSizingError, match="the recurrent states do not fit: they need") as refused:
+        LlmExecutor.load(tmp_path, kv_pages=4)
+    assert str(refused.value).startswith(f"{tmp_path}: ")

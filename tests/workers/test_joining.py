@@ -145,15 +145,6 @@ def test_others_do_not_notice_new_masks() -> None:
     assert_as_alone([*plain, *masked], 5)
 
 
-def test_penalties_are_launched_ahead() -> None:
-    texts = [Text(10, PENALTIES), Text(20, dataclasses.replace(PENALTIES, logprob=True))]
-    callers = Callers(make_worker(ahead=True), texts)
-    late = callers.worker.compute_late()
-    callers.rounds(12)
-    assert late.stepped == 0 and late.launched_ahead >= late.computed - 1
-    assert_as_alone(texts, 8)
-
-
 def test_those_who_join_a_step_that_cannot_be_launched_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [Text(10), Text(40, is_masked=True)]
     callers = Callers(make_worker(ahead=True), texts)
@@ -244,9 +235,15 @@ def test_steps_with_an_adapter_are_computed_before_they_are_requested() -> None:
     assert_as_alone([text], 4)
 
 
-@pytest.mark.parametrize("priority", [Priority.LOW, Priority.HIGH])
-def test_a_priority_does_not_end_launching_ahead(priority: Priority) -> None:
-    texts = [Text(10), Text(20, priority=priority)]
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [Text(10, PENALTIES), Text(20, dataclasses.replace(PENALTIES, logprob=True))],
+        *([Text(10), Text(20, priority=priority)] for priority in (Priority.LOW, Priority.HIGH)),
+    ],
+    ids=["penalties", "low priority", "high priority"],
+)
+def test_launching_ahead_goes_on_with_any(texts: list[Text]) -> None:
     callers = Callers(make_worker(ahead=True), texts)
     late = callers.worker.compute_late()
     callers.rounds(12)

@@ -439,7 +439,8 @@ def test_pages_of_other_weights_are_neither_read_nor_stored(tmp_path: Path) -> N
     worker.append(1, tokens)
     worker.store()
     assert worker.disk is not None
-    worker.engine.forget_sequences()
+    worker.engine.release_all()
+    worker.engine.kv_table.forget_prefixes()
     worker.disk.stop()
     worker.append(2, tokens)
     worker.append(3, text(3, 5 * PAGE))

@@ -33,7 +33,8 @@ TOKENS = st.integers(1, 11).map(lambda length: [0] * length) | st.lists(
     st.integers(0, 1), min_size=1, max_size=11
 )
 SALTS = st.sampled_from([b"", b"other"])
-Slot = tuple[int, int, bytes]
+# A token, and what its KV depends on beside the tokens: the salt, and the weights of each position so far.
+Slot = tuple[int, bytes, tuple[int, ...]]
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -45,6 +46,9 @@ class TableMachine(RuleBasedStateMachine):
         self.memory: list[Slot | None] = [None] * (pages * PAGE)
         self.copies: list[tuple[int, int]] = []
         self.tokens: dict[int, list[int]] = {}
+        # The present weights, and those of each token.
+        self.weights = 0
+        self.weights_of: dict[int, list[int]] = {}
         self.salts: dict[int, bytes] = {}
         self.next_key = 0
         self.pages = pages
@@ -68,15 +72,41 @@ class TableMachine(RuleBasedStateMachine):
         self.memory = self.copy_pages(self.memory)
         self.copies = []
         for i, token in enumerate(tokens, start=len(seq)):
-            self.memory[self.table.slot(seq, i)] = (token, i, seq.salt)
+            self.memory[self.table.slot(seq, i)] = self.kv(seq.key, token, i)
+
+    def kv(self, key: int, token: int, i: int) -> Slot:
+        """The content of the slot of a token: those after the last one are of the present weights."""
+        known = self.weights_of[key]
+        return token, self.salts[key], (*known[: i + 1], *[self.weights] * (i + 1 - len(known)))
+
+    def extend(self, key: int, tokens: Sequence[int]) -> None:
+        self.tokens[key] += tokens
+        self.weights_of[key] += [self.weights] * len(tokens)
+
+    @precondition(lambda self: not self.weights and self.tokens)
+    @rule()
+    def replace_weights(self) -> None:
+        """Sequences keep their pages, which no others share from now on."""
+        self.table.forget_prefixes()
+        self.weights += 1
 
     @precondition(lambda self: len(self.tokens) < 6)
     @rule(salt=SALTS)
     def create(self, salt: bytes) -> None:
         self.table.create(self.next_key, salt)
-        self.tokens[self.next_key] = []
+        self.tokens[self.next_key], self.weights_of[self.next_key] = [], []
         self.salts[self.next_key] = salt
         self.next_key += 1
+
+    @precondition(lambda self: len(self.tokens) < 6)
+    @rule(salt=SALTS, tokens=TOKENS)
+    def prompt(self, salt: bytes, tokens: list[int]) -> None:
+        """A new sequence, as forwards begin it."""
+        self.create(salt)
+        seq = self.table.get(self.next_key - 1)
+        assert seq is not None
+        self.match(seq, tokens, len(tokens) - 1)
+        self.grow(seq, tokens[len(seq) :])
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), tokens=TOKENS, limit=st.integers(-1, 12))
@@ -87,7 +117,7 @@ class TableMachine(RuleBasedStateMachine):
         reused = self.table.match_prefix(seq, tokens, limit)
         assert reused % PAGE == 0
         assert reused <= max(0, min(limit, len(tokens)))
-        self.tokens[seq.key] += tokens[:reused]
+        self.extend(seq.key, tokens[:reused])
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), n=st.integers(0, 12))
@@ -131,7 +161,7 @@ class TableMachine(RuleBasedStateMachine):
         if self.try_to_reserve(seq, len(tokens)):
             self.write(seq, tokens)
             self.table.append(seq, tokens)
-            self.tokens[seq.key] += tokens
+            self.extend(seq.key, tokens)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), tokens=TOKENS)
@@ -140,7 +170,7 @@ class TableMachine(RuleBasedStateMachine):
         tokens = tokens[: seq.writable - len(seq)]
         self.write(seq, tokens)
         self.table.append(seq, tokens)
-        self.tokens[seq.key] += tokens
+        self.extend(seq.key, tokens)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), tokens=TOKENS)
@@ -174,8 +204,8 @@ class TableMachine(RuleBasedStateMachine):
             others = {page for other in table if other is not seq for page in other.pages}
             page, offset = divmod(len(seq), PAGE)
             assert pages[page] not in others
-            self.memory[pages[page] * PAGE + offset] = (value, len(seq), seq.salt)
-            self.tokens[seq.key].append(value)
+            self.memory[pages[page] * PAGE + offset] = self.kv(seq.key, value, len(seq))
+            self.extend(seq.key, [value])
         table.append_next(rows[done], positions[done], tokens[done])
 
     @precondition(lambda self: self.tokens)
@@ -193,7 +223,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def cut(self, seq: KvSequence, new_len: int) -> None:
         self.table.truncate(seq, new_len)
-        del self.tokens[seq.key][new_len:]
+        del self.tokens[seq.key][new_len:], self.weights_of[seq.key][new_len:]
         assert len(seq.pages) == -(-new_len // PAGE)
 
     @precondition(lambda self: 0 < len(self.tokens) < 6)
@@ -205,9 +235,10 @@ class TableMachine(RuleBasedStateMachine):
         held = self.held_pages()
         (child,) = self.table.fork(seq, [self.next_key])
         assert self.held_pages() == held
-        assert child.salt == seq.salt
+        assert self.table.salt_of(child) == self.table.salt_of(seq) == self.salts[seq.key]
         self.tokens[child.key] = self.tokens[seq.key].copy()
-        self.salts[child.key] = seq.salt
+        self.weights_of[child.key] = self.weights_of[seq.key].copy()
+        self.salts[child.key] = self.salts[seq.key]
         self.next_key += 1
 
     @precondition(lambda self: self.tokens)
@@ -221,7 +252,7 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.get(seq.key) is None
         with pytest.raises(ValueError, match="not in this table"):
             self.table.reserve(seq, 1)
-        del self.tokens[seq.key], self.salts[seq.key]
+        del self.tokens[seq.key], self.salts[seq.key], self.weights_of[seq.key]
 
     def drop_all(self) -> None:
         for seq in list(self.table):
@@ -249,7 +280,7 @@ class TableMachine(RuleBasedStateMachine):
             assert seq is not None
             assert seq.token_ids == tokens
             read = [memory[self.table.slot(seq, i)] for i in range(len(seq))]
-            assert read == [(token, i, self.salts[key]) for i, token in enumerate(tokens)]
+            assert read == [self.kv(key, token, i) for i, token in enumerate(tokens)]
 
     @invariant()
     def accounts_balance(self) -> None:
@@ -308,6 +339,7 @@ def append_to_another(table: KvTable, rows: Rows, *columns: Rows) -> None:
         (KvTable, "reserve", forget_the_copy),
         (sequence_module, "page_digest", lambda parent, tokens: page_digest(b"", tokens)),
         (KvTable, "append_next", append_to_another),
+        (KvTable, "forget_prefixes", lambda _: None),
     ],
 )
 def test_the_oracle_notices_a_mutant(
@@ -325,6 +357,42 @@ def grow(table: KvTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[i
     copies = table.reserve(seq, len(tokens))
     table.append(seq, tokens)
     return copies
+
+
+def test_with_other_weights_sequences_keep_their_pages_and_share_no_more() -> None:
+    """Nor do their forks, whose next pages are of both weights."""
+    table, tokens = KvTable(16, PAGE), [0] * 2 * PAGE
+    kept, other, released = (table.create(key, b"salt") for key in range(3))
+    for seq in (kept, other):
+        grow(table, seq, tokens[:PAGE])
+    grow(table, released, [1] * PAGE)
+    table.release(released.key)
+    pages = kept.pages[:]
+    table.forget_prefixes()
+    (fork,) = table.fork(kept, [3])
+    assert kept.pages == fork.pages == pages and table.salt_of(fork) == b"salt"
+    grow(table, kept, tokens[PAGE:])
+    fresh = table.create(4, b"salt")
+    for seq in (fork, other, fresh):
+        assert table.match_prefix(seq, tokens[PAGE:], PAGE) == 0
+        assert table.find_prefix(seq, b"salt", tokens[PAGE:], PAGE)[0] == 0
+    assert table.match_prefix(fresh, [1] * PAGE, PAGE) == 0
+    grow(table, fresh, tokens)
+    (child,) = table.fork(fresh, [5])
+    table.truncate(child, PAGE)
+    assert table.match_prefix(child, tokens[PAGE:], PAGE) == PAGE
+    table.check_integrity()
+
+
+def test_a_fork_of_less_than_a_page_shares_the_pages_after_it_with_any_weights() -> None:
+    table = KvTable(16, PAGE)
+    table.forget_prefixes()
+    seq = table.create(0, b"salt")
+    grow(table, seq, [0])
+    (fork,) = table.fork(seq, [1])
+    grow(table, fork, [0] * PAGE)
+    fresh = table.create(2, b"salt")
+    assert table.match_prefix(fresh, [0] * PAGE, PAGE) == PAGE
 
 
 def test_a_released_sequence_is_found_again() -> None:
@@ -359,7 +427,7 @@ def test_wrong_calls_change_nothing() -> None:
         with pytest.raises(ValueError, match="cannot be cut"):
             table.truncate(seq, new_len)
     with pytest.raises(ValueError, match="not in this table"):
-        table.fork(KvSequence(1, b"", SequenceColumns(PAGE)), [2])
+        table.fork(KvSequence(1, b"", 0, SequenceColumns(PAGE)), [2])
     assert not table.release(7)
     assert table.usage() == before
     assert table.get(1) is seq

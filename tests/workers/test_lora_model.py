@@ -116,7 +116,7 @@ def test_a_batch_of_several_adapters_is_as_models_they_are_merged_into(made: Pat
             assert (row - expected[position]).abs().max() < bound, (slot, position)
         if slot in adapters and len(rows) > 1:
             plain = hf_logits(made, text)
-            assert (plain - expected).abs().max() > 1000 * bound, "the adapter makes no difference"
+            assert (plain - expected).abs().max() > 100 * bound, "the adapter makes no difference"
 
 
 @pytest.mark.parametrize(("made", "dtype"), by_turns(MODELS, DTYPES, DIFFERING), indirect=["made"])

@@ -68,17 +68,13 @@ def test_several_templates_have_names(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path, PLENTY) == expected
 
 
-def test_the_file_wins_over_the_setting(tmp_path: Path) -> None:
-    write(tmp_path, tokenizer_config={"chat_template": "setting"}, chat_template="{{ file }}")
-    assert read_sources(tmp_path) == {"default": "{{ file }}"}
-
-
 def test_templates_of_a_directory_are_found_where_transformers_writes_them(tmp_path: Path) -> None:
     sources = {"default": "{{ d }}", "tool_use": "{{ t }}", "rag": "{{ documents }}"}
     make_tokenizer(chat_template=sources).save_pretrained(tmp_path)
     assert (tmp_path / "additional_chat_templates" / "rag.jinja").exists()
     assert read_sources(tmp_path) == sources
-    write(tmp_path, tokenizer_config={"chat_template": "setting"})
+    listed = [{"name": name, "template": "setting"} for name in ("default", "rag")]
+    write(tmp_path, tokenizer_config={"chat_template": listed})
     assert read_sources(tmp_path) == sources, "files win"
     (tmp_path / "chat_template.jinja").unlink()
     assert read_sources(tmp_path) == sources | {"default": "setting"}, "where the files have no default"

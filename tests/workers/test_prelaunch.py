@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from workers.operations import (
     AdapterSource,
     ChangeAdapters,
     CheckIntegrity,
-    Chunk,
     Command,
     Done,
     Failed,
@@ -74,6 +73,18 @@ def chosen(result: Result) -> int:
     return result.outputs[-1].token_id
 
 
+def running_ahead(worker: stepping.Worker) -> tuple[LateRunner, int]:
+    """A text whose decode runs before it is requested, and its token."""
+    token = chosen(worker.answers(prefill(1, 7))[1])
+    late = worker.compute_late()
+    assert worker.round() == [] and worker.loop._in_flight.step is not None
+    return late, token
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("planted")
+
+
 def test_a_prelaunched_step_answers_the_request_at_once(worker: Worker) -> None:
     token = chosen(worker.answers(prefill(1, 7))[1])
     assert worker.round() == [] and worker.steps == [[7], [7]]
@@ -106,21 +117,16 @@ def test_a_reset_drops_prelaunched_forwards(worker: Worker) -> None:
     assert worker.lengths() == {7: 5, 8: 5} and not worker.loop.operations_in_flight
 
 
-def test_requests_get_the_pages_of_ready_prelaunched_forwards() -> None:
+@pytest.mark.parametrize("has_run", [False, True])
+def test_requests_get_the_pages_of_prelaunched_forwards(has_run: bool) -> None:
+    """Of one that is in the same step, in the next one: short forwards begin first."""
     worker = Worker(pages=4)
     # 16 tokens fill a page: the prelaunched forward needs another one.
     worker.answers(prefill(1, 1, count=16))
-    worker.round()
-    assert worker.engine.kv_table.pages_available == 2
-    assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
-    assert worker.lengths() == {1: 16, 100: 48}
-
-
-def test_requests_get_the_pages_of_running_prelaunched_forwards_in_the_next_step() -> None:
-    """They are in the same step, and short forwards begin first."""
-    worker = Worker(pages=4)
-    worker.answers(prefill(1, 1, count=16))
     assert worker.loop.operations_in_flight == 1
+    if has_run:
+        worker.round()
+        assert worker.engine.kv_table.pages_available == 2
     assert isinstance(worker.answers(prefill(2, 100, count=48, told=False))[2], Forward)
     assert worker.lengths() == {1: 16, 100: 48}
 
@@ -178,10 +184,6 @@ def test_a_prelaunched_forward_that_fails_has_no_answer(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = chosen(worker.answers(prefill(1, 7))[1])
-
-    def fail(_chunks: Sequence[Chunk], _decodes: Decodes) -> None:
-        raise RuntimeError("planted")
-
     monkeypatch.setattr(worker, "_execute", fail)
     assert worker.round() == [] and not worker.loop.operations_in_flight
     failed = worker.answers(decode(2, 7, 5, token))[2]
@@ -194,10 +196,6 @@ def test_a_verify_that_fails_leaves_nothing_that_was_prelaunched(
     token = chosen(worker.answers(prefill(1, 7))[1])
     worker.round()
     assert worker.lengths() == {7: 6}
-
-    def fail(_chunks: Sequence[Chunk], _decodes: Decodes) -> None:
-        raise RuntimeError("planted")
-
     with monkeypatch.context() as inner:
         inner.setattr(worker, "_execute", fail)
         failed = worker.answers(Forward(2, 7, 5, [token, 9], rows=2, kind=Kind.VERIFY))[2]
@@ -511,10 +509,8 @@ def test_requests_of_several_messages_are_answered_together(worker: Worker) -> N
 
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     worker = Worker()
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    late = worker.compute_late()
     # Its decode is prelaunched: it runs when it is requested, and the next one is launched before its answer.
-    assert worker.round() == []
+    late, token = running_ahead(worker)
     for turn in range(3):
         assert late.launched_ahead == turn
         (done,) = worker.round(decode(2 + turn, 7, 5 + turn, token))
@@ -538,9 +534,7 @@ def test_steps_of_steady_callers_are_launched_ahead_without_the_flag(worker: Wor
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_step_in_flight_answers_one_of_two_equal_requests(worker: Worker, together: bool) -> None:
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    worker.compute_late()
-    worker.round()
+    _, token = running_ahead(worker)
     asked = [decode(2, 7, 5, token), decode(3, 7, 5, token)]
     if not together:
         worker._asked[2] = asked.pop(0)
@@ -570,9 +564,7 @@ def test_no_step_is_launched_ahead_that_not_all_have_pages_for(pages: int) -> No
 
 def test_no_step_is_launched_ahead_beyond_the_longest_sequence() -> None:
     worker = Worker(max_seq_tokens=7)
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    late = worker.compute_late()
-    worker.round()
+    late, token = running_ahead(worker)
     for turn in range(2):
         token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token))[2 + turn])
     assert late.launched_ahead == 1 and not worker.loop.operations_in_flight
@@ -647,9 +639,7 @@ def test_other_work_is_done_beside_steps_that_could_be_launched_ahead(
 def test_a_step_is_answered_though_the_next_one_could_not_be_launched(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, is_launched: bool
 ) -> None:
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    worker.compute_late()
-    worker.round()
+    _, token = running_ahead(worker)
     launch = LateRunner._launch_after
 
     def fail(*arguments: Any, **named: Any) -> LateStep:
@@ -667,9 +657,7 @@ def test_a_lost_device_ends_the_loop_while_a_step_is_in_flight(
     monkeypatch: pytest.MonkeyPatch, place: type, at: str
 ) -> None:
     worker = Worker()
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    worker.compute_late()
-    worker.round()
+    _, token = running_ahead(worker)
 
     def lose(*_: object, **__: object) -> None:
         raise DeviceLostError("planted")

@@ -12,7 +12,7 @@ import pytest
 from tests.workers import stepping
 from tests.workers.late_runner import LateRunner, LateStep
 from tests.workers.test_plain_decodes import answers
-from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill
+from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill, running_ahead
 from workers.decodes import NO_DECODES, Decodes
 from workers.operations import (
     Abort,
@@ -44,14 +44,6 @@ class Worker(stepping.Worker):
             record(chunks, took_ns)
 
         self.loop._scheduler.record_step = noted  # type: ignore[method-assign, assignment]
-
-
-def running_ahead(worker: Worker) -> tuple[LateRunner, int]:
-    """A text whose decode runs before it is requested, and its token."""
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    late = worker.compute_late()
-    assert worker.round() == [] and worker.loop._in_flight.step is not None
-    return late, token
 
 
 def finish(worker: Worker, *found: Result) -> dict[int, Result]:

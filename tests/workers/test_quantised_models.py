@@ -44,8 +44,12 @@ def run_check(directory: Path, format_name: str, dtype: torch.dtype = torch.floa
     return check_native(directory, config, dtype, CPU, quantization=format_name)
 
 
-# Tied and not, with biases, with two norms around a sublayer, and with projections that are fused in files.
-@pytest.mark.parametrize("name", ["qwen3", "llama with biases", "gemma2", "phi3", "olmo2"])
+# Tied and not, with biases, with two norms around a sublayer, with projections that are fused in files, and
+# with experts beside a shared one, which has a gate or none.
+PROVEN = ("qwen3", "llama with biases", "gemma2", "phi3", "olmo2", "qwen2_moe", "granitemoeshared")
+
+
+@pytest.mark.parametrize("name", PROVEN)
 @pytest.mark.parametrize("format_name", ["q8_0", "q4_0", "q4_k_m"])
 def test_families_prove_themselves(name: str, format_name: str, tmp_path: Path) -> None:
     make_family_model(tmp_path, *settings_of(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -49,15 +50,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family_model(tmp_path_factory.mktemp("model"), "qwen3", SETTINGS, seed=3)
 
 
+@contextlib.contextmanager
+def over_graphs() -> Iterator[None]:
+    """All that is loaded runs over the buffers of graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        graph_ranks.start_here(patch)
+        patch.setattr(llm, "new_runner", graph_ranks.new_runner)
+        yield
+
+
 class Ranks:
     """A worker whose ranks are processes, and the plans that rank 0 has sent."""
 
-    def __init__(self, directory: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        graph_ranks.start_here(monkeypatch)
-        monkeypatch.setattr(llm, "new_runner", graph_ranks.new_runner)
+    def __init__(self, directory: Path) -> None:
         self.ended = threading.Event()
-        self.group = RankGroup(RankProcesses(ranks, [], self.ended.set))
-        executor = LlmExecutor.load(directory, kv_pages=PAGES, self_check=False, ranks=self.group)
+        with over_graphs():
+            self.group = RankGroup(RankProcesses(2, [], self.ended.set))
+            executor = LlmExecutor.load(directory, kv_pages=PAGES, self_check=False, ranks=self.group)
         self.worker = stepping.Worker(executor.engine, limits=(64, 8, 8), max_seq_tokens=200)
         self.worker.loop._prelauncher.prelaunch_unrequested = False
         self.plans: list[ForwardPlan] = []
@@ -67,21 +76,37 @@ class Ranks:
             self.plans.append(plan)
             run(plan)
 
-        monkeypatch.setattr(self.group, "run", noted)
+        self.group.run = noted  # type: ignore[method-assign]
 
     def count(self, way: Way) -> int:
         return sum(plan.way is way for plan in self.plans)
 
 
 @pytest.fixture
-def ranks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    made = Ranks(directory, 2, monkeypatch)
+def ranks(directory: Path) -> Iterator[Ranks]:
+    made = Ranks(directory)
     yield made
     made.group.close()
 
 
+@pytest.fixture(scope="module")
+def _lasting(directory: Path) -> Iterator[Ranks]:
+    made = Ranks(directory)
+    yield made
+    made.group.close()
+
+
+@pytest.fixture
+def lasting(_lasting: Ranks) -> Ranks:
+    """For tests that end none of them: they take seconds to start."""
+    _lasting.worker.answers(Release(9000, [*_lasting.worker.lengths()]))
+    _lasting.plans.clear()
+    return _lasting
+
+
 def assert_as_on_one_rank(directory: Path, texts: list[Text], least: int) -> None:
-    executor = LlmExecutor.load(directory, kv_pages=PAGES, self_check=False)
+    with over_graphs():
+        executor = LlmExecutor.load(directory, kv_pages=PAGES, self_check=False)
     worker = stepping.Worker(executor.engine, limits=(64, 8, 8))
     for text in texts:
         other = Text(text.sequence, text.output, is_masked=text.is_masked, vocab=text.vocab)
@@ -91,25 +116,26 @@ def assert_as_on_one_rank(directory: Path, texts: list[Text], least: int) -> Non
         assert len(text.tokens) > least and text.tokens == other.tokens, text.output
 
 
-def test_tokens_are_those_of_one_rank(ranks: Ranks, directory: Path) -> None:
+def test_tokens_are_those_of_one_rank(lasting: Ranks, directory: Path) -> None:
     """Rows that are plain, drawn and penalised go on, those with new masks join, and texts end."""
     texts = [Text(1), Text(11, DRAWN), Text(21, PENALTIES), Text(31, is_masked=True, vocab=97), Text(41)]
-    callers = Callers(ranks.worker, texts)
+    steps = lasting.worker.engine.status().counts.steps
+    callers = Callers(lasting.worker, texts)
     callers.rounds(6)
     callers.waiting = [text for text in callers.waiting if text is not texts[0]]
     callers.rounds(6)
     assert_as_on_one_rank(directory, texts, 4)
     # The first decode is a step, in which all ranks capture. Each forward is one message.
-    assert ranks.count(Way.AFTER) > 6 and ranks.count(Way.LAUNCH) <= 3
-    assert any(plan.places is not None and -1 in plan.places for plan in ranks.plans)
-    steps = ranks.worker.engine.status().counts.steps
-    assert steps <= len(ranks.plans) <= steps + 1, "at most one of them is not finished"
+    assert lasting.count(Way.AFTER) > 6 and lasting.count(Way.LAUNCH) <= 3
+    assert any(plan.places is not None and -1 in plan.places for plan in lasting.plans)
+    steps = lasting.worker.engine.status().counts.steps - steps
+    assert steps <= len(lasting.plans) <= steps + 1, "at most one of them is not finished"
 
 
-def test_what_is_undone_is_undone_on_all_ranks(ranks: Ranks, directory: Path) -> None:
+def test_what_is_undone_is_undone_on_all_ranks(lasting: Ranks, directory: Path) -> None:
     """Steps that were launched ahead are dropped by other commands, or end for prompts, and others follow."""
     texts = [Text(1), Text(11, DRAWN)]
-    callers, worker = Callers(ranks.worker, texts), ranks.worker
+    callers, worker = Callers(lasting.worker, texts), lasting.worker
     for turn in range(2):
         callers.rounds(3)
         worker.answers(prefill(1000 + turn, 60 + turn, count=40, told=False))
@@ -122,7 +148,7 @@ def test_what_is_undone_is_undone_on_all_ranks(ranks: Ranks, directory: Path) ->
         worker.answers(Release(3000 + turn, [60 + turn]))
     callers.rounds(4)
     assert_as_on_one_rank(directory, texts, 4)
-    assert ranks.count(Way.AFTER) > 4
+    assert lasting.count(Way.AFTER) > 4
 
 
 def running_ahead(ranks: Ranks) -> int:
@@ -144,8 +170,9 @@ def test_a_rank_that_ends_while_a_step_is_in_flight_ends_the_group(ranks: Ranks)
 
 @pytest.mark.parametrize("is_announced", [False, True])
 def test_a_launch_that_fails_ends_the_group_if_the_others_were_told(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_announced: bool
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, is_announced: bool
 ) -> None:
+    ranks: Ranks = request.getfixturevalue("ranks" if is_announced else "lasting")
     token, asked = running_ahead(ranks), decode(10, 7, 7, 0)
     inner: Any = ranks.worker.engine.runner.inner  # type: ignore[attr-defined]
     place = inner._captured.buffers if is_announced else inner

@@ -46,10 +46,14 @@ def assert_serves(directory: Path, whole: PreTrainedModel, backend: str) -> None
         ("qwen3_5", "native"),
     ],
 )
-def test_a_model_that_sees_reads_texts(model_type: str, backend: str, tmp_path: Path) -> None:
+def test_a_model_that_sees_reads_texts(
+    model_type: str, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = small_model(model_type)
     whole.save_pretrained(tmp_path)
-    assert_serves(tmp_path, whole, backend)
+    with caplog.at_level("INFO"):
+        assert_serves(tmp_path, whole, backend)
+    assert f"only the text part of {model_type} is served" in caplog.text  # whoever sends images looks there
 
 
 def test_the_first_checkpoints_of_qwen_vl(tmp_path: Path) -> None:

@@ -311,14 +311,16 @@ class AdapterCommand(_message.Message):
     def __init__(self, added: _Optional[_Iterable[_Union[AdapterSource, _Mapping]]] = ..., removed: _Optional[_Iterable[int]] = ..., load: _Optional[bool] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class ReplaceWeightsCommand(_message.Message):
-    __slots__ = ("read", "apply", "discard")
+    __slots__ = ("read", "apply", "discard", "keep_sequences")
     READ_FIELD_NUMBER: _ClassVar[int]
     APPLY_FIELD_NUMBER: _ClassVar[int]
     DISCARD_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     read: str
     apply: _empty_pb2.Empty
     discard: _empty_pb2.Empty
-    def __init__(self, read: _Optional[str] = ..., apply: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ..., discard: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ...) -> None: ...
+    keep_sequences: bool
+    def __init__(self, read: _Optional[str] = ..., apply: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ..., discard: _Optional[_Union[_empty_pb2.Empty, _Mapping]] = ..., keep_sequences: _Optional[bool] = ...) -> None: ...
 
 class AdapterSource(_message.Message):
     __slots__ = ("adapter", "directory", "digest", "pinned")

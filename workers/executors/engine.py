@@ -559,11 +559,6 @@ class Engine:
         """Removes a sequence. False if it was not known."""
         return self.kv_table.release(sequence)
 
-    def forget_sequences(self) -> None:
-        """Removes all sequences, and lets no later one share their pages: the weights will be others."""
-        self.release_all()
-        self.kv_table.forget_prefixes()
-
     def release_all(self) -> None:
         """Removes all sequences."""
         for sequence in list(self.kv_table):

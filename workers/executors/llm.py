@@ -16,7 +16,14 @@ from workers.adapters.table import AdapterTable
 from workers.executors.base import ModelExecutor
 from workers.executors.draft_model import load_draft_model
 from workers.executors.engine import Engine
-from workers.executors.loading import AUTO, NATIVE, check_ranks, choose_backend, load_served
+from workers.executors.loading import (
+    AUTO,
+    NATIVE,
+    check_ranks,
+    check_same_config,
+    choose_backend,
+    load_served,
+)
 from workers.executors.lora_slots import adapter_table
 from workers.executors.memory import (
     LoraLimits,
@@ -157,7 +164,7 @@ class LlmExecutor(ModelExecutor):
             executor.use_draft_model(cls._drafting(*drafting, kv.num_pages, limits), limits.max_tokens)
         if device.type != "cuda" or backend == NATIVE:
             executor.replacement = executor._new_replacement(
-                served, description, backend, quantization, head_dtype
+                served, description, backend, dtype, quantization, head_dtype
             )
         return executor
 
@@ -175,10 +182,14 @@ class LlmExecutor(ModelExecutor):
         served: Served,
         description: ModelDescription,
         backend: str,
+        dtype: str,
         quantization: str | None,
         head_dtype: str,
     ) -> WeightsReplacement[Model]:
-        """What replaces the weights of `served`, which has this description, and whose format they get."""
+        """What replaces the weights of `served`, which has this description, and whose format they get.
+
+        `dtype` and the rest are the settings with which `served` was loaded.
+        """
         ranks = self.ranks
 
         def read(source: Path) -> tuple[Model, ModelDescription]:
@@ -200,7 +211,9 @@ class LlmExecutor(ModelExecutor):
                     quantization=quantization,
                 )
                 read_description = on_all(read_description)
-            _check_same_config(served.model, description, read_model, read_description)
+            # With "auto" a worker that starts later takes the config's.
+            free = () if dtype == AUTO else ("dtype",)
+            check_same_config(served.model, description, read_model, read_description, free)
             use_head_dtype(read_model, head_dtype)
             # The tokenizer stays.
             return read_model, _described(read_description, source, self.text)
@@ -286,20 +299,6 @@ def _make_batch_invariant(model: Model, directory: Path, backend: str) -> None:
             f"{directory}: batch_invariant is on, which the {backend} backend does not guarantee with"
             f" {model.dtype} on {model.device}"
         )
-
-
-def _check_same_config(
-    model: Model, served: ModelDescription, other_model: Model, other: ModelDescription
-) -> None:
-    """Raises ModelError unless other weights fit into the place of those that are served."""
-    if getattr(model, "config", None) != getattr(other_model, "config", None):
-        raise ModelError("the config differs from that of the weights that are served")
-    names = {field.name for field in dataclasses.fields(ModelDescription)} - {"model_id", "fingerprint"}
-    # The bytes last: they differ because something else does.
-    for name in sorted(names, key=lambda name: (name == "weight_bytes", name)):
-        ours, theirs = getattr(served, name), getattr(other, name)
-        if ours != theirs:
-            raise ModelError(f"{name} is {theirs}, and that of the served weights is {ours}")
 
 
 def _described(description: ModelDescription, directory: Path, text: ModelText) -> ModelDescription:

@@ -7,8 +7,9 @@ all other models. With either backend a model is checked before it is served.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from workers.machine_limits import available_bytes
 from workers.models import passed_checks
 from workers.models.active_kernels import check_cuda_kernels, use_bits_of_all_cpus
 from workers.models.config import ModelConfig
+from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError, without_path
 from workers.models.files import errors_naming
 from workers.models.lora import BaseMatrix
@@ -159,6 +161,10 @@ def load_served(  # noqa: PLR0913 - the settings of a load
         if self_check:
             _check_native(directory, plan, batch_invariant=batch_invariant)
         return load_planned(plan, progress, pack=pack)
+    except KvSizingError as error:
+        if str(directory) in str(error):
+            raise
+        raise KvSizingError(f"{directory}: {error}") from error
     except (ModelError, MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or _NO_MEMORY in str(error):
             raise KvSizingError(
@@ -253,3 +259,25 @@ def _load_library(
     if self_check:
         check_loaded(directory, model, description)
     return model, description
+
+
+def check_same_config(
+    model: Model, served: ModelDescription, other_model: Model, other: ModelDescription, free: Container[str]
+) -> None:
+    """Raises ModelError unless other weights fit into the place of those that are served.
+
+    `free` has the fields of a native model's config that may differ.
+    """
+    if isinstance(model, Decoder) and isinstance(other_model, Decoder):
+        configs = dataclasses.asdict(model.config), dataclasses.asdict(other_model.config)
+        differing = [name for name in configs[0] if name not in free and configs[0][name] != configs[1][name]]
+        if differing:
+            raise ModelError(
+                f"the config differs from that of the weights that are served: {', '.join(differing)}"
+            )
+    names = {field.name for field in dataclasses.fields(ModelDescription)} - {"model_id", "fingerprint"}
+    # The bytes last: they differ because something else does.
+    for name in sorted(names, key=lambda name: (name == "weight_bytes", name)):
+        ours, theirs = getattr(served, name), getattr(other, name)
+        if ours != theirs:
+            raise ModelError(f"{name} is {theirs}, and that of the served weights is {ours}")

@@ -63,11 +63,13 @@ class SequenceColumns:
 class KvSequence:
     """One sequence. Only `KvTable` changes it. Invalid after `release`."""
 
-    __slots__ = ("_columns", "_token_ids", "digests", "key", "pages", "row", "salt")
+    __slots__ = ("_columns", "_token_ids", "digests", "generation", "key", "pages", "row", "salt")
 
-    def __init__(self, key: int, salt: bytes, columns: SequenceColumns) -> None:
+    def __init__(self, key: int, salt: bytes, generation: int, columns: SequenceColumns) -> None:
         self.key = key
         self.salt = salt
+        # Of the table when it was created, or when what it is a fork of was.
+        self.generation = generation
         # An array, not a list: the garbage collector would visit the items of thousands of forks.
         self.pages: array[int] = array("i")
         self.digests: SharedList[bytes] = SharedList()

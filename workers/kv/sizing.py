@@ -100,6 +100,15 @@ def check_weights_fit(model: str, needed_bytes: int, free_bytes: int) -> None:
         )
 
 
+def check_states_fit(needed_bytes: int, free_bytes: int) -> None:
+    """Raises KvSizingError if the recurrent states need more than `free_bytes`."""
+    if needed_bytes > free_bytes:
+        raise KvSizingError(
+            f"the recurrent states do not fit: they need {needed_bytes >> 20} MiB,"
+            f" {free_bytes >> 20} MiB are available"
+        )
+
+
 def choose_num_pages(asked: int | None, bytes_per_page: int, fixed_bytes: int = 0) -> int:
     """The number of pages in main memory: as requested, or what fits a share of the free memory.
 

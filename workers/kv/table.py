@@ -77,7 +77,7 @@ class KvTable:
         self._row_of: dict[int, int] = {}
         self._in_row: dict[int, KvSequence] = {}
         self._page_tables = PageTables(self._columns, self._in_row)
-        # Pages of earlier generations are not shared any more.
+        # Counts the weights. Pages of earlier generations are not shared any more.
         self._generation = 0
         # Kept beside the sequences so that `usage` need not visit them.
         self._tokens = 0
@@ -99,16 +99,22 @@ class KvTable:
 
     def create(self, key: int, salt: bytes = b"") -> KvSequence:
         """Add and return an empty sequence. Raises ValueError if `key` is taken."""
+        return self._add(key, self._salted(salt), self._generation)
+
+    def _add(self, key: int, salt: bytes, generation: int) -> KvSequence:
         if key in self._sequences:
             raise ValueError(f"sequence {key} exists")
-        seq = self._sequences[key] = KvSequence(key, self._salted(salt), self._columns)
+        seq = self._sequences[key] = KvSequence(key, salt, generation, self._columns)
         self._row_of[key], self._in_row[seq.row] = seq.row, seq
         for check in self._checks:
             check.sequence_added(key)
         return seq
 
     def forget_prefixes(self) -> None:
-        """Let no new sequence share the pages that are there: their contents are of other weights."""
+        """Let no sequence share the pages that are there: their contents are of other weights.
+
+        Those that there are keep theirs, and their next ones are not shared, either.
+        """
         self._generation += 1
 
     def _salted(self, salt: bytes) -> bytes:
@@ -116,7 +122,7 @@ class KvTable:
 
     def salt_of(self, seq: KvSequence) -> bytes:
         """The salt with which a sequence was created."""
-        return seq.salt.split(b"|", 1)[1] if self._generation else seq.salt
+        return seq.salt.split(b"|", 1)[1] if seq.generation else seq.salt
 
     def get(self, key: int) -> KvSequence | None:
         """Return the sequence of `key`, if there is one."""
@@ -178,7 +184,7 @@ class KvTable:
 
     def _may_share_next(self, seq: KvSequence) -> bool:
         """Whether a shared page can be the next of a sequence: it ends with a full page, its last one."""
-        return len(seq) == len(seq.pages) * self.page_size
+        return seq.generation == self._generation and len(seq) == len(seq.pages) * self.page_size
 
     def _extend(self, seq: KvSequence, tokens: Sequence[int]) -> None:
         seq.token_ids.extend(tokens)
@@ -203,9 +209,9 @@ class KvTable:
         return 0, None
 
     def next_digest(self, seq: KvSequence, tokens: Sequence[int]) -> bytes | None:
-        """The digest of the next page that `tokens` fill after `seq`. None: they do not fill it."""
+        """The digest of the next page that `tokens` fill after `seq`. None: no such page is shared."""
         offset = len(seq) % self.page_size
-        if offset + len(tokens) < self.page_size:
+        if offset + len(tokens) < self.page_size or seq.generation != self._generation:
             return None
         page_tokens = [*seq.token_ids[len(seq) - offset : len(seq)], *tokens[: self.page_size - offset]]
         return page_digest(_last_digest(seq), page_tokens)
@@ -336,6 +342,8 @@ class KvTable:
             self._publish(seq, i)
 
     def _publish(self, seq: KvSequence, i: int) -> None:
+        if seq.generation != self._generation:
+            return
         page, digest = seq.pages[i], seq.digests[i]
         if self._pool.publish(page, digest) and self._disk is not None and is_lasting(seq.salt):
             self._disk.published(page, digest, seq.digests[i - 1] if i else root_digest(seq.salt))
@@ -383,7 +391,7 @@ class KvTable:
             self._pool.incref(page, len(child_keys))
         children = []
         for key in child_keys:
-            child = self.create(key, seq.salt)
+            child = self._add(key, seq.salt, seq.generation)
             child.token_ids = seq.token_ids.copy()
             child.pages = pages[:]
             for check in self._checks:

@@ -31,6 +31,9 @@ _COPY_BATCH_PAGES = 16
 class LayerKv:
     """The KV of one token in a layer: for each of `kv_heads` a key of `key_dim` and a value of `value_dim`.
 
+    Attributes:
+        in_keys: A value is the first elements of its key, and has no memory of its own.
+
     Raises:
         ValueError: A size is below 1.
     """
@@ -38,6 +41,7 @@ class LayerKv:
     kv_heads: int
     key_dim: int
     value_dim: int
+    in_keys: bool = False
 
     def __post_init__(self) -> None:
         """Check the sizes."""
@@ -45,14 +49,10 @@ class LayerKv:
             _check_size(name, getattr(self, name))
 
     @property
-    def key_shape(self) -> tuple[int, int]:
-        """[K, D] of a token's keys."""
-        return self.kv_heads, self.key_dim
-
-    @property
-    def value_shape(self) -> tuple[int, int]:
-        """[K, D] of a token's values."""
-        return self.kv_heads, self.value_dim
+    def shapes(self) -> list[tuple[int, int]]:
+        """[K, D] of a token's keys, and of its values if they have memory."""
+        dims = [self.key_dim] if self.in_keys else [self.key_dim, self.value_dim]
+        return [(self.kv_heads, dim) for dim in dims]
 
 
 class OtherRanks(Protocol):
@@ -121,7 +121,7 @@ class KvTensors:
         self.states = states
         # All tensors of one shape share one piece of memory, so that one operation copies a page in all of
         # them. If keys, values and layers have the same shape, that is the whole cache.
-        shapes = Counter(shape for layer in layers for shape in (layer.key_shape, layer.value_shape))
+        shapes = Counter(shape for layer in layers for shape in layer.shapes)
         stored, more = (torch.int8, SCALE_BYTES) if quantised else (dtype, 0)
         self._pieces = {
             shape: huge_pages.empty(
@@ -132,14 +132,17 @@ class KvTensors:
         unused = {shape: iter(piece) for shape, piece in self._pieces.items()}
         self._layers: list[tuple[Pages, Pages]] = []
         for layer in layers:
-            keys, values = next(unused[layer.key_shape]), next(unused[layer.value_shape])
-            packs = pack and can_pack(keys, dtype) and can_pack(values, dtype)
-            both = (PackedKeys(keys, dtype), PackedValues(values, dtype)) if packs else (keys, values)
-            takes = both[0].row_dtypes if isinstance(both[0], PackedKeys) else () if quantised else (dtype,)
+            pieces = [next(unused[shape]) for shape in layer.shapes]
+            packs = pack and all(can_pack(piece, dtype) for piece in pieces)
+            keys: Pages = PackedKeys(pieces[0], dtype) if packs else pieces[0]
+            values = keys
+            if not layer.in_keys:
+                values = PackedValues(pieces[1], dtype) if packs else pieces[1]
+            takes = keys.row_dtypes if isinstance(keys, PackedKeys) else () if quantised else (dtype,)
             if (row_dtype or dtype) not in takes:
                 rows = f"{row_dtype or dtype} on {self.device}"
                 raise ValueError(f"there are no kernels for such pages of {layer} with {rows}")
-            self._layers.append(both)
+            self._layers.append((keys, values))
 
     @property
     def num_layers(self) -> int:
@@ -160,14 +163,14 @@ class KvTensors:
     ) -> int:
         """Bytes that one page of these layers takes: K and V of all of them."""
         element_bytes, more = (1, SCALE_BYTES) if quantised else (dtype.itemsize, 0)
-        vectors = [(layer.kv_heads, dim) for layer in layers for dim in (layer.key_dim, layer.value_dim)]
+        vectors = [shape for layer in layers for shape in layer.shapes]
         return page_size * sum(heads * (dim * element_bytes + more) for heads, dim in vectors)
 
     def layer(self, index: int) -> tuple[Pages, Pages]:
         """K and V of a layer, each [P, S, K, D]: contiguous tensors, or packed if the layer is.
 
         Writing to their `data` writes the cache. D is the layer's `key_dim` for K, and its
-        `value_dim` for V.
+        `value_dim` for V. Values that are in keys are the keys' tensor.
         """
         return self._layers[index]
 
@@ -234,13 +237,12 @@ class KvTensors:
                 )
         source = torch.tensor([pair[0] for pair in pairs], device=self.device)
         destination = torch.tensor([pair[1] for pair in pairs], device=self.device)
-        plain: list[torch.Tensor] = []  # [.., P, S, K, D] each
-        for pages in (pages for layer in self._layers for pages in layer):
-            if isinstance(pages, torch.Tensor):
-                plain.append(pages)
-            else:
-                pages.move(source, destination)
-        if len(plain) == 2 * len(self._layers):
+        each = {id(pages): pages for layer in self._layers for pages in layer}.values()
+        packed = [pages for pages in each if not isinstance(pages, torch.Tensor)]
+        for pages in packed:
+            pages.move(source, destination)
+        plain = [pages for pages in each if isinstance(pages, torch.Tensor)]  # [.., P, S, K, D] each
+        if not packed:
             plain = list(self._pieces.values())
         for some in plain:
             slots = some.flatten(-4, -3)  # [.., P * S, K, D]

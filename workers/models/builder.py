@@ -19,6 +19,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts, WithSharedExpert
+from workers.models.latent_attention import LatentAttention
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 from workers.models.recurrent_mixer import RecurrentMixer
@@ -203,7 +204,7 @@ class _Parts:
         layers = self._config.layers
         sparse_before = sum(layer.sparse for layer in layers[:index])
         mlp = self._sparse(index, sparse_before) if layers[index].sparse else self._mlp(index)
-        mixer = self._recurrent(index) if layers[index].recurrent else self._attention(index)
+        mixer = self._mixer(index)
         return Layer(
             self._sublayer(norms.before_attention, mixer, norms.after_attention),
             self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
@@ -217,6 +218,34 @@ class _Parts:
         """In float32 if it multiplies before the result is rounded; see `kernels.rms_norm`."""
         dtype = torch.float32 if self._family.wide_norms else self._dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _mixer(self, index: int) -> Body:
+        if self._config.layers[index].recurrent:
+            return self._recurrent(index)
+        return self._attention(index) if self._config.latent is None else self._latent_attention(index)
+
+    def _latent_attention(self, index: int) -> LatentAttention:
+        config, sizes, place = self._config, self._config.latent, f"model.layers.{index}.self_attn."
+        assert sizes is not None
+        heads, width, bias = config.num_attention_heads, config.hidden_size, config.attention_bias
+        queries, shared = heads * (sizes.plain + sizes.rotated), sizes.latent + sizes.rotated
+        query, first = None, {"q_proj": Slice.whole(queries, width)}
+        if sizes.query_latent is not None:
+            second = {"q_b_proj": Slice.whole(queries, sizes.query_latent)}
+            query = self._norm_weight(sizes.query_latent), self._linear(place, second, bias=False)
+            first = {"q_a_proj": Slice.whole(sizes.query_latent, width)}
+        key_value = {"kv_b_proj": Slice.whole(heads * (sizes.plain + sizes.value), sizes.latent)}
+        inner = heads * sizes.value
+        return LatentAttention(
+            config,
+            sizes,
+            index,
+            into=self._linear(place, first | {"kv_a_proj_with_mqa": Slice.whole(shared, width)}, bias=bias),
+            query=query,
+            key_value=self._linear(place, key_value, bias=False),
+            output=self._back(place, "o_proj", inner, range(inner), bias=config.attention_output_bias),
+            latent_norm=self._norm_weight(sizes.latent),
+        )
 
     def _recurrent(self, index: int) -> RecurrentMixer:
         parts = mixer_parts(self._config)
@@ -290,11 +319,22 @@ class _Parts:
         """Experts, with the shared one if the family has it; the numbers as for `_experts`."""
         experts, config, names = self._experts(layer, index), self._config.experts, self._family.experts
         assert config is not None and names is not None
-        if names.shared is None:
+        if names.shared is None or not config.shared_size:
             return experts
-        gate = self.matrix({f"model.layers.{layer}.{names.shared_gate}.weight": 1}, self._config.hidden_size)
+        gate = None
+        if names.shared_gate:
+            name = f"model.layers.{layer}.{names.shared_gate}.weight"
+            gate = self.matrix({name: 1}, self._config.hidden_size)
         mlp = self._gated_mlp(layer, names.shared, config.shared_size)
         return WithSharedExpert(experts, mlp, gate, names.shared_gate)
+
+    def _router(self, name: str, count: int, width: int) -> Weight:
+        if self._family.wide_router:
+            return DenseWeight(self._wide(count, width))
+        return self.matrix({name: count}, width)
+
+    def _wide(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
 
     def _experts(self, layer: int, index: int) -> Experts:
         """Those of a layer, which has the number `index` among those with experts."""
@@ -323,7 +363,8 @@ class _Parts:
             part,
             index,
             biases=biases,
-            router=self.matrix({f"{place}{names.router}.weight": experts.count}, width),
+            router=self._router(f"{place}{names.router}.weight", experts.count, width),
+            correction=self._wide(experts.count) if self._family.sigmoid_routing else None,
             gate_up=matrices({names.gate: len(part), names.up: len(part)}, width, range(width)),
             down=matrices({names.down: width}, size, part),
         )

@@ -18,6 +18,7 @@ from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.files import errors_naming
+from workers.models.latent_settings import LatentConfig, latent_attention_scale, read_latent
 from workers.models.layer_settings import (
     ExpertsConfig,
     read_experts,
@@ -67,6 +68,8 @@ class ModelConfig:
         rotary_dim: How many elements of a head are rotated: the first ones.
         layers: The settings of each layer.
         experts: The experts of the sparse layers; None if there are none.
+        latent: The widths of latent attention; None: attention is the usual one. With it there is one
+            key-value head, and a head is as wide as what pages have of a token.
         attention_bias: The q, k and v projections have a bias.
         attention_output_bias: The output projection of attention has a bias.
         mlp_bias: The projections of the MLP have a bias.
@@ -104,6 +107,7 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     recurrent: RecurrentConfig | None = None
+    latent: LatentConfig | None = None
     activation: Activation = "silu"
     attention_scale: float = 1.0
     attention_softcap: float | None = None
@@ -187,6 +191,7 @@ class ModelConfig:
         head_dim = _head_dim(settings, hidden_size, heads)
         vocab_size = integer(settings, "vocab_size")
         layers = _layers(settings, family)
+        latent = read_latent(settings) if "kv_lora_rank" in family.reads else None
         kind = family.recurrent if any(layer.recurrent for layer in layers) else None
         bias = boolean(settings, "attention_bias", default=False)
         mlp_bias = boolean(settings, "mlp_bias", default=False)
@@ -199,7 +204,7 @@ class ModelConfig:
             num_attention_heads=heads,
             num_key_value_heads=integer(settings, "num_key_value_heads", heads),
             head_dim=head_dim,
-            rotary_dim=rotary_dim(settings, family, head_dim),
+            rotary_dim=rotary_dim(settings, family, head_dim) if latent is None else latent.rotated,
             max_position_embeddings=max_seq_len(settings),
             rms_norm_eps=number(settings, "rms_norm_eps", 1e-6),
             tie_word_embeddings=boolean(settings, "tie_word_embeddings", default=False),
@@ -209,8 +214,11 @@ class ModelConfig:
             attention_output_bias=bias if family.output_bias is None else family.output_bias,
             mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
             recurrent=None if kind is None else read_recurrent(settings, kind),
+            latent=latent,
             activation=_activation(settings, family),
-            attention_scale=_attention_scale(settings, head_dim),
+            attention_scale=_attention_scale(settings, head_dim)
+            if latent is None
+            else latent_attention_scale(latent, layers[0].rope),
             attention_softcap=_family_number(family, "attn_logit_softcapping", settings),
             logits_softcap=_family_number(family, "final_logit_softcapping", settings),
             logits_divisor=number(settings, "logits_scaling", 1.0),

@@ -83,6 +83,8 @@ class Decoder:
         self._shard = shard
         width = packed_width(config.head_dim, self.dtype, self.device)
         of_layer = LayerKv(len(shard.kv_heads), width, width)
+        if config.latent is not None:
+            of_layer = LayerKv(1, width, config.latent.latent, in_keys=True)
         self.state_shapes: tuple[StateShape, ...] = ()
         for layer in self.layers:
             if isinstance(layer.mixer.body, RecurrentMixer):

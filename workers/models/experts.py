@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route
+from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route, route_in_groups
+from kernels.gated_activation import sigmoid
 from kernels.linear import DenseWeight, linear
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
@@ -53,6 +54,7 @@ class Experts:
         gate_up: ExpertWeights,
         down: ExpertWeights,
         biases: ExpertBiases | None = None,
+        correction: torch.Tensor | None = None,
     ) -> None:
         """Take ownership of parameters.
 
@@ -64,7 +66,9 @@ class Experts:
             gate_up: [E, 2 * I, C], rows of gate, then up; I: the width of `part`.
             down: [E, C, I].
             biases: None: there are none.
+            correction: [E] float32, see `kernels.experts.GroupedRouting`; None: there is none.
         """
+        self._correction = correction
         self.router = router
         self.gate_up = gate_up
         self.down = down
@@ -95,6 +99,9 @@ class Experts:
                 into, at = matrix.part(first)
                 target = LoadTarget(into, taken.shape, taken=taken, first=at)
                 yield f"{prefix}{name.format(index)}.weight", target
+        if self._correction is not None:
+            name = f"{prefix}{self._names.router}.e_score_correction_bias"
+            yield name, LoadTarget(DenseWeight(self._correction), tuple(self._correction.shape))
         if self._biases is not None:
             yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(width, size))
 
@@ -132,10 +139,15 @@ class Experts:
         dtype = torch.float32 if self._wide_routing else x.dtype
         biases = self._biases
         bias = None if biases is None else biases.router
-        logits = linear(x, self.router, bias, batch_invariant=context.batch_invariant)  # [T, E]
+        rows = x.to(self.router.dtype)
+        logits = linear(rows, self.router, bias, batch_invariant=context.batch_invariant)  # [T, E]
         routing = context.routing
         given = None if routing is None else routing.given_of(self._index)
-        expert_ids, weights = route(logits, self._config.per_token, self._config.normalized, dtype, given)
+        count, normalized, rule = self._config.per_token, self._config.normalized, self._config.routing
+        if rule is None:
+            expert_ids, weights = route(logits, count, normalized, dtype, given)
+        else:
+            expert_ids, weights = route_in_groups(logits, count, normalized, rule, self._correction, given)
         if routing is not None:
             routing.note(expert_ids)
         return experts(
@@ -151,10 +163,10 @@ class Experts:
 
 
 class WithSharedExpert:
-    """experts(x) + sigmoid(gate(x)) * shared(x)."""
+    """experts(x) + sigmoid(gate(x)) * shared(x), or without the gate."""
 
-    def __init__(self, experts: Experts, shared: GatedMlp, gate: Weight, gate_name: str) -> None:
-        """Take ownership of the parts. `gate`: [1, C]; `gate_name`: in a layer of a checkpoint."""
+    def __init__(self, experts: Experts, shared: GatedMlp, gate: Weight | None, gate_name: str) -> None:
+        """Take ownership of the parts. `gate`: [1, C], or None; `gate_name`: in a layer of a checkpoint."""
         self._experts = experts
         self._shared = shared
         self._gate = gate
@@ -164,6 +176,8 @@ class WithSharedExpert:
         """The target of each tensor of a checkpoint, by name."""
         yield from self._experts.targets(prefix)
         yield from self._shared.targets(prefix)
+        if self._gate is None:
+            return
         whole = Slice.whole(*self._gate.shape)
         yield f"{prefix}{self._gate_name}.weight", LoadTarget(self._gate, whole.shape, taken=whole)
 
@@ -175,9 +189,11 @@ class WithSharedExpert:
         """Pack the filled weights in place."""
         self._experts.pack()
         self._shared.pack()
-        self._gate = self._gate.packed()
+        self._gate = None if self._gate is None else self._gate.packed()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
-        opened = torch.sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
-        return self._experts(x, context).add_(self._shared(x, context).mul_(opened))
+        shared = self._shared(x, context)
+        if self._gate is not None:
+            shared *= sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
+        return self._experts(x, context).add_(shared)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kernels.experts import GroupedRouting
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.registry import FULL, RECURRENT_TYPES, SLIDING, Family
-from workers.models.values import boolean, integer
+from workers.models.values import boolean, integer, non_negative_integer, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ExpertsConfig:
         intermediate_size: The inner width of each.
         normalized: The weights of the chosen experts add up to one for each token.
         shared_size: The inner width of the expert that computes each token; 0: there is none.
+        routing: How they are chosen; None: those with the highest softmax.
     """
 
     count: int
@@ -27,6 +29,7 @@ class ExpertsConfig:
     intermediate_size: int
     normalized: bool
     shared_size: int = 0
+    routing: GroupedRouting | None = None
 
 
 def read_layer_types(
@@ -47,7 +50,7 @@ def read_layer_types(
 
 def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -> list[bool]:
     """Which layers have experts. Raises ModelError."""
-    if family.experts is None:
+    if family.experts is None or settings.get("num_local_experts") == 0:
         return [False] * layers
     every = integer(settings, "decoder_sparse_step", 1)
     dense = settings.get("mlp_only_layers") or []
@@ -59,6 +62,7 @@ def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -
 def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfig:
     """The experts, in the spelling of Qwen or of Mixtral. Raises ModelError."""
     is_qwen = "moe_intermediate_size" in settings
+    is_grouped = "routed_scaling_factor" in family.reads
     has_shared = family.experts is not None and family.experts.shared is not None
     # transformers 5 writes Qwen's number of experts under Mixtral's name too.
     name = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
@@ -71,5 +75,20 @@ def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfi
         per_token=per_token,
         intermediate_size=integer(settings, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         normalized=boolean(settings, "norm_topk_prob", default=not is_qwen),
-        shared_size=integer(settings, "shared_expert_intermediate_size") if has_shared else 0,
+        shared_size=non_negative_integer(settings, "shared_expert_intermediate_size") if has_shared else 0,
+        routing=_grouped_routing(settings, count, sigmoid=family.sigmoid_routing) if is_grouped else None,
     )
+
+
+def _grouped_routing(settings: Mapping[str, object], count: int, *, sigmoid: bool) -> GroupedRouting:
+    """That of DeepSeek and GLM. Raises ModelError, or UnsupportedError."""
+    groups = best = 1
+    method = settings.get("topk_method", "noaux_tc" if sigmoid else "greedy")
+    known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
+    if method not in known:
+        raise UnsupportedError(f"topk_method: must be one of {', '.join(known)}, got {method!r}")
+    if method != "greedy":
+        groups, best = integer(settings, "n_group"), integer(settings, "topk_group")
+    if count % groups or best > groups or (groups > 1 and count // groups < 2):
+        raise ModelError(f"n_group, topk_group: {groups} and {best} do not fit {count} experts")
+    return GroupedRouting(sigmoid, groups, best, float(number(settings, "routed_scaling_factor")))

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from kernels.gated_activation import Activation, gated_activation
+from kernels.gated_activation import Activation, gated_activation, sigmoid
 from kernels.linear import DenseWeight
 from kernels.lora import RowSlots
 from kernels.paged_attention import paged_attention
@@ -266,7 +266,7 @@ class Attention:
             batch_invariant=context.batch_invariant,
         )
         attended = attended[:, :, : self.config.head_dim].flatten(1)
-        return attended if gates is None else attended * torch.sigmoid(gates)
+        return attended if gates is None else attended * sigmoid(gates)
 
     def _write(self, projected: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """Queries [T, H, D], of projected rows [T, (H + 2 * K) * D]. Writes keys and values.

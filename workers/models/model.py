@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 
 from kernels.packed_pages import PackedKeys
-from workers.kv.sizing import StateSizes
+from workers.kv.sizing import StateSizes, check_states_fit
 from workers.kv.state_tensors import StateShape, StateTensors, state_bytes
 from workers.kv.tensors import KvTensors, LayerKv
+from workers.machine_limits import available_bytes
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
 from workers.models.lora import BaseMatrix, LoraWeights, PackedLora
@@ -139,13 +140,17 @@ def page_bytes(model: Model, kv_dtype: str = AUTO_KV) -> int:
 def new_pages(model: Model, num_pages: int, kv_dtype: str = AUTO_KV) -> KvTensors:
     """Allocate pages for a model, and states, if it has recurrent layers, on its device.
 
-    Raises ValueError if there are no kernels for this model with such pages.
+    Raises ValueError if there are no kernels for this model with such pages, KvSizingError if main memory is
+    too small for the states, whose size is in no file's.
     """
     dtype, quantised = _kv_format(model, kv_dtype)
     states = None
     if model.state_shapes:
         sizes = state_sizes(model, kv_dtype)
-        states = StateTensors(model.state_shapes, sizes.num_states(num_pages), sizes.spacing, model.device)
+        num_states = sizes.num_states(num_pages)
+        if model.device.type == "cpu":
+            check_states_fit(num_states * sizes.bytes_per_state, available_bytes())
+        states = StateTensors(model.state_shapes, num_states, sizes.spacing, model.device)
     return KvTensors(
         model.kv_layers,
         num_pages=num_pages,

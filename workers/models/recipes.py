@@ -57,6 +57,14 @@ def _module(tensor: str) -> str:
 def _inputs(tensor: str, config: ModelConfig) -> int:
     """The length of a matrix's rows."""
     module = _module(tensor)
+    if (latent := config.latent) is not None:
+        of_latents = {
+            "q_b_proj": latent.query_latent or config.hidden_size,
+            "kv_b_proj": latent.latent,
+            "o_proj": config.num_attention_heads * latent.value,
+        }
+        if module in of_latents:
+            return of_latents[module]
     if tensor.removesuffix(".weight").endswith(_OUTPUTS):
         return config.num_attention_heads * config.head_dim
     if module == "out_proj":

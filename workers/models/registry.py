@@ -50,9 +50,10 @@ class ExpertNames:
         down: Likewise.
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
+        stacked_parts: The rest of these names: of gate and up, and of down.
         by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
         shared: What the names of the expert that computes each token begin with; None: there is none.
-        shared_gate: Before "weight": its output is multiplied by the sigmoid of this product.
+        shared_gate: Before "weight": its output is multiplied by the sigmoid of this product. "": it is not.
     """
 
     router: str
@@ -60,6 +61,7 @@ class ExpertNames:
     up: str
     down: str
     stacked: str | None = None
+    stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
     by_turns: bool = False
     shared: str | None = None
     shared_gate: str = ""
@@ -169,27 +171,67 @@ def _without_dense_layers(settings: Mapping[str, object]) -> Mapping[str, object
     return {**_delta_rule_settings(settings), "intermediate_size": settings["moe_intermediate_size"]}
 
 
+def _granite_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `GraniteMoeSharedConfig` of the library reads them."""
+    return {**settings, "shared_expert_intermediate_size": settings.get("shared_intermediate_size", 0)}
+
+
+def _latent_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `DeepseekV3Config`, `DeepseekV2Config` and `Glm4MoeLiteConfig` of the library read them."""
+    layers, size = integer(settings, "num_hidden_layers"), integer(settings, "moe_intermediate_size")
+    if (types := settings.get("mlp_layer_types")) is not None:
+        if not isinstance(types, list) or len(types) != layers or {*types} - {"dense", "sparse"}:
+            raise ModelError(f"mlp_layer_types: must be dense or sparse for {layers} layers, got {types!r}")
+        dense = [index for index, kind in enumerate(types) if kind == "dense"]
+    else:
+        dense = [*range(min(layers, non_negative_integer(settings, "first_k_dense_replace")))]
+    experts = next(
+        (
+            settings[name]
+            for name in ("n_routed_experts", "num_local_experts", "num_experts")
+            if settings.get(name)
+        ),
+        None,
+    )
+    return dict(settings) | {
+        "num_experts": experts,
+        "num_local_experts": None,
+        "shared_expert_intermediate_size": size * integer(settings, "n_shared_experts"),
+        "mlp_only_layers": dense,
+        # What pages have of a token.
+        "num_key_value_heads": 1,
+        "head_dim": integer(settings, "kv_lora_rank") + integer(settings, "qk_rope_head_dim"),
+    }
+
+
 # Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
 _OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
 
 
 def _granite_hybrid_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """As `GraniteMoeHybridConfig` of the library reads them, without experts."""
-    if settings.get("num_local_experts"):
-        raise UnsupportedError(f"num_local_experts: must be 0, got {settings['num_local_experts']!r}")
+    """As `GraniteMoeHybridConfig` of the library reads them."""
     layers = integer(settings, "num_hidden_layers")
     listed = settings.get("layer_types") or settings.get("layers_block_type")
     if listed is None:
         listed = ["linear_attention"] * layers
     if isinstance(listed, list):
         listed = [_OLD_TYPES.get(str(one), one) for one in listed]
-    found = dict(settings) | {
-        "intermediate_size": settings["shared_intermediate_size"],
-        "layer_types": listed,
-    }
+    found = {**_granite_moe_settings(settings), "layer_types": listed}
+    if not settings["num_local_experts"]:
+        found["intermediate_size"] = settings["shared_intermediate_size"]
     if settings.get("position_embedding_type") != "rope":
         found["no_rope_layers"] = [0] * layers
     return found
+
+
+def _bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `BambaConfig` of the library reads them, which knows no other share of rotated elements."""
+    full = settings.get("attn_layer_indices") or []
+    if not isinstance(full, list):
+        raise ModelError(f"attn_layer_indices: must be a list of layer numbers, got {full!r}")
+    layers = range(integer(settings, "num_hidden_layers"))
+    types = [FULL if index in full else RECURRENT_TYPES["mamba2"] for index in layers]
+    return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +274,10 @@ class Family:
         expert_biases: The router and the projections of experts have biases.
         clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
         sinks: Each head has a logit that is a term of the softmax and has no value.
-        left_out: What the names of tensors begin with that a forward does not need.
+        sigmoid_routing: Experts are chosen by sigmoids, with a correction; see `kernels.experts`.
+        wide_router: The router and its product are float32.
+        left_out: What the names of tensors begin with that a forward does not need; {} stands for the number
+            of layers.
         gated_attention: What is attended is multiplied by sigmoid(gate), and the projection of queries has
             the gates too, those of a head after its query.
     """
@@ -269,6 +314,8 @@ class Family:
     expert_biases: bool = False
     clamped_gate: bool = False
     sinks: bool = False
+    sigmoid_routing: bool = False
+    wide_router: bool = False
     left_out: tuple[str, ...] = ()
     gated_attention: bool = False
 
@@ -340,6 +387,16 @@ _MIXTRAL_EXPERTS = ExpertNames(
     "block_sparse_moe.experts.{}.w2",
 )
 
+_GRANITE_EXPERTS = ExpertNames(
+    "block_sparse_moe.router.layer",
+    "block_sparse_moe.experts.{}.gate_proj",
+    "block_sparse_moe.experts.{}.up_proj",
+    "block_sparse_moe.experts.{}.down_proj",
+    stacked="block_sparse_moe.",
+    stacked_parts=("input_linear.weight", "output_linear.weight"),
+    shared="shared_mlp",
+)
+
 _GPT_OSS_EXPERTS = ExpertNames(
     "mlp.router",
     "mlp.experts.{}.gate_proj",
@@ -349,6 +406,20 @@ _GPT_OSS_EXPERTS = ExpertNames(
     by_turns=True,
 )
 
+_MAMBA2_READS = names(
+    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_conv_bias"
+    " mamba_proj_bias time_step_limit"
+)
+_MAMBA2_DEFAULTS: dict[str, object] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "hidden_act": "silu",
+}
 _DELTA_RULE_READS = names(
     "layer_types full_attention_interval partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim"
     " linear_value_head_dim linear_num_key_heads linear_num_value_heads gguf_layout"
@@ -363,6 +434,39 @@ _DELTA_RULE_DEFAULTS: dict[str, object] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+
+_DEEPSEEK_EXPERTS = replace(_QWEN_EXPERTS, shared="mlp.shared_experts")
+_LATENT_READS = names(
+    "attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts"
+    " num_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size"
+    " first_k_dense_replace norm_topk_prob routed_scaling_factor n_group topk_group"
+)
+_DEEPSEEK_V3 = Family(
+    defaults=_defaults(
+        *(129280, 7168, 18432, 61, 128, 4096, 0, 1),
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+    ),
+    reads=_LATENT_READS | {"rope_interleave"},
+    respelled=_latent_settings,
+    experts=_DEEPSEEK_EXPERTS,
+    wide_routing=True,
+    wide_router=True,
+    sigmoid_routing=True,
+    left_out=("model.layers.{}.",),  # for the prediction of several tokens
+)
 
 _MISTRAL = Family(
     defaults=_MISTRAL_DEFAULTS | {"sliding_window": 4096},
@@ -387,6 +491,22 @@ _QWEN_3_5 = Family(
     gguf_tiled=True,
     left_out=("mtp.",),  # for the prediction of several tokens
     gated_attention=True,
+)
+
+_GRANITE_MOE = Family(
+    defaults=_LLAMA_DEFAULTS
+    | {"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu"},
+    reads=_GRANITE_READS | names("num_local_experts num_experts_per_tok"),
+    respelled=_granite_moe_settings,
+    mlp="shared_mlp",
+    mlp_names=("input_linear",),
+    mlp_down="output_linear",
+    experts=_GRANITE_EXPERTS,
+)
+_GRANITE_MOE_SHARED = replace(
+    _GRANITE_MOE,
+    defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+    reads=_GRANITE_MOE.reads | {"shared_intermediate_size"},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -562,33 +682,30 @@ FAMILIES: dict[str, Family] = {
         mlp_names=("w1", "w3"),
         mlp_down="w2",
     ),
-    "granitemoehybrid": Family(
-        defaults=_LLAMA_DEFAULTS
-        | {
-            "attention_multiplier": 1.0,
-            "num_local_experts": 8,
-            "shared_intermediate_size": 1024,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_head": "auto",
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_conv_bias": True,
-            "hidden_act": "silu",
-        },
-        reads=_GRANITE_READS
-        | names(
-            "layer_types layers_block_type num_local_experts shared_intermediate_size position_embedding_type"
-            " mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand"
-            " mamba_conv_bias mamba_proj_bias time_step_limit gguf_layout"
-        ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE_SHARED,
+    "granitemoehybrid": replace(
+        _GRANITE_MOE_SHARED,
+        defaults={**_GRANITE_MOE.defaults, **_MAMBA2_DEFAULTS, "shared_intermediate_size": 1024},
+        reads=_GRANITE_MOE_SHARED.reads
+        | _MAMBA2_READS
+        | names("layer_types layers_block_type position_embedding_type gguf_layout"),
         respelled=_granite_hybrid_settings,
         recurrent="mamba2",
-        mlp="shared_mlp",
-        mlp_names=("input_linear",),
         gguf_mlp_names=("gate_linear", "up_linear"),
-        mlp_down="output_linear",
+    ),
+    "bamba": Family(
+        defaults=_defaults(
+            *(128000, 4096, 14336, 32, 32, 262144, 1, 2), num_key_value_heads=8, rms_norm_eps=1e-5
+        )
+        | _MAMBA2_DEFAULTS,
+        reads=_MAMBA2_READS | names("attn_layer_indices layer_types partial_rotary_factor"),
+        mlp_bias=None,
+        norms=NormNames(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
+        respelled=_bamba_settings,
+        recurrent="mamba2",
+        final_norm="final_layernorm",
+        mlp="feed_forward",
     ),
     "qwen3_5_text": _QWEN_3_5,
     "qwen3_5_moe_text": replace(
@@ -647,6 +764,50 @@ FAMILIES: dict[str, Family] = {
         output_bias=False,
         windows_opt_in=True,
         experts=_QWEN_SHARED_EXPERTS,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        defaults=_defaults(
+            *(154880, 2048, 10240, 47, 20, 202752, 0, 1),
+            rms_norm_eps=1e-5,
+            kv_lora_rank=512,
+            q_lora_rank=768,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=192,
+            v_head_dim=256,
+            n_routed_experts=64,
+            num_experts_per_tok=4,
+            n_shared_experts=1,
+            moe_intermediate_size=1536,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.8,
+            n_group=1,
+            topk_group=1,
+        ),
+        reads=_LATENT_READS - {"first_k_dense_replace"} | {"rope_interleave", "mlp_layer_types"},
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK_V3,
+        defaults=_defaults(
+            *(102400, 4096, 11008, 32, 32, 2048, 1, 2),
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            moe_intermediate_size=1407,
+            first_k_dense_replace=0,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+        ),
+        reads=_LATENT_READS | {"topk_method", "mlp_bias"},
+        mlp_bias=None,
+        sigmoid_routing=False,
+        left_out=(),
     ),
     "granite": Family(
         reads=_GRANITE_READS,

@@ -172,6 +172,8 @@ def check_split(config: ModelConfig, ranks: int) -> None:
     """Raises UnsupportedError for a model that cannot be split over this many ranks."""
     if config.is_recurrent and ranks > 1:
         raise UnsupportedError("tensor_parallel must be 1 for a model with recurrent layers")
+    if config.latent is not None and ranks > 1:
+        raise UnsupportedError("tensor_parallel must be 1 for a model with latent attention")
     sizes = {"num_attention_heads": config.num_attention_heads}
     if not all(layer.sparse for layer in config.layers):
         sizes["intermediate_size"] = config.intermediate_size

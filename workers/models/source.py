@@ -19,6 +19,7 @@ from workers.models.generation_defaults import read_end_tokens
 from workers.models.gguf.source import gguf_source
 from workers.models.quantised.reader import quantised_tensors
 from workers.models.text import ModelText, read_text
+from workers.models.text_part import WRAPPERS
 
 CONFIG_FILE = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -52,7 +53,7 @@ class ModelSource(Protocol):
         """All tensors, by their names in a checkpoint. Raises ModelError."""
 
     def notes(self) -> Sequence[str]:
-        """What the settings say of the weights and has no effect here, each a line. Raises ModelError."""
+        """What of the model has no effect here, each a line. Raises ModelError."""
 
     def text(self, vocab_size: int, max_bytes: int) -> ModelText:
         """What clients need to work with text; see `workers.models.text.read_text`. Raises ModelError."""
@@ -93,8 +94,12 @@ class DirectorySource:
 
     def notes(self) -> Sequence[str]:
         """See `ModelSource`."""
-        said = self._quantisation()
-        return () if said is None else said.notes
+        said, wrapper = self._quantisation(), self.settings().get("model_type")
+        quantised = () if said is None else said.notes
+        notes = [f"of the quantisation, {note}" for note in quantised]
+        if wrapper in WRAPPERS:
+            notes.append(f"only the text part of {wrapper} is served, which reads no images or sounds")
+        return notes
 
     def _quantisation(self) -> Quantisation | None:
         """How the weights are quantised; None: they are not. Raises UnsupportedError."""

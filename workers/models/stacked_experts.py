@@ -4,8 +4,8 @@ In gpt_oss, tensors are gate_up_proj [E, C, 2 * I], whose outputs are those of g
 [E, I, C], and their biases [E, 2 * I] and [E, C]. In MXFP4 a matrix is [E, outputs, inputs]; see
 `workers.models.quantised.mxfp4`. In Qwen3-VL, gate_up_proj has the outputs of gate before those of up, and is
 [E, C, 2 * I] as published, or [E, 2 * I, C] as the library saves it; the latter if both could be, as the
-library reads it. Here each becomes a matrix [outputs, inputs] of one projection of one
-expert, as a checkpoint of another family has it.
+library reads it. Granite has the second of these layouts, under names of its own. Here each becomes a matrix
+[outputs, inputs] of one projection of one expert, as a checkpoint of another family has it.
 
 Dimension letters: C hidden width; I intermediate width of an expert; E experts.
 """
@@ -24,7 +24,6 @@ from workers.models.quantised.mxfp4 import Mxfp4Experts
 from workers.models.registry import ExpertNames
 
 _GATE_UP, _DOWN, _BIAS = "gate_up_proj", "down_proj", "_bias"
-_PARTS = frozenset(name + bias for name in (_GATE_UP, _DOWN) for bias in ("", _BIAS))
 # Of a layer. More would only fill memory with descriptions of tensors.
 _MAX_EXPERTS = 4096
 _STACK = 3
@@ -130,7 +129,10 @@ def separated(
 
 
 def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) -> dict[str, torch.Tensor]:
-    """The same for tensors in memory: views of them, by their names in a checkpoint."""
+    """The same for tensors in memory: views of them, by their names in a checkpoint.
+
+    Other matrices than those by turns are [outputs, inputs], as the library saves them.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, stack in tensors.items():
         layer, part = _place(name, names)
@@ -138,9 +140,14 @@ def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) ->
             found[name] = stack
             continue
         for expert, own in enumerate(stack):
-            matrix, kind = (own, ".bias") if part.endswith(_BIAS) else (own.T, ".weight")
+            kind = ".bias" if part.endswith(_BIAS) else ".weight"
+            matrix = own.T if names.by_turns and kind == ".weight" else own
             if part.startswith(_DOWN):
                 found[layer + names.down.format(expert) + kind] = matrix
+            elif not names.by_turns:
+                gate, up = matrix.chunk(2)
+                found[layer + names.gate.format(expert) + kind] = gate
+                found[layer + names.up.format(expert) + kind] = up
             else:
                 found[layer + names.gate.format(expert) + kind] = matrix[::2]
                 found[layer + names.up.format(expert) + kind] = matrix[1::2]
@@ -149,8 +156,11 @@ def separated_values(tensors: Mapping[str, torch.Tensor], names: ExpertNames) ->
 
 def _place(name: str, names: ExpertNames) -> tuple[str | None, str]:
     """What the name begins with before those of a layer's parts, and the part; None: it is no such tensor."""
-    layer, found, part = name.partition(names.stacked or "\n")
-    return (layer, part) if found and part in _PARTS else (None, part)
+    layer, _, part = name.partition(names.stacked or "\n")
+    for own, known in zip(names.stacked_parts, (_GATE_UP, _DOWN), strict=True):
+        if part in (own, own + _BIAS):
+            return layer, known + part.removeprefix(own)
+    return None, part
 
 
 def _inputs_first(entry: StoredTensor, part: str, names: ExpertNames, width: int) -> bool:

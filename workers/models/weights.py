@@ -138,12 +138,14 @@ def plan_load(
     source = source_of(directory)
     entries = _of_text(source.tensors(), config)
     for note in source.notes():
-        _log.info("of the quantisation in %s, %s", source.config_file.name, note)
+        _log.info("%s: %s", source.config_file.name, note)
     forms = {name: entry.form for name, entry in entries.items() if entry.form is not None}
     if (quantization is not None or forms) and device.type != "cpu":
         raise UnsupportedError("quantization needs device = cpu")
     if config.is_recurrent and device.type != "cpu":
         raise UnsupportedError("native code for recurrent layers needs device = cpu")
+    if config.latent is not None and device.type != "cpu":
+        raise UnsupportedError("native code for latent attention needs device = cpu")
     if quantization is not None and forms:
         first = min(forms)
         where = f"{entries[first].file}: tensor {entries[first].name}"
@@ -317,8 +319,9 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     Raises ModelError if two tensors have the same name there, or experts cannot be separated.
     """
     found: dict[str, StoredTensor] = {}
+    left_out = tuple(prefix.format(config.num_hidden_layers) for prefix in config.family.left_out)
     for name, entry in entries.items() if config.wrapper is None else of_text_model(entries.items()):
-        if name.startswith(config.family.left_out):
+        if name.startswith(left_out):
             continue
         renamed = _PREFIX + name if name.startswith(_IN_BASE_MODELS) else name
         if renamed in found:

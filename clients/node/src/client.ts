@@ -211,13 +211,20 @@ export class QuireClient extends Caller implements AsyncDisposable {
   /**
    * Replaces the weights by others of the same config: of a directory of the server's machine, ORG/NAME on the hub, or what
    * `uploadWeights` returned. Returns the last message, which says what is served now; `onProgress` gets each one. `recompute`:
-   * caches continue with the new weights, otherwise they end. It is never retried.
+   * caches continue, and their KV is recomputed with the new weights. `keepKv`: they continue, and the KV that there is of them
+   * stays. Otherwise they end. It is never retried.
    */
   async loadWeights(
     source: string,
-    settings: CallOptions & { recompute?: boolean; onProgress?: (update: LoadWeightsResponse) => void } = {},
+    settings: CallOptions & {
+      recompute?: boolean;
+      keepKv?: boolean;
+      onProgress?: (update: LoadWeightsResponse) => void;
+    } = {},
   ): Promise<LoadWeightsResponse> {
-    const request = { source, previousCaches: settings.recompute ? PreviousCaches.RECOMPUTE : undefined };
+    if (settings.recompute && settings.keepKv) throw new TypeError("give either recompute or keepKv");
+    const continues = settings.keepKv ? PreviousCaches.KEEP_KV : settings.recompute ? PreviousCaches.RECOMPUTE : undefined;
+    const request = { source, previousCaches: continues };
     const { call, proxy } = this.#connection.serverStream(ADMIN.loadWeights, request, settings);
     const updates: AsyncIterable<LoadWeightsResponse> = call;
     let served: LoadWeightsResponse | undefined;

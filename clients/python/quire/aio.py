@@ -323,21 +323,28 @@ class AsyncClient(AsyncCaller):
         source: str,
         *,
         recompute: bool = False,
+        keep_kv: bool = False,
         timeout_s: float | None = None,
     ) -> admin_pb2.LoadWeightsResponse:
         """Replaces the weights by others of the same config. Returns what is served now.
 
-        It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
+        It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError,
+        or ValueError for both `recompute` and `keep_kv`.
 
         Args:
             source: An absolute path of a directory of the server's machine, ORG/NAME on the hub, or what
                 `upload_weights` returned.
-            recompute: Caches continue with the new weights. Otherwise they end.
+            recompute: Caches continue, and their KV is recomputed with the new weights. Otherwise they end.
+            keep_kv: Caches continue, and the KV that there is of them stays that of the previous weights.
             timeout_s: The timeout of the call. None: the client's.
         """
         request = admin_pb2.LoadWeightsRequest(source=source)
+        if recompute and keep_kv:
+            raise ValueError("give either recompute or keep_kv")
         if recompute:
             request.previous_caches = admin_pb2.PREVIOUS_CACHES_RECOMPUTE
+        elif keep_kv:
+            request.previous_caches = admin_pb2.PREVIOUS_CACHES_KEEP_KV
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         served = admin_pb2.LoadWeightsResponse()
         updates = self.admin_stub.LoadWeights(request, timeout=limit_s, metadata=self.metadata)

@@ -122,7 +122,6 @@ class Forwarding:
     async def forward(
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
-        """The answer of the gateway that has a shard."""
         if self.is_draining:
             raise Draining
         address = self._peers.addresses.peers.get(shard)
@@ -178,18 +177,12 @@ class Forwarding:
             raise InvalidArgument("OUTPUT_TOO_LARGE", "items", "answers of several gateways are too large")
         return response
 
-    async def close(self) -> None:
-        """Ends the connections to the others."""
-        await self._peers.close()
-
     def in_session(self, stream: Any, here: RunHere) -> SessionCallsOfOthers:
-        """See `OtherShards.in_session`."""
         return SessionCallsOfOthers(self, stream, here)
 
     # Readers.
 
     async def observe(self, method: str, request: Any, context: CallContext, response: Any) -> None:
-        """See `OtherShards.observe`."""
         for core in [*self.cores.values()]:
             found = await core.api.run_here(method, request, context)
             response.workers.extend(found.workers)

@@ -16,7 +16,6 @@ from service.extensions.gateways.peers import Addresses
 from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.leases import WATCH_S, Lease, Leases, Owned
-from service.extensions.gateways.settings import GatewaysSettings
 from service.extensions.gateways.sharing import decide
 from service.journal.base import JournalUnusable, OwnershipLost
 from service.logging import get_logger
@@ -51,11 +50,11 @@ OpenLeased = Callable[[Shard, Lease, Leases], Awaitable[RunningCore]]
 class Keeper:
     """Owner of the leases of this gateway, and of its cores beside the home core."""
 
-    def __init__(self, config: Config, address: str) -> None:
-        """`address`: of this gateway, for the others and, behind a space, for clients."""
+    def __init__(self, config: Config, address: str, shards: int) -> None:
+        """`address`: of this gateway, for the others and, behind a space, for clients. `shards`: of all."""
         self.owner = secrets.token_hex(_OWNER_BYTES)
         self._drain_grace_s = config.drain_grace_s
-        self._shards = config.of(GatewaysSettings).shards
+        self._shards = shards
         # Two connections, so that a renewal never waits for a look at the owners.
         self._table, self._renewals = (Database(config.journal, _ANSWER_S) for _ in range(2))
         self._leases = Leases(self._renewals, self.owner, address)

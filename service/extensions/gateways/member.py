@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import cast
@@ -10,17 +9,16 @@ from typing import cast
 import grpc
 from quire.v1 import executor_pb2_grpc
 
-from service.api.admin import Stop
+from service.admin import Stop
 from service.api.grpc_services import new_server
 from service.api.server_state import ServerState
+from service.completion import wait_until
 from service.config import Config
 from service.extension import Extension, GatewayParts, ServedShard
 from service.extensions.gateways.forwarding import Forwarding
 from service.extensions.gateways.peers import PeerInterceptor, Peers
 from service.listening import binding
 from service.shard import OpenJournal, OpenShard
-
-_POLL_INTERVAL_S = 0.02
 
 
 class Member(Extension):
@@ -64,7 +62,6 @@ class Member(Extension):
         return self
 
     def further_shards(self) -> Sequence[ServedShard]:
-        """See `OtherGateways.further_shards`."""
         return [*self.shards.cores.values()]
 
     def attach(self, parts: GatewayParts) -> None:
@@ -96,9 +93,7 @@ class Member(Extension):
         deadline_s = time.monotonic() + grace_s
         self.shards.is_draining = True
         await self._give_back(self._parts.shards()[0])
-        # Polled, because an event for this rare case would cost time with each call.
-        while self.shards.in_flight and time.monotonic() < deadline_s:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_INTERVAL_S)
+        await wait_until(lambda: not self.shards.in_flight, deadline_s - time.monotonic())
 
     async def stop(self, grace_s: float) -> None:
         """Ends the calls of other gateways, and the connections to them."""
@@ -115,18 +110,15 @@ class FurtherShard:
         forwarding.cores[core.shard.index] = core
 
     async def run(self) -> None:
-        """See `RunningCore.run`."""
         try:
             await self._core.run()
         finally:
             self._forwarding.cores.pop(self._core.shard.index, None)
 
     async def drain(self, grace_s: float) -> None:
-        """See `RunningCore.drain`."""
         self._core.pool.detach_workers()
         await self._core.drain(grace_s)
 
     def close(self) -> None:
-        """See `RunningCore.close`."""
         self._core.dispatcher.close()
         self._core.close()

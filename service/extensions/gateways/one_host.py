@@ -25,7 +25,7 @@ from urllib.parse import quote
 import grpc
 
 from service import durable_file
-from service.api.admin import Stop
+from service.admin import Stop
 from service.config import Config
 from service.data_directory import check_gateways, count_file
 from service.extensions.gateways.member import Member

@@ -22,7 +22,6 @@ from pathlib import Path
 from service.config import Config, all_settings
 from service.data_directory import data_directory
 from service.extensions.gateways.one_host import LEAVE_WORKERS, STOP, Place, places
-from service.extensions.gateways.settings import needs_a_worker
 from service.journal.base import JournalUnusable
 from service.listening import CannotListen, actual_address, binding
 from service.logging import get_logger
@@ -42,7 +41,7 @@ def run(config: Config) -> int:
     """Serves until a signal. Returns the exit status. Raises ConfigError."""
     config = gpus.with_workers(config, gpus.chosen(config))
     if config.gateways > config.worker_slots:
-        raise ConfigError("workers", "", "auto", needs_a_worker(config.gateways))
+        raise ConfigError("workers", "", "auto", f"each of {config.gateways} gateways needs a worker")
     with contextlib.ExitStack() as stack:
         shared = {
             one.name: address

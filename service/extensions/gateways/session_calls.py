@@ -27,22 +27,18 @@ class SessionCallContext:
         self._callbacks: list[Callable[[Any], None]] = []
 
     def time_remaining(self) -> float | None:
-        """The time until the deadline."""
         return None if self._until_s is None else max(0.0, self._until_s - time.monotonic())
 
     def invocation_metadata(self) -> Any:
-        """The metadata of the stream."""
         return self._stream.invocation_metadata()
 
     def set_trailing_metadata(self, metadata: Any) -> None:
         """Does nothing: a call of a Session has none."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """`callback` is called when the call has ended."""
         self._callbacks.append(callback)
 
     def end(self) -> None:
-        """The call has ended."""
         for callback in self._callbacks:
             callback(self)
 
@@ -59,7 +55,6 @@ class SessionCallsOfOthers:
         self._last: dict[str, asyncio.Task[None]] = {}
 
     def must_answer(self, method: str, request: Any) -> bool:
-        """See `SessionCalls.must_answer`."""
         return self._others.must_answer(method, request) or (
             bool(self._last) and not self._last.keys().isdisjoint(ids_in(method, request))
         )
@@ -67,7 +62,6 @@ class SessionCallsOfOthers:
     def start(
         self, method: str, request: Any, timeout_s: float | None, on_done: Callable[[Any], None]
     ) -> asyncio.Task[None]:
-        """See `SessionCalls.start`."""
         context = SessionCallContext(self._stream, timeout_s)
         ids = [cache_id for cache_id in ids_in(method, request) if cache_id]
         before = {self._last[cache_id] for cache_id in ids if cache_id in self._last}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 from service.config import Config, ExtensionSettings
 from service.setting_rules import HOST_PORT_ADDRESS, POSTGRES, Range, Text, is_reachable
-from service.settings import Conflict, Port, setting
+from service.settings import Conflict, Port, needing_extra, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaysSettings(ExtensionSettings):
     """Several gateways of this host, or of several hosts."""
-
-    opened_by: ClassVar[str] = "service.extensions.gateways.extension:open_extension"
-    served_by: ClassVar[str] = "service.extensions.gateways.extension:open_server"
 
     gateways: int = setting(
         1,
@@ -43,6 +41,26 @@ class GatewaysSettings(ExtensionSettings):
         Text(is_reachable, "must be host:port or [ipv6]:port, without port 0"),
     )
 
+    def open_extension(self, config: Config) -> Any:
+        """Of a gateway of several hosts. Those of one host are given theirs by their process.
+
+        Raises ConfigError if the driver of the database is not installed.
+        """
+        if not self.has_other_hosts:
+            return None
+        with needing_extra("postgres", "journal", config.journal):
+            from service.extensions.gateways.several_hosts import SeveralHosts  # noqa: PLC0415 - takes time
+
+        return SeveralHosts(config, self.peer_listen, self.advertise, self.shards)
+
+    def open_server(self, config: Config) -> Callable[[], int] | None:
+        """The parent of the gateways of this host."""
+        if self.gateways == 1:
+            return None
+        from service.extensions.gateways import parent  # noqa: PLC0415 - only with this setting
+
+        return functools.partial(parent.run, config)
+
     @property
     def gateways_of_host(self) -> int:
         """Those that one parent starts."""
@@ -56,9 +74,9 @@ class GatewaysSettings(ExtensionSettings):
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         """Of several gateways of this host, or of several hosts, with other settings."""
         # How many `auto` is, the machine tells at the start.
-        is_known = config.workers is not None
+        are_too_few = config.workers is not None and self.gateways > config.workers
         on_one_host = (
-            ("workers", is_known and self.gateways > config.worker_slots, needs_a_worker(self.gateways)),
+            ("workers", are_too_few, f"each of {self.gateways} gateways needs a worker"),
             ("listen", config.listen.startswith("unix:"), "several gateways share a port, not a Unix socket"),
         )
         on_several = (
@@ -75,8 +93,3 @@ class GatewaysSettings(ExtensionSettings):
             for name, is_wrong, problem in problems:
                 if is_wrong:
                     yield (name, *others), problem
-
-
-def needs_a_worker(gateways: int) -> str:
-    """Why there are too few workers."""
-    return f"each of {gateways} gateways needs a worker"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from service.api.admin import Stop
+from service.admin import Stop
 from service.config import Config
 from service.extension import ServedShard
 from service.extensions.gateways.keeper import Keeper
@@ -16,7 +16,6 @@ from service.extensions.gateways.postgres.database import Database
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Lease, Leases
-from service.extensions.gateways.settings import GatewaysSettings
 from service.journal.base import Journal, JournalUnusable, OwnershipLost
 from service.journal.recovery import Apply, ApplyRun
 from service.pool import pool_files
@@ -26,15 +25,14 @@ from service.shard import OpenJournal, OpenShard, Shard, open_shard
 class SeveralHosts(Member):
     """See `Member`. `Keeper` says which shards this gateway has."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, listen: str, advertise: str, shards: int) -> None:
         """Raises ConfigError."""
         self._pool = pool = Path(config.pool)
-        own = config.of(GatewaysSettings)
-        self._keeper = Keeper(config, f"{own.peer_listen} {own.advertise}".strip())
+        self._keeper = Keeper(config, f"{listen} {advertise}".strip(), shards)
         # Gateways have one certificate.
         credentials = pool_files.channel_credentials(pool)
         peers = Peers(config, pool_files.secret(pool), self._keeper.addresses, credentials)
-        super().__init__(config, own.peer_listen, peers)
+        super().__init__(config, listen, peers)
 
     async def _open_home(self, _open_journal: OpenJournal) -> OpenShard:
         """Waits for a shard."""

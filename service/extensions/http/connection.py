@@ -97,7 +97,6 @@ class Connection(H11Protocol):
 
     @property
     def peer(self) -> Peer | None:
-        """The client's address."""
         client = self.client
         return None if client is None else (plain_address(client[0]), client[1])
 

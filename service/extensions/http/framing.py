@@ -30,7 +30,6 @@ class RequestConnection(h11.Connection):
         self._max_head_bytes = max_head_bytes
 
     def next_event(self) -> Any:
-        """See h11."""
         if self.their_state is not h11.IDLE:
             event = super().next_event()
             if isinstance(event, h11.EndOfMessage):

@@ -80,7 +80,6 @@ class Exporter(Extension):
             group.create_task(self.figures.watch_lag())
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         try:
             status, content_type, body = await self._answer(Request(scope))
         except Exception:

@@ -47,7 +47,6 @@ class Distribution:
         self._total_s = 0.0
 
     def add(self, value_s: float) -> None:
-        """Counts a value."""
         self._counts[bisect_left(self._bounds_s, value_s)] += 1
         self._total_s += value_s
 
@@ -80,7 +79,6 @@ class Totals:
             self._gone[label] += last
 
     def by_label(self) -> dict[str, Counter[str]]:
-        """The sums."""
         sums = {label: counts.copy() for label, counts in self._gone.items()}
         for label, counts in self._last.values():
             sums.setdefault(label, Counter()).update(counts)

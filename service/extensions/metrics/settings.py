@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
-from service.config import ExtensionSettings
+from service.config import Config, ExtensionSettings
 from service.setting_rules import HOST_PORT_ADDRESS
 from service.settings import Port, setting
 
@@ -13,8 +13,6 @@ from service.settings import Port, setting
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsSettings(ExtensionSettings):
     """Figures for Prometheus, and probes."""
-
-    opened_by: ClassVar[str] = "service.extensions.metrics.extension:open_extension"
 
     metrics_listen: str = setting(
         "",
@@ -24,3 +22,11 @@ class MetricsSettings(ExtensionSettings):
         group="metrics",
         port=Port(of_each_gateway=True),
     )
+
+    def open_extension(self, config: Config) -> Any:  # noqa: ARG002
+        """None without an address to listen on."""
+        if not self.metrics_listen:
+            return None
+        from service.extensions.metrics.exporter import Exporter  # noqa: PLC0415 - its libraries take time
+
+        return Exporter(self.metrics_listen)

@@ -63,6 +63,15 @@ class BodyReader:
         finally:
             body.held.give_back(body.size_bytes)
 
+    @contextlib.asynccontextmanager
+    async def kept(self, data: bytes) -> AsyncIterator[Any]:
+        """Parses what a request goes on from without sending it. Its bytes count in the same way.
+
+        Raises InvalidArgument or ArrivingFull.
+        """
+        with self.budgets.of(current_tenant()).bodies.held(len(data)):
+            yield await self.parse(bytearray(data), current_tenant_name()) if data else None
+
     def reserve(self, body: Body, more_bytes: int) -> QuireError | None:
         """Counts more bytes of a body, or returns why they are refused. A single body always fits."""
         size_bytes = body.size_bytes + more_bytes

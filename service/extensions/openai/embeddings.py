@@ -27,7 +27,7 @@ from service.extensions.openai.models import Models
 from service.extensions.openai.requests import IGNORED, MAX_PRIORITY, priority_of, prompts
 from service.runtimes.embedding import MAX_INPUTS, Embedder
 
-# The parts of a JSON text.
+# The parts of a JSON text. Others run between two: some are empty, behind what takes long.
 Pieces: TypeAlias = Iterator[str]
 # An answer's pieces, once the vectors are there.
 Answer: TypeAlias = Callable[[Sequence[runner_pb2.Embedding]], Pieces]
@@ -123,7 +123,10 @@ def rerank(fields: Fields, models: Models) -> EmbeddingRequest:
     names = ["query", *(f"documents[{index}]" for index in range(len(documents)))]
 
     def answer(found: Sequence[runner_pb2.Embedding]) -> Pieces:
-        scores = [_cosine(found[0], each) for each in found[1:]]
+        scores = list[float]()
+        for each in found[1:]:
+            scores.append(_cosine(found[0], each))
+            yield ""
         yield f'{{"id":"rerank-{uuid.uuid4().hex}","model":{json.dumps(model)},"results":['
         for place, index in enumerate(sorted(range(len(scores)), key=lambda at: -scores[at])[:most]):
             document = {"document": {"text": documents[index]}} if with_documents else {}
@@ -160,8 +163,7 @@ def score(fields: Fields, models: Models) -> EmbeddingRequest:
 
 def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:
     """What all routes have: the Embed without its inputs, the model's name, and a prompt's most tokens."""
-    name = fields.required("model")
-    model = models.resolve(name, needs_text=False)
+    model = models.resolve(fields.required("model"), needs_text=False)
     if not model.is_local:
         raise unsupported("model", "a provider's models make no embeddings here")
     priority = fields.get("priority", integer, -MAX_PRIORITY, MAX_PRIORITY - 1) or 0
@@ -170,7 +172,7 @@ def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str
         priority=priority_of(priority),
         cache_salt=fields.get("cache_salt", string) or "",
     )
-    return embed, name, model.max_tokens
+    return embed, model.adapter_id or model.model_id, model.max_tokens
 
 
 def _texts(fields: Fields, name: str) -> list[str]:

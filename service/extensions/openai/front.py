@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
-from service.auth.authenticator import current_tenant_name
 from service.auth.connections import handshake_limits
 from service.auth.tls import http_context
 from service.config import Config
@@ -27,9 +26,8 @@ from service.extensions.openai.generate import GenerateResponse, generate
 from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
-from service.extensions.openai.responses_api import ResponsesResponse, responses
-from service.extensions.openai.settings import OpenAiSettings
-from service.extensions.openai.stored_responses import StoredResponses, not_found
+from service.extensions.openai.responses_api import ResponsesResponse, earlier_messages, responses
+from service.extensions.openai.stored_responses import StoredResponseHandler, StoredResponses
 from service.extensions.openai.tokenize import BodyHandler, Tokens
 from service.runtimes.embedding import Embedder
 
@@ -51,9 +49,9 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, settings: OpenAiSettings) -> None:
-        self.listen, self._settings = settings.openai_listen, settings
-        self._parsers = settings.tool_call_parser, settings.reasoning_parser
+    def __init__(self, listen: str, logprobs_mode: str, parsers: tuple[str, str]) -> None:
+        """`parsers`: of tool calls and of thoughts."""
+        self.listen, self._logprobs_mode, self._parsers = listen, logprobs_mode, parsers
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
@@ -70,7 +68,7 @@ class OpenAiFront(Extension):
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
     def _routes(self, parts: GatewayParts) -> Router:
-        is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
+        is_processed = self._logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
         text = parts.text
         shared = parts.executions, self._models, self._state, text, self.bodies, parts.api.Forward
@@ -82,7 +80,7 @@ class OpenAiFront(Extension):
             **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
             **dict.fromkeys(("/score", "/v1/score"), score),
         }
-        self._responses = StoredResponses()
+        stored = StoredResponses()
         answers = {
             "/tokenize": tokens.tokenize,
             "/detokenize": tokens.detokenize,
@@ -97,11 +95,18 @@ class OpenAiFront(Extension):
             Route(
                 RESPONSES,
                 CompletionHandler(
-                    functools.partial(responses, stored=self._responses), *shared, ResponsesResponse
+                    functools.partial(responses, stored=stored),
+                    *shared,
+                    ResponsesResponse,
+                    earlier=functools.partial(earlier_messages, stored=stored),
                 ),
                 methods=["POST"],
             ),
-            Route(f"{RESPONSES}/{{response_id}}", self._stored_response, methods=["GET", "DELETE"]),
+            Route(
+                f"{RESPONSES}/{{response_id}}",
+                StoredResponseHandler(stored, self._state.budgets),
+                methods=["GET", "DELETE"],
+            ),
             Route(MESSAGES, CompletionHandler(messages, *shared, MessageResponse), methods=["POST"]),
             *(
                 Route(
@@ -144,16 +149,6 @@ class OpenAiFront(Extension):
     async def _health(self, _request: Request) -> Response:
         state = self._state.state_name
         return JSONResponse({"status": state}, 200 if state == "serving" else 503)
-
-    async def _stored_response(self, request: Request) -> Response:
-        tenant, response_id = current_tenant_name(), request.path_params["response_id"]
-        if request.method != "DELETE":
-            if (found := self._responses.response(tenant, response_id)) is not None:
-                return Response(found, media_type="application/json")
-            raise not_found("RESPONSE_NOT_FOUND", "")
-        if not self._responses.delete(tenant, response_id):
-            raise not_found("RESPONSE_NOT_FOUND", "")
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def _list_models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._models.listed()})

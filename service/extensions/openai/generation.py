@@ -25,7 +25,7 @@ from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
 from service.extensions.openai.prompts import Prompt, Prompts, prompts_of
-from service.extensions.openai.requests import CompletionRequest, ResolveModel
+from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.token_texts import TokenTexts
 from service.runtimes.execution import Execution
@@ -50,9 +50,12 @@ _EVENT_STREAM = [
 
 @dataclass(frozen=True, eq=False)
 class CompletionHandler:
-    """Handles completions or chats, depending on `parse`. An ASGI application."""
+    """Handles completions or chats, depending on `parse`. An ASGI application.
 
-    parse: Callable[[object, ResolveModel], CompletionRequest]
+    `parse` makes a CompletionRequest of a body and a ResolveModel.
+    """
+
+    parse: Callable[..., CompletionRequest]
     executions: Executions
     models: Models
     state: ServerState
@@ -62,20 +65,25 @@ class CompletionHandler:
     forward: Forward
     response: Callable[[CompletionRequest, TokenTexts, Prompts], CompletionResponse] = CompletionResponse
     needs_text: bool = True
+    # What a request goes on from, as JSON; empty: nothing. `parse` gets it as `earlier`.
+    earlier: Callable[[object], bytes] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
         async with self.body_reader.read(Request(scope, receive)) as value:
-            body = [value]
-            del value
-            await until_disconnected(receive, self._handle(body, scope, send))
+            kept = b"" if self.earlier is None else self.earlier(value)
+            async with self.body_reader.kept(kept) as earlier:
+                body = [value]
+                del value, kept
+                await until_disconnected(receive, self._handle(body, earlier, scope, send))
 
-    async def _handle(self, body: list[object], scope: Scope, send: Send) -> None:
+    async def _handle(self, body: list[object], earlier: Any, scope: Scope, send: Send) -> None:
         """`body`: what was parsed, which is taken from it: Python's numbers take many times their bytes."""
         (value,) = body
         if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
             await self.state.first_worker(None)
-        completion_request = self.parse(value, self._resolve)
+        given = {"earlier": earlier} if earlier else {}
+        completion_request = self.parse(value, self._resolve, **given)
         body.clear()
         del value
         try:

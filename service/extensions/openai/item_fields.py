@@ -239,7 +239,8 @@ def _set_constraint(item: runner_pb2.ExecuteItem, path: str, **kind: str) -> Non
 
 def _set_schema(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
     """A schema, or its text."""
-    _set_constraint(item, path, json_schema=value if isinstance(value, str) else _json(value, path))
+    schema = string(value, path) if isinstance(value, str) else _json(value, path)
+    _set_constraint(item, path, json_schema=schema)
 
 
 def _set_regex(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:

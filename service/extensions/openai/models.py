@@ -28,6 +28,8 @@ class ResolvedModel:
     sampling_defaults: types_pb2.SamplingParams
     # Of a prompt, if known.
     max_tokens: int = _MANY_TOKENS
+    # What it computes with, which answers name. Empty: a provider's.
+    model_id: str = ""
     # Empty: the base model.
     adapter_id: str = ""
     # Of its tool calls and thoughts.
@@ -60,6 +62,7 @@ class Models:
             is_local=True,
             sampling_defaults=ready.sampling_defaults,
             max_tokens=self._state.limits.max_seq_tokens,
+            model_id=ready.model.model_id,
             adapter_id="" if model in (runtime.name, runtime.model_id) else model,
             # Templates by name, of which one may be for chats with tools only.
             formats=formats_of("".join(ready.chat_template.sources.values()), *self._parsers),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,17 +64,37 @@ class ResponsesRequest(CompletionRequest):
     keep: Keep
 
 
-def responses(value: object, resolve: ResolveModel, stored: StoredResponses) -> ResponsesRequest:
-    """A request to /v1/responses. Raises InvalidArgument, and what `resolve` raises."""
+def earlier_messages(value: object, stored: StoredResponses) -> bytes:
+    """The messages that a request goes on from, as JSON; empty: none. Raises InvalidArgument."""
+    previous_id = value.get("previous_response_id") if isinstance(value, dict) else None
+    if previous_id is None:
+        return b""
+    found = stored.messages(current_tenant_name(), string(previous_id, "previous_response_id"))
+    if found is None:
+        raise not_found("PREVIOUS_RESPONSE_NOT_FOUND", "previous_response_id")
+    return found
+
+
+def responses(
+    value: object,
+    resolve: ResolveModel,
+    stored: StoredResponses,
+    earlier: Sequence[dict[str, Any]] = (),
+) -> ResponsesRequest:
+    """A request to /v1/responses. `earlier`: the messages that it goes on from.
+
+    Raises InvalidArgument, and what `resolve` raises.
+    """
     fields = Fields(value)
     tenant = current_tenant_name()
     previous_id = fields.get("previous_response_id", string)
-    earlier = [] if previous_id is None else _earlier(stored, tenant, previous_id)
     body: dict[str, Any] = {name: fields.raw(name) for name in _SAME}
     body["max_completion_tokens"] = fields.raw("max_output_tokens")
     instructions = fields.get("instructions", string)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    body["messages"] = system + _messages(fields, earlier)
+    messages = [*earlier]
+    _add_items(messages, _input(fields))
+    body["messages"] = system + messages
     tools = fields.get("tools", array, MAX_TOOLS) or []
     body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     choice = fields.raw("tool_choice")
@@ -104,21 +124,13 @@ def responses(value: object, resolve: ResolveModel, stored: StoredResponses) -> 
         "previous_response_id": previous_id,
         "store": is_kept,
     }
-    items = [*earlier, *_input(fields)]
 
     def keep(response: Mapping[str, Any]) -> None:
         if is_kept:
-            stored.keep(tenant, items, response)
+            _add_items(messages, response["output"])
+            stored.keep(tenant, messages, response)
 
     return as_chat(ResponsesRequest, body, resolve, _NAMES, given=given, keep=keep)
-
-
-def _earlier(stored: StoredResponses, tenant: str, previous_id: str) -> list[Any]:
-    """The items that a request goes on from. Raises InvalidArgument, as OpenAI does, if there are none."""
-    items = stored.items(tenant, previous_id)
-    if items is None:
-        raise not_found("PREVIOUS_RESPONSE_NOT_FOUND", "previous_response_id")
-    return items
 
 
 def _input(fields: Fields) -> list[Any]:
@@ -129,15 +141,12 @@ def _input(fields: Fields) -> list[Any]:
     return fields.get("input", array, MAX_MESSAGES) or []
 
 
-def _messages(fields: Fields, earlier: list[Any]) -> list[dict[str, Any]]:
-    """The messages of earlier items, which were valid, and of the request's."""
-    messages: list[dict[str, Any]] = []
-    for name, items in (("previous_response_id", earlier), ("input", _input(fields))):
-        for index, each in enumerate(items):
-            item = Fields(each, f"{name}[{index}]")
-            _add_item(messages, item)
-            item.refuse_others(_IGNORED_OF_ITEMS)
-    return messages
+def _add_items(messages: list[dict[str, Any]], items: Sequence[Any]) -> None:
+    """Adds the messages of items of a request, or of a response."""
+    for index, each in enumerate(items):
+        item = Fields(each, f"input[{index}]")
+        _add_item(messages, item)
+        item.refuse_others(_IGNORED_OF_ITEMS)
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
-from service.config import ExtensionSettings
+from service.config import Config, ExtensionSettings
 from service.extensions.openai.output_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from service.setting_rules import HOST_PORT_ADDRESS
 from service.settings import Port, setting
@@ -14,8 +14,6 @@ from service.settings import Port, setting
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiSettings(ExtensionSettings):
     """OpenAI's API, and vLLM's, over HTTP."""
-
-    opened_by: ClassVar[str] = "service.extensions.openai.extension:open_extension"
 
     openai_listen: str = setting(
         "",
@@ -42,3 +40,12 @@ class OpenAiSettings(ExtensionSettings):
         " answer",
         (AUTO, NONE, *(form.name for form in REASONING_FORMATS)),
     )
+
+    def open_extension(self, config: Config) -> Any:  # noqa: ARG002
+        """None without an address to listen on."""
+        if not self.openai_listen:
+            return None
+        from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time
+
+        parsers = self.tool_call_parser, self.reasoning_parser
+        return OpenAiFront(self.openai_listen, self.openai_logprobs_mode, parsers)

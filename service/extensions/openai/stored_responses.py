@@ -1,7 +1,8 @@
 """Responses that /v1/responses keeps, so that the next request can name what came before by an id.
 
-They are texts in the memory of this gateway. Their KV is found in the prefix cache, as that of any prompt
-that begins like an earlier one.
+They are texts in the memory of this gateway: what was read of a request, and no more, so that going on from
+it costs as much as sending it again. Their KV is found in the prefix cache, as that of any prompt that begins
+like an earlier one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from service.auth.authenticator import current_tenant, current_tenant_name
+from service.budgets import Budgets
 from service.errors import InvalidArgument
+from service.extensions.openai.generation import JSON, ResponseBody
 
 KEPT_S = 3600.0
 _MAX_BYTES = 64 << 20
@@ -21,6 +29,8 @@ _MAX_BYTES = 64 << 20
 TENANT_SHARE = 4
 # Counted for each: so there are never too many to look through.
 _ENTRY_BYTES = 4 << 10
+# One is sent in parts of this size.
+_PART_BYTES = 1 << 16
 
 
 def not_found(reason: str, field: str) -> InvalidArgument:
@@ -31,15 +41,15 @@ def not_found(reason: str, field: str) -> InvalidArgument:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """`items`: of the conversation up to this response and with it, as JSON. `response`: itself, likewise."""
+    """`messages`: up to this response and with it, as JSON. `response`: itself, likewise."""
 
-    items: bytes
+    messages: bytes
     response: bytes
     until_s: float
 
     @property
     def size_bytes(self) -> int:
-        return len(self.items) + len(self.response) + _ENTRY_BYTES
+        return len(self.messages) + len(self.response) + _ENTRY_BYTES
 
 
 class StoredResponses:
@@ -52,27 +62,27 @@ class StoredResponses:
         # The least recently used first.
         self._stored: OrderedDict[tuple[str, str], _Stored] = OrderedDict()
         self._bytes: dict[str, int] = {}
+        self._all_bytes = 0
 
-    def keep(self, tenant: str, items: Sequence[Any], response: Mapping[str, Any]) -> None:
-        """Keeps a response, and the items of its request and of all before, unless it is too large."""
-        both = [*items, *response["output"]], response
+    def keep(self, tenant: str, messages: Sequence[Any], response: Mapping[str, Any]) -> None:
+        """Keeps a response, and the messages up to it and with it, unless it is too large."""
         try:
             # In ASCII: fields that nobody has read may have unpaired surrogates.
-            of_items, whole = (json.dumps(each).encode() for each in both)
+            earlier, whole = (json.dumps(each).encode() for each in (messages, response))
         except RecursionError:
             return
-        stored = _Stored(of_items, whole, self._now_s() + KEPT_S)
+        stored = _Stored(earlier, whole, self._now_s() + KEPT_S)
         self.delete(tenant, response["id"])
         if stored.size_bytes > self._max_bytes // TENANT_SHARE:
             return
         self._stored[tenant, response["id"]] = stored
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + stored.size_bytes
+        self._count(tenant, stored.size_bytes)
         self._make_room(tenant)
 
-    def items(self, tenant: str, response_id: str) -> list[Any] | None:
-        """The items up to a response and with it. None: it is not there."""
+    def messages(self, tenant: str, response_id: str) -> bytes | None:
+        """The messages up to a response and with it, as JSON. None: it is not there."""
         stored = self._find(tenant, response_id)
-        return None if stored is None else json.loads(stored.items)
+        return None if stored is None else stored.messages
 
     def response(self, tenant: str, response_id: str) -> bytes | None:
         """A response as JSON. None: it is not there."""
@@ -84,10 +94,14 @@ class StoredResponses:
         stored = self._stored.pop((tenant, response_id), None)
         if stored is None:
             return False
-        self._bytes[tenant] -= stored.size_bytes
+        self._count(tenant, -stored.size_bytes)
+        return True
+
+    def _count(self, tenant: str, more_bytes: int) -> None:
+        self._all_bytes += more_bytes
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + more_bytes
         if not self._bytes[tenant]:
             del self._bytes[tenant]
-        return True
 
     def _find(self, tenant: str, response_id: str) -> _Stored | None:
         stored = self._stored.get((tenant, response_id))
@@ -100,9 +114,37 @@ class StoredResponses:
     def _make_room(self, tenant: str) -> None:
         """Forgets as much as is too much of this tenant, or of all."""
         for owner, response_id in list(self._stored):
-            is_full = sum(self._bytes.values()) > self._max_bytes
+            is_full = self._all_bytes > self._max_bytes
             is_tenant_full = self._bytes.get(tenant, 0) > self._max_bytes // TENANT_SHARE
             if not is_full and not is_tenant_full:
                 return
             if is_full or owner == tenant:
                 self.delete(owner, response_id)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredResponseHandler:
+    """Returns or forgets one that is kept. An ASGI application."""
+
+    stored: StoredResponses
+    budgets: Budgets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises InvalidArgument, or AnswersFull."""
+        request = Request(scope, receive)
+        tenant, response_id = current_tenant_name(), request.path_params["response_id"]
+        if request.method == "DELETE":
+            if not self.stored.delete(tenant, response_id):
+                raise not_found("RESPONSE_NOT_FOUND", "")
+            await JSONResponse({"id": response_id, "object": "response", "deleted": True})(
+                scope, receive, send
+            )
+            return
+        if (found := self.stored.response(tenant, response_id)) is None:
+            raise not_found("RESPONSE_NOT_FOUND", "")
+        # It may be deleted, and others be kept, before the client has read it.
+        with self.budgets.of(current_tenant()).answers.held(len(found)):
+            body = ResponseBody(send, [JSON])
+            starts = range(0, len(found), _PART_BYTES)
+            await body.write(found[start : start + _PART_BYTES].decode("ascii") for start in starts)
+            await body.end()

@@ -16,9 +16,10 @@ from service.errors import InvalidArgument, NoTokenizer, SequenceTooLong
 from service.extensions.openai.anthropic_messages import messages
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields, bad_field, boolean, string, unsupported
-from service.extensions.openai.item_fields import CHAT, param_of, token_ids
+from service.extensions.openai.generation import until_disconnected
+from service.extensions.openai.item_fields import param_of, token_ids
 from service.extensions.openai.models import Models, ResolvedModel
-from service.extensions.openai.requests import chat
+from service.extensions.openai.requests import CompletionRequest, chat
 from service.runtimes.local import NAME
 from service.text.text_model import TextModel
 
@@ -81,17 +82,19 @@ class Tokens:
         request = messages(value, self.models.resolve, needs_max_tokens=False)
         if not request.model.is_local:
             raise unsupported("model", "a provider does not count tokens")
-        return {"input_tokens": len(await self._encoded(request.items[0]))}
+        return {"input_tokens": len(await self._encoded(request))}
 
     async def _of_chat(self, body: dict[str, Any]) -> list[int]:
         request = chat({name: each for name, each in body.items() if each is not None}, self.models.resolve)
-        return await self._encoded(request.items[0])
+        return await self._encoded(request)
 
-    async def _encoded(self, item: Any) -> list[int]:
+    async def _encoded(self, request: CompletionRequest) -> list[int]:
+        chat, most = request.items[0].chat, self.state.limits.max_seq_tokens
         try:
-            return list(await self.text.encode_chat(item.chat, max_tokens=self.state.limits.max_seq_tokens))
+            return list(await self.text.encode_chat(chat, max_tokens=most))
         except InvalidArgument as error:
-            raise InvalidArgument(error.reason, param_of(error.field, CHAT), error.message) from None
+            field = param_of(error.field, *request.tables)
+            raise InvalidArgument(error.reason, field, error.message) from None
 
     async def _model(self, fields: Fields) -> ResolvedModel:
         await self.state.first_worker(None)
@@ -109,7 +112,11 @@ class BodyHandler:
     body_reader: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises QuireError."""
-        async with self.body_reader.read(Request(scope, receive)) as value:
+        """Raises QuireError. Ends if the client disconnects: a template may take seconds."""
+
+        async def respond(value: object) -> None:
             response = JSONResponse(await self.answer(value))
-        await response(scope, receive, send)
+            await response(scope, receive, send)
+
+        async with self.body_reader.read(Request(scope, receive)) as value:
+            await until_disconnected(receive, respond(value))

@@ -17,13 +17,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from service.errors import BadRuntimes, RuntimeNotFound
 from service.extension import Extension
 from service.extensions.providers.config import ProviderConfig
+from service.extensions.providers.routing import Routing, RoutingRouter
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.spending import Spending
 from service.journal.values import StoredValues
 from service.logging import get_logger
 from service.printable import escaped
 from service.runtimes.base import Runtime
-from service.runtimes.router import Router, Routing
 from workers.common.trusted import require_trusted
 
 _log = get_logger(__name__)
@@ -58,11 +58,11 @@ class RuntimesFile(Extension):
         self._providers: list[RemoteRuntime] = []
         self.runtimes = self
 
-    def open_router(self, local: Runtime, values: StoredValues) -> Router:
+    def open_router(self, local: Runtime, values: StoredValues) -> RoutingRouter:
         """Makes the providers of the file, and the router. What was spent is kept in `values`."""
         self._spending = Spending(values)
         self._providers = self._reuse_or_create(self._configured.runtimes.values())
-        self.router = Router([local, *self._providers], self._configured.routing)
+        self.router = RoutingRouter([local, *self._providers], self._configured.routing)
         return self.router
 
     async def read_again(self, renewed: str = "") -> int:

@@ -94,7 +94,6 @@ class Spending:
         return budget
 
     def save(self) -> None:
-        """Stores the current use."""
         self._values.put(_NAME, self._encode())
 
     async def flush(self) -> None:

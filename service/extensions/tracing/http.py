@@ -27,7 +27,6 @@ class TracedHttp:
         self._app, self._spans = app, spans
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
         path = scope.get("path", "")
         operation = _OPERATIONS.get(path) if scope.get("method") == "POST" else None
         span = None if operation is None else self._begin(path, operation, scope["headers"])

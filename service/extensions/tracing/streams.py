@@ -32,7 +32,6 @@ class TracedStream:
         return getattr(self._context, name)
 
     def finish(self) -> None:
-        """Adds what is known at the end."""
         self._span.set_attribute("quire.failures", self._failures)
 
     def _begin(self, event: str) -> None:
@@ -54,7 +53,6 @@ class TracedSession(TracedStream):
     _answers = 0
 
     def write(self, message: executor_pb2.SessionResponse) -> Awaitable[None]:
-        """See `grpc.aio.ServicerContext`."""
         if not self._has_begun:
             self._begin("first answer")
         self._answers += len(message.results)
@@ -65,7 +63,6 @@ class TracedSession(TracedStream):
         return written
 
     def finish(self) -> None:
-        """Adds what is known at the end."""
         super().finish()
         self._span.set_attribute("quire.answers", self._answers)
 
@@ -76,7 +73,6 @@ class TracedExecute(TracedStream):
     _input_tokens = _output_tokens = 0
 
     def write(self, message: runner_pb2.ExecuteResponse) -> Awaitable[None]:
-        """See `grpc.aio.ServicerContext`."""
         if message.started.runtime:
             self._span.set_attribute("quire.runtime", message.started.runtime)
             if model := message.started.model_id:
@@ -99,7 +95,6 @@ class TracedExecute(TracedStream):
             set_error(self._span, self._fail(chunk.error))
 
     def finish(self) -> None:
-        """Adds what is known at the end."""
         super().finish()
         self._span.set_attribute("gen_ai.operation.name", "generate_content")
         self._span.set_attribute("gen_ai.usage.input_tokens", self._input_tokens)

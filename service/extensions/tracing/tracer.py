@@ -67,7 +67,6 @@ class Tracing(Extension):
         return handle
 
     def _traced_http(self, app: Any) -> TracedHttp:
-        """An ASGI application whose requests have spans."""
         return TracedHttp(app, self._spans)
 
 

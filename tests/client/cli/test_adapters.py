@@ -38,15 +38,18 @@ def test_adapters_are_listed(
             shared=True,
         ),
         "x": admin_pb2.Adapter(adapter_id="x\x1b", version=3, shared=True),
+        "happy": admin_pb2.Adapter(adapter_id="happy", version=4, size_bytes=768),  # a steering vector
     }
     assert quire("adapters", "list") == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert [row.split() for row in rows] == [
         ["team/sql-v2", "12", "16", "1.5", "MiB", "4", "pinned", "shared"],
         ["x\\x1b", "3", "-", "-", "0", "shared"],
+        ["happy", "4", "-", "768", "B", "0"],
     ]
     ends = {name: header.index(name) + len(name) for name in ("version", "rank", "size", "caches")}
-    assert all(row[end - 1] != " " and row[end] == " " for row in rows for end in ends.values()), "aligned"
+    places = [(f"{row} ", end) for row in rows for end in ends.values()]
+    assert all(row[end - 1] != " " and row[end] == " " for row, end in places), "aligned"
 
 
 def test_an_adapter_of_the_hub_is_loaded(

@@ -399,15 +399,20 @@ def test_larger_batches_and_longer_sequences_run_eagerly(
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "kind"),
     [
-        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
-        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), DeviceLostError),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+            DeviceLostError,
+        ),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), DeviceLostError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("planted"), RuntimeError),
     ],
 )
 def test_an_error_of_the_device_is_told_apart(
-    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
     def fail(*_: object) -> torch.Tensor:
         raise error
@@ -415,8 +420,9 @@ def test_an_error_of_the_device_is_told_apart(
     twins = Twins(decoder, device)
     monkeypatch.setattr(Decoder, "forward", fail)
     inputs = twins.packer.pack([Item(HandSequence(), [1, 2])])
-    with pytest.raises(DeviceLostError, match="CUDA"):
+    with pytest.raises(kind, match=r"CUDA|planted") as raised:
         twins.graph.step(inputs, [SamplingRow()])
+    assert raised.type is kind
 
 
 def test_hidden_states_are_read_beside_graphs(decoder: Decoder, device: str) -> None:
@@ -465,20 +471,6 @@ def test_experts_are_read_from_what_a_graph_leaves(device: str) -> None:
         assert all(ids.shape == (len(asking), 2) for ids in ours.experts)
         if asking == [0, 2]:
             assert ours.experts[1].tolist() == [[3, 1], [0, 5]]
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("planted")])
-def test_other_errors_stay_what_they_are(
-    decoder: Decoder, device: str, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def fail(*_: object) -> torch.Tensor:
-        raise error
-
-    twins = Twins(decoder, device)
-    monkeypatch.setattr(Decoder, "forward", fail)
-    inputs = twins.packer.pack([Item(HandSequence(), [1, 2])])
-    with pytest.raises(type(error)):
-        twins.graph.step(inputs, [SamplingRow()])
 
 
 def test_a_batch_that_could_not_be_sent_is_sent_when_tried_again(

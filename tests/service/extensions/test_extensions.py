@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -108,26 +109,19 @@ def installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(place, monkeypatch)
 
 
-def test_the_extension_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extensions_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls have lines, and caches survive a gateway that is killed while it writes one of its journal."""
     installed(tmp_path, monkeypatch)
-    flags = ["--access-log", str(tmp_path / "access.log")]
-    with GatewayProcess(model="paged-attention", flags=flags) as gateway:
-        decode_some(gateway)
-    calls = [
-        line.split()[0].rpartition("/")[2] for line in (tmp_path / "access.log").read_text().splitlines()
-    ]
-    assert calls.count("Prefill") == 1 and calls.count("Decode") == 3
-
-
-def test_the_journal_of_the_manual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches survive a gateway that is killed while it writes a line."""
-    installed(tmp_path, monkeypatch)
-    path = tmp_path / "caches.jsonl"
-    flags = ["--journal", f"lines://{path}"]
+    path, log = tmp_path / "caches.jsonl", tmp_path / "access.log"
+    flags = ["--journal", f"lines://{path}", "--access-log", str(log)]
     with GatewayProcess(model="paged-attention", flags=flags) as gateway:
         answer = gateway.stub.Prefill(executor_pb2.PrefillRequest(token_ids=PROMPT))
         cache_id, text = answer.kv_cache.cache_id, [answer.output.token_id]
         text.append(decode(gateway, cache_id, len(PROMPT), text[-1]))
+        # A line is written behind the answer.
+        while "/Decode " not in log.read_text():
+            time.sleep(0.01)
+        assert log.read_text().count("/Prefill ") == log.read_text().count("/Decode ") == 1
         gateway.process.kill()
         gateway.process.wait()
     with path.open("ab") as file:
@@ -148,14 +142,9 @@ def test_the_journal_of_the_manual_is_right(tmp_path: Path, monkeypatch: pytest.
 
 
 LAUNCHER = """
-from typing import ClassVar
 from service.config import ExtensionSettings
 from service.extension import Extension
 from service.pool.local import LocalLauncher
-
-class Settings(ExtensionSettings):
-    opened_by: ClassVar[str] = "theirs:open_extension"
-    starts_workers = True
 
 class Told(LocalLauncher):
     async def start(self, config):
@@ -163,10 +152,13 @@ class Told(LocalLauncher):
             file.write(config.worker_id + "\\n")
         return await super().start(config)
 
-def open_extension(config):
-    extension = Extension()
-    extension.launcher = lambda config, directory, on_locked: Told(directory, 0.0, on_locked)
-    return extension
+class Settings(ExtensionSettings):
+    starts_workers = True
+
+    def open_extension(self, config):
+        extension = Extension()
+        extension.launcher = lambda config, directory, on_locked: Told(directory, 0.0, on_locked)
+        return extension
 """
 
 
@@ -181,17 +173,14 @@ def test_an_extension_that_starts_the_workers(tmp_path: Path, monkeypatch: pytes
 
 
 OPENED = """
-from typing import ClassVar
 from service.config import ExtensionSettings
 from service.extension import Extension
-
-class Settings(ExtensionSettings):
-    opened_by: ClassVar[str] = "theirs:open_extension"
 
 class Theirs(Extension):
     journal = launcher = print
 
-"""
+class Settings(ExtensionSettings):
+    def open_extension(self, config): return """
 
 
 @pytest.mark.parametrize(
@@ -204,13 +193,13 @@ class Theirs(Extension):
             [],
         ),
         (
-            OPENED + "def open_extension(config): return 1 / 0\n",
+            OPENED + "1 / 0\n",
             ["first"],
             "the extension first, of the package quire-theirs, failed: ZeroDivisionError: .*theirs.py:",
             [],
         ),
         (
-            OPENED + "def open_extension(config): return Theirs()\n",
+            OPENED + "Theirs()\n",
             ["first", "second"],
             "only one extension can have the launcher, and first and second do",
             ["--check"],

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from quire.v1 import runner_pb2
 
+from service.caches.requests import PreviousCaches
 from service.runtimes.base import Batch
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
@@ -79,21 +80,18 @@ ONE = prepared("one", [1, 2, 4], 12, 1)
 MANY = prepared("many", [1, 2, 4], 12, 4)
 
 
-async def test_a_different_prompt_under_the_same_key_is_refused() -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        [prepared("one", [1, 2, 5], 12, 1), prepared("many", [7, 2, 4], 12, 4)],
+        [replace(item, cache_salt="other") for item in (ONE, MANY)],
+    ],
+    ids=["prompt", "salt"],
+)
+async def test_something_else_under_the_same_key_is_refused(others: list[PreparedItem]) -> None:
     world = KeptBatch(ONE, MANY)
     await world.begin_and_leave()
-    others = [prepared("one", [1, 2, 5], 12, 1), prepared("many", [7, 2, 4], 12, 4)]
     reader, second = world.begin(*others)
-    await world.finish(second)
-    assert (
-        reader.reasons("one") == ["REQUEST_ID_REUSED"] and reader.reasons("many") == ["REQUEST_ID_REUSED"] * 4
-    )
-
-
-async def test_another_salt_under_the_same_key_is_refused() -> None:
-    world = KeptBatch(ONE, MANY)
-    await world.begin_and_leave()
-    reader, second = world.begin(*(replace(item, cache_salt="other") for item in world.items))
     await world.finish(second)
     assert (
         reader.reasons("one") == ["REQUEST_ID_REUSED"] and reader.reasons("many") == ["REQUEST_ID_REUSED"] * 4
@@ -112,7 +110,7 @@ async def test_a_batch_may_be_resumed_with_more_samples() -> None:
 async def test_a_batch_is_not_resumed_with_other_weights() -> None:
     world = KeptBatch(ONE, MANY)
     await world.begin_and_leave()
-    world.gateway.replace_weights(1, recompute=False)
+    world.gateway.replace_weights(1, PreviousCaches.END)
     reader, second = world.begin(*(replace(item, weights=1) for item in world.items))
     await world.finish(second)
     assert reader.reasons("one") == ["WEIGHTS_CHANGED"] and reader.reasons("many") == ["WEIGHTS_CHANGED"] * 4

@@ -27,9 +27,12 @@ from service.extensions.openai.requests import chat
 from service.text.chat_template import ChatTemplates, TemplateRaised
 from service.text.chats import prompt_of
 from service.text.template_process import render
+from tests import chat_templates
+from tests import conversations as in_use
 from tests.chat_templates import byte_tokenizer
-from tests.conversations import DEEPSEEK, TEMPLATES
+from tests.conversations import DEEPSEEK
 
+TEMPLATES = chat_templates.TEMPLATES | in_use.TEMPLATES
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ORACLE = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), **SPECIAL)  # type: ignore[no-untyped-call]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -117,7 +120,9 @@ def call(arguments: str = '{"a": 1, "b": [2]}', call_id: str = "call-0001") -> d
     return {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-TEXTS = st.sampled_from(["", "hi", " 2 < 3\n", "<think>so</think>yes", "\u00e9"])
+TEXTS = st.text(max_size=30) | st.sampled_from(
+    ["", "  <b>&'\"  2 < 3\n", "<think>\nso\n</think>\n\nyes", "{{ bos_token }}{% raw %}", "\u00e9"]
+)
 NAMES = st.none() | st.sampled_from(["ann", "bob"])
 IDS = st.sampled_from(["abcdefghi", "call-0001", "x"])
 ARGUMENTS = st.sampled_from(["", "null", "{}", '{"a":1}', '{"b": [true, null], "a": "\\u00e9"}'])
@@ -125,10 +130,11 @@ ARGUMENTS = st.sampled_from(["", "null", "{}", '{"a":1}', '{"b": [true, null], "
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """With any roles, or users and assistants in turns, as some templates require."""
     messages: list[dict[str, Any]] = []
-    for role in draw(
-        st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=6)
-    ):
+    any_roles = st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=6)
+    in_turns = st.integers(0, 3).map(lambda turns: ["user", "assistant"] * turns + ["user"])
+    for role in draw(any_roles | in_turns | in_turns.map(lambda roles: ["system", *roles])):
         message: dict[str, Any] = {"role": role, "content": draw(TEXTS)}
         if role == "tool":
             message["tool_call_id"] = draw(IDS)
@@ -151,7 +157,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=conversations())
-@settings(max_examples=settings().max_examples // 3)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_conversation_is_written_as_by_transformers(name: str, messages: list[dict[str, Any]]) -> None:
     text = expected(TEMPLATES[name], messages)
     made = [parsed(messages), item(messages).chat]

@@ -85,7 +85,7 @@ def test_prompts_do_not_affect_each_other(source: str) -> None:
     assert results[1] == results[0].replace("planted secret", "another")
 
 
-@pytest.mark.parametrize("source", [ENDLESS, "{{ 'a' * 10 ** 12 }}"])
+@pytest.mark.parametrize("source", [ENDLESS, "{{ (9 ** (9 ** 9)) is even }}", "{{ 'a' * 10 ** 12 }}"])
 async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
     monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
@@ -94,7 +94,7 @@ async def test_a_template_that_exceeds_a_limit_does_not_affect_others(
     hostile = asyncio.create_task(write(templates, source))
     # Others get their prompts meanwhile.
     assert await write(templates, PLAIN, "a") == "a"
-    with pytest.raises(TemplateError, match=r"used more than|too much memory"):
+    with pytest.raises(TemplateError, match=r"used more than 0\.5 s of CPU time|too much memory"):
         await hostile
     assert await write(templates, PLAIN, "b") == "b"
     # Only the process of the good template is left.

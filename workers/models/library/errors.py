@@ -10,9 +10,18 @@ from contextlib import contextmanager
 import torch
 import transformers
 
+from workers.kv.sizing import KvSizingError
 from workers.models.errors import ModelError
 
 _MAX_CHARACTERS = 300
+_PASSED = (
+    ModelError,
+    KvSizingError,
+    MemoryError,
+    RecursionError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+)
 
 
 @contextmanager
@@ -23,7 +32,7 @@ def library_errors(doing: str) -> Iterator[None]:
         doing: The action, for the message: "build the model".
 
     Raises:
-        ModelError: For any exception except ModelError, MemoryError, RecursionError and errors of a device,
+        ModelError: For any exception except ModelError, those of memory and of a device, and RecursionError,
             which pass.
     """
     transformers.logging.set_verbosity(logging.CRITICAL)
@@ -32,7 +41,7 @@ def library_errors(doing: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except (ModelError, MemoryError, RecursionError, torch.OutOfMemoryError, torch.AcceleratorError):
+    except _PASSED:
         raise
     except Exception as error:
         # The lines joined: often only a later one says what is wrong.

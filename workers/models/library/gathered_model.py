@@ -132,13 +132,14 @@ class GatheredModel(LibraryModel):
     takes_trees = False
     packs_kv = False
 
-    def __init__(self, module: PreTrainedModel) -> None:
+    def __init__(self, module: PreTrainedModel, why_not_packed: str = "") -> None:
         """Take ownership of a loaded model, and run a few tokens to find what it stores.
 
         Raises:
             ModelError: A layer stores something else.
         """
         super().__init__(module)
+        self.why_not_packed = why_not_packed
         self._set_attention(EAGER)
         self._cache_name = "past_key_values" if "past_key_values" in self._parameters else "cache_params"
         # By layer of the library's cache: its kind, and how many states of each kind it may have.

@@ -82,9 +82,12 @@ def plan_library_model(
         KvSizingError: The weights do not fit into memory.
     """
     directory, device = Path(directory), torch.device(device)
-    if not source_of(directory).is_of_library:
+    source = source_of(directory)
+    if not source.is_of_library:
         raise ModelError(f"{directory}: quantised weights need a model that native code runs")
     settings = read_settings(directory)
+    for note in source.notes():
+        _log.info("%s: %s", source.config_file.name, note)
     entries = checkpoint.read_entries(directory)
     if settings.is_text_part:
         entries = dict(of_text_model(entries.items()))
@@ -120,6 +123,8 @@ def load_library_model(
         if plan.device.type == "cpu":
             fix_activations(module)
         model = make_library_model(module)
+    if isinstance(model, GatheredModel):
+        _log.info("each sequence of a step runs by itself, which is slow: %s", model.why_not_packed)
     settings, first = plan.settings, next(iter(model.kv_layers), None)
     text = settings.config.get_text_config(decoder=True)
     return model, ModelDescription(
@@ -160,11 +165,9 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
         why_not_packed = str(error)
     try:
         with library_errors("run a sequence of the model on a cache"):
-            model = GatheredModel(module)
+            return GatheredModel(module, why_not_packed)
     except ModelError as error:
         raise ModelError(f"the model cannot run over pages: {why_not_packed}; and {error}") from None
-    _log.info("each sequence of a step runs by itself, which is slow: %s", why_not_packed)
-    return model
 
 
 def _model_size(

@@ -38,12 +38,16 @@ def quantise_module(module: nn.Module, parameters: Mapping[str, nn.Parameter], f
     names = {id(parameter): name for name, parameter in parameters.items()}
     done = set[int]()
     for part in module.modules():
+        if not isinstance(part, nn.Linear | nn.Embedding):
+            continue
+        form = format_of(names[id(part.weight)])
+        if form is None:  # the gate of a shared expert
+            continue
+        assert isinstance(form, GroupFormat)
         if isinstance(part, nn.Linear):
             part.register_forward_pre_hook(_round)
-        if isinstance(part, nn.Linear | nn.Embedding) and id(part.weight) not in done:
+        if id(part.weight) not in done:
             done.add(id(part.weight))
-            form = format_of(names[id(part.weight)])
-            assert isinstance(form, GroupFormat)
             part.weight.copy_(_dequantised(part.weight, form))
 
 
@@ -97,7 +101,7 @@ def separate_experts(module: Any, names: ExpertNames | None) -> Iterator[dict[st
     """Let a model have a projection for each matrix of experts, until the end of the `with`.
 
     Args:
-        module: A model whose layers have their experts, if any, in `mlp`. Mutated.
+        module: Mutated.
         names: Those of the family.
 
     Yields:
@@ -106,12 +110,13 @@ def separate_experts(module: Any, names: ExpertNames | None) -> Iterator[dict[st
     stacked = {}
     parameters = dict(module.named_parameters())
     for index, layer in enumerate(module.model.layers):
-        if names is None or not hasattr(layer.mlp, "experts"):
+        block = next((part for part in layer.children() if hasattr(part, "experts")), None)
+        if names is None or block is None:
             continue
-        stacked[layer.mlp] = layer.mlp.experts
-        layer.mlp.experts = made = _Experts(layer.mlp.experts)
+        stacked[block] = block.experts
+        block.experts = made = _Experts(block.experts)
         place = f"model.layers.{index}."
-        router = getattr(layer.mlp, names.router.rpartition(".")[2])
+        router = next(getattr(block, name) for name in names.router.split(".") if hasattr(block, name))
         parameters[f"{place}{names.router}.weight"] = router.weight
         for name, projections in ((names.gate, made.gate), (names.up, made.up), (names.down, made.down)):
             for expert, projection in enumerate(projections):

@@ -80,7 +80,9 @@ def _drop_layers(text: PreTrainedConfig) -> None:
     }
     # The last layers of some families read the keys and values of earlier ones of their type.
     first_shared = layers - (getattr(text, "num_kv_shared_layers", None) or 0)
-    kept = range(first_shared)[: _layers_of_each_kind(text, list(lists.values()), layers)]
+    types = getattr(text, "layer_types", None)  # which may be computed from other settings
+    kinds = [*lists.values(), *([types] if isinstance(types, list) and len(types) == layers else [])]
+    kept = range(first_shared)[: _layers_of_each_kind(text, kinds, layers)]
     sharing = range(first_shared, layers)[: len(kept)]
     if sharing:
         text.num_kv_shared_layers = len(sharing)

@@ -21,8 +21,8 @@ def list_adapters(options: argparse.Namespace) -> int:
     width = max(map(len, [_NAME, *ids]))
     print(_ROW.format(_NAME, width, "version", "rank", "size", "caches", "").rstrip())
     for adapter_id, adapter in zip(ids, adapters, strict=True):
-        # Neither is known until a worker has loaded it.
-        rank, taken = (adapter.rank, size(adapter.size_bytes)) if adapter.rank else ("-", "-")
+        # Neither is known until a worker has loaded it, and a steering vector has no rank.
+        rank, taken = adapter.rank or "-", size(adapter.size_bytes) if adapter.size_bytes else "-"
         notes = " ".join(name for name in ("pinned", "shared") if getattr(adapter, name))
         print(_ROW.format(adapter_id, width, adapter.version, rank, taken, adapter.caches, notes).rstrip())
     return 0

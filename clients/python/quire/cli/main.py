@@ -129,8 +129,11 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         command = commands[parsed.command]
         name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
-        close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", command.format_usage()), n=1)
-        command.error(f"{name} is not known" + (f"; did you mean {close[0]}?" if close else ""))
+        known_flags = re.findall(r"--[\w-]+", command.format_usage())
+        meant = difflib.get_close_matches(name, known_flags, n=1)
+        if not name.startswith("-") and "--model" in known_flags:  # as other servers are told the model
+            meant = [f"--model {name}"]
+        command.error(f"{name} is not known" + (f"; did you mean {meant[0]}?" if meant else ""))
     return parsed
 
 

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\" \n\rWarmupRequest\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\'\n\x0eWarmupResponse\x12\x15\n\rworkers_ready\x18\x01 \x01(\r\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\rDrainResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.ReplacedWorker\"E\n\x0eReplacedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07old_pid\x18\x02 \x01(\r\x12\x0f\n\x07new_pid\x18\x03 \x01(\r\"h\n\x12LoadWeightsRequest\x12\x0f\n\x07runtime\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x31\n\x0fprevious_caches\x18\x03 \x01(\x0e\x32\x18.quire.v1.PreviousCaches\"y\n\x13LoadWeightsResponse\x12)\n\x05phase\x18\x01 \x01(\x0e\x32\x1a.quire.v1.LoadWeightsPhase\x12\x10\n\x08progress\x18\x02 \x01(\x01\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\"V\n\x14UploadWeightsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\'\n\x15UploadWeightsResponse\x12\x0e\n\x06source\x18\x01 \x01(\t\"O\n\x15RebuildSessionRequest\x12\x0f\n\x07runtime\x18\x01 \x01(\t\x12%\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x16.quire.v1.RebuildCause\")\n\x16RebuildSessionResponse\x12\x0f\n\x07rebuilt\x18\x01 \x01(\r\"(\n\x0fShutdownRequest\x12\x15\n\rleave_workers\x18\x01 \x01(\x08\"\x12\n\x10ShutdownResponse\"}\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12#\n\x04\x66ile\x18\x05 \x01(\x0b\x32\x15.quire.v1.AdapterFile\")\n\x0b\x41\x64\x61pterFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\":\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06shared\x18\x02 \x01(\x08\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\x15\n\x13ListAdaptersRequest\";\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\"\x80\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hes\x18\x07 \x01(\r*i\n\x0ePreviousCaches\x12\x1f\n\x1bPREVIOUS_CACHES_UNSPECIFIED\x10\x00\x12\x17\n\x13PREVIOUS_CACHES_END\x10\x01\x12\x1d\n\x19PREVIOUS_CACHES_RECOMPUTE\x10\x02*\x99\x01\n\x10LoadWeightsPhase\x12\"\n\x1eLOAD_WEIGHTS_PHASE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aLOAD_WEIGHTS_PHASE_LOADING\x10\x01\x12\x1e\n\x1aLOAD_WEIGHTS_PHASE_SERVING\x10\x02\x12!\n\x1dLOAD_WEIGHTS_PHASE_NOT_NEEDED\x10\x03*\xbf\x01\n\x0cRebuildCause\x12\x1d\n\x19REBUILD_CAUSE_UNSPECIFIED\x10\x00\x12\'\n#REBUILD_CAUSE_CUDA_CONTEXT_POISONED\x10\x01\x12%\n!REBUILD_CAUSE_REMOTE_AUTH_FAILURE\x10\x02\x12&\n\"REBUILD_CAUSE_REMOTE_CONFIG_CHANGE\x10\x03\x12\x18\n\x14REBUILD_CAUSE_MANUAL\x10\x04\x32\xae\x05\n\x0c\x41\x64minService\x12;\n\x06Warmup\x12\x17.quire.v1.WarmupRequest\x1a\x18.quire.v1.WarmupResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse\x12L\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse(\x01\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12L\n\x0bLoadWeights\x12\x1c.quire.v1.LoadWeightsRequest\x1a\x1d.quire.v1.LoadWeightsResponse0\x01\x12R\n\rUploadWeights\x12\x1e.quire.v1.UploadWeightsRequest\x1a\x1f.quire.v1.UploadWeightsResponse(\x01\x12S\n\x0eRebuildSession\x12\x1f.quire.v1.RebuildSessionRequest\x1a .quire.v1.RebuildSessionResponse\x12\x41\n\x08Shutdown\x12\x19.quire.v1.ShutdownRequest\x1a\x1a.quire.v1.ShutdownResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\x1a\x1egoogle/protobuf/duration.proto\" \n\rWarmupRequest\x12\x0f\n\x07workers\x18\x01 \x01(\r\"\'\n\x0eWarmupResponse\x12\x15\n\rworkers_ready\x18\x01 \x01(\r\"K\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12(\n\x05grace\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\rDrainResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.ReplacedWorker\"E\n\x0eReplacedWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07old_pid\x18\x02 \x01(\r\x12\x0f\n\x07new_pid\x18\x03 \x01(\r\"h\n\x12LoadWeightsRequest\x12\x0f\n\x07runtime\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x31\n\x0fprevious_caches\x18\x03 \x01(\x0e\x32\x18.quire.v1.PreviousCaches\"\x92\x01\n\x13LoadWeightsResponse\x12)\n\x05phase\x18\x01 \x01(\x0e\x32\x1a.quire.v1.LoadWeightsPhase\x12\x10\n\x08progress\x18\x02 \x01(\x01\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x17\n\x0fweights_version\x18\x05 \x01(\x04\"V\n\x14UploadWeightsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06sha256\x18\x04 \x01(\x0c\"\'\n\x15UploadWeightsResponse\x12\x0e\n\x06source\x18\x01 \x01(\t\"O\n\x15RebuildSessionRequest\x12\x0f\n\x07runtime\x18\x01 \x01(\t\x12%\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x16.quire.v1.RebuildCause\")\n\x16RebuildSessionResponse\x12\x0f\n\x07rebuilt\x18\x01 \x01(\r\"(\n\x0fShutdownRequest\x12\x15\n\rleave_workers\x18\x01 \x01(\x08\"\x12\n\x10ShutdownResponse\"}\n\x12LoadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12#\n\x04\x66ile\x18\x05 \x01(\x0b\x32\x15.quire.v1.AdapterFile\")\n\x0b\x41\x64\x61pterFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\":\n\x14UnloadAdapterRequest\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0e\n\x06shared\x18\x02 \x01(\x08\")\n\x15UnloadAdapterResponse\x12\x10\n\x08unloaded\x18\x01 \x01(\x08\"\x15\n\x13ListAdaptersRequest\";\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\"\x80\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\x12\x0e\n\x06shared\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x63\x61\x63hes\x18\x07 \x01(\r*\x86\x01\n\x0ePreviousCaches\x12\x1f\n\x1bPREVIOUS_CACHES_UNSPECIFIED\x10\x00\x12\x17\n\x13PREVIOUS_CACHES_END\x10\x01\x12\x1d\n\x19PREVIOUS_CACHES_RECOMPUTE\x10\x02\x12\x1b\n\x17PREVIOUS_CACHES_KEEP_KV\x10\x03*\x99\x01\n\x10LoadWeightsPhase\x12\"\n\x1eLOAD_WEIGHTS_PHASE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aLOAD_WEIGHTS_PHASE_LOADING\x10\x01\x12\x1e\n\x1aLOAD_WEIGHTS_PHASE_SERVING\x10\x02\x12!\n\x1dLOAD_WEIGHTS_PHASE_NOT_NEEDED\x10\x03*\xbf\x01\n\x0cRebuildCause\x12\x1d\n\x19REBUILD_CAUSE_UNSPECIFIED\x10\x00\x12\'\n#REBUILD_CAUSE_CUDA_CONTEXT_POISONED\x10\x01\x12%\n!REBUILD_CAUSE_REMOTE_AUTH_FAILURE\x10\x02\x12&\n\"REBUILD_CAUSE_REMOTE_CONFIG_CHANGE\x10\x03\x12\x18\n\x14REBUILD_CAUSE_MANUAL\x10\x04\x32\xae\x05\n\x0c\x41\x64minService\x12;\n\x06Warmup\x12\x17.quire.v1.WarmupRequest\x1a\x18.quire.v1.WarmupResponse\x12\x38\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse\x12L\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse(\x01\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12L\n\x0bLoadWeights\x12\x1c.quire.v1.LoadWeightsRequest\x1a\x1d.quire.v1.LoadWeightsResponse0\x01\x12R\n\rUploadWeights\x12\x1e.quire.v1.UploadWeightsRequest\x1a\x1f.quire.v1.UploadWeightsResponse(\x01\x12S\n\x0eRebuildSession\x12\x1f.quire.v1.RebuildSessionRequest\x1a .quire.v1.RebuildSessionResponse\x12\x41\n\x08Shutdown\x12\x19.quire.v1.ShutdownRequest\x1a\x1a.quire.v1.ShutdownResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREVIOUSCACHES']._serialized_start=1440
-  _globals['_PREVIOUSCACHES']._serialized_end=1545
-  _globals['_LOADWEIGHTSPHASE']._serialized_start=1548
-  _globals['_LOADWEIGHTSPHASE']._serialized_end=1701
-  _globals['_REBUILDCAUSE']._serialized_start=1704
-  _globals['_REBUILDCAUSE']._serialized_end=1895
+  _globals['_PREVIOUSCACHES']._serialized_start=1467
+  _globals['_PREVIOUSCACHES']._serialized_end=1601
+  _globals['_LOADWEIGHTSPHASE']._serialized_start=1604
+  _globals['_LOADWEIGHTSPHASE']._serialized_end=1757
+  _globals['_REBUILDCAUSE']._serialized_start=1760
+  _globals['_REBUILDCAUSE']._serialized_end=1951
   _globals['_WARMUPREQUEST']._serialized_start=66
   _globals['_WARMUPREQUEST']._serialized_end=98
   _globals['_WARMUPRESPONSE']._serialized_start=100
@@ -49,36 +49,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLACEDWORKER']._serialized_end=347
   _globals['_LOADWEIGHTSREQUEST']._serialized_start=349
   _globals['_LOADWEIGHTSREQUEST']._serialized_end=453
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=455
-  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=576
-  _globals['_UPLOADWEIGHTSREQUEST']._serialized_start=578
-  _globals['_UPLOADWEIGHTSREQUEST']._serialized_end=664
-  _globals['_UPLOADWEIGHTSRESPONSE']._serialized_start=666
-  _globals['_UPLOADWEIGHTSRESPONSE']._serialized_end=705
-  _globals['_REBUILDSESSIONREQUEST']._serialized_start=707
-  _globals['_REBUILDSESSIONREQUEST']._serialized_end=786
-  _globals['_REBUILDSESSIONRESPONSE']._serialized_start=788
-  _globals['_REBUILDSESSIONRESPONSE']._serialized_end=829
-  _globals['_SHUTDOWNREQUEST']._serialized_start=831
-  _globals['_SHUTDOWNREQUEST']._serialized_end=871
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=873
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=891
-  _globals['_LOADADAPTERREQUEST']._serialized_start=893
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1018
-  _globals['_ADAPTERFILE']._serialized_start=1020
-  _globals['_ADAPTERFILE']._serialized_end=1061
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=1063
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=1120
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1122
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1180
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1182
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1223
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=1225
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1246
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1248
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1307
-  _globals['_ADAPTER']._serialized_start=1310
-  _globals['_ADAPTER']._serialized_end=1438
-  _globals['_ADMINSERVICE']._serialized_start=1898
-  _globals['_ADMINSERVICE']._serialized_end=2584
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_start=456
+  _globals['_LOADWEIGHTSRESPONSE']._serialized_end=602
+  _globals['_UPLOADWEIGHTSREQUEST']._serialized_start=604
+  _globals['_UPLOADWEIGHTSREQUEST']._serialized_end=690
+  _globals['_UPLOADWEIGHTSRESPONSE']._serialized_start=692
+  _globals['_UPLOADWEIGHTSRESPONSE']._serialized_end=731
+  _globals['_REBUILDSESSIONREQUEST']._serialized_start=733
+  _globals['_REBUILDSESSIONREQUEST']._serialized_end=812
+  _globals['_REBUILDSESSIONRESPONSE']._serialized_start=814
+  _globals['_REBUILDSESSIONRESPONSE']._serialized_end=855
+  _globals['_SHUTDOWNREQUEST']._serialized_start=857
+  _globals['_SHUTDOWNREQUEST']._serialized_end=897
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=899
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=917
+  _globals['_LOADADAPTERREQUEST']._serialized_start=919
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1044
+  _globals['_ADAPTERFILE']._serialized_start=1046
+  _globals['_ADAPTERFILE']._serialized_end=1087
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=1089
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=1146
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1148
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1206
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=1208
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1249
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=1251
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1272
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1274
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1333
+  _globals['_ADAPTER']._serialized_start=1336
+  _globals['_ADAPTER']._serialized_end=1464
+  _globals['_ADMINSERVICE']._serialized_start=1954
+  _globals['_ADMINSERVICE']._serialized_end=2640
 # @@protoc_insertion_point(module_scope)

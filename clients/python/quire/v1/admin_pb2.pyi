@@ -15,6 +15,7 @@ class PreviousCaches(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PREVIOUS_CACHES_UNSPECIFIED: _ClassVar[PreviousCaches]
     PREVIOUS_CACHES_END: _ClassVar[PreviousCaches]
     PREVIOUS_CACHES_RECOMPUTE: _ClassVar[PreviousCaches]
+    PREVIOUS_CACHES_KEEP_KV: _ClassVar[PreviousCaches]
 
 class LoadWeightsPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ class RebuildCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 PREVIOUS_CACHES_UNSPECIFIED: PreviousCaches
 PREVIOUS_CACHES_END: PreviousCaches
 PREVIOUS_CACHES_RECOMPUTE: PreviousCaches
+PREVIOUS_CACHES_KEEP_KV: PreviousCaches
 LOAD_WEIGHTS_PHASE_UNSPECIFIED: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_LOADING: LoadWeightsPhase
 LOAD_WEIGHTS_PHASE_SERVING: LoadWeightsPhase
@@ -90,16 +92,18 @@ class LoadWeightsRequest(_message.Message):
     def __init__(self, runtime: _Optional[str] = ..., source: _Optional[str] = ..., previous_caches: _Optional[_Union[PreviousCaches, str]] = ...) -> None: ...
 
 class LoadWeightsResponse(_message.Message):
-    __slots__ = ("phase", "progress", "model_id", "fingerprint")
+    __slots__ = ("phase", "progress", "model_id", "fingerprint", "weights_version")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     phase: LoadWeightsPhase
     progress: float
     model_id: str
     fingerprint: str
-    def __init__(self, phase: _Optional[_Union[LoadWeightsPhase, str]] = ..., progress: _Optional[float] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, phase: _Optional[_Union[LoadWeightsPhase, str]] = ..., progress: _Optional[float] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class UploadWeightsRequest(_message.Message):
     __slots__ = ("name", "size_bytes", "data", "sha256")

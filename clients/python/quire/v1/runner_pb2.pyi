@@ -296,7 +296,7 @@ class ExecutionStarted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., transport_kind: _Optional[_Union[TransportKind, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., resumed: _Optional[bool] = ...) -> None: ...
 
 class SampleChunk(_message.Message):
-    __slots__ = ("item_id", "sample", "position", "token_ids", "text", "logprobs", "tool_calls", "finish_reason", "stop", "error", "usage", "runtime", "kv_cache", "hidden")
+    __slots__ = ("item_id", "sample", "position", "token_ids", "text", "logprobs", "tool_calls", "finish_reason", "stop", "error", "usage", "runtime", "kv_cache", "hidden", "weights_version")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +311,7 @@ class SampleChunk(_message.Message):
     RUNTIME_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     sample: int
     position: int
@@ -325,7 +326,8 @@ class SampleChunk(_message.Message):
     runtime: str
     kv_cache: _types_pb2.KvCacheHandle
     hidden: _containers.RepeatedCompositeFieldContainer[TokenHidden]
-    def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[TokenHidden, _Mapping]]] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[TokenHidden, _Mapping]]] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class TokenHidden(_message.Message):
     __slots__ = ("states",)

@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.journal.base import OwnershipLost
+from service.lease import FencedLease
 from service.logging import RareWarnings
 
 LEASE_S: Final = 10.0
@@ -118,28 +119,21 @@ class Owned(NamedTuple):
     left_s: float
 
 
-class Lease:
+class Lease(FencedLease):
     """A shard that this process owns. Changed by `Leases`, and by the journal, which may learn of its loss.
 
     Attributes:
         fence: The number of this ownership. Those of later owners are greater.
-        lease_id: Of the shard, for ever: the gateway's id for the shard's workers.
     """
 
     def __init__(self, shard: int, fence: int, lease_id: str, valid_until_s: float) -> None:
+        epochs = fence << _EPOCHS_BITS
+        super().__init__(valid_until_s=valid_until_s, lease_id=lease_id, first_epoch=epochs)
         self.shard = shard
         self.fence = fence
-        self.lease_id = lease_id
-        # See `service.lease.Lease`.
-        self.valid_until_s = valid_until_s
         # Why, once it is lost.
         self.loss = ""
         self._lost = asyncio.Event()
-
-    @property
-    def first_epoch(self) -> int:
-        """The first epoch for leases of workers: above those of all earlier owners."""
-        return self.fence << _EPOCHS_BITS
 
     def lose(self, why: str) -> None:
         """Notes that it is lost. `Leases.keep` ends."""
@@ -196,7 +190,6 @@ class Leases:
         return Lease(shard, fence, lease_id, self._valid_until_s(asked_at_s))
 
     async def renew(self, lease: Lease) -> None:
-        """Renews it, or notes that it is lost."""
         asked_at_s = time.monotonic()
         if not await self._table.fetch(_RENEW, lease.shard, self._lease_s, lease.fence):
             lease.lose(await why_lost(self._table, lease) or "its row is gone")

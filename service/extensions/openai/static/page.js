@@ -3,6 +3,7 @@
 
 const ALTERNATIVES = 6;
 const MAX_INDENT = 6;
+const RETRY_MS = 1000;
 const byId = (id) => document.getElementById(id);
 const fields = Object.fromEntries(
   ["prompt", "model", "kind", "max_tokens", "temperature", "top_p", "seed", "key", "message"].map((id) => [id, byId(id)]),
@@ -12,7 +13,12 @@ const fields = Object.fromEntries(
 // the pointer moves on.
 const state = { branches: [], branch: null, running: null, place: null, isKept: false };
 
-class Refused extends Error {}
+class Refused extends Error {
+  constructor(message, code) {
+    super(message);
+    this.code = code;
+  }
+}
 
 async function call(path, body, signal) {
   const headers = { "content-type": "application/json" };
@@ -22,7 +28,7 @@ async function call(path, body, signal) {
   if (!response.ok) {
     const { error } = await response.json().catch(() => ({}));
     if (response.status === 401) byId("key_label").hidden = false;
-    throw new Refused(error?.message ?? `the server answered with status ${response.status}`);
+    throw new Refused(error?.message ?? `the server answered with status ${response.status}`, error?.code);
   }
   return response;
 }
@@ -50,9 +56,18 @@ async function* events(response) {
 
 // Generating.
 
-function begin() {
+async function begin() {
+  if (!fields.model.value) await listModels();
   const content = fields.prompt.value;
-  return ask(null, fields.kind.value === "chat" ? { messages: [{ role: "user", content }] } : { prompt: content });
+  if (fields.kind.value === "chat") {
+    try {
+      return await ask(null, { messages: [{ role: "user", content }] });
+    } catch (error) {
+      if (error.code !== "no_chat_template") throw error;
+      fields.kind.value = "text";
+    }
+  }
+  return ask(null, { prompt: content });
 }
 
 async function reply() {
@@ -306,6 +321,7 @@ byId("text").addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 byId("alternatives").addEventListener("keydown", (event) => {
+  if (event.key === "Escape") tokenAt(state.place).focus();
   const step = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
   if (step === undefined) return;
   event.preventDefault();
@@ -313,10 +329,18 @@ byId("alternatives").addEventListener("keydown", (event) => {
 });
 
 async function listModels() {
-  const { data } = await answer("/v1/models");
-  // A provider's models return no token ids.
-  const own = data.filter((model) => model.max_model_len);
-  if (!own.length) throw new Refused("This server has no model of its own: the tokens of providers are not known.");
+  const { signal } = state.running;
+  let own;
+  for (;;) {
+    const { data } = await (await call("/v1/models", undefined, signal)).json();
+    // A provider's models return no token ids. Those of this server have a length once a worker has loaded them.
+    own = data.filter((model) => "max_model_len" in model);
+    if (!own.length) throw new Refused("This server has no model of its own: the tokens of providers are not known.");
+    if (own[0].max_model_len) break;
+    byId("status").textContent = "The model is being loaded.";
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+  byId("status").textContent = "";
   fields.model.replaceChildren(...own.map(({ id }) => new Option(id)));
   // The name of the model says more than that of the runtime.
   fields.model.value = (own.find(({ id }) => id !== "local") ?? own[0]).id;

@@ -158,7 +158,6 @@ class Fields:
         return self._get(name, str, "")
 
     def count(self, name: str) -> int:
-        """A count or an index."""
         value = self._get(name, int, 0)
         if isinstance(value, bool) or not 0 <= value <= _MAX_UINT32:
             raise malformed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -35,8 +36,10 @@ from service.extensions.openai.settings import OpenAiSettings
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
+from service.text import tasks
 from service.text.text_model import TextModel
 from tests.certificates import Authority, Pair
+from tests.chat_templates import byte_tokenizer
 from tests.service.served import state_of, until
 from workers.common import worker_pb2
 
@@ -113,12 +116,11 @@ async def serving(
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
-    front = OpenAiFront(config.of(OpenAiSettings))
+    front = config.of(OpenAiSettings).open_extension(config)
     front.attach(
         GatewayParts(
             state=state,
             api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
-            admin=None,
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
@@ -315,6 +317,26 @@ async def test_a_response_too_large_for_one_piece() -> None:
         assert served.state.budgets.answers.used == 0
         stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
         assert sum([len(part.choices[0].delta.content or "") async for part in stream]) == 1503
+
+
+async def test_a_client_that_disconnects_ends_what_is_made_of_its_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tasks, "RENDER", dataclasses.replace(tasks.RENDER, max_cpu_s=1000.0))
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    texts = {
+        "tokenizer_json": byte_tokenizer().to_str().encode(),
+        "chat_template": types_pb2.ChatTemplate(sources={"default": endless}),
+    }
+    async with serving(FakeRuntime(generate_yes, "local"), texts=texts) as served:
+        running = served.state.budgets.http
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        body = json.dumps({"messages": QUESTION}).encode()
+        head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: running.used == 1)
+        writer.close()
+        await until(lambda: running.used == 0)
 
 
 def tls_settings(pair: Pair, authority: Authority) -> dict[str, Any]:

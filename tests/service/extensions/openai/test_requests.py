@@ -81,6 +81,7 @@ def test_a_neutral_value_asks_for_nothing(name: str) -> None:
         ("bad_words", 0), ("bad_words", ""), ("length_penalty", 1.1), ("length_penalty", True),
         ("min_tokens", -1), ("min_tokens", False), ("use_beam_search", True), ("use_beam_search", 0),
         ("best_of", 2), ("functions", [{}]), ("verbosity", "low"),
+        ("guided_json", "\ud800"),
         ("unknown", []), ("unknown", {}), ("unknown", False), ("unknown", 0), ("unknown", ""),
         ("stream_options", {"include_usage": True}), ("echo", True), ("add_special_tokens", True),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import openai
@@ -17,12 +16,9 @@ from service.extensions.openai.requests import ResolveModel
 from service.extensions.openai.responses import json_pieces
 from service.extensions.openai.responses_api import ResponsesRequest
 from service.extensions.openai.responses_api import responses as kept_responses
-from service.extensions.openai.stored_responses import (
-    KEPT_S,
-    TENANT_SHARE,
-    StoredResponses,
-)
+from service.extensions.openai.stored_responses import StoredResponses
 from service.extensions.openai.translated import Blocks
+from service.text.bounded_json import MAX_BYTES
 from tests.service.extensions.openai.test_requests import resolve
 from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
 
@@ -101,35 +97,6 @@ async def test_a_response_goes_on_from_one_that_is_kept() -> None:
             assert missing.value.code == "response_not_found"
 
 
-def test_what_is_kept_has_bounds() -> None:
-    """Each finds its own only, for an hour. The least recently used give way, first a large tenant's."""
-    now_s, rng, most = 0.0, random.Random(1), 200_000
-    stored = StoredResponses(lambda: now_s, most)
-    kept: dict[tuple[str, str], tuple[float, str]] = {}
-    for number in range(2000):
-        now_s += rng.choice([0, 5, 400])
-        tenant, text = rng.choice(["", "a", "b"]), "x" * rng.randrange(15_000)
-        own_id = f"r{rng.randrange(50)}"
-        response = {"id": own_id, "output": [number], "text": text}
-        stored.keep(tenant, ["before"], response)
-        kept[tenant, own_id] = now_s, json.dumps(response)
-        owner, response_id = rng.choice([*kept])
-        found = stored.response(owner, response_id)
-        if found is None:
-            assert (owner, response_id) != (tenant, own_id)
-        else:
-            made_s, expected = kept[owner, response_id]
-            assert found.decode() == expected and now_s < made_s + KEPT_S
-            assert stored.items(owner, response_id) == ["before", *json.loads(expected)["output"]]
-        sizes = dict.fromkeys(("", "a", "b"), 0)
-        for (owner, _), each in stored._stored.items():
-            sizes[owner] += each.size_bytes
-        assert max(sizes.values()) <= most // TENANT_SHARE and sum(sizes.values()) <= most
-        assert stored._bytes == {owner: size for owner, size in sizes.items() if size}
-    stored.keep("", [], {"id": "large", "output": [], "text": "x" * most})
-    assert stored.response("", "large") is None
-
-
 async def raw_events(client: Any, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     async with client._client.stream("POST", f"{client.base_url}{path}", json=body) as response:
         assert response.status_code == 200
@@ -198,6 +165,9 @@ async def test_tokens_and_back() -> None:
         assert await post("detokenize", tokens=found["tokens"]) == {"prompt": "|user:Go.|<think>\n"}
         refused = await post("detokenize", tokens=[-1])
         assert refused["error"]["param"] == "tokens[0]"
+        large = {"x": "x" * MAX_BYTES}
+        refused = await post("tokenize", messages=TALK, chat_template_kwargs=large)
+        assert refused["error"]["param"] == "chat_template_kwargs"
 
 
 def test_conversations_are_those_of_chats() -> None:

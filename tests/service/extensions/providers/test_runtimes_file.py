@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 from quire.v1 import admin_pb2
 
+from service.admin import AdminApi
+from service.api.server_state import ServerState
 from service.config import Config
 from service.errors import BadRuntimes, InvalidArgument, RuntimeNotFound
 from service.extensions.providers.runtime import RemoteRuntime
 from service.extensions.providers.runtimes_file import RuntimesFile, load
 from service.journal.values import StoredValues
-from service.runtimes.runtime_calls import RuntimeCalls
-from tests.service.runtimes.test_router import FakeRuntime
+from tests.service.runtimes.fake_runtime import FakeRuntime
 from tests.service.served import state_of
 
 GOOD = """
@@ -112,9 +113,14 @@ def opened(path: Path) -> RuntimesFile:
     return file
 
 
+def admin_of(file: RuntimesFile, state: ServerState) -> AdminApi:
+    none = cast(Any, None)
+    return AdminApi(state, none, none, none, none, none, file.router, file.read_again, none)
+
+
 async def rebuilt(file: RuntimesFile, runtime: str = "") -> int:
     """The number of recreated runtimes that RebuildSession reports after a change of the file."""
-    api = RuntimeCalls(file.router, state_of(Config()), file.read_again, cast(Any, None))
+    api = admin_of(file, state_of(Config()))
     cause = admin_pb2.REBUILD_CAUSE_REMOTE_CONFIG_CHANGE
     request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=cause)
     return (await api.RebuildSession(request, cast(Any, None))).rebuilt
@@ -162,7 +168,7 @@ async def test_a_cause_that_does_not_fit_the_runtime_is_refused(
 
     monkeypatch.setattr(FakeRuntime, "rebuild_session", rebuild)
     monkeypatch.setattr(RemoteRuntime, "rebuild_session", rebuild)
-    api = RuntimeCalls(file.router, state, file.read_again, cast(Any, None))
+    api = admin_of(file, state)
     for cause in admin_pb2.RebuildCause.values():
         request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=cast(Any, cause))
         if cause in fitting:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from google.rpc import error_details_pb2
-from quire.v1 import admin_pb2, executor_pb2, runner_pb2, types_pb2
+from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 from service.api.request_limits import RequestLimits
 from service.api.status import to_status
@@ -28,69 +26,17 @@ from service.errors import (
     Unsupported,
 )
 from service.extensions.providers import failures
+from service.extensions.providers.routing import Routing, RoutingRouter
 from service.runtimes.base import Batch, ChunkSink
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.runtimes.local import LocalRuntime
 from service.runtimes.replay_buffer import ReplayBudget
-from service.runtimes.router import Router, Routing
 from service.runtimes.servicer import RunnerApi
 from tests.error_details import status_reason
+from tests.service.runtimes.fake_runtime import FakeRuntime
 from tests.service.served import state_of
 from workers.common import worker_pb2
-
-
-@dataclass
-class FakeRuntime:
-    """Puts its name as the text of each sample, except for items that fail."""
-
-    name: str
-    failures: Mapping[str, QuireError] = field(default_factory=dict)
-    raises: QuireError | None = None
-    wait_s: float = 0.0
-    cost_usd: float | None = 0.0
-    trouble: str = ""
-    asked: list[list[str]] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
-
-    def describe(self) -> runner_pb2.Runtime:
-        return runner_pb2.Runtime(name=self.name, model_id=f"model of {self.name}", trouble=self.trouble)
-
-    async def execute(self, batch: Batch, sink: ChunkSink) -> None:
-        self.asked.append([item.item_id for item in batch.items])
-        self.batches.append(batch)
-        if self.raises is not None:
-            raise self.raises
-        for item in batch.items:
-            await asyncio.sleep(0)
-            error = self.failures.get(item.item_id)
-            for sample in range(max(1, item.n)):
-                chunk = runner_pb2.SampleChunk(item_id=item.item_id, sample=sample)
-                if error is None:
-                    chunk.text, chunk.finish_reason = self.name, runner_pb2.FINISH_REASON_STOP
-                else:
-                    chunk.error.CopyFrom(to_status(error))
-                    chunk.finish_reason = runner_pb2.FINISH_REASON_ERROR
-                sink.put([chunk])
-
-    async def estimate(self, items: Sequence[runner_pb2.ExecuteItem]) -> runner_pb2.CostEstimate:
-        for item in items:
-            if item.item_id in self.failures:
-                raise self.failures[item.item_id]
-        return runner_pb2.CostEstimate(runtime=self.name, max_cost_usd=self.cost_usd)
-
-    async def load_weights(
-        self, request: admin_pb2.LoadWeightsRequest
-    ) -> AsyncGenerator[admin_pb2.LoadWeightsResponse, None]:
-        if request.source != "never":
-            raise NotImplementedError
-        yield admin_pb2.LoadWeightsResponse()
-
-    async def close(self) -> None:
-        pass
-
-    async def rebuild_session(self, cause: admin_pb2.RebuildCause) -> int:
-        raise NotImplementedError(cause)
 
 
 def items(*ids: str, n: int = 1) -> list[runner_pb2.ExecuteItem]:
@@ -98,7 +44,7 @@ def items(*ids: str, n: int = 1) -> list[runner_pb2.ExecuteItem]:
 
 
 async def executed(
-    router: Router,
+    router: RoutingRouter,
     *wanted: runner_pb2.ExecuteItem,
     runtime: str = "",
     deadline_s: float | None = None,
@@ -122,7 +68,7 @@ async def executed(
 
 async def test_a_request_that_names_a_runtime_gets_no_other() -> None:
     busy = FakeRuntime("b", failures={"x": NoWorker()})
-    router = Router([FakeRuntime("a"), busy])
+    router = RoutingRouter([FakeRuntime("a"), busy])
     started, found = await executed(router, *items("x"), runtime="b")
     assert started.runtime == "b" and started.model_id == "model of b"
     assert found["x", 0].finish_reason == runner_pb2.FINISH_REASON_ERROR
@@ -133,7 +79,7 @@ async def test_a_request_that_names_a_runtime_gets_no_other() -> None:
 async def test_items_fall_back_to_the_next_runtime() -> None:
     first = FakeRuntime("a", failures={"x": NoWorker(), "bad": InvalidArgument("BAD", "f", "is bad")})
     second = FakeRuntime("b", failures={"y": Unsupported("no")})
-    started, found = await executed(Router([first, second]), *items("x", "y", "bad", n=2))
+    started, found = await executed(RoutingRouter([first, second]), *items("x", "y", "bad", n=2))
     assert started.runtime == "a" and second.asked == [["x"]]
     assert {key: (chunk.text, chunk.runtime) for key, chunk in found.items() if chunk.text} == {
         ("x", 0): ("b", "b"),
@@ -148,16 +94,18 @@ async def test_items_fall_back_to_the_next_runtime() -> None:
 async def test_a_tenants_quota_applies_to_all_runtimes(quota: str) -> None:
     beyond = QuotaExceeded(quota, 1, 0.1)
     other = FakeRuntime("b")
-    _, found = await executed(Router([FakeRuntime("a", failures={"x": beyond}), other]), *items("x", "y"))
+    _, found = await executed(
+        RoutingRouter([FakeRuntime("a", failures={"x": beyond}), other]), *items("x", "y")
+    )
     assert status_reason(found["x", 0].error) == "QUOTA" and found["y", 0].text == "a"
-    _, found = await executed(Router([FakeRuntime("a", raises=beyond), other]), *items("x"))
+    _, found = await executed(RoutingRouter([FakeRuntime("a", raises=beyond), other]), *items("x"))
     assert status_reason(found["x", 0].error) == "QUOTA" and not other.asked
 
 
 @pytest.mark.parametrize("code", [301, 307, 401, 403, 404, 405, 410, 429, 500, 503])
 async def test_an_error_in_a_providers_settings_permits_a_fallback(code: int) -> None:
     first = FakeRuntime("a", failures={"x": failures.http_error("a", code, b"", None)})
-    _, found = await executed(Router([first, FakeRuntime("b")]), *items("x"))
+    _, found = await executed(RoutingRouter([first, FakeRuntime("b")]), *items("x"))
     assert found["x", 0].text == "b"
 
 
@@ -168,7 +116,7 @@ async def test_an_error_in_an_item_permits_no_fallback() -> None:
         FakeRuntime("a", failures={"x": failures.http_error("a", 400, b"", None), "y": filtered}),
         FakeRuntime("b"),
     )
-    _, found = await executed(Router([first, second]), *items("x", "y"))
+    _, found = await executed(RoutingRouter([first, second]), *items("x", "y"))
     assert [status_reason(found[name, 0].error) for name in "xy"] == ["BAD_REQUEST", "CONTENT_FILTERED"]
     assert not second.asked
 
@@ -197,7 +145,7 @@ async def test_if_all_refuse_the_first_reason_is_reported(
     first: dict[str, Any], second: dict[str, Any], third: dict[str, Any]
 ) -> None:
     asked = [FakeRuntime("a", **first), FakeRuntime("b", **second), FakeRuntime("c", **third)]
-    started, found = await executed(Router(asked), *items("x", n=2))
+    started, found = await executed(RoutingRouter(asked), *items("x", n=2))
     whose = "" if started.runtime == "a" else "a"
     expected = whose, NO_TEMPLATE.reason, "b: UNAUTHORIZED, c: NO_WORKER"
     assert [told(found["x", sample]) for sample in (0, 1)] == [expected] * 2
@@ -208,7 +156,7 @@ async def test_another_failure_after_a_refusal_is_reported_itself() -> None:
     filtered = ProviderFailure("CONTENT_FILTERED", "no such contents")
     first = FakeRuntime("a", failures=dict.fromkeys("xyz", NO_TEMPLATE))
     second = FakeRuntime("b", failures={"x": filtered, "y": NO_ENTRY})
-    _, found = await executed(Router([first, second]), *items("x", "y", "z", "w"))
+    _, found = await executed(RoutingRouter([first, second]), *items("x", "y", "z", "w"))
     assert told(found["x", 0]) == ("b", "CONTENT_FILTERED", "")
     assert told(found["y", 0]) == ("", NO_TEMPLATE.reason, "b: UNAUTHORIZED")
     assert [(found[name, 0].text, found[name, 0].runtime) for name in "zw"] == [("b", "b"), ("a", "")]
@@ -226,7 +174,9 @@ async def test_a_text_that_breaks_off_after_a_fallback_reports_that_error() -> N
                 sink.put([half])
                 sink.put([end])
 
-    _, found = await executed(Router([FakeRuntime("a", raises=NoWorker()), Breaking("b")]), *items("x"))
+    _, found = await executed(
+        RoutingRouter([FakeRuntime("a", raises=NoWorker()), Breaking("b")]), *items("x")
+    )
     assert told(found["x", 0])[1:] == ("NETWORK_ERROR", "")
 
 
@@ -244,12 +194,12 @@ async def test_a_text_that_breaks_off_after_a_fallback_reports_that_error() -> N
     ],
 )
 async def test_policies(routing: Routing, runtimes: list[FakeRuntime], taken: str) -> None:
-    started, _ = await executed(Router(runtimes, routing), *items("x"))
+    started, _ = await executed(RoutingRouter(runtimes, routing), *items("x"))
     assert started.runtime == taken and started.reason
 
 
 async def test_a_full_runtime_rejects_if_configured() -> None:
-    router = Router([FakeRuntime("a", wait_s=2), FakeRuntime("b")], Routing(when_full="reject"))
+    router = RoutingRouter([FakeRuntime("a", wait_s=2), FakeRuntime("b")], Routing(when_full="reject"))
     _, found = await executed(router, *items("x"))
     assert status_reason(found["x", 0].error) == "BACKPRESSURE"
 
@@ -257,7 +207,7 @@ async def test_a_full_runtime_rejects_if_configured() -> None:
 async def test_a_full_runtime_queues_if_configured() -> None:
     only = FakeRuntime("a", wait_s=2, failures={"y": NoWorker()})
     other = FakeRuntime("b")
-    _, found = await executed(Router([only, other], Routing(when_full="queue")), *items("x", "y"))
+    _, found = await executed(RoutingRouter([only, other], Routing(when_full="queue")), *items("x", "y"))
     assert found["x", 0].text == "a" and found["y", 0].HasField("error") and not other.asked
 
 
@@ -270,7 +220,7 @@ async def test_a_batch_runs_only_where_its_cost_limit_holds(
 ) -> None:
     """The cost of each of the two items."""
     runtimes = [FakeRuntime(name, cost_usd=cost) for name, cost in zip("ab", costs_usd, strict=True)]
-    started, found = await executed(Router(runtimes), *items("x", "y"), max_cost_usd=most_usd)
+    started, found = await executed(RoutingRouter(runtimes), *items("x", "y"), max_cost_usd=most_usd)
     if taken:
         assert started.runtime == taken and {chunk.text for chunk in found.values()} == {taken}
     else:
@@ -278,7 +228,7 @@ async def test_a_batch_runs_only_where_its_cost_limit_holds(
         assert not any(runtime.asked for runtime in runtimes)
 
 
-async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
+async def estimated(router: RoutingRouter, *wanted: runner_pb2.ExecuteItem, runtime: str = "") -> Any:
     """The response of EstimateCost."""
     state: Any = SimpleNamespace(limits=RequestLimits(1, 1 << 20), config=Config())
     api = RunnerApi(Executions(router, state, KeyedAnswers()), router, state, cast(Any, None))
@@ -290,7 +240,7 @@ async def estimated(router: Router, *wanted: runner_pb2.ExecuteItem, runtime: st
 async def test_an_item_that_no_runtime_can_run_has_no_estimate(runtime: str, reason: str) -> None:
     refusing = [FakeRuntime("a", failures={"x": NO_TEMPLATE}), FakeRuntime("b", failures={"x": NO_ENTRY})]
     with pytest.raises(QuireError) as raised:
-        await estimated(Router(refusing), *items("x"), runtime=runtime)
+        await estimated(RoutingRouter(refusing), *items("x"), runtime=runtime)
     assert raised.value.reason == reason
 
 
@@ -300,5 +250,5 @@ async def test_where_no_worker_is_ready_another_runtime_comes_first() -> None:
     assert not local.describe().trouble
     state.slots[0].state = executor_pb2.WORKER_STATE_DEAD
     assert local.describe().trouble == "no worker is ready" and local.describe().model_id == "m"
-    started, _ = await executed(Router([local, FakeRuntime("other")]), *items("x"))
+    started, _ = await executed(RoutingRouter([local, FakeRuntime("other")]), *items("x"))
     assert started.runtime == "other"

@@ -1,0 +1,181 @@
+"""Notices a model that workers would refuse, before a server starts for it.
+
+They notice it too, but only once the port listens and torch is loaded. What is unclear is left to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from service.config import UNQUANTISED, Config
+from service.model_names import SHIPPED_MODELS, other_format, shipped_model_dir
+from workers.common.gguf import GgufError
+from workers.common.gguf.files import model_files
+from workers.common.gguf.header import Header, TensorInfo, read_header
+from workers.common.gguf.settings import DENSE, TOKEN_ARRAYS, read_settings, served_types
+from workers.common.gguf.splits import split_of
+from workers.common.quantised.methods import is_quantised, read_quantisation
+from workers.common.quantised.scheme import NotUnderstood
+from workers.common.tokenizer_ids import difference
+
+_MAX_CONFIG_BYTES = 1 << 20
+# A header of safetensors begins with its size. One that is larger is looked at in part.
+_SIZE_BYTES, _MAX_HEADER_BYTES = 8, 1 << 20
+# What only tensors say: GPTQ and AWQ; compressed-tensors; and 8-bit floats.
+_IN_HEADERS = (
+    *(b'.qweight"', b'.qzeros"', b'.weight_packed"', b'.weight_scale_inv"'),
+    *(b'"F8_E4M3"', b'"F8_E5M2"'),
+)
+_ADVICE = "use the original model, or one in a format of docs/models.md"
+# As workers read.
+_MAX_TOKENIZER_BYTES = 64 << 20
+
+
+def refusal(config: Config) -> str:
+    """What keeps a model from being served; "": nothing, as far as it is seen here."""
+    if config.has_remote_workers:
+        return ""
+    return _gguf_files_problem(config) or quantised_problem(config) or _draft_problem(config)
+
+
+# Directories with quantised weights.
+
+
+def quantised_problem(config: Config) -> str:
+    """What keeps quantised weights of a directory from being served as is asked for; "": nothing."""
+    directory = Path(config.model)
+    if problem := quantised(directory):
+        return problem
+    settings = _settings(directory)
+    if not is_quantised(settings):
+        return ""
+    return with_limits(config, "its weights are quantised")
+
+
+def with_limits(config: Config, quantised: str) -> str:
+    """What keeps quantised weights from being served as is asked for, after `quantised`; "": nothing."""
+    limits = (
+        (config.quantization != UNQUANTISED, " already: leave out quantization"),
+        (config.device == "cuda", ", which needs device = cpu"),
+        (config.model_backend == "transformers", ", which needs model_backend = native"),
+    )
+    return next((quantised + limit for is_so, limit in limits if is_so), "")
+
+
+def quantised(directory: Path) -> str:
+    """How weights are quantised that cannot be served, and what to use instead; "": that is not so."""
+    try:
+        names = [file.name for file in directory.iterdir()]
+    except OSError:
+        return ""
+    settings = _settings(directory)
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if not weights and (problem := other_format(names)):
+        return problem
+    try:
+        said = read_quantisation(settings)
+    except NotUnderstood as error:
+        return f"its weights are quantised, and config.json says {error}: {_ADVICE}"
+    if said is None and weights and any(mark in _header(directory / weights[0]) for mark in _IN_HEADERS):
+        marked = f"by the tensors of {weights[0]}, and config.json does not say how"
+        return f"its weights are quantised, {marked}: {_ADVICE}"
+    return ""
+
+
+def _settings(directory: Path) -> Mapping[str, object]:
+    """The config of a model; empty if it cannot be read."""
+    try:
+        with (directory / "config.json").open("rb") as file:
+            settings = json.loads(file.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _header(file: Path) -> bytes:
+    try:
+        if not file.is_file():
+            return b""
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(_SIZE_BYTES), "little")
+            return opened.read(min(size, _MAX_HEADER_BYTES))
+    except OSError:
+        return b""
+
+
+# GGUF files.
+
+
+def _gguf_files_problem(config: Config) -> str:
+    """What keeps a GGUF file from being served; "": nothing, or it is none."""
+    try:
+        files = model_files(Path(config.model))
+        if files is None:
+            return ""
+        headers = [_gguf_header(file, TOKEN_ARRAYS if file == files[0] else ()) for file in files]
+    except GgufError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename or config.model} cannot be read: {error.strerror}"
+    try:
+        return _gguf_problem(config, headers)
+    except GgufError as error:
+        return f"{files[0].name}: {error}"
+
+
+def _gguf_problem(config: Config, headers: list[Header]) -> str:
+    """Raises GgufError too."""
+    tensors = {name: info for header in headers for name, info in header.tensors.items()}
+    metadata = headers[0].metadata
+    read_settings(metadata, tensors, _no_factors)
+    if TOKEN_ARRAYS[0] in metadata:
+        # Without a tokenizer only tokens are served.
+        split_of(metadata)
+    if config.model_backend == "transformers":
+        return "model_backend = transformers needs a directory with safetensors"
+    types = served_types(tensors) - DENSE
+    return with_limits(config, f"it is quantised ({', '.join(sorted(types))})") if types else ""
+
+
+def _no_factors(_: TensorInfo) -> list[float]:
+    """Workers read them."""
+    return []
+
+
+def _gguf_header(file: Path, arrays: Collection[str]) -> Header:
+    """Raises GgufError, with the name of the file, and OSError."""
+    try:
+        if not file.is_file():
+            raise GgufError("is not there")
+        with file.open("rb") as opened:
+            return read_header(opened, arrays)
+    except GgufError as error:
+        raise GgufError(f"{file.name}: {error}") from None
+
+
+# Draft models.
+
+
+def _draft_problem(config: Config) -> str:
+    """What keeps a model from being served with its draft model; "": nothing, or there is none."""
+    if not config.draft_model:
+        return ""
+    model = shipped_model_dir(config.model) if config.model in SHIPPED_MODELS else Path(config.model)
+    own, its = _tokenizer(model), _tokenizer(Path(config.draft_model))
+    try:
+        # Other files may add tokens, which only workers read.
+        why = difference(own, its, with_added=False) if own and its else ""
+    except (ValueError, RecursionError):
+        return ""
+    return f"draft_model = {config.draft_model} needs its tokenizer, and {why}" if why else ""
+
+
+def _tokenizer(model: Path) -> bytes:
+    """The file of a directory; empty if there is none that can be read."""
+    try:
+        file = model / "tokenizer.json"
+        return file.read_bytes() if file.is_file() and file.stat().st_size <= _MAX_TOKENIZER_BYTES else b""
+    except OSError:
+        return b""

@@ -1,0 +1,187 @@
+"""Multi-head latent attention (MLA): the keys and values of all heads are projections of one narrow vector.
+
+Pages have that vector, the latent, and behind it the part of a key that is rotated, which all heads share.
+`kv_b_proj` is not applied to what is in pages: its rows of keys are multiplied by the queries, and its rows
+of values by what is attended to (the "absorbed" form). So attention has one key-value head, whose values are
+the first elements of its keys.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), and `DeepseekV3Attention` in the transformers library.
+
+Dimension letters: T tokens of the batch; C hidden width; H heads; N and R the parts of a query that are not
+rotated, and that are; V width of a value; L width of the latent; Q width of the queries' latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch.nn import functional
+
+from kernels.cpu.kv_write import key_write
+from kernels.linear import DenseWeight, linear
+from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues
+from kernels.paged_attention import paged_attention
+from kernels.rms_norm import rms_norm
+from kernels.rope import apply_rope_reference
+from kernels.weight import Weight
+from workers.models.config import ModelConfig
+from workers.models.latent_settings import LatentConfig
+from workers.models.layers import ForwardContext
+from workers.models.linear import Linear, LoadTarget
+
+_PLACE = "self_attn."
+# Of the norms of latents, whatever the config says of the others.
+_EPS = 1e-6
+
+
+class LatentAttention:
+    """Attention over the latents in the pages of one layer.
+
+    Attributes:
+        index: The number of the layer among those with keys and values.
+        is_last: This is in the last layer, so only the wanted rows are returned.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sizes: LatentConfig,
+        index: int,
+        *,
+        into: Linear,
+        query: tuple[torch.Tensor, Linear] | None,
+        key_value: Linear,
+        output: Linear,
+        latent_norm: torch.Tensor,
+    ) -> None:
+        """Take ownership of parameters.
+
+        Args:
+            config: The model.
+            sizes: The widths.
+            index: The number of the layer.
+            into: [Q + L + R, C]; or [H * (N + R) + L + R, C] if queries have no latent.
+            query: The norm of the queries' latent [Q], and [H * (N + R), Q]; None: queries have no latent.
+            key_value: [H * (N + V), L].
+            output: [C, H * V].
+            latent_norm: [L].
+        """
+        self.index, self.is_last = index, index == config.num_hidden_layers - 1
+        self.into = into
+        self.output = output
+        self._query = query
+        self._key_value, self._latent_norm = key_value, latent_norm
+        self._config, self._sizes, self._heads = config, sizes, config.num_attention_heads
+        self._rope = config.layers[index].rope
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
+        """The target of each tensor of a checkpoint, by name."""
+        for name, projection in (*self.projections(), (_PLACE, self._key_value)):
+            yield from projection.targets(prefix + name)
+        norms = {"kv_a_layernorm": self._latent_norm}
+        if self._query is not None:
+            norms["q_a_layernorm"] = self._query[0]
+        for name, norm in norms.items():
+            yield f"{prefix}{_PLACE}{name}.weight", LoadTarget(DenseWeight(norm), tuple(norm.shape))
+
+    def projections(self) -> Iterator[tuple[str, Linear]]:
+        """See `Body`. `kv_b_proj` takes no adapters."""
+        yield _PLACE, self.into
+        if self._query is not None:
+            yield _PLACE, self._query[1]
+        yield _PLACE, self.output
+
+    def pack(self) -> None:
+        """Pack the filled weights for the matrix library."""
+        for _, projection in self.projections():
+            projection.pack()
+        self._of_keys, self._of_values = ([weight.packed() for weight in each] for each in self._absorbed)
+        del self._absorbed, self._key_value
+
+    @cached_property
+    def _absorbed(self) -> tuple[list[Weight], list[Weight]]:
+        """The rows of `kv_b_proj` for keys, turned: [L, N] of each head; and those for values: [V, L]."""
+        sizes = self._sizes
+        whole = self._key_value.weight.dense().view(self._heads, sizes.plain + sizes.value, sizes.latent)
+        keys, values = torch.split(whole, [sizes.plain, sizes.value], dim=1)
+        return (
+            [DenseWeight(own.t().contiguous()) for own in keys],
+            [DenseWeight(own.contiguous()) for own in values],
+        )
+
+    @cached_property
+    def _of_keys(self) -> Sequence[Weight]:
+        return self._absorbed[0]
+
+    @cached_property
+    def _of_values(self) -> Sequence[Weight]:
+        return self._absorbed[1]
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
+        """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes latents to their slots."""
+        sizes, lora_slots, invariant = self._sizes, context.lora_slots, context.batch_invariant
+        projected = self.into(x, lora_slots, batch_invariant=invariant)
+        before = projected.shape[1] - sizes.latent - sizes.rotated
+        queries, latent, rotated_key = torch.split(projected, [before, sizes.latent, sizes.rotated], dim=1)
+        if self._query is not None:
+            norm, query = self._query
+            queries = query(rms_norm(queries.contiguous(), norm, _EPS), lora_slots, batch_invariant=invariant)
+        keys = context.kv.layer(self.index)[0]
+        assert not isinstance(keys, PackedValues)
+        latent = rms_norm(latent.contiguous(), self._latent_norm, _EPS)
+        key = torch.cat((latent, self._turned(rotated_key[:, None], context)[:, 0]), dim=1)
+        missing = keys.shape[3] - key.shape[1]  # pages may be wider, with zeros, which change no score
+        _write(functional.pad(key, (0, missing)), keys, context.inputs.slots)
+        wanted = context.inputs.wanted_rows
+        if self.is_last and not len(wanted):
+            return x[:0]  # [0, C]: only the latents were needed
+        attended = self._attend(
+            queries.reshape(len(x), self._heads, -1), missing, keys, context
+        )  # [T, H * V]
+        if self.is_last:
+            attended, lora_slots = attended.index_select(0, wanted), context.wanted_lora_slots
+        return self.output(attended, lora_slots, batch_invariant=invariant)
+
+    def _attend(
+        self, queries: torch.Tensor, missing: int, keys: torch.Tensor | PackedKeys, context: ForwardContext
+    ) -> torch.Tensor:
+        """[T, H, N + R] -> [T, H * V]."""
+        plain, rotated = torch.split(queries, [self._sizes.plain, self._sizes.rotated], dim=2)
+        absorbed = _by_head(plain, self._of_keys)  # [T, H, L]
+        query = torch.cat((absorbed, self._turned(rotated, context)), dim=2)
+        attended = paged_attention(
+            functional.pad(query, (0, missing)),
+            keys,
+            LeadingValues(keys, self._sizes.latent),
+            context.inputs.attention,
+            scale=self._config.attention_scale,
+            batch_invariant=context.batch_invariant,
+        )  # [T, H, L]
+        return _by_head(attended, self._of_values).flatten(1)
+
+    def _turned(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Rotated by the positions: [T, H, R] -> [T, H, R]."""
+        if self._sizes.interleaved:
+            x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
+        assert self._rope is not None
+        return apply_rope_reference(x, context.rotations[self._rope])
+
+
+def _by_head(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
+    """The product of each head with a matrix of its own: [T, H, I] -> [T, H, O]."""
+    parts = x.transpose(0, 1).contiguous()  # [H, T, I]
+    products = [
+        linear(part, weight, batch_invariant=True) for part, weight in zip(parts, weights, strict=True)
+    ]
+    return torch.stack(products, dim=1)
+
+
+def _write(key: torch.Tensor, pages: torch.Tensor | PackedKeys, slots: torch.Tensor) -> None:
+    """Write keys [T, D] of the only head to their slots. Mutates `pages`."""
+    if isinstance(pages, PackedKeys):
+        key_write(key[:, None], pages, slots)
+        return
+    used = slots >= 0
+    pages.flatten(0, 1).index_copy_(0, slots[used].long(), key[used][:, None])
