@@ -175,9 +175,9 @@ def _changed(
 def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
     experts = FAMILIES[config.model_type].experts
     entries = read_entries(model)
-    if experts is None or experts.stacked is None:
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
+    if experts is None or experts.stacked is None or not count:
         return entries
-    count = getattr(config, "num_local_experts", None) or config.num_experts
     return separated(entries, experts, count, config.hidden_size)
 
 

@@ -77,6 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "lfm2 with a narrower mlp": {},
     "granite hybrid": {},
+    "granite hybrid with experts": {"position_embedding_type": "nope"},
     "qwen3_5": {"attention_bias": False},
     "qwen3_5 with experts": {},
     "qwen3_next": {"mlp_only_layers": [], "norm_topk_prob": True},

@@ -124,5 +124,6 @@ def _beside_experts(family: Family, names: ExpertNames) -> dict[str, str]:
     found = {"ffn_gate_inp": names.router}
     if names.shared is not None:
         found |= _gated_mlp(family, names.shared, "_shexp")
+    if names.shared_gate:
         found["ffn_gate_inp_shexp"] = names.shared_gate
     return found
