@@ -222,7 +222,7 @@ LIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no shared expert": (
         "qwen2_moe",
         {"qwen2moe.expert_shared_feed_forward_length": None},
-        "shared_expert_intermediate_size: must be a positive integer, got nothing",
+        "shared_expert_intermediate_size: must be an integer >= 0, got None",
     ),
 }
 
