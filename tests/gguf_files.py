@@ -72,7 +72,7 @@ def write_gguf(
             _add(writer, key, value)
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
-    for tensor_name, (values, kind) in _tensors(name, config, model, type_of).items():
+    for tensor_name, (values, kind) in made_tensors(name, config, model, type_of).items():
         _add_tensor(writer, tensor_name, values, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -127,7 +127,7 @@ def _experts(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     return found
 
 
-def _tensors(
+def made_tensors(
     name: str, config: PreTrainedConfig, model: Path, type_of: TypeOf | str
 ) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
     """Values and type of each tensor of the file."""
