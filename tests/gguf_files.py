@@ -72,7 +72,7 @@ def write_gguf(
             _add(writer, key, value)
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
-    for tensor_name, (values, kind) in _tensors(name, config, model, type_of).items():
+    for tensor_name, (values, kind) in made_tensors(name, config, model, type_of).items():
         _add_tensor(writer, tensor_name, values, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -127,7 +127,7 @@ def _experts(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     return found
 
 
-def _tensors(
+def made_tensors(
     name: str, config: PreTrainedConfig, model: Path, type_of: TypeOf | str
 ) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
     """Values and type of each tensor of the file."""
@@ -175,9 +175,9 @@ def _changed(
 def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
     experts = FAMILIES[config.model_type].experts
     entries = read_entries(model)
-    if experts is None or experts.stacked is None:
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
+    if experts is None or experts.stacked is None or not count:
         return entries
-    count = getattr(config, "num_local_experts", None) or config.num_experts
     return separated(entries, experts, count, config.hidden_size)
 
 

@@ -130,11 +130,14 @@ def tensors(name: str, config: PreTrainedConfig, tensor: str, values: Array) -> 
 
 def _of_granite(config: PreTrainedConfig, tensor: str, values: Array) -> Iterator[tuple[str, Array]]:
     block = f"blk.{tensor.split('.')[2]}" if ".layers." in tensor else ""
+    shared = "_shexp" if config.num_local_experts else ""
     if tensor.endswith("shared_mlp.input_linear.weight"):
-        yield f"{block}.ffn_gate.weight", values[: config.shared_intermediate_size]
-        yield f"{block}.ffn_up.weight", values[config.shared_intermediate_size :]
+        yield f"{block}.ffn_gate{shared}.weight", values[: config.shared_intermediate_size]
+        yield f"{block}.ffn_up{shared}.weight", values[config.shared_intermediate_size :]
     elif tensor.endswith("shared_mlp.output_linear.weight"):
-        yield f"{block}.ffn_down.weight", values
+        yield f"{block}.ffn_down{shared}.weight", values
+    elif ".block_sparse_moe.experts." in tensor:
+        yield tensor.replace(".block_sparse_moe.", ".mlp."), values
     elif tensor.endswith((".A_log", ".D")):
         yield tensor, values[:, None]
     elif tensor.endswith(".mamba.norm.weight"):

@@ -77,6 +77,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "lfm2 with a narrower mlp": {},
     "granite hybrid": {},
+    "granite hybrid with experts": {"position_embedding_type": "nope"},
     "qwen3_5": {"attention_bias": False},
     "qwen3_5 with experts": {},
     "qwen3_next": {"mlp_only_layers": [], "norm_topk_prob": True},
@@ -144,6 +145,8 @@ def test_values_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
         )
         for family in ("llama", "qwen3", "gemma2", "qwen3_5", "lfm2")
         for kind in (*FORMATS, "mixed")
+        # Of the last two the library does not read these.
+        if family not in ("qwen3_5", "lfm2") or kind not in ("q5_0", "q5_1", "mxfp4")
     ],
 )
 def test_logits_are_those_that_transformers_computes_from_the_file(

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests import gguf_recurrent
+from tests import gguf_files, gguf_recurrent
 from tests.families import settings_of
 from tests.gguf_files import NAMES, TypeOf, write_gguf
 from tests.kernels.instruction_sets import need_compiled
@@ -28,7 +29,14 @@ from workers.models.errors import ModelError
 from workers.models.self_check import tolerance
 from workers.models.source import source_of
 
-RECURRENT = ("lfm2", "granite hybrid", "qwen3_5", "qwen3_5 with experts", "qwen3_next")
+RECURRENT = (
+    "lfm2",
+    "granite hybrid",
+    "granite hybrid with experts",
+    "qwen3_5",
+    "qwen3_5 with experts",
+    "qwen3_next",
+)
 # Rows of whole blocks of each format, and value heads whose order matters.
 _WIDE: dict[str, Any] = WIDE | {
     "moe_intermediate_size": 256,
@@ -109,6 +117,36 @@ def test_layers_that_predict_several_tokens_are_left_out(name: str, tmp_path: Pa
     with torch.inference_mode():
         expected = model(torch.tensor([TEXT]), use_cache=False).logits[0]
     assert (found - expected).abs().max() < bound
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4_k"])
+def test_gate_and_up_of_experts_in_one_tensor(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `--fuse-gate-up-exps` of the converter writes them."""
+    directory = family(tmp_path / "hf", "qwen2_moe", **_WIDE)
+    apart = gguf_files.made_tensors
+
+    def together(*arguments: Any) -> dict[str, tuple[Any, str]]:
+        found = apart(*arguments)
+        for name in [name for name in found if "ffn_gate_exps" in name]:
+            (gate, of_both), (up, _) = found.pop(name), found.pop(name.replace("gate", "up"))
+            found[name.replace("gate", "gate_up")] = np.concatenate([gate, up], axis=1), of_both
+        return found
+
+    files = [write_gguf(tmp_path / "apart.gguf", directory, kind)]
+    monkeypatch.setattr(gguf_files, "made_tensors", together)
+    files.append(write_gguf(tmp_path / "together.gguf", directory, kind))
+    names = [{tensor.name for tensor in source_of(file).tensors().values()} for file in files]
+    assert "blk.0.ffn_gate_up_exps.weight" in names[1] - names[0]
+    if kind == "f32":
+        found = [logits(load_decoder(file, "float32"), TEXT) for file in files]
+        assert torch.equal(*found)
+    else:
+        stored = source_of(files[1]).tensors()
+        parts = [stored[f"model.layers.1.mlp.experts.3.{each}_proj.weight"] for each in ("gate", "up")]
+        assert [part.shape for part in parts] == [(256, 256)] * 2
+        assert parts[1].begin == parts[0].begin + parts[0].nbytes and parts[0].form is not None
 
 
 def test_rows_of_each_key_head_together_as_in_older_files(
@@ -201,7 +239,7 @@ LIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"lfm2.shortconv.l_cache": None},
         "conv_L_cache: must be a positive integer, got nothing",
     ),
-    "experts": ("granite hybrid", {"granitehybrid.expert_count": 4}, "num_local_experts: must be 0, got 4"),
+    "experts": ("granite hybrid", {"granitehybrid.expert_count": 4}, r"\S+ asks for 16 experts|is missing"),
     "no multiple": (
         "granite hybrid",
         {"granitehybrid.ssm.inner_size": 136},
@@ -215,7 +253,7 @@ LIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no shared expert": (
         "qwen2_moe",
         {"qwen2moe.expert_shared_feed_forward_length": None},
-        "shared_expert_intermediate_size: must be a positive integer, got nothing",
+        "shared_expert_intermediate_size: must be an integer >= 0, got None",
     ),
 }
 

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from workers.common.gguf import GgufError
-from workers.common.gguf.architectures import INTERVAL, KV_HEADS, MORE_LAYERS, RECURRENT_LAYERS, SSM
+from workers.common.gguf.architectures import (
+    INTERVAL,
+    KV_HEADS,
+    MORE_LAYERS,
+    RECURRENT_LAYERS,
+    SHARED_EXPERT,
+    SSM,
+)
 from workers.common.gguf.header import TensorInfo, Value, shown
 
 _FULL = "full_attention"
@@ -73,13 +80,14 @@ def _mamba2(
         )
         if own.get(key)  # llama.cpp too takes 0 for 1
     }
-    head_dim = settings["head_dim"]
+    head_dim, width_of_mlp = settings["head_dim"], settings["intermediate_size"]
     if "attention_multiplier" not in found and isinstance(head_dim, int) and head_dim > 0:
         found["attention_multiplier"] = head_dim**-0.5  # as llama.cpp does; the library has another default
     return {
         **found,
         "num_local_experts": own.get("expert_count", 0),
-        "shared_intermediate_size": settings["intermediate_size"],
+        "num_experts_per_tok": own.get("expert_used_count", 0),
+        "shared_intermediate_size": own.get(SHARED_EXPERT, 0) if own.get("expert_count") else width_of_mlp,
         "mamba_n_heads": heads,
         "mamba_d_head": width,
         "mamba_n_groups": own["ssm.group_count"],

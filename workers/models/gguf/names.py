@@ -32,13 +32,14 @@ class Names:
         outside: Of the tensors outside of layers.
         modules: In a layer, before "weight" or "bias".
         whole: In a layer, of tensors whose names differ in all.
-        experts: In a layer, of the tensors of all experts, each with the name for an expert.
+        experts: In a layer, of the tensors of all experts, each with the names for an expert, to which it
+            gives equal parts of its rows.
     """
 
     outside: Mapping[str, str]
     modules: Mapping[str, str]
     whole: Mapping[str, str]
-    experts: Mapping[str, str]
+    experts: Mapping[str, tuple[str, ...]]
 
     def in_checkpoint(self, part: str) -> str | None:
         """The name in a layer, by that in a file; None: there is none."""
@@ -70,11 +71,16 @@ def names_of(family: Family) -> Names:
             scan = _SCAN | ({"ssm_in": "in_proj"} if kind == "mamba2" else _DELTA_RULE)
             modules |= {ours: f"{place}.{theirs}" for ours, theirs in scan.items()}
             whole |= {ours: f"{place}.{theirs}" for ours, theirs in _OF_HEADS.items()}
-    experts: Mapping[str, str] = {}
+    experts: Mapping[str, tuple[str, ...]] = {}
     if family.experts is not None:
         modules |= _beside_experts(family, family.experts)
         names = family.experts
-        experts = {"ffn_gate_exps": names.gate, "ffn_up_exps": names.up, "ffn_down_exps": names.down}
+        experts = {
+            "ffn_gate_exps": (names.gate,),
+            "ffn_up_exps": (names.up,),
+            "ffn_gate_up_exps": (names.gate, names.up),
+            "ffn_down_exps": (names.down,),
+        }
     # LFM2's last norm has another name by a mistake of its converter.
     norm = "token_embd_norm" if family.recurrent == "short_conv" else "output_norm"
     outside = {
@@ -124,5 +130,6 @@ def _beside_experts(family: Family, names: ExpertNames) -> dict[str, str]:
     found = {"ffn_gate_inp": names.router}
     if names.shared is not None:
         found |= _gated_mlp(family, names.shared, "_shexp")
+    if names.shared_gate:
         found["ffn_gate_inp_shexp"] = names.shared_gate
     return found

@@ -193,17 +193,27 @@ class _Entries:
         elif int(layer) in self._not_read:
             yield f"mtp.{info.name}", entry
         elif module in self._names.experts and len(info.shape) == _STACKED.get(kind):
-            count, size = info.shape[0], info.nbytes // info.shape[0]
-            if count != self._num_experts:
-                says = f"{count} experts, and the metadata say {self._num_experts!r}"
-                raise ModelError(f"{header.path}: tensor {info.name} is of {says}")
-            for index in range(count):
-                begin = info.begin + index * size
-                name = f"model.layers.{layer}.{self._names.experts[module].format(index)}.{kind}"
-                yield name, replace(entry, shape=info.shape[1:], begin=begin, nbytes=size)
+            for name, own in self._of_experts(header, entry, self._names.experts[module]):
+                yield f"model.layers.{layer}.{name}.{kind}", own
         else:
             known = self._names.in_checkpoint(part)
             yield info.name if known is None else f"model.layers.{layer}.{known}", entry
+
+    def _of_experts(
+        self, header: FileHeader, entry: GgufTensor, names: tuple[str, ...]
+    ) -> Iterator[tuple[str, GgufTensor]]:
+        """The tensors of each expert, which are equal parts of its rows. Raises ModelError."""
+        count, rows = entry.shape[:2]
+        if count != self._num_experts:
+            says = f"{count} experts, and the metadata say {self._num_experts!r}"
+            raise ModelError(f"{header.path}: tensor {entry.name} is of {says}")
+        if rows % len(names):
+            raise ModelError(
+                f"{header.path}: tensor {entry.name} must have an even number of rows, has {rows}"
+            )
+        shape, size = (rows // len(names), *entry.shape[2:]), entry.nbytes // (count * len(names))
+        for number, name in enumerate(name.format(index) for index in range(count) for name in names):
+            yield name, replace(entry, shape=shape, begin=entry.begin + number * size, nbytes=size)
 
 
 def read_vector(header: FileHeader, info: TensorInfo, most: int) -> list[float]:
