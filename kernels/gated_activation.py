@@ -2,7 +2,8 @@
 
 SwiGLU has `silu`, x * sigmoid(x). GeGLU has `gelu`, x times the normal distribution function at x, or its
 approximation with tanh, `gelu_tanh` (in Hugging Face "gelu_pytorch_tanh"). `clamped_swiglu` is that of
-gpt-oss: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (up + 1), with up from -7 to 7.
+gpt-oss: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (up + 1), with up from -7 to 7. `relu2` has no gate:
+max(up, 0)^2, on the output of the up projection alone.
 
 Dimension letters: T tokens; I intermediate width.
 """
@@ -17,17 +18,21 @@ from torch.nn import functional
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import gated_activation as cpu
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu", "relu2"]
 # In the order of their numbers in kernels/cpu/gates.h.
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 # For the others there are no kernels of a GPU.
 CUDA_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+# Rows have no gates.
+UNGATED: Activation = "relu2"
 # Of clamped_swiglu.
 SIGMOID_GAIN, GATE_LIMIT = 1.702, 7.0
 
 
 def gated_activation_reference(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """activation(gate) * up in plain torch; see `gated_activation`."""
+    if activation == UNGATED:
+        return functional.relu(gate_up).square_()  # [T, I]
     gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
     # The activation is rounded to the dtype before the product, as the unfused model does.
     if activation == "silu":
@@ -44,6 +49,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
 
     Args:
         gate_up: [T, 2 * I], the gate in the first half and up in the second; float32, bfloat16 or float16.
+            Without gates [T, I].
         activation: The activation of the gate, one of ACTIVATIONS.
 
     Returns:
@@ -53,7 +59,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation = "silu") -> 
         ValueError, TypeError: An argument is invalid; the message names it.
     """
     check_tensor("gate_up", gate_up, (None, None), FLOAT_DTYPES)
-    if gate_up.shape[1] % 2:
+    if activation != UNGATED and gate_up.shape[1] % 2:
         raise ValueError(f"gate_up: width must be even, got {gate_up.shape[1]}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

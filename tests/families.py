@@ -174,6 +174,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
         },
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "full_attention"),
+                *("linear_attention", "mlp", "mlp"),
+            ],
+            "head_dim": 32,
+            "mlp_bias": True,
+            "use_bias": True,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 20,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            # Above some of the steps of random weights.
+            "time_step_min": 0.3,
+        },
+    ),
+    "nemotron_h without an mlp at its end": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+            "head_dim": 32,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 20,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "use_conv_bias": False,
+        },
+    ),
+    "arcee": ("arcee", {"mlp_bias": True}),
     "granitemoe": ("granitemoe", {**_GRANITE, "num_local_experts": 6}),
     "granitemoeshared": (
         "granitemoeshared",

@@ -52,6 +52,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
     "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
         "ssm_state_size": 16,

@@ -120,7 +120,7 @@ def _few_layers(config: ModelConfig) -> ModelConfig:
 def _stack_experts(decoder: Decoder) -> None:
     """Make the experts of each layer one tensor, as they are on a GPU only."""
     for layer in decoder.layers:
-        body = layer.mlp.body
+        body = layer[-1].body
         if isinstance(body, Experts):
             for name in ("gate_up", "down"):
                 weights = getattr(body, name)

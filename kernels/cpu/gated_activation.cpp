@@ -16,7 +16,8 @@ void gated(const GateArguments& a, const Worker& worker) {
     const int64_t row = task / stretches, first = task % stretches * kStretch;
     const T* gate = static_cast<const T*>(a.gate_up) + row * a.stride + first;
     T* out = static_cast<T*>(a.out) + row * a.width + first;
-    multiply_gate<Activation>(out, gate, gate + a.width, std::min(kStretch, a.width - first));
+    const T* up = a.activation == kUngated ? gate : gate + a.width;
+    multiply_gate<Activation>(out, gate, up, std::min(kStretch, a.width - first));
   });
 }
 

@@ -8,7 +8,7 @@ namespace quire {
 // Plain data, filled by kernels/cpu/gated_activation.py: the fields must agree. Strides are in elements.
 struct GateArguments {
   void* out;            // [T, I] contiguous
-  const void* gate_up;  // [T, 2 * I], rows of gate, then up
+  const void* gate_up;  // [T, 2 * I], rows of gate, then up; without gates [T, I]
   int64_t rows, width, stride;
   int64_t activation;  // its place in ACTIVATIONS of kernels/gated_activation.py
 };

@@ -9,6 +9,9 @@ import torch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 
+# As in gates.h.
+_UNGATED = 4
+
 
 class _Arguments(ctypes.Structure):
     """GateArguments of gated_activation.h: the fields must agree."""
@@ -29,7 +32,7 @@ def gated_activation(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
 
     Requires `can_gated_activation`. The activation is its place in ACTIVATIONS there.
     """
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, width = gate_up.shape[0], gate_up.shape[1] // (1 if activation == _UNGATED else 2)
     out = torch.empty(rows, width, dtype=gate_up.dtype)  # [T, I]
     arguments = _Arguments(out.data_ptr(), gate_up.data_ptr(), rows, width, gate_up.stride(0), activation)
     name = f"quire_gated_activation_{SUFFIXES[gate_up.dtype]}"

@@ -68,9 +68,20 @@ struct ClampedSwiglu {
   static constexpr float kLimit = 7.0f;
 };
 
+// The gate is up itself, so that this is the square.
+struct Relu {
+  static Floats of(Floats x) {
+    const Floats value = larger(x, Floats{});
+    return x == x ? value : x;
+  }
+  static Floats of_up(Floats up) { return of(up); }
+};
+
 struct Sigmoid : UpAsItIs {
   static Floats of(Floats x) { return x == x ? times_sigmoid(splat(1.0f), x) : x; }
 };
+
+constexpr int64_t kUngated = 4;
 
 // Calls body with an activation of this number, which is its place in ACTIVATIONS of kernels/gated_activation.py; the
 // number after them is that of the sigmoid.
@@ -80,6 +91,7 @@ inline void with_activation(int64_t number, Body body) {
   else if (number == 1) body(GeluTanh());
   else if (number == 2) body(Gelu());
   else if (number == 3) body(ClampedSwiglu());
+  else if (number == kUngated) body(Relu());
   else body(Sigmoid());
 }
 

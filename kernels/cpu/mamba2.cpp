@@ -20,7 +20,8 @@ struct Scan {
     const T* x = space.convolved + row * width + h * w.head_width;
     const T* into = space.convolved + row * width + inner + group * w.state_width;
     const T* out_of = into + w.groups * w.state_width;
-    const float dt = softplus(load_one(projected + row * (inner + width + w.heads) + inner + width + h) + w.dt_bias[h]);
+    const float raw = load_one(projected + row * (inner + width + w.heads) + inner + width + h);
+    const float dt = std::max(softplus(raw + w.dt_bias[h]), static_cast<float>(w.least_step));
     const Floats decay = splat(std::exp(dt * w.decays[h]));
     float* y = space.scanned + row * inner + h * w.head_width;
     for_lanes(w.head_width, [&](int64_t p, int count) {
@@ -37,13 +38,16 @@ struct Scan {
   }
 };
 
-// weight * rms_norm(y * silu(gate)), each group by itself.
+// weight * rms_norm(y * silu(gate)), each group by itself; without a norm y * silu(gate).
 template <typename T>
 void normalise(T* out, float* y, const T* gate, const Mamba2Weights& w) {
   const int64_t inner = w.inner(), width = inner / w.groups;
-  for_lanes(inner, [&](int64_t d, int count) {
-    store_lanes(y + d, load_lanes(y + d, count) * Silu::of(load_lanes(gate + d, count)), count);
-  });
+  const auto gated = [&](int64_t d, int count) {
+    return load_lanes(y + d, count) * Silu::of(load_lanes(gate + d, count));
+  };
+  if (w.norm == nullptr)
+    return for_lanes(inner, [&](int64_t d, int count) { store_lanes(out + d, gated(d, count), count); });
+  for_lanes(inner, [&](int64_t d, int count) { store_lanes(y + d, gated(d, count), count); });
   for (int64_t first = 0; first < inner; first += width) {
     const float factor = inverse_rms(y + first, width, static_cast<float>(w.eps));
     const T* weight = static_cast<const T*>(w.norm) + first;

@@ -22,7 +22,7 @@ class Mamba2Weights(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_void_p, "taps bias dt_bias decays direct norm"),
         *_fields(ctypes.c_int64, "heads head_width groups state_width num_taps"),
-        ("eps", ctypes.c_double),
+        *_fields(ctypes.c_double, "eps least_step"),
     )
 
 

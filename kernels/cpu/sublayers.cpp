@@ -58,8 +58,8 @@ enum Kind : int64_t { kGatedMlp, kAttention, kShortConv, kMamba2, kGatedDelta };
 // What is the same in every step.
 struct Sublayer {
   Norm before, after;
-  // Gates [H * D, C] if there are any, queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate and
-  // up, and down.
+  // Gates [H * D, C] if there are any, queries, keys and values [(H + 2 * K) * D, C], and output [C, H * D]; or gate, if
+  // there is one, and up, and down.
   Matrix into, out;
   double scale;
   int64_t kind;
@@ -250,7 +250,7 @@ struct Run {
   void gate(const Sublayer& sublayer, const T* entered) {
     const int64_t width = sublayer.out.inputs;
     project(buffers.wide, sublayer.into, entered);
-    gated_activation<T>({buffers.inner, buffers.wide, rows, width, 2 * width, sublayer.activation}, worker);
+    gated_activation<T>({buffers.inner, buffers.wide, rows, width, sublayer.into.outputs, sublayer.activation}, worker);
     project(static_cast<T*>(step.x), sublayer.out, buffers.inner);
   }
 

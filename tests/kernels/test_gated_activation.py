@@ -141,13 +141,23 @@ def test_rows_beyond_32_bits(device: str) -> None:
     assert torch.equal(cuda.gated_activation(far_apart(gate_up, device), "silu"), near)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_squared_relu_has_no_gate(dtype: torch.dtype) -> None:
+    """Both operations are exact but for one rounding."""
+    up = random(9, BLOCK // 2 + 8, dtype)
+    up[3, 5], up[4, 6] = float("nan"), -float("inf")
+    squares = up.double().clamp(min=0).square().to(dtype)
+    torch.testing.assert_close(on_cpu(up, "relu2"), squares, rtol=0, atol=0, equal_nan=True)
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="gate_up: width must be even"):
         gated_activation(torch.randn(2, 5))
     with pytest.raises(ValueError, match="gate_up: shape"):
         gated_activation(torch.randn(2, 5, 4))
     with pytest.raises(
-        ValueError, match="activation: must be one of silu, gelu_tanh, gelu, clamped_swiglu, got 'relu'"
+        ValueError,
+        match="activation: must be one of silu, gelu_tanh, gelu, clamped_swiglu, relu2, got 'relu'",
     ):
         gated_activation(torch.randn(2, 4), "relu")  # type: ignore[arg-type]
 

@@ -48,6 +48,13 @@ def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
     return Layer(mamba2, mamba2_reference, weights, *sizes)
 
 
+def bare_mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
+    """Without a norm and a bias, and with steps that are not below 0.4."""
+    made = mamba2_of(drawn, dtype)
+    weights = replace(made.weights, norm=None, bias=None, least_step=0.4)
+    return made._replace(weights=weights)
+
+
 def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype, adjacent: int = 3) -> Layer:
     # Four vectors at once, one, and a part of one.
     heads, width, key_heads, key_width = 6, 84, 2, 24
@@ -68,8 +75,8 @@ def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype, adjac
 
 LAYERS = pytest.mark.parametrize(
     "layer_of",
-    [mamba2_of, gated_delta_of, partial(gated_delta_of, adjacent=1)],
-    ids=["mamba2", "gated delta", "tiled gated delta"],
+    [mamba2_of, bare_mamba2_of, gated_delta_of, partial(gated_delta_of, adjacent=1)],
+    ids=["mamba2", "bare mamba2", "gated delta", "tiled gated delta"],
 )
 
 

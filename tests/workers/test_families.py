@@ -246,7 +246,7 @@ def test_targets_cover_every_parameter_once(name: str) -> None:
     config = ModelConfig.from_settings(AutoConfig.for_model(model_type, **settings).to_dict())
     decoder = build_decoder(config, torch.float32)
     parameters = list({parameter.data_ptr(): parameter for parameter in parameters_of(decoder)}.values())
-    assert len(parameters) > 4 * len(decoder.layers)
+    assert len(parameters) > 2 * sum(map(len, decoder.layers))
     for parameter in parameters:
         parameter.zero_()
     for target in decoder.targets().values():

@@ -63,8 +63,8 @@ def test_weights_are_those_that_the_library_reads(of_makers: Path, dequantised: 
     decoder, description = load_served(of_makers, "float32", CPU, None, backend=NATIVE, self_check=True)
     assert isinstance(decoder, Decoder) and description.quantization == "mxfp4"
     loaded = matrices(load_decoder(of_makers, "float32"))
-    experts = decoder.config.family.experts
-    with torch.inference_mode(), separate_experts(dequantised, experts) as parameters:
+    family = decoder.config.family
+    with torch.inference_mode(), separate_experts(dequantised, family) as parameters:
         compared = {name for name in loaded if ".experts." in name}
         assert len(compared) == 2 * 6 * 3
         for name in compared:

@@ -78,7 +78,7 @@ def library_logits(
 ) -> torch.Tensor:
     """Those of the library's model with these weights, whose projections round what they multiply."""
     model = hf_model(directory)
-    with torch.inference_mode(), separate_experts(model, decoder.config.family.experts) as parameters:
+    with torch.inference_mode(), separate_experts(model, decoder.config.family) as parameters:
         for name, values in meant.items():
             parameters[name].copy_(values)
         for part in model.modules():
@@ -118,7 +118,7 @@ def test_a_gguf_file_is_computed_as_it_is_dequantised(family: str, kind: str, tm
 
 
 def is_one_call(decoder: Decoder) -> bool:
-    bodies = [layer.mlp.body for layer in decoder.layers]
+    bodies = [layer[-1].body for layer in decoder.layers]
     return all(isinstance(body, Experts) and isinstance(body.gate_up, PackedWeights) for body in bodies)
 
 

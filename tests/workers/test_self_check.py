@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.recurrent import RECURRENT
 from tests.tiny_types import VOCAB, tiny_model
 from workers.models.errors import ModelError
 from workers.models.library.attention import LayerCall
@@ -84,6 +85,19 @@ def test_logits_that_are_not_finite_over_pages_only_are_refused_with_a_reason() 
         ModelError, match="over pages its logits are not finite, those of its plain forward are"
     ):
         check_library(PackedModel(wrong), PackedModel(right).plain_logits)
+
+
+def test_a_kind_of_layer_that_comes_late_is_in_a_scaled_down_model(tmp_path: Path) -> None:
+    """As in Nemotron-H, whose config lists the types; Bamba's says which layers have attention."""
+    kinds = ["linear_attention", "mlp"] * 7 + ["full_attention", "linear_attention"]
+    for name, more, found in (
+        ("nemotron_h", {"layers_block_type": kinds}, [*kinds[:11], "full_attention"]),
+        ("bamba", {"attn_layer_indices": [4, 7]}, ["linear_attention"] * 4 + ["full_attention"]),
+    ):
+        directory = tmp_path / name
+        tiny_model(name, **RECURRENT[name] | more, num_hidden_layers=16).save_pretrained(directory)
+        made = scaled_down_model(read_settings(directory))
+        assert made is not None and made.config.layer_types == found
 
 
 def test_a_scaled_down_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:

@@ -203,12 +203,14 @@ class _Parts:
         norms = self._family.norms
         layers = self._config.layers
         sparse_before = sum(layer.sparse for layer in layers[:index])
-        mlp = self._sparse(index, sparse_before) if layers[index].sparse else self._mlp(index)
-        mixer = self._mixer(index)
-        return Layer(
-            self._sublayer(norms.before_attention, mixer, norms.after_attention),
-            self._sublayer(norms.before_mlp, mlp, norms.after_mlp),
-        )
+        made: list[Sublayer] = []
+        if layers[index].attention or layers[index].recurrent:
+            mixer = self._mixer(index)
+            made.append(self._sublayer(norms.before_attention, mixer, norms.after_attention))
+        if layers[index].feed_forward:
+            mlp = self._sparse(index, sparse_before) if layers[index].sparse else self._mlp(index)
+            made.append(self._sublayer(norms.before_mlp, mlp, norms.after_mlp))
+        return tuple(made)
 
     def _sublayer(self, before: str | None, body: Body, after: str | None) -> Sublayer:
         scale, group = self._config.residual_scale, self._shard.group
@@ -253,14 +255,20 @@ class _Parts:
         return parts.make(
             into=self._linear(place, parts.into, bias=parts.bias, stored=parts.stored),
             output=self._back(
-                place, "out_proj", parts.inner, range(parts.inner), bias=parts.bias, inputs=parts.inputs
+                place,
+                "out_proj",
+                parts.inner,
+                range(parts.inner),
+                bias=parts.output_bias,
+                inputs=parts.inputs,
             ),
             parameters={name: self.empty(*shape) for name, shape in parts.parameters.items()},
-            is_last=index == self._config.num_hidden_layers - 1,
+            is_last=index == self._config.last_mixer,
         )
 
     def _attention(self, index: int) -> Attention:
-        config, family, place = self._config, self._family, f"model.layers.{index}.self_attn."
+        config, family = self._config, self._family
+        place = f"model.layers.{index}.{family.attention}."
         all_heads = config.num_attention_heads
         heads, kv_heads, width = self._shard.heads, self._shard.kv_heads, config.head_dim
         head_norm = row_norms = None
@@ -311,7 +319,8 @@ class _Parts:
         config, names = self._config, self._family.mlp_names
         part, bias = self._shard.part(width), config.mlp_bias
         stored = self._family.gguf_mlp_names if config.gguf_layout else ()
-        gate_up = self._into(place, names, [width, width], [part, part], bias=bias, stored=stored)
+        count = 2 if self._family.gated_mlp else 1
+        gate_up = self._into(place, names, [width] * count, [part] * count, bias=bias, stored=stored)
         down = self._back(place, self._family.mlp_down, width, part, bias=bias)
         return GatedMlp(gate_up, down, config.activation, own)
 

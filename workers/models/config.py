@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.gated_activation import GATE_LIMIT, SIGMOID_GAIN, Activation
+from kernels.gated_activation import GATE_LIMIT, SIGMOID_GAIN, UNGATED, Activation
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
@@ -26,7 +26,7 @@ from workers.models.layer_settings import (
     sparse_layers,
 )
 from workers.models.recurrent_settings import RecurrentConfig, read_recurrent
-from workers.models.registry import FULL, SLIDING, Family, family_of, rope_layers
+from workers.models.registry import FULL, MLP, SLIDING, Family, family_of, rope_layers
 from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
 from workers.models.source import source_of
 from workers.models.text_part import WRAPPERS, text_part
@@ -51,13 +51,17 @@ class LayerConfig:
         window: The number of positions that a token attends to, its own included; None: all.
         rope: The rotary embedding of queries and keys; None: they are not rotated.
         sparse: The layer has experts instead of an MLP.
-        recurrent: It has a recurrent state instead of attention.
+        attention: It has attention.
+        recurrent: It has a recurrent state.
+        feed_forward: It has an MLP, or experts.
     """
 
     window: int | None
     rope: RopeSpec | None
     sparse: bool = False
+    attention: bool = True
     recurrent: bool = False
+    feed_forward: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ class ModelConfig:
             raise ModelError(
                 f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layers)}"
             )
-        if all(layer.recurrent for layer in self.layers):
+        if not any(layer.attention for layer in self.layers):
             raise UnsupportedError("layer_types: at least one must be full_attention")
         for rope in self.ropes:
             try:
@@ -148,6 +152,11 @@ class ModelConfig:
     def ropes(self) -> frozenset[RopeSpec]:
         """The rotary embeddings of all layers, each once."""
         return frozenset(layer.rope for layer in self.layers if layer.rope is not None)
+
+    @property
+    def last_mixer(self) -> int:
+        """The last layer in which rows read others. After it only the wanted rows are computed."""
+        return max(index for index, layer in enumerate(self.layers) if layer.attention or layer.recurrent)
 
     @property
     def is_recurrent(self) -> bool:
@@ -247,7 +256,9 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
             window=window if layer_type == SLIDING else None,
             rope=ropes[layer_type] if rotated and layer_type in ropes else None,
             sparse=is_sparse,
-            recurrent=layer_type not in (FULL, SLIDING),
+            attention=layer_type in (FULL, SLIDING),
+            recurrent=layer_type not in (FULL, SLIDING, MLP),
+            feed_forward=layer_type == MLP or not family.one_sublayer,
         )
         for layer_type, rotated, is_sparse in zip(types, rope_layers(settings, count), sparse, strict=True)
     )
@@ -261,6 +272,10 @@ def _activation(settings: Mapping[str, object], family: Family) -> Activation:
                 raise UnsupportedError(f"{setting}: must be {only}, got {got}")
         return "clamped_swiglu"
     name = settings.get(family.activation) or "silu"
+    if not family.gated_mlp:
+        if name != UNGATED:
+            raise UnsupportedError(f"{family.activation}: must be {UNGATED}, got {name!r}")
+        return UNGATED
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise UnsupportedError(f"{family.activation}: must be one of {known}, got {name!r}")

@@ -7,8 +7,9 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -37,13 +38,8 @@ from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.shard import Shard, Slice
 from workers.models.steering import SteeredRows, SteeredStage, SteeringTable, pack_steering
 
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Attention or a recurrent layer, then the MLP or experts."""
-
-    mixer: Sublayer
-    mlp: Sublayer
+Layer = tuple[Sublayer, ...]
+"""Attention or what is in its place, and then the MLP or experts; or one of them alone."""
 
 
 class Decoder:
@@ -86,19 +82,24 @@ class Decoder:
         if config.latent is not None:
             of_layer = LayerKv(1, width, config.latent.latent, in_keys=True)
         self.state_shapes: tuple[StateShape, ...] = ()
-        for layer in self.layers:
-            if isinstance(layer.mixer.body, RecurrentMixer):
-                first, shapes = len(self.state_shapes), layer.mixer.body.state_shapes
-                layer.mixer.body.states = range(first, first + len(shapes))
+        for sublayer in self._sublayers():
+            if isinstance(sublayer.body, RecurrentMixer):
+                first, shapes = len(self.state_shapes), sublayer.body.state_shapes
+                sublayer.body.states = range(first, first + len(shapes))
                 self.state_shapes += shapes
         # A state is that after one text, and there is none of each branch.
         self.takes_trees = self.graphable = not self.state_shapes
-        self.kv_layers = (of_layer,) * sum(not layer.recurrent for layer in config.layers)
+        self.kv_layers = (of_layer,) * sum(layer.attention for layer in config.layers)
         self._ropes = tuple(config.ropes)
         self.rotation_bytes = len(self._ropes) * config.rotary_dim * torch.float32.itemsize
         # Packed models run several sublayers in one call, and those on a GPU fuse operations of few rows.
-        self._before_last_mlp: Sequence[Stage] = self._sublayers()[:-1]
-        self._last_mlp: Stage = self.layers[-1].mlp
+        of_all_rows, of_wanted_rows = self._parted()
+        self._of_all_rows: Sequence[Stage] = of_all_rows
+        self._of_wanted_rows: Sequence[Stage] = of_wanted_rows
+        # The layer that begins, and that which ends, with a sublayer of this number.
+        ends = [*itertools.accumulate(map(len, self.layers))]
+        self._begins = {begin: index for index, begin in enumerate([0, *ends[:-1]])}
+        self._ends = {end - 1: index for index, end in enumerate(ends)}
         # How products of few rows are computed on a GPU.
         self.tiles: TilesOfPlaces | None = None
         if self.device.type == "cuda":
@@ -122,8 +123,9 @@ class Decoder:
         found.update(self._final_norm.targets("model."))
         if not self.config.tie_word_embeddings:
             found["lm_head.weight"] = self._of_vocabulary(self.lm_head)
-        for index, sublayer in enumerate(self._sublayers()):
-            found.update(sublayer.targets(f"model.layers.{index // 2}."))
+        for index, layer in enumerate(self.layers):
+            for sublayer in layer:
+                found.update(sublayer.targets(f"model.layers.{index}."))
         return found
 
     def _of_vocabulary(self, matrix: Weight) -> LoadTarget:
@@ -154,18 +156,17 @@ class Decoder:
 
     def fuse_few_rows(self, tiles: TilesOfPlaces) -> None:
         """Run steps of few rows in fewer launches, where that is faster; see `workers.models.few_rows`."""
-        *before, last = self._sublayers()
         self.tiles = tiles
-        self._before_last_mlp, self._last_mlp = [FewRows(before, tiles)], FewRows([last], tiles)
+        self._of_all_rows, self._of_wanted_rows = ([FewRows(each, tiles)] for each in self._parted())
 
     def _compile(self) -> None:
         """Run sublayers in few calls, where that is possible on the CPU."""
         if self.device.type == "cuda":
             return
-        *before, last = self._sublayers()
         memory = Memory()
-        self._before_last_mlp = compiled(before, self._ropes, memory)
-        (self._last_mlp,) = compiled([last], self._ropes, memory)
+        self._of_all_rows, self._of_wanted_rows = (
+            compiled(each, self._ropes, memory) for each in self._parted()
+        )
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
@@ -244,14 +245,21 @@ class Decoder:
     def _projections(self) -> list[tuple[str, Linear]]:
         """Those that may have adapters, with what the names of their modules begin with."""
         return [
-            (f"model.layers.{index // 2}.{name}", projection)
-            for index, sublayer in enumerate(self._sublayers())
+            (f"model.layers.{index}.{name}", projection)
+            for index, layer in enumerate(self.layers)
+            for sublayer in layer
             for name, projection in sublayer.body.projections()
         ]
 
     def _sublayers(self) -> list[Sublayer]:
-        """In order: attention, or what is in its place, and MLP of each layer."""
-        return [sublayer for layer in self.layers for sublayer in (layer.mixer, layer.mlp)]
+        """In order."""
+        return [sublayer for layer in self.layers for sublayer in layer]
+
+    def _parted(self) -> tuple[list[Sublayer], list[Sublayer]]:
+        """Those up to the last that reads other rows, which returns the wanted rows; and those after it."""
+        every = self._sublayers()
+        reading = sum(len(layer) for layer in self.layers[: self.config.last_mixer]) + 1
+        return every[:reading], every[reading:]
 
     @torch.inference_mode()
     def forward(
@@ -286,41 +294,66 @@ class Decoder:
         if inputs.lora_slots is not None:
             context = self._with_slots(context, inputs.lora_slots)
             steered = self._steering.rows(inputs.lora_slots)
-        x: torch.Tensor | None = None
-        has_states = capture is not None and bool(capture.rows)
-        stages, last_mlp = self._stages(steered, inputs.wanted_rows, has_states=has_states)
-        for index, stage in enumerate(stages):
-            if capture is not None and has_states and index % 2 == 0:
-                # The output of the previous layer is the residual stream plus x, which is not added yet.
-                parts = (residual,) if x is None else (residual, x)
-                capture.capture_rows(index // 2, inputs.wanted_rows, *parts)
-            x, residual = stage(x, residual, context)
-        # The last layer's attention, or what is in its place, returned the wanted rows only.
+        captured = capture if capture is not None and capture.rows else None
+        of_all_rows, of_wanted_rows = self._stages(
+            steered, inputs.wanted_rows, has_states=captured is not None
+        )
+        x, residual = self._run(of_all_rows, 0, (None, residual), context, captured)
+        # The last attention, or what is in its place, returned the wanted rows only.
         residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
         if not len(residual):
             return residual
         if inputs.lora_slots is not None or routing is not None:
             context = replace(context, lora_slots=context.wanted_lora_slots, routing=last_routing)
-        x, residual = last_mlp(x, residual, context)
+        x, residual = self._run(of_wanted_rows, len(of_all_rows), (x, residual), context, captured)
         hidden = self._final_norm(residual) if x is None else self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)
         return hidden
 
+    def _run(
+        self,
+        stages: Sequence[Stage],
+        first: int,
+        rows: tuple[torch.Tensor | None, torch.Tensor],
+        context: ForwardContext,
+        capture: RowCapture | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Run stages on x and the residual stream: all rows, or if `first` is not 0 the wanted rows.
+
+        Mutates the residual stream. With `capture` each stage is a sublayer, of which the first one has the
+        number `first`, and the states between layers are captured.
+        """
+        x, residual = rows
+        for index, stage in enumerate(stages, first):
+            if capture is not None and index in self._begins:
+                # The output of the previous layer is the residual stream plus x, which is not added yet.
+                parts = (residual,) if x is None else (residual, x)
+                if first:
+                    capture.capture_last(self._begins[index], sum(parts[1:], parts[0]))
+                else:
+                    capture.capture_rows(self._begins[index], context.inputs.wanted_rows, *parts)
+            x, residual = stage(x, residual, context)
+        return x, residual
+
     def _stages(
         self, steered: SteeredRows | None, wanted_rows: torch.Tensor, *, has_states: bool
-    ) -> tuple[Sequence[Stage], Stage]:
-        """What a forward runs before its last MLP, and that.
+    ) -> tuple[Sequence[Stage], Sequence[Stage]]:
+        """What a forward runs on all rows, and on the wanted rows.
 
         Hidden states and steering are between sublayers, of which several may be compiled as one.
         """
         if steered is None:
-            return self._sublayers()[:-1] if has_states else self._before_last_mlp, self._last_mlp
-        stages = [
-            SteeredStage(sublayer, steered, index // 2) if index % 2 else sublayer
-            for index, sublayer in enumerate(self._sublayers()[:-1])
+            return self._parted() if has_states else (self._of_all_rows, self._of_wanted_rows)
+        of_wanted = steered.of(wanted_rows)
+        last = len(self._parted()[0]) - 1  # which returns the wanted rows
+        stages: list[Stage] = [
+            SteeredStage(sublayer, steered if index < last else of_wanted, self._ends[index])
+            if index in self._ends
+            else sublayer
+            for index, sublayer in enumerate(self._sublayers())
         ]
-        return stages, SteeredStage(self._last_mlp, steered.of(wanted_rows), len(self.layers) - 1)
+        return stages[: last + 1], stages[last + 1 :]
 
     def _with_slots(self, context: ForwardContext, slots: torch.Tensor) -> ForwardContext:
         """The context of rows with adapters. `slots`: [T]."""

@@ -21,7 +21,7 @@ import torch
 
 from kernels.few_rows import NormBefore, few_rows_product
 from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
-from kernels.gated_activation import Activation, gated_activation
+from kernels.gated_activation import UNGATED, Activation, gated_activation
 from workers.models.layers import Attention, ForwardContext, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
 
@@ -220,7 +220,7 @@ def _products_of(sublayer: Sublayer) -> tuple[_Product, ...] | None:
     body, norm = sublayer.body, sublayer.before
     if norm is None or sublayer.group is not None:
         return None
-    if isinstance(body, GatedMlp):
+    if isinstance(body, GatedMlp) and body.activation != UNGATED:
         into = _Product.of("gate_up", body.gate_up, norm, body.activation)
         out = _Product.of("down", body.down, None, None)
     elif isinstance(body, Attention) and not body.is_last:

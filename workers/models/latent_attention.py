@@ -68,7 +68,7 @@ class LatentAttention:
             output: [C, H * V].
             latent_norm: [L].
         """
-        self.index, self.is_last = index, index == config.num_hidden_layers - 1
+        self.index, self.is_last = index, index == config.last_mixer
         self.into = into
         self.output = output
         self._query = query

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.experts import GroupedRouting
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.registry import FULL, RECURRENT_TYPES, SLIDING, Family
+from workers.models.registry import FULL, MLP, RECURRENT_TYPES, SLIDING, Family
 from workers.models.values import boolean, integer, non_negative_integer, number
 
 
@@ -41,6 +41,7 @@ def read_layer_types(
         # Without a window the type matters only if each type has its own rotary embedding.
         return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
     known = [FULL, SLIDING if family.recurrent is None else RECURRENT_TYPES[family.recurrent]]
+    known += [MLP] if family.one_sublayer else []
     if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
         raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")
     if len(listed) != layers:

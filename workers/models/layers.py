@@ -159,7 +159,7 @@ class Attention:
 
     Attributes:
         index: The number of the layer among those with keys and values.
-        is_last: This is in the last layer, so only the wanted rows are returned.
+        is_last: No layer after this reads other rows, so only the wanted rows are returned.
     """
 
     def __init__(
@@ -189,8 +189,9 @@ class Attention:
             sinks: [H] float32, see `kernels.paged_attention`; None: there are none.
         """
         self.config, self.layer, self.shard = config, config.layers[index], shard
-        self.index = sum(not layer.recurrent for layer in config.layers[:index])
-        self.is_last = index == config.num_hidden_layers - 1
+        self.index = sum(layer.attention for layer in config.layers[:index])
+        self.is_last = index == config.last_mixer
+        self._place = f"{config.family.attention}."
         self.qkv = qkv
         self.output = output
         self.head_norm = head_norm
@@ -201,7 +202,7 @@ class Attention:
         """The target of each tensor of a checkpoint, by name."""
         for name, projection in self.projections():
             yield from projection.targets(prefix + name)
-        prefix += "self_attn."
+        prefix += self._place
         offset = self.config.family.norm_offset
         names = [f"{prefix}{name}.weight" for name in self.config.family.qk_norm_names]
         if self.head_norm is not None:
@@ -218,8 +219,8 @@ class Attention:
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""
-        yield "self_attn.", self.qkv
-        yield "self_attn.", self.output
+        yield self._place, self.qkv
+        yield self._place, self.output
 
     def pack(self) -> None:
         """Pack the filled weights for the matrix library."""
@@ -291,11 +292,12 @@ class Attention:
 
 
 class GatedMlp:
-    """down(activation(gate) * up)."""
+    """down(activation(gate) * up), or down(activation(up)) if the activation has no gate."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation, place: str) -> None:
         """Take ownership of parameters: [2 * I, C], rows of gate, then up; and [C, I].
 
+        Without a gate the first is [I, C].
         `place`: what the names of both begin with in a layer of a checkpoint.
         """
         self._place = place
@@ -321,5 +323,5 @@ class GatedMlp:
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         slots, invariant = context.lora_slots, context.batch_invariant
-        gate_up = self.gate_up(x, slots, batch_invariant=invariant)  # [T, 2 * I]
+        gate_up = self.gate_up(x, slots, batch_invariant=invariant)  # [T, 2 * I], or [T, I]
         return self.down(gated_activation(gate_up, self.activation), slots, batch_invariant=invariant)

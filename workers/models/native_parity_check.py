@@ -188,6 +188,7 @@ def _check_logits(
         # In the layout of checkpoints: each expert by itself, projections fused or not.
         tensors = revert_weight_conversion(module, module.state_dict())
     config = _config_of(module)
+    tensors = {config.family.renamed_tensor(name): tensor for name, tensor in tensors.items()}
     if config.family.experts is not None and config.family.experts.stacked is not None:
         tensors = separated_values(tensors, config.family.experts)
     formats = formats_of(quantization, forms, config)
@@ -218,7 +219,7 @@ def _check_logits(
     names = names_of(forms) or quantization or name_of(dtype)
     with library_errors("run a scaled-down model"), ExitStack() as until_checked:
         if formats is not None:
-            experts = separate_experts(module, config.family.experts)
+            experts = separate_experts(module, config.family)
             parameters = until_checked.enter_context(experts)
             until_checked.enter_context(put_blocks(module, parameters, blocks))
             if quantization is not None:

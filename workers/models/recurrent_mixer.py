@@ -22,7 +22,7 @@ class RecurrentMixer(ABC):
 
     Attributes:
         states: Which tensors of the state are its own. The decoder says it.
-        is_last: This is the last layer, so only the wanted rows are returned.
+        is_last: No layer after this reads other rows, so only the wanted rows are returned.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RecurrentMixer(ABC):
             into: [P, C].
             output: [C, I].
             parameters: The others, in the shapes and under the names of a checkpoint, without `place`.
-            is_last: This is the last layer.
+            is_last: See the attribute.
         """
         self.states, self.is_last = range(0), is_last
         self.into = into

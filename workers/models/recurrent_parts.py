@@ -25,7 +25,8 @@ class MixerParts:
         place: What the names of all begin with in a layer of a checkpoint.
         into: Its projections of the hidden width, by name.
         inner: The width from which `out_proj` projects back.
-        bias: The projections have a bias.
+        bias: The projections of the hidden width have a bias.
+        output_bias: That back to it has one.
         parameters: The shapes of the other tensors, by name.
         make: The layer, of what `RecurrentMixer` takes, but for its place.
         stored: The projections as files have them, and the order of the inputs of `out_proj` in them, where
@@ -37,6 +38,7 @@ class MixerParts:
     into: Mapping[str, Slice]
     inner: int
     bias: bool
+    output_bias: bool
     parameters: Mapping[str, tuple[int, ...]]
     make: Callable[..., RecurrentMixer]
     stored: Mapping[str, Slice] | None = None
@@ -45,42 +47,45 @@ class MixerParts:
 
 def mixer_parts(config: ModelConfig) -> MixerParts:
     """Those of a model with recurrent layers."""
-    sizes, width = config.recurrent, config.hidden_size
+    sizes, width, place = config.recurrent, config.hidden_size, f"{config.family.recurrent_place}."
     if isinstance(sizes, ShortConvConfig):
-        return _short_conv(sizes, width)
+        return _short_conv(place, sizes, width)
     if isinstance(sizes, Mamba2Config):
-        return _mamba2(sizes, width, config.rms_norm_eps)
+        return _mamba2(place, sizes, width, config.rms_norm_eps)
     assert sizes is not None
-    parts = _gated_delta(sizes, width, config.rms_norm_eps, config.family.recurrent_names)
+    parts = _gated_delta(place, sizes, width, config.rms_norm_eps, config.family.recurrent_names)
     return _as_in_gguf(parts, sizes, config) if config.gguf_layout else parts
 
 
-def _short_conv(sizes: ShortConvConfig, width: int) -> MixerParts:
+def _short_conv(place: str, sizes: ShortConvConfig, width: int) -> MixerParts:
     shapes: dict[str, tuple[int, ...]] = {"conv.weight": (width, 1, sizes.taps)}
     if sizes.bias:
         shapes["conv.bias"] = (width,)
     into = {"in_proj": Slice.whole(3 * width, width)}
-    return MixerParts("conv.", into, width, sizes.bias, shapes, partial(ShortConv, "conv."))
+    return MixerParts(place, into, width, sizes.bias, sizes.bias, shapes, partial(ShortConv, place))
 
 
-def _mamba2(sizes: Mamba2Config, width: int, eps: float) -> MixerParts:
+def _mamba2(place: str, sizes: Mamba2Config, width: int, eps: float) -> MixerParts:
     shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
     if sizes.conv_bias:
         shapes["conv1d.bias"] = (sizes.convolved,)
     shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (sizes.heads,))
-    shapes["norm.weight"] = (sizes.inner,)
+    if sizes.has_norm:
+        shapes["norm.weight"] = (sizes.inner,)
     into = {"in_proj": Slice.whole(sizes.inner + sizes.convolved + sizes.heads, width)}
-    make = partial(Mamba2, "mamba.", sizes, eps=eps)
-    return MixerParts("mamba.", into, sizes.inner, sizes.bias, shapes, make)
+    make = partial(Mamba2, place, sizes, eps=eps)
+    return MixerParts(place, into, sizes.inner, sizes.bias, sizes.output_bias, shapes, make)
 
 
-def _gated_delta(sizes: GatedDeltaConfig, width: int, eps: float, names: Sequence[str]) -> MixerParts:
+def _gated_delta(
+    place: str, sizes: GatedDeltaConfig, width: int, eps: float, names: Sequence[str]
+) -> MixerParts:
     shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
     shapes |= dict.fromkeys(("dt_bias", "A_log"), (sizes.heads,))
     shapes["norm.weight"] = (sizes.head_width,)
     into = _projections(sizes, width, names)
-    make = partial(GatedDelta, "linear_attn.", sizes, eps=eps)
-    return MixerParts("linear_attn.", into, sizes.inner, bias=False, parameters=shapes, make=make)
+    make = partial(GatedDelta, place, sizes, eps=eps)
+    return MixerParts(place, into, sizes.inner, False, False, shapes, make)
 
 
 def _projections(sizes: GatedDeltaConfig, width: int, names: Sequence[str]) -> dict[str, Slice]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.registry import RecurrentKind
-from workers.models.values import boolean, integer
+from workers.models.values import boolean, integer, optional_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,10 @@ class Mamba2Config:
     Attributes:
         taps: How many tokens the convolution sees, the one itself included.
         conv_bias: The convolution has a bias.
-        bias: The projections have a bias.
+        bias: The projection of the hidden width has a bias.
+        output_bias: That back to it has one.
+        has_norm: What is gated is normalised.
+        least_step: Of a step in time.
     """
 
     heads: int
@@ -41,6 +44,9 @@ class Mamba2Config:
     taps: int
     conv_bias: bool
     bias: bool
+    output_bias: bool
+    has_norm: bool
+    least_step: float
 
     @property
     def inner(self) -> int:
@@ -100,9 +106,11 @@ def _short_conv(settings: Mapping[str, object]) -> RecurrentConfig:
 
 
 def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
-    """Those of Granite 4."""
+    """Those of Granite 4, and what others have besides."""
     heads, groups = integer(settings, "mamba_n_heads"), integer(settings, "mamba_n_groups")
     inner = integer(settings, "mamba_expand") * integer(settings, "hidden_size")
+    if settings.get("mamba_d_ssm") is not None:
+        inner = integer(settings, "mamba_d_ssm")
     is_auto = settings.get("mamba_d_head") == "auto"
     width = inner // heads if is_auto else integer(settings, "mamba_d_head")
     if heads % groups or heads * width != inner:
@@ -114,6 +122,7 @@ def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
     limit = settings.get("time_step_limit")
     if limit is not None and (not isinstance(limit, list | tuple) or [*limit] not in _NO_LIMITS):
         raise UnsupportedError(f"time_step_limit: must be from 0 to infinity, got {limit!r}")
+    bias = boolean(settings, "mamba_proj_bias", default=False)
     return Mamba2Config(
         heads=heads,
         head_width=width,
@@ -121,7 +130,10 @@ def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
         state_width=integer(settings, "mamba_d_state"),
         taps=_taps(settings, "mamba_d_conv"),
         conv_bias=boolean(settings, "mamba_conv_bias", default=False),
-        bias=boolean(settings, "mamba_proj_bias", default=False),
+        bias=bias,
+        output_bias=boolean(settings, "projectors_bias", default=bias),
+        has_norm=boolean(settings, "mamba_rms_norm", default=True),
+        least_step=optional_number(settings, "time_step_min") or 0.0,
     )
 
 

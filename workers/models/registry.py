@@ -16,7 +16,7 @@ from typing import Literal
 from workers.models.errors import ModelError, UnsupportedError
 from workers.models.values import boolean, integer, names, non_negative_integer, number
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, MLP = "full_attention", "sliding_attention", "mlp"
 RecurrentKind = Literal["short_conv", "mamba2", "gated_delta"]
 # The types of layers in configs.
 RECURRENT_TYPES: dict[RecurrentKind, str] = {
@@ -234,6 +234,44 @@ def _bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
+# Letters of `hybrid_override_pattern`.
+_NEMOTRON_TYPES = {"M": "linear_attention", "*": FULL, "-": MLP, "E": "moe"}
+# Old names of settings, which the library prefers, and names that other families have.
+_NEMOTRON_NAMES = (
+    ("mamba_n_groups", "n_groups", "mamba_n_groups"),
+    ("mamba_d_conv", "conv_kernel", "mamba_d_conv"),
+    ("mamba_conv_bias", "use_conv_bias", "mamba_conv_bias"),
+    ("mamba_dt_min", "time_step_min", "time_step_min"),
+    ("", "use_bias", "mamba_proj_bias"),
+    ("", "mamba_num_heads", "mamba_n_heads"),
+    ("", "mamba_head_dim", "mamba_d_head"),
+    ("", "ssm_state_size", "mamba_d_state"),
+    ("", "mamba_hidden_act", "hidden_act"),
+    ("", "layer_norm_epsilon", "rms_norm_eps"),
+)
+
+
+def _nemotron_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `NemotronHConfig` of the library reads them. No layer has the sliding window."""
+    listed = settings.get("layers_block_type") or settings.get("layer_types")
+    pattern = settings.get("hybrid_override_pattern")
+    if listed is None:
+        listed = [_NEMOTRON_TYPES.get(one, one) for one in pattern] if isinstance(pattern, str) else ["moe"]
+    if not isinstance(listed, list):
+        raise ModelError(f"layers_block_type: must be a list of types of layers, got {listed!r}")
+    spelled = {name: settings.get(old, settings[new]) for old, new, name in _NEMOTRON_NAMES}
+    inner = integer(spelled, "mamba_n_heads") * integer(spelled, "mamba_d_head")
+    return {
+        **settings,
+        **spelled,
+        "mamba_expand": 1,
+        "mamba_d_ssm": inner,
+        "layer_types": [_OLD_TYPES.get(str(one), one) for one in listed],
+        "num_hidden_layers": len(listed),
+        "no_rope_layers": [0] * len(listed),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The properties of a family that its configs do not say.
@@ -256,19 +294,25 @@ class Family:
         activation: The name of the setting for the activation of the MLP.
         respelled: The settings of a config in the spelling that all families have.
         recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
+        recurrent_place: What the names of their parts begin with in a layer of a checkpoint.
         recurrent_names: Of the gated delta rule, the projections in a checkpoint: of gates, of the inputs of
             the convolution, of b and of a. Or the last two, or each two, are one: of each key head together.
         final_norm: The name of the norm before the head in a checkpoint.
         qk_norm_names: The norms of queries and of keys.
+        attention: What the names of the parts of attention begin with in a layer of a checkpoint.
         attention_names: The projections in a checkpoint: q, k and v, or one that is fused.
         attention_output: The projection back to the hidden width.
         mlp: What the names of an MLP begin with in a layer of a checkpoint.
         mlp_down: Its projection back to the hidden width.
-        mlp_names: The projections of the MLP in a checkpoint: gate and up, or one that is fused.
+        mlp_names: The projections of the MLP in a checkpoint: gate and up, one that is fused, or up alone.
         gguf_mlp_names: Those that a GGUF file has in their place; empty: the same ones.
         gguf_recurrent_names: The same for `recurrent_names`.
         gguf_tiled: A GGUF file has the value heads of the gated delta rule in another order; see
             `GatedDeltaConfig`.
+        gated_mlp: The MLP has a gate.
+        one_sublayer: Each layer is attention, what is in its place, or an MLP.
+        renamed: What the names of tensors begin with, and what instead in checkpoints of other families. The
+            first match counts.
         experts: The names of the experts' tensors; None: no layer has experts.
         wide_routing: The router's weights of experts stay float32.
         expert_biases: The router and the projections of experts have biases.
@@ -298,9 +342,11 @@ class Family:
     activation: str = "hidden_act"
     respelled: Respelled = dict
     recurrent: RecurrentKind | None = None
+    recurrent_place: str = "mamba"
     recurrent_names: tuple[str, ...] = ()
     final_norm: str = "norm"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    attention: str = "self_attn"
     attention_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     attention_output: str = "o_proj"
     mlp: str = "mlp"
@@ -309,6 +355,9 @@ class Family:
     gguf_mlp_names: tuple[str, ...] = ()
     gguf_recurrent_names: tuple[str, ...] = ()
     gguf_tiled: bool = False
+    gated_mlp: bool = True
+    one_sublayer: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
     experts: ExpertNames | None = None
     wide_routing: bool = False
     expert_biases: bool = False
@@ -318,6 +367,13 @@ class Family:
     wide_router: bool = False
     left_out: tuple[str, ...] = ()
     gated_attention: bool = False
+
+    def renamed_tensor(self, name: str) -> str:
+        """The name of a tensor as it would be in checkpoints of other families."""
+        for before, after in self.renamed:
+            if name.startswith(before):
+                return after + name.removeprefix(before)
+        return name
 
 
 def _defaults(
@@ -487,6 +543,7 @@ _QWEN_3_5 = Family(
     norm_offset=1.0,
     respelled=_delta_rule_settings,
     recurrent="gated_delta",
+    recurrent_place="linear_attn",
     recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
     gguf_tiled=True,
     left_out=("mtp.",),  # for the prediction of several tokens
@@ -675,6 +732,7 @@ FAMILIES: dict[str, Family] = {
         norms=NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
         respelled=_lfm2_settings,
         recurrent="short_conv",
+        recurrent_place="conv",
         final_norm="embedding_norm",
         qk_norm_names=("q_layernorm", "k_layernorm"),
         attention_output="out_proj",
@@ -706,6 +764,57 @@ FAMILIES: dict[str, Family] = {
         recurrent="mamba2",
         final_norm="final_layernorm",
         mlp="feed_forward",
+    ),
+    "nemotron_h": Family(
+        defaults=_defaults(
+            *(131072, 4096, 21504, 1, 32, 4096, 1, 2),
+            num_key_value_heads=8,
+            head_dim=128,
+            mlp_hidden_act="relu2",
+            layer_norm_epsilon=1e-5,
+            mamba_num_heads=128,
+            mamba_head_dim=64,
+            mamba_hidden_act="silu",
+            ssm_state_size=128,
+            n_groups=8,
+            conv_kernel=4,
+            use_conv_bias=True,
+            use_bias=False,
+            time_step_min=0.001,
+        ),
+        reads=names(
+            "layer_types layers_block_type hybrid_override_pattern layer_norm_epsilon mamba_num_heads"
+            " mamba_head_dim mamba_hidden_act ssm_state_size n_groups conv_kernel use_conv_bias use_bias"
+            " time_step_min mamba_n_groups mamba_d_conv mamba_conv_bias mamba_dt_min sliding_window"
+        ),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=None,
+        norms=NormNames(before_attention="norm", before_mlp="norm"),
+        wide_norms=True,
+        activation="mlp_hidden_act",
+        respelled=_nemotron_settings,
+        recurrent="mamba2",
+        recurrent_place="mixer",
+        final_norm="norm_f",
+        attention="mixer",
+        mlp="mixer",
+        mlp_names=("up_proj",),
+        gated_mlp=False,
+        one_sublayer=True,
+        renamed=(
+            ("backbone.embeddings.", "model.embed_tokens."),
+            ("model.embeddings.", "model.embed_tokens."),
+            ("backbone.", "model."),
+        ),
+        left_out=("mtp.",),  # for the prediction of several tokens
+    ),
+    "arcee": Family(
+        defaults=_defaults(*(32000, 2560, 18432, 32, 32, 4096, 128000, 128001), rms_norm_eps=1e-5)
+        | {"hidden_act": "relu2"},
+        mlp_bias=None,
+        mlp_names=("up_proj",),
+        gated_mlp=False,
     ),
     "qwen3_5_text": _QWEN_3_5,
     "qwen3_5_moe_text": replace(

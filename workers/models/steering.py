@@ -39,7 +39,7 @@ class SteeredRows:
 
 @dataclass(frozen=True, slots=True)
 class SteeredStage:
-    """What ends with the MLP of a layer, counted from 0, and the vectors behind it."""
+    """What ends with the last sublayer of a layer, counted from 0, and the vectors behind it."""
 
     stage: Stage
     steered: SteeredRows

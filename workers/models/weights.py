@@ -323,7 +323,7 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     for name, entry in entries.items() if config.wrapper is None else of_text_model(entries.items()):
         if name.startswith(left_out):
             continue
-        renamed = _PREFIX + name if name.startswith(_IN_BASE_MODELS) else name
+        renamed = config.family.renamed_tensor(_PREFIX + name if name.startswith(_IN_BASE_MODELS) else name)
         if renamed in found:
             raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[renamed].name}")
         found[renamed] = entry

@@ -110,7 +110,7 @@ class Twins:
 )
 def test_every_family(name: str, device: str, fused: list[int]) -> None:
     plain, other = decoder_of(name, device), decoder_of(name, device)
-    plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
+    plain._of_all_rows, plain._of_wanted_rows = plain._parted()
     other.fuse_few_rows(FirstTiles(lambda _: 0.0))
     twins, sequences = Twins(plain, other), [HandSequence() for _ in range(3)]
     twins.step(
@@ -124,7 +124,7 @@ def test_every_family(name: str, device: str, fused: list[int]) -> None:
 def test_random_steps_with_any_number_of_rows(device: str, fused: list[int]) -> None:
     """More rows than a product takes, and wanted rows that are few among many."""
     plain, other = (random_decoder(SETTINGS, device) for _ in range(2))
-    plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
+    plain._of_all_rows, plain._of_wanted_rows = plain._parted()
     other.fuse_few_rows(FirstTiles(lambda _: 0.0))
     dice, twins = random.Random(1), Twins(plain, other)
     sequences = [HandSequence() for _ in range(6)]
@@ -143,7 +143,7 @@ def test_places_that_are_faster_as_separate_operations(place: str, device: str) 
             return None if of.name == place else super().choose(of, rows)
 
     plain, other = (random_decoder(SETTINGS | {"num_hidden_layers": 2}, device) for _ in range(2))
-    plain._before_last_mlp, plain._last_mlp = plain._sublayers()[:-1], plain.layers[-1].mlp
+    plain._of_all_rows, plain._of_wanted_rows = plain._parted()
     other.fuse_few_rows(AllBut(lambda _: 0.0))
     twins, sequence = Twins(plain, other), HandSequence()
     for tokens in ([1, 2, 3], [4]):

@@ -87,8 +87,8 @@ def as_on_a_gpu(decoder: Decoder) -> Decoder:
     if INTERPRETED:
         decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
         for layer in decoder.layers:
-            if isinstance(layer.mlp.body, Experts):
-                body: Any = layer.mlp.body
+            if isinstance(layer[-1].body, Experts):
+                body: Any = layer[-1].body
                 body.gate_up, body.down = (
                     torch.stack([weight.plain for weight in weights]) for weights in (body.gate_up, body.down)
                 )

@@ -26,7 +26,7 @@ from workers.common.gguf.header import TYPES
 from workers.models.builder import FormatOf
 from workers.models.parts import Part
 from workers.models.quantised.drawn_rows import scale_inputs
-from workers.models.registry import ExpertNames
+from workers.models.registry import Family
 
 
 @torch.inference_mode()
@@ -97,18 +97,19 @@ def _projections(matrices: torch.Tensor, biases: torch.Tensor | None) -> nn.Modu
 
 
 @contextmanager
-def separate_experts(module: Any, names: ExpertNames | None) -> Iterator[dict[str, nn.Parameter]]:
+def separate_experts(module: Any, family: Family) -> Iterator[dict[str, nn.Parameter]]:
     """Let a model have a projection for each matrix of experts, until the end of the `with`.
 
     Args:
         module: Mutated.
-        names: Those of the family.
+        family: Its family.
 
     Yields:
         The parameters of the model, by the names in a checkpoint.
     """
     stacked = {}
-    parameters = dict(module.named_parameters())
+    names = family.experts
+    parameters = {family.renamed_tensor(name): each for name, each in module.named_parameters()}
     for index, layer in enumerate(module.model.layers):
         block = next((part for part in layer.children() if hasattr(part, "experts")), None)
         if names is None or block is None:

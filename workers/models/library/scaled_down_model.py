@@ -80,9 +80,10 @@ def _drop_layers(text: PreTrainedConfig) -> None:
     }
     # The last layers of some families read the keys and values of earlier ones of their type.
     first_shared = layers - (getattr(text, "num_kv_shared_layers", None) or 0)
-    types = getattr(text, "layer_types", None)  # which may be computed from other settings
-    kinds = [*lists.values(), *([types] if isinstance(types, list) and len(types) == layers else [])]
-    kept = range(first_shared)[: _layers_of_each_kind(text, kinds, layers)]
+    kinds, types = [*lists.values()], getattr(text, "layer_types", None)
+    if isinstance(types, list) and len(types) == layers and types not in kinds:
+        kinds.append(types)  # computed from other settings
+    kept = _layers_of_each_kind(text, kinds, layers, first_shared, any_of_them=len(kinds) == len(lists))
     sharing = range(first_shared, layers)[: len(kept)]
     if sharing:
         text.num_kv_shared_layers = len(sharing)
@@ -91,13 +92,23 @@ def _drop_layers(text: PreTrainedConfig) -> None:
         setattr(text, name, [value[index] for index in (*kept, *sharing)])
 
 
-def _layers_of_each_kind(text: PreTrainedConfig, lists: list[list[Any]], layers: int) -> int:
-    """How many of the first layers include each kind of layer."""
+def _layers_of_each_kind(
+    text: PreTrainedConfig, lists: list[list[Any]], layers: int, below: int, *, any_of_them: bool
+) -> list[int]:
+    """Layers before `below` that include each kind of layer: the first ones.
+
+    If they are too many and it may be `any_of_them`, the first of each kind, and others.
+    """
     kinds = [repr(kind) for kind in zip(*lists, strict=True)] or [""] * layers
-    kept = max((kinds.index(kind) for kind in set(kinds)), default=0) + 1
+    of_each = sorted({kinds.index(kind) for kind in kinds})
     # If the first layers are dense, include one that is not.
     dense = getattr(text, "first_k_dense_replace", 0) or 0
-    return min(layers, _MAX_LAYERS, max(2, kept, dense + 1))
+    count = max(2, of_each[-1] + 1, dense + 1) if of_each else 0
+    if count <= _MAX_LAYERS or len(of_each) > _MAX_LAYERS or not any_of_them:
+        return [*range(below)][: min(count, _MAX_LAYERS)]
+    of_each = [index for index in of_each if index < below]
+    others = [index for index in range(below) if index not in of_each]
+    return sorted([*of_each, *others[: _MAX_LAYERS - len(of_each)]])
 
 
 @torch.no_grad()
