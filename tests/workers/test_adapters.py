@@ -22,7 +22,10 @@ from workers.adapters.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The experts of these are changed when PEFT reads an adapter; only their attention can have one here.
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_moe with dense layers")
+WITH_EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe with dense layers", "qwen3_next"),
+    *("qwen3_5 with experts", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+)
 # Of the first family more, since what differs between the others is the names of their modules.
 ADAPTERS, FEW_ADAPTERS = 8, 2
 FULL_NAMES = ["model.layers.1.self_attn.o_proj", "layers.3.self_attn.o_proj"]
@@ -64,7 +67,7 @@ def projections(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.endswith(("_proj", ".w1", ".w2", ".w3"))
+        if isinstance(module, torch.nn.Linear) and ".layers." in name and not name.endswith("_gate")
     }
 
 
