@@ -344,7 +344,10 @@ class Decoder:
         Hidden states and steering are between sublayers, of which several may be compiled as one.
         """
         if steered is None:
-            return self._parted() if has_states else (self._of_all_rows, self._of_wanted_rows)
+            if not has_states:
+                return self._of_all_rows, self._of_wanted_rows
+            of_all_rows, of_wanted_rows = self._parted()
+            return of_all_rows, of_wanted_rows if len(of_wanted_rows) > 1 else self._of_wanted_rows
         of_wanted = steered.of(wanted_rows)
         last = len(self._parted()[0]) - 1  # which returns the wanted rows
         stages: list[Stage] = [

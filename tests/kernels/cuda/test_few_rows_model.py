@@ -13,7 +13,7 @@ import torch
 from kernels.few_rows import few_rows_product
 from kernels.few_rows_tiles import MOST_ROWS, Tiles, tiles_for
 from kernels.paged_attention import CUDA_WIDTHS
-from tests.families import MODELS, settings_of
+from tests.families import MODELS, WITHOUT_STATES, settings_of
 from tests.gpu.sizes import FirstTiles
 from tests.kernels.cuda.test_decode_runner import SETTINGS, random_decoder
 from tests.workers.packing import HandPacker, HandSequence, Item, poison
@@ -24,16 +24,25 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.few_rows import Measure
 from workers.models.model import new_pages
+from workers.models.registry import FAMILIES
 
 # How many of the products of four layers are fused: of each qkv, output, gate_up and down, but for the last
-# attention. Experts have none, and a norm behind a sublayer, or a factor, leaves only its first one.
+# attention. Experts and an MLP without a gate have none, and a norm behind a sublayer, or a factor, leaves
+# only its first one.
 FUSED = {
-    "qwen3_moe": 6,
-    "mixtral": 6,
+    "arcee": 6,
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), 3),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), 6),
     "qwen3_moe with dense layers": 12,
     **dict.fromkeys(("gemma2", "gemma3", "granite"), 7),
     **dict.fromkeys(("olmo2", "olmo3"), 0),
 }
+# Native code of the others is for CPUs.
+ON_GPUS = [
+    name
+    for name in WITHOUT_STATES
+    if not (family := FAMILIES[MODELS[name][0]]).expert_biases and "kv_lora_rank" not in family.reads
+]
 # In their products, what comes before and behind them, or their experts. The others differ from one of these
 # in positions, windows and widths.
 DIFFERING = (
@@ -106,7 +115,7 @@ class Twins:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DIFFERING else pytest.mark.thorough) for name in MODELS]
+    "name", [pytest.param(name, marks=() if name in DIFFERING else pytest.mark.thorough) for name in ON_GPUS]
 )
 def test_every_family(name: str, device: str, fused: list[int]) -> None:
     plain, other = decoder_of(name, device), decoder_of(name, device)
