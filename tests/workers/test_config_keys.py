@@ -214,6 +214,10 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"rope_scaling": _LINEAR}),
     ("gemma3", {"rope_scaling": _LINEAR, "rope_parameters": None}),
     ("gemma3", {"rope_scaling": _LINEAR | {"rope_type": "linear"}, "rope_parameters": None}),
+    (
+        "nemotron_h without an mlp at its end",
+        {"layers_block_type": None, "hybrid_override_pattern": "M-*", "n_groups": 1, "mamba_n_groups": 2},
+    ),
     ("olmo3", {"rope_scaling": _YARN, "original_max_position_embeddings": 128}),
 ]
 

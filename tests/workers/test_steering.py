@@ -30,8 +30,12 @@ from workers.adapters.adapter import read_adapter
 from workers.adapters.errors import AdapterError
 from workers.models.steering import SteeringTable
 
-# With norms before sublayers only, before and behind them, and with experts.
-FAMILIES = ("llama with biases", "gemma2", "qwen3_moe with dense layers")
+# With norms before sublayers only, before and behind them, with experts, and with layers of one sublayer, of
+# which several follow the last that reads other rows, or none.
+FAMILIES = (
+    *("llama with biases", "gemma2", "qwen3_moe with dense layers", "nemotron_h"),
+    "nemotron_h without an mlp at its end",
+)
 STEERED = (0, 2)
 Vectors = Mapping[int, torch.Tensor]
 
