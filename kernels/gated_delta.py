@@ -41,6 +41,8 @@ class GatedDeltaWeights:
         norm: [V], in the dtype of rows.
         key_heads: J.
         key_width: K.
+        adjacent: How many value heads of a key head are one after the other: H / J, or 1, where the first
+            value heads of all key heads come before all second ones.
         eps: Of the norm.
     """
 
@@ -50,6 +52,7 @@ class GatedDeltaWeights:
     norm: torch.Tensor
     key_heads: int
     key_width: int
+    adjacent: int
     eps: float
 
     def compiled(self) -> cpu.GatedDeltaWeights:
@@ -57,7 +60,14 @@ class GatedDeltaWeights:
         tensors = (self.taps, self.dt_bias, self.decays, self.norm)
         return cpu.GatedDeltaWeights(
             *(each.data_ptr() for each in tensors),
-            *(self.key_heads, self.key_width, len(self.decays), len(self.norm), len(self.taps)),
+            *(
+                self.key_heads,
+                self.key_width,
+                len(self.decays),
+                len(self.norm),
+                len(self.taps),
+                self.adjacent,
+            ),
             self.eps,
         )
 
@@ -99,8 +109,9 @@ def gated_delta_reference(
     gates, raw, betas, steps = torch.split(projected, [inner, 2 * keys + inner, heads, heads], dim=1)
     convolved = silu_conv(raw, weights.taps, None, inputs, at).float()
     rows = len(projected)
+    key_heads = torch.arange(heads, device=projected.device) // weights.adjacent % weights.key_heads  # [H]
     query, key = (
-        _unit(each.view(rows, weights.key_heads, -1)).repeat_interleave(heads // weights.key_heads, dim=1)
+        _unit(each.view(rows, weights.key_heads, -1))[:, key_heads]
         for each in (convolved[:, :keys], convolved[:, keys : 2 * keys])
     )  # [T, H, K]
     query = query * weights.key_width**-0.5

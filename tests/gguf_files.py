@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedConfig
 
+from tests import gguf_recurrent as recurrent
 from workers.models.checkpoint import StoredTensor, read_entries
 from workers.models.gguf.drawn_blocks import drawn_blocks
 from workers.models.registry import FAMILIES
@@ -24,10 +25,12 @@ from workers.models.stacked_experts import separated
 NAMES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe", **recurrent.NAMES,
 }  # fmt: skip
 PRE_TOKENIZER = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 _GEMMA = ("gemma", "gemma2", "gemma3")
+# The converters never write these in another type.
+_FLOAT32 = ("_norm.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "ffn_gate_inp_shexp.weight")
 # Types that the package can make of numbers. The others' blocks are drawn.
 QUANTISED = {
     "q4_0": Type.Q4_0, "q4_1": Type.Q4_1, "q5_0": Type.Q5_0, "q5_1": Type.Q5_1, "q8_0": Type.Q8_0,
@@ -60,14 +63,16 @@ def write_gguf(
     config = AutoConfig.from_pretrained(model)
     name = NAMES[config.model_type]
     writer = gguf.GGUFWriter(path, name, split_max_tensors=max_shard_tensors)
-    for key, value in (_metadata(name, config) | dict(metadata or {})).items():
+    of_architecture = recurrent.metadata if name in recurrent.NAMES.values() else _metadata
+    keys = {f"{name}.{key}": value for key, value in of_architecture(name, config).items()}
+    for key, value in (keys | {"general.name": "a tiny model"} | dict(metadata or {})).items():
         if key == "general.architecture":
             writer.kv_data[0][key].value = value
         elif value is not None:
             _add(writer, key, value)
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
-    for tensor_name, (values, kind) in _tensors(name, config, model, type_of).items():
+    for tensor_name, (values, kind) in made_tensors(name, config, model, type_of).items():
         _add_tensor(writer, tensor_name, values, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -77,7 +82,7 @@ def write_gguf(
 
 
 def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
-    """As the converters write it."""
+    """As the converters write it, below the architecture."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters or {}
     full = rope.get("full_attention", rope)
@@ -105,17 +110,24 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
         found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
     if "original_max_position_embeddings" in full and full.get("rope_type") != "llama3":
         found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+    return found | _experts(name, config)
+
+
+def _experts(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
-        found |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
-        if name == "qwen3moe":
-            found["expert_feed_forward_length"] = config.moe_intermediate_size
-        if name == "gpt-oss":
-            found["expert_feed_forward_length"] = config.intermediate_size
-    return {f"{name}.{key}": value for key, value in found.items()} | {"general.name": "a tiny model"}
+    if not experts:
+        return {}
+    found = {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+    if name in ("qwen2moe", "qwen3moe"):
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    if name == "qwen2moe":
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if name == "gpt-oss":
+        found["expert_feed_forward_length"] = config.intermediate_size
+    return found
 
 
-def _tensors(
+def made_tensors(
     name: str, config: PreTrainedConfig, model: Path, type_of: TypeOf | str
 ) -> dict[str, tuple[np.ndarray[Any, Any], str]]:
     """Values and type of each tensor of the file."""
@@ -125,37 +137,48 @@ def _tensors(
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for tensor_name, entry in _entries(model, config).items():
         parts = [part.clone() for _, part in entry.parts() if isinstance(part, torch.Tensor)]
-        values = torch.cat(parts).float().numpy()
-        kind = type_of if isinstance(type_of, str) else type_of(tensor_name)
-        if values.ndim < 2:
-            kind = "f32"
-        elif values.shape[-1] % gguf.GGML_QUANT_SIZES[Type[kind.upper()]][0]:
-            kind = "q8_0"  # as llama.cpp, which has no blocks for such rows
-        if name in _GEMMA and tensor_name.endswith("norm.weight"):
-            values = values + 1
-        if name == "llama" and ".q_proj." in tensor_name:
-            values = _interleaved(values, config.num_attention_heads)
-        if name == "llama" and ".k_proj." in tensor_name:
-            values = _interleaved(values, config.num_key_value_heads)
-        merged = _without_expert(tensor_name)
-        is_of_experts = merged != tensor_name
-        merged += ".weight" if merged.endswith(".sinks") else ""
-        written = names.get_name(merged, try_suffixes=(".weight", ".bias"))
-        assert written is not None, tensor_name
-        if is_of_experts:
+        kind_of_all = type_of if isinstance(type_of, str) else type_of(tensor_name)
+        for changed_name, values in _changed(name, config, tensor_name, torch.cat(parts).float().numpy()):
+            kind = kind_of_all
+            merged = _without_expert(changed_name)
+            is_of_experts = merged != changed_name
+            merged += ".weight" if merged.endswith(".sinks") else ""
+            known = names.get_name(merged, try_suffixes=(".weight", ".bias"))
+            written = merged if merged.startswith("blk.") else known
+            assert written is not None, changed_name
+            if values.ndim < 2 or not written.endswith(".weight") or written.endswith(_FLOAT32):
+                kind = "f32"
+            elif values.shape[-1] % gguf.GGML_QUANT_SIZES[Type[kind.upper()]][0]:
+                kind = "q8_0"  # as llama.cpp, which has no blocks for such rows
+            if "ffn_gate_inp" in written and kind not in DENSE:
+                kind = "f32"  # llama.cpp quantises no routers.
             experts.setdefault(written, []).append(values)
-            values = np.stack(experts[written])
-        # llama.cpp quantises no routers.
-        found[written] = values, "f32" if "ffn_gate_inp" in written and kind not in DENSE else kind
+            found[written] = np.stack(experts[written]) if is_of_experts else values, kind
     return found | _rope_factors(config)
+
+
+def _changed(
+    name: str, config: PreTrainedConfig, tensor: str, values: np.ndarray[Any, Any]
+) -> Iterable[tuple[str, np.ndarray[Any, Any]]]:
+    """What a converter makes of a tensor of a checkpoint."""
+    if name in recurrent.NAMES.values():
+        return recurrent.tensors(name, config, tensor, values)
+    if name in _GEMMA and tensor.endswith("norm.weight"):
+        values = values + 1
+    if name == "llama" and ".q_proj." in tensor:
+        values = _interleaved(values, config.num_attention_heads)
+    if name == "llama" and ".k_proj." in tensor:
+        values = _interleaved(values, config.num_key_value_heads)
+    return [(tensor, values)]
 
 
 def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
     experts = FAMILIES[config.model_type].experts
     entries = read_entries(model)
-    if experts is None or experts.stacked is None:
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
+    if experts is None or experts.stacked is None or not count:
         return entries
-    return separated(entries, experts, config.num_local_experts, config.hidden_size)
+    return separated(entries, experts, count, config.hidden_size)
 
 
 def _rope_factors(config: PreTrainedConfig) -> dict[str, tuple[np.ndarray[Any, Any], str]]:

@@ -52,7 +52,7 @@ struct Scan {
   const ScanSpace<T>& space;
 
   void step(int64_t row, int64_t h, float* state) const {
-    const int64_t inner = w.inner(), width = w.convolved(), key_head = h / (w.heads / w.key_heads);
+    const int64_t inner = w.inner(), width = w.convolved(), key_head = w.key_head_of(h);
     const T* gates = projected + row * (inner + width + 2 * w.heads) + inner + width;  // beta, then a
     const float beta = Sigmoid::of(splat(load_one(gates + h)))[0];
     const float dt = softplus(load_one(gates + w.heads + h) + w.dt_bias[h]);

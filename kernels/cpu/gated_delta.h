@@ -13,11 +13,13 @@ struct GatedDeltaWeights {
   const float *dt_bias, *decays;   // [H]
   const void* norm;                // [V], of the type of rows
   int64_t key_heads, key_width, heads, head_width, num_taps;
+  int64_t adjacent;  // how many value heads of a key head are one after the other
   double eps;
 
   int64_t inner() const { return heads * head_width; }
   int64_t keys() const { return key_heads * key_width; }
   int64_t convolved() const { return 2 * keys() + inner(); }
+  int64_t key_head_of(int64_t head) const { return head / adjacent % key_heads; }
 };
 
 // Slots that are written are not read in the same step.

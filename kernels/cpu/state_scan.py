@@ -32,7 +32,7 @@ class GatedDeltaWeights(ctypes.Structure):
     kernel = "gated_delta"
     _fields_ = (
         *_fields(ctypes.c_void_p, "taps dt_bias decays norm"),
-        *_fields(ctypes.c_int64, "key_heads key_width heads head_width num_taps"),
+        *_fields(ctypes.c_int64, "key_heads key_width heads head_width num_taps adjacent"),
         ("eps", ctypes.c_double),
     )
 

@@ -56,6 +56,18 @@ def check_choice(
         raise _bad("every token is forbidden", "output.mask")
 
 
+def shortened(mask: types_pb2.TokenMask, limits: RequestLimits) -> types_pb2.TokenMask:
+    """A valid mask as bits, if these are fewer bytes than its list of ids: it may be sent for each token."""
+    kind = mask.WhichOneof("kind")
+    size_bytes = -(-limits.vocab_size // 8)
+    if kind not in ("allowed", "forbidden") or mask.ByteSize() <= size_bytes:
+        return mask
+    bits = bytearray(size_bytes) if kind == "allowed" else bytearray(b"\xff") * size_bytes
+    for token_id in frozenset(getattr(mask, kind).ids):
+        bits[token_id >> 3] ^= 1 << (token_id & 7)
+    return types_pb2.TokenMask(packed=bytes(bits))
+
+
 def bytes_in_worker(masks: Iterable[types_pb2.TokenMask], limits: RequestLimits) -> int:
     """The bytes that these valid masks take in a worker beyond the request."""
     return sum(_word_bytes(limits) for mask in masks if mask.WhichOneof("kind") not in ("packed", None))

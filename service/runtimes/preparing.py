@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from quire.v1 import runner_pb2, types_pb2
 
-from service.api import validation
+from service.api import masks, validation
 from service.api.append_codec import MAX_KEPT_BYTES, last_row, sampled_rows
 from service.api.request_limits import RequestLimits
 from service.api.server_state import ServerState
@@ -148,6 +148,8 @@ class ItemPreparer:
         validation.check_cache_salt(item.cache_salt)
         output = _output(item)
         answer_bytes = items.check_output(output, limits, rows=1)
+        if output.HasField("mask"):
+            output.mask.CopyFrom(masks.shortened(output.mask, limits))
         _set_seed(output, item, kept_as, held)
         # What may take long is last: templates, long texts and grammars.
         tokenizer = None if item.tokens_only else await self._text.tokenizer()

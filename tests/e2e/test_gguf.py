@@ -32,11 +32,11 @@ COUNT = 16
 Q4_K_M: TypeOf = lambda name: "q6_k" if "v_proj" in name or "down_proj" in name else "q4_k"  # noqa: E731
 
 
-def make(directory: Path, kind: TypeOf | str, family: str = "llama") -> Path:
+def make(directory: Path, kind: TypeOf | str, family: str = "llama", **settings: Any) -> Path:
     """A file in a directory of its own, with a tokenizer and a chat template."""
     vocabulary = byte_level("llama-bpe").metadata
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": len(vocabulary["tokens"])}
-    make_family_model(directory / "hf", family, settings_of(family)[1] | sizes)
+    make_family_model(directory / "hf", family, settings_of(family)[1] | sizes | settings)
     (directory / "model").mkdir()
     return write_gguf(
         directory / "model" / "tiny-Q4_K_M.gguf",
@@ -54,9 +54,12 @@ def printed_tokens(gateway: GatewayProcess, capsys: pytest.CaptureFixture[str]) 
     return [int(line.split("\t")[0]) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_text_is_that_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("lfm2", {"conv_bias": False})])
+def test_a_text_is_that_of_transformers(
+    family: str, settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Which reads model, tokenizer and template from the same file."""
-    file = make(tmp_path, "f32")
+    file = make(tmp_path, "f32", family, **settings)
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     messages = [{"role": "user", "content": QUESTION}]

@@ -17,6 +17,8 @@ from tests.e2e.test_adapters import PROMPT, Text
 from tests.e2e.test_replace_weights import replace, serve
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_greedy, hf_model
+from tests.recurrent import RECURRENT
+from tests.tiny_types import randomise, tiny_model
 
 PATIENCE_S = 60
 STEPS = 8
@@ -81,6 +83,26 @@ def test_caches_continue_with_the_kv_that_they_have(gateway: GatewayProcess, mod
         each.release()
     release = pb.ReleaseCacheRequest(cache_id=fresh.kv_cache.cache_id)
     gateway.stub.ReleaseCache(release, timeout=PATIENCE_S)
+
+
+def test_recurrent_states_are_kept_too(tmp_path: Path) -> None:
+    kind = "granitemoehybrid"
+    models = [tmp_path / "old", tmp_path / "new"]
+    for seed, directory in enumerate(models):
+        model = tiny_model(kind, **RECURRENT[kind])
+        randomise(model, seed)
+        model.save_pretrained(directory)
+    text = [(3 * i + 1) % 97 for i in range(100)]
+    kept = Reference(models[0], text).decode(models[1], 5, STEPS)
+    assert kept != hf_greedy(models[1], [*text, 5], STEPS), "the weights differ enough"
+    with serve(models[0]) as gateway, Client(gateway.address, timeout_s=PATIENCE_S) as client:
+        cache = client.prefill(text)
+        client.load_weights(str(models[1]), keep_kv=True)
+        said, last = list[int](), 5
+        while len(said) < STEPS:
+            said.append(last := cache.decode(last).token_id)
+            assert cache.replayed_tokens == 0
+    assert said == kept
 
 
 def test_callers_under_way_keep_their_kv(models: list[Path]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,11 +51,11 @@ def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
 def bare_mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
     """Without a norm and a bias, and with steps that are not below 0.4."""
     made = mamba2_of(drawn, dtype)
-    weights = dataclasses.replace(made.weights, norm=None, bias=None, least_step=0.4)
+    weights = replace(made.weights, norm=None, bias=None, least_step=0.4)
     return made._replace(weights=weights)
 
 
-def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
+def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype, adjacent: int = 3) -> Layer:
     # Four vectors at once, one, and a part of one.
     heads, width, key_heads, key_width = 6, 84, 2, 24
     convolved = 2 * key_heads * key_width + heads * width
@@ -65,6 +66,7 @@ def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> La
         norm=drawn(width).to(dtype),
         key_heads=key_heads,
         key_width=key_width,
+        adjacent=adjacent,
         eps=1e-5,
     )
     sizes = heads * width + convolved + 2 * heads, convolved, (heads, key_width, width)
@@ -72,8 +74,35 @@ def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> La
 
 
 LAYERS = pytest.mark.parametrize(
-    "layer_of", [mamba2_of, bare_mamba2_of, gated_delta_of], ids=["mamba2", "bare mamba2", "gated delta"]
+    "layer_of",
+    [mamba2_of, bare_mamba2_of, gated_delta_of, partial(gated_delta_of, adjacent=1)],
+    ids=["mamba2", "bare mamba2", "gated delta", "tiled gated delta"],
 )
+
+
+def test_tiled_value_heads_are_the_same_heads_in_another_order() -> None:
+    drawn = Drawn(3)
+    layer = gated_delta_of(drawn, torch.float32)
+    weights, width = layer.weights, len(layer.weights.norm)
+    keys, heads = layer.convolved - 6 * width, torch.arange(6).view(2, 3).T.flatten()  # [H], tiled
+    elements = (heads[:, None] * width + torch.arange(width)).flatten()
+    convolved = torch.cat([torch.arange(keys), keys + elements])
+    gates = layer.convolved + 6 * width
+    columns = torch.cat([elements, 6 * width + convolved, gates + heads, gates + 6 + heads])
+    tiled = replace(
+        weights,
+        taps=weights.taps[:, convolved],
+        dt_bias=weights.dt_bias[heads],
+        decays=weights.decays[heads],
+        adjacent=1,
+    )
+    projected, at = drawn(4, layer.projected), rows_of([4], [1], [(4, 2)])
+    inputs, states = states_of(layer, drawn, torch.float32)
+    plain = layer.run(projected, weights, inputs.clone(), states.clone(), at)
+    found = layer.run(
+        projected[:, columns].contiguous(), tiled, inputs[..., convolved].contiguous(), states[:, heads], at
+    )
+    torch.testing.assert_close(found, plain[:, elements])
 
 
 class Drawn:

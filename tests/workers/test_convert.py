@@ -209,6 +209,7 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_by_name(part: str, tmp_pa
 
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("qwen3_moe", {}, "experts"),
+    "recurrent layers": ("lfm2", {}, "recurrent layers cannot be written yet"),
     "family": ("smollm3", {}, "model_type"),
     "windows of qwen2": ("qwen2", {}, "sliding_window"),
     "scale of gemma": ("gemma2", {"tie_word_embeddings": True}, "attention_scale"),

@@ -131,32 +131,67 @@ class _Parts:
             matrix.data.zero_()
         return matrix
 
-    def _linear(self, place: str, taken: Mapping[str, Slice], *, bias: bool) -> Linear:
-        """Projections of the same inputs, whose names in a checkpoint begin with `place`."""
-        rows = {f"{place}{name}.weight": part.num_rows for name, part in taken.items()}
+    def _linear(
+        self,
+        place: str,
+        taken: Mapping[str, Slice],
+        *,
+        bias: bool,
+        stored: Mapping[str, Slice] | None = None,
+        inputs: tuple[range, ...] = (),
+    ) -> Linear:
+        """Projections of the same inputs, whose names in a checkpoint begin with `place`; see `Linear`."""
+        rows = {f"{place}{name}.weight": part.num_rows for name, part in (stored or taken).items()}
         one = next(iter(taken.values()))
         matrix = self.matrix(rows, one.shape[1], one.columns)
-        return Linear(taken, matrix, self.empty(sum(rows.values())) if bias else None)
+        offsets = self.empty(sum(rows.values())) if bias else None
+        return Linear(taken, matrix, offsets, stored=stored, inputs=inputs)
 
     def _into(
-        self, place: str, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range], *, bias: bool
+        self,
+        place: str,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        parts: Sequence[range],
+        *,
+        bias: bool,
+        stored: Sequence[str] = (),
     ) -> Linear:
-        """Projections of the hidden width to `sizes`, of which a rank has `parts`; one name: fused."""
+        """Projections of the hidden width to `sizes`, of which a rank has `parts`; one name: fused.
+
+        `stored`: the names that files have for them, where that is not the model's own checkpoint.
+        """
+        return self._linear(
+            place,
+            self._rows(names, sizes, parts),
+            bias=bias,
+            stored=self._rows(stored, sizes, parts) if stored else None,
+        )
+
+    def _rows(self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) -> dict[str, Slice]:
         width = self._config.hidden_size
         rows: list[tuple[range, ...]] = [(part,) for part in parts]
         if len(names) == 1:
             sizes, rows = [sum(sizes)], [row_parts(sizes, parts)]
-        taken = {
+        return {
             name: Slice((size, width), own, range(width))
             for name, size, own in zip(names, sizes, rows, strict=True)
         }
-        return self._linear(place, taken, bias=bias)
 
-    def _back(self, place: str, name: str, size: int, part: range, *, bias: bool) -> Linear:
+    def _back(
+        self,
+        place: str,
+        name: str,
+        size: int,
+        part: range,
+        *,
+        bias: bool,
+        inputs: tuple[range, ...] = (),
+    ) -> Linear:
         """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
         taken = {name: Slice((width, size), (range(width),), part)}
-        return self._linear(place, taken, bias=bias and self._shard.is_first)
+        return self._linear(place, taken, bias=bias and self._shard.is_first, inputs=inputs)
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -218,8 +253,15 @@ class _Parts:
         parts = mixer_parts(self._config)
         place = f"model.layers.{index}.{parts.place}"
         return parts.make(
-            into=self._linear(place, parts.into, bias=parts.bias),
-            output=self._back(place, "out_proj", parts.inner, range(parts.inner), bias=parts.output_bias),
+            into=self._linear(place, parts.into, bias=parts.bias, stored=parts.stored),
+            output=self._back(
+                place,
+                "out_proj",
+                parts.inner,
+                range(parts.inner),
+                bias=parts.output_bias,
+                inputs=parts.inputs,
+            ),
             parameters={name: self.empty(*shape) for name, shape in parts.parameters.items()},
             is_last=index == self._config.last_mixer,
         )
@@ -276,8 +318,9 @@ class _Parts:
         place = f"model.layers.{index}.{own}"
         config, names = self._config, self._family.mlp_names
         part, bias = self._shard.part(width), config.mlp_bias
+        stored = self._family.gguf_mlp_names if config.gguf_layout else ()
         count = 2 if self._family.gated_mlp else 1
-        gate_up = self._into(place, names, [width] * count, [part] * count, bias=bias)
+        gate_up = self._into(place, names, [width] * count, [part] * count, bias=bias, stored=stored)
         down = self._back(place, self._family.mlp_down, width, part, bias=bias)
         return GatedMlp(gate_up, down, config.activation, own)
 

@@ -89,6 +89,8 @@ class ModelConfig:
         bos_token_id: The token that starts a text; None if the model names none.
         dtype: The dtype that the config names for the weights; None if it names none.
         wrapper: The model_type of the multimodal model of which this is the text part; None: there is none.
+        gguf_layout: Tensors have the names and the order of rows of GGUF files, where these differ; see
+            `Family`.
     """
 
     model_type: str
@@ -121,6 +123,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str | None = None
     wrapper: str | None = None
+    gguf_layout: bool = False
 
     def __post_init__(self) -> None:
         """Check that settings agree. Raises ModelError."""
@@ -234,6 +237,7 @@ class ModelConfig:
             bos_token_id=next(iter(token_ids(settings, "bos_token_id", vocab_size)), None),
             dtype=_dtype(settings),
             wrapper=wrapper if wrapper in WRAPPERS else None,
+            gguf_layout=boolean(settings, "gguf_layout", default=False),
         )
 
 

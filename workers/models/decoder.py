@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -40,6 +40,32 @@ from workers.models.steering import SteeredRows, SteeredStage, SteeringTable, pa
 
 Layer = tuple[Sublayer, ...]
 """Attention or what is in its place, and then the MLP or experts; or one of them alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStage:
+    """What begins with the first sublayer of a layer, counted from 0; the states before it are captured.
+
+    Attributes:
+        selects: Rows are those of the batch, not the wanted rows only.
+    """
+
+    stage: Stage
+    capture: RowCapture
+    layer: int
+    selects: bool
+
+    def __call__(
+        self, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext, /
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `Stage`."""
+        # The output of the previous layer is the residual stream plus x, which is not added yet.
+        parts = (residual,) if x is None else (residual, x)
+        if self.selects:
+            self.capture.capture_rows(self.layer, context.inputs.wanted_rows, *parts)
+        else:
+            self.capture.capture_last(self.layer, sum(parts[1:], parts[0]))
+        return self.stage(x, residual, context)
 
 
 class Decoder:
@@ -262,7 +288,7 @@ class Decoder:
         return every[:reading], every[reading:]
 
     @torch.inference_mode()
-    def forward(
+    def forward(  # noqa: C901 - each call would be one for each token
         self, inputs: ForwardInputs, kv: KvTensors, capture: RowCapture | None = None
     ) -> torch.Tensor:
         """Run the batch through all layers.
@@ -294,69 +320,48 @@ class Decoder:
         if inputs.lora_slots is not None:
             context = self._with_slots(context, inputs.lora_slots)
             steered = self._steering.rows(inputs.lora_slots)
-        captured = capture if capture is not None and capture.rows else None
-        of_all_rows, of_wanted_rows = self._stages(
-            steered, inputs.wanted_rows, has_states=captured is not None
-        )
-        x, residual = self._run(of_all_rows, 0, (None, residual), context, captured)
+        of_all_rows, of_wanted_rows = self._of_all_rows, self._of_wanted_rows
+        if steered is not None or capture is not None:
+            of_all_rows, of_wanted_rows = self._stages(steered, inputs.wanted_rows, capture)
+        x: torch.Tensor | None = None
+        for stage in of_all_rows:
+            x, residual = stage(x, residual, context)
         # The last attention, or what is in its place, returned the wanted rows only.
         residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
         if not len(residual):
             return residual
         if inputs.lora_slots is not None or routing is not None:
             context = replace(context, lora_slots=context.wanted_lora_slots, routing=last_routing)
-        x, residual = self._run(of_wanted_rows, len(of_all_rows), (x, residual), context, captured)
+        for stage in of_wanted_rows:
+            x, residual = stage(x, residual, context)
         hidden = self._final_norm(residual) if x is None else self._final_norm.of_sum(x, residual)  # [R, C]
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)
         return hidden
 
-    def _run(
-        self,
-        stages: Sequence[Stage],
-        first: int,
-        rows: tuple[torch.Tensor | None, torch.Tensor],
-        context: ForwardContext,
-        capture: RowCapture | None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Run stages on x and the residual stream: all rows, or if `first` is not 0 the wanted rows.
-
-        Mutates the residual stream. With `capture` each stage is a sublayer, of which the first one has the
-        number `first`, and the states between layers are captured.
-        """
-        x, residual = rows
-        for index, stage in enumerate(stages, first):
-            if capture is not None and index in self._begins:
-                # The output of the previous layer is the residual stream plus x, which is not added yet.
-                parts = (residual,) if x is None else (residual, x)
-                if first:
-                    capture.capture_last(self._begins[index], sum(parts[1:], parts[0]))
-                else:
-                    capture.capture_rows(self._begins[index], context.inputs.wanted_rows, *parts)
-            x, residual = stage(x, residual, context)
-        return x, residual
-
     def _stages(
-        self, steered: SteeredRows | None, wanted_rows: torch.Tensor, *, has_states: bool
+        self, steered: SteeredRows | None, wanted_rows: torch.Tensor, capture: RowCapture | None
     ) -> tuple[Sequence[Stage], Sequence[Stage]]:
-        """What a forward runs on all rows, and on the wanted rows.
+        """What a forward with steering or a capture runs on all rows, and on the wanted rows.
 
-        Hidden states and steering are between sublayers, of which several may be compiled as one.
+        States and steering are between sublayers, of which several may be compiled as one otherwise.
         """
-        if steered is None:
-            if not has_states:
-                return self._of_all_rows, self._of_wanted_rows
-            of_all_rows, of_wanted_rows = self._parted()
-            return of_all_rows, of_wanted_rows if len(of_wanted_rows) > 1 else self._of_wanted_rows
-        of_wanted = steered.of(wanted_rows)
-        last = len(self._parted()[0]) - 1  # which returns the wanted rows
-        stages: list[Stage] = [
-            SteeredStage(sublayer, steered if index < last else of_wanted, self._ends[index])
-            if index in self._ends
-            else sublayer
-            for index, sublayer in enumerate(self._sublayers())
-        ]
-        return stages[: last + 1], stages[last + 1 :]
+        captures = capture is not None and bool(capture.rows)
+        if steered is None and not captures:
+            return self._of_all_rows, self._of_wanted_rows
+        stages: list[Stage] = [*self._sublayers()]
+        of_all_rows = len(self._parted()[0])  # the last of which returns the wanted rows
+        if steered is None and len(stages) == of_all_rows + 1:  # no layer begins with the last MLP
+            stages[of_all_rows:] = self._of_wanted_rows
+        if steered is not None:
+            of_wanted = steered.of(wanted_rows)
+            for index, layer in self._ends.items():
+                rows = steered if index < of_all_rows - 1 else of_wanted
+                stages[index] = SteeredStage(stages[index], rows, layer)
+        if capture is not None and captures:
+            for index, layer in self._begins.items():
+                stages[index] = CapturedStage(stages[index], capture, layer, selects=index < of_all_rows)
+        return stages[:of_all_rows], stages[of_all_rows:]
 
     def _with_slots(self, context: ForwardContext, slots: torch.Tensor) -> ForwardContext:
         """The context of rows with adapters. `slots`: [T]."""

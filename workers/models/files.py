@@ -152,7 +152,9 @@ def parse_object(
     try:
         found = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except ValueError as error:
-        raise ModelError(f"{file}: {subject}is not valid JSON: {error}") from error
+        # Python's own text says how to raise its limit.
+        why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
+        raise ModelError(f"{file}: {subject}is not valid JSON: {why}") from error
     except RecursionError:
         raise ModelError(f"{file}: {subject}is nested too deeply") from None
     if not isinstance(found, dict):

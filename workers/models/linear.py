@@ -106,18 +106,32 @@ class Linear:
         parts: The number of outputs of each, by the same name.
         weight: [O, I].
         bias: [O], or None.
+        inputs: Which of the projection's inputs in the model's own checkpoint are those of the weight, in
+            order; empty: the same. Adapters are those of that checkpoint.
         lora: What adapters add; None: the model takes none.
     """
 
-    def __init__(self, taken: Mapping[str, Slice], weight: Weight, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        taken: Mapping[str, Slice],
+        weight: Weight,
+        bias: torch.Tensor | None,
+        *,
+        stored: Mapping[str, Slice] | None = None,
+        inputs: tuple[range, ...] = (),
+    ) -> None:
         """Take ownership of parameters, which are uninitialised until the targets are filled.
 
         Args:
             taken: The part of each projection that this rank has, by its name in a checkpoint.
             weight: [O, I].
             bias: [O], or None.
+            stored: The same rows of the weight, in the order and under the names that the files have them,
+                where that is not the model's own checkpoint; None: it is.
+            inputs: See above.
         """
-        self.taken = taken
+        self.taken, self.inputs = taken, inputs
+        self._stored = taken if stored is None else stored
         self.parts = {name: part.num_rows for name, part in taken.items()}
         self.weight = weight
         self.bias = bias
@@ -127,7 +141,7 @@ class Linear:
         """The target of each tensor of a checkpoint, by its name, which begins with `prefix`."""
         bias = None if self.bias is None else DenseWeight(self.bias)
         first = 0
-        for name, taken in self.taken.items():
+        for name, taken in self._stored.items():
             weight, at = self.weight.part(first)
             yield f"{prefix}{name}.weight", LoadTarget(weight, taken.shape, taken=taken, first=at)
             if bias is not None:

@@ -105,7 +105,8 @@ def _taken(pair: LoraPair, linear: Linear, name: str) -> tuple[torch.Tensor, tor
             f" got {[*pair.a.shape]} and {[*pair.b.shape]}"
         )
     rows = [pair.b[own.start : own.stop] for own in taken.rows]
-    return pair.a[:, taken.columns.start : taken.columns.stop], torch.cat(rows)
+    columns = [pair.a[:, own.start : own.stop] for own in linear.inputs or (taken.columns,)]
+    return torch.cat(columns, dim=1), torch.cat(rows)
 
 
 def _keep_together(pairs: Sequence[LoraPairs], dtype: torch.dtype) -> int:

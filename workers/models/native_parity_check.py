@@ -130,7 +130,9 @@ def _drawn(form: WeightFormat, shape: tuple[int, ...], seed: int) -> Part:
 
 
 def _config_of(module: PreTrainedModel) -> ModelConfig:
-    return ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
+    config = ModelConfig.from_settings(copy.deepcopy(module.config).to_dict())
+    # The library has its own layout only. What others change are names, and the order of rows.
+    return dataclasses.replace(config, gguf_layout=False)
 
 
 def _check_same_config(directory: Path, ours: ModelConfig, settings: LibrarySettings) -> None:

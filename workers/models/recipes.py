@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from kernels.group_formats import CHUNK_GROUPS, FORMATS, GROUP_INPUTS, GroupFormat
-from workers.models.builder import FormatOf, is_router
+from workers.models.builder import FormatOf, build_decoder, is_router
 from workers.models.config import ModelConfig
-from workers.models.recurrent_parts import mixer_parts
 
 RECIPES = ("q8_0", "q4_0", "q4_k", "q4_k_m")
 """All matrices in one format; or "q4_k_m", which has more bits where they matter most."""
@@ -20,12 +21,13 @@ _WITHOUT_SUPER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
 
 def recipe(name: str, config: ModelConfig) -> FormatOf:
     """The format of each matrix of a model but routers. `name`: one of `RECIPES`."""
+    targets = build_decoder(config, torch.float32, "meta").targets()
 
     def format_of(tensor: str) -> GroupFormat | None:
         if is_router(tensor):
             return None
         chosen = _mixed(tensor, config) if name == "q4_k_m" else name
-        if _inputs(tensor, config) % (CHUNK_GROUPS * GROUP_INPUTS):
+        if targets[tensor].shape[-1] % (CHUNK_GROUPS * GROUP_INPUTS):
             chosen = _WITHOUT_SUPER_BLOCKS.get(chosen, chosen)
         return FORMATS[chosen]
 
@@ -52,31 +54,3 @@ def _has_more_bits(layer: int, layers: int) -> bool:
 
 def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight").rpartition(".")[2]
-
-
-def _inputs(tensor: str, config: ModelConfig) -> int:
-    """The length of a matrix's rows."""
-    module, family = _module(tensor), config.family
-    if (latent := config.latent) is not None:
-        of_latents = {
-            "q_b_proj": latent.query_latent or config.hidden_size,
-            "kv_b_proj": latent.latent,
-            "o_proj": config.num_attention_heads * latent.value,
-        }
-        if module in of_latents:
-            return of_latents[module]
-    if tensor.endswith(f".{family.attention}.{family.attention_output}.weight"):
-        return config.num_attention_heads * config.head_dim
-    if module == "out_proj":
-        return mixer_parts(config).inner
-    return _inner_width(tensor, config) if module in _DOWN else config.hidden_size
-
-
-def _inner_width(tensor: str, config: ModelConfig) -> int:
-    """That of the MLP or expert of which this is the last matrix."""
-    experts, names = config.experts, config.family.experts
-    if experts is not None and ".experts." in tensor:
-        return experts.intermediate_size
-    if experts is not None and names is not None and f".{names.shared}." in tensor:
-        return experts.shared_size
-    return config.intermediate_size

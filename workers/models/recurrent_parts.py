@@ -6,7 +6,7 @@ Dimension letters: as in `kernels.mamba2` and `kernels.gated_delta`; C hidden wi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from workers.models.config import ModelConfig
@@ -29,6 +29,9 @@ class MixerParts:
         output_bias: That back to it has one.
         parameters: The shapes of the other tensors, by name.
         make: The layer, of what `RecurrentMixer` takes, but for its place.
+        stored: The projections as files have them, and the order of the inputs of `out_proj` in them, where
+            that is not the model's own checkpoint; see `Linear`.
+        inputs: See `stored`.
     """
 
     place: str
@@ -38,6 +41,8 @@ class MixerParts:
     output_bias: bool
     parameters: Mapping[str, tuple[int, ...]]
     make: Callable[..., RecurrentMixer]
+    stored: Mapping[str, Slice] | None = None
+    inputs: tuple[range, ...] = ()
 
 
 def mixer_parts(config: ModelConfig) -> MixerParts:
@@ -48,7 +53,8 @@ def mixer_parts(config: ModelConfig) -> MixerParts:
     if isinstance(sizes, Mamba2Config):
         return _mamba2(place, sizes, width, config.rms_norm_eps)
     assert sizes is not None
-    return _gated_delta(place, sizes, width, config.rms_norm_eps, config.family.recurrent_names)
+    parts = _gated_delta(place, sizes, width, config.rms_norm_eps, config.family.recurrent_names)
+    return _as_in_gguf(parts, sizes, config) if config.gguf_layout else parts
 
 
 def _short_conv(place: str, sizes: ShortConvConfig, width: int) -> MixerParts:
@@ -77,24 +83,52 @@ def _gated_delta(
     shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
     shapes |= dict.fromkeys(("dt_bias", "A_log"), (sizes.heads,))
     shapes["norm.weight"] = (sizes.head_width,)
-    if len(names) == 2:
-        into = _by_key_head(sizes, width, *names)
-    else:
-        rows = (sizes.inner, sizes.convolved, sizes.heads, sizes.heads)
-        into = {name: Slice.whole(count, width) for name, count in zip(names, rows, strict=True)}
+    into = _projections(sizes, width, names)
     make = partial(GatedDelta, place, sizes, eps=eps)
     return MixerParts(place, into, sizes.inner, False, False, shapes, make)
 
 
-def _by_key_head(sizes: GatedDeltaConfig, width: int, qkvz: str, ba: str) -> dict[str, Slice]:
-    """The projections of a checkpoint that has those of each key head together, in the kernels' order."""
+def _projections(sizes: GatedDeltaConfig, width: int, names: Sequence[str]) -> dict[str, Slice]:
+    """Those of a checkpoint, by `Family.recurrent_names`, in the kernels' order."""
     values = sizes.inner // sizes.key_heads
     query, key, value, gate = _interleaved(
         (sizes.key_width, sizes.key_width, values, values), sizes.key_heads
     )
     beta, step = _interleaved((sizes.heads // sizes.key_heads,) * 2, sizes.key_heads)
-    found = {qkvz: (*gate, *query, *key, *value), ba: (*beta, *step)}
-    return {name: Slice((sum(map(len, rows)), width), rows, range(width)) for name, rows in found.items()}
+    qkvz, ba = (*gate, *query, *key, *value), (*beta, *step)
+    gates, convolved, one = range(sizes.inner), range(sizes.convolved), range(sizes.heads)
+    rows: Sequence[tuple[range, ...]] = {
+        2: (qkvz, ba),
+        3: ((gates,), (convolved,), ba),
+        4: ((gates,), (convolved,), (one,), (one,)),
+    }[len(names)]
+    return {
+        name: Slice((sum(map(len, own)), width), own, range(width))
+        for name, own in zip(names, rows, strict=True)
+    }
+
+
+def _as_in_gguf(parts: MixerParts, sizes: GatedDeltaConfig, config: ModelConfig) -> MixerParts:
+    """The parts with the tensors of a GGUF file; adapters are still those of a checkpoint."""
+    family, width = config.family, config.hidden_size
+    if not family.gguf_tiled:
+        return replace(parts, stored=_projections(sizes, width, family.gguf_recurrent_names))
+    inner, one, before = _tiled(sizes, sizes.head_width), _tiled(sizes, 1), sizes.convolved - sizes.inner
+    values = [range(before + rows.start, before + rows.stop) for rows in inner]
+    rows = (inner, (range(before), *values), one, one)
+    into = {
+        name: Slice(part.shape, own, part.columns)
+        for (name, part), own in zip(parts.into.items(), rows, strict=True)
+    }
+    make = partial(GatedDelta, parts.place, replace(sizes, tiled=True), eps=config.rms_norm_eps)
+    return replace(parts, into=into, stored=parts.into, inputs=inner, make=make)
+
+
+def _tiled(sizes: GatedDeltaConfig, width: int) -> tuple[range, ...]:
+    """The rows, `width` for each, of the first value head of each key head, then of the second, and so on."""
+    of_each = sizes.heads // sizes.key_heads
+    heads = [head for first in range(of_each) for head in range(first, sizes.heads, of_each)]
+    return tuple(range(head * width, (head + 1) * width) for head in heads)
 
 
 def _interleaved(sizes: Sequence[int], groups: int) -> list[tuple[range, ...]]:

@@ -67,6 +67,8 @@ class GatedDeltaConfig:
         heads: Those of values; each key head is that of `heads` / `key_heads` of them.
         head_width: Of a value head.
         taps: How many tokens the convolution sees, the one itself included.
+        tiled: The first value heads of all key heads come before all second ones, as in GGUF files, and not
+            those of a key head one after the other.
     """
 
     key_heads: int
@@ -74,6 +76,7 @@ class GatedDeltaConfig:
     heads: int
     head_width: int
     taps: int
+    tiled: bool = False
 
     @property
     def inner(self) -> int:

@@ -296,7 +296,7 @@ class Family:
         recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
         recurrent_place: What the names of their parts begin with in a layer of a checkpoint.
         recurrent_names: Of the gated delta rule, the projections in a checkpoint: of gates, of the inputs of
-            the convolution, of b and of a; or two that have those of each key head together.
+            the convolution, of b and of a. Or the last two, or each two, are one: of each key head together.
         final_norm: The name of the norm before the head in a checkpoint.
         qk_norm_names: The norms of queries and of keys.
         attention: What the names of the parts of attention begin with in a layer of a checkpoint.
@@ -305,6 +305,10 @@ class Family:
         mlp: What the names of an MLP begin with in a layer of a checkpoint.
         mlp_down: Its projection back to the hidden width.
         mlp_names: The projections of the MLP in a checkpoint: gate and up, one that is fused, or up alone.
+        gguf_mlp_names: Those that a GGUF file has in their place; empty: the same ones.
+        gguf_recurrent_names: The same for `recurrent_names`.
+        gguf_tiled: A GGUF file has the value heads of the gated delta rule in another order; see
+            `GatedDeltaConfig`.
         gated_mlp: The MLP has a gate.
         one_sublayer: Each layer is attention, what is in its place, or an MLP.
         renamed: What the names of tensors begin with, and what instead in checkpoints of other families. The
@@ -348,6 +352,9 @@ class Family:
     mlp: str = "mlp"
     mlp_down: str = "down_proj"
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    gguf_mlp_names: tuple[str, ...] = ()
+    gguf_recurrent_names: tuple[str, ...] = ()
+    gguf_tiled: bool = False
     gated_mlp: bool = True
     one_sublayer: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
@@ -471,7 +478,7 @@ _MAMBA2_DEFAULTS: dict[str, object] = {
 }
 _DELTA_RULE_READS = names(
     "layer_types full_attention_interval partial_rotary_factor linear_conv_kernel_dim linear_key_head_dim"
-    " linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+    " linear_value_head_dim linear_num_key_heads linear_num_value_heads gguf_layout"
 )
 _DELTA_RULE_DEFAULTS: dict[str, object] = {
     "head_dim": 256,
@@ -538,6 +545,7 @@ _QWEN_3_5 = Family(
     recurrent="gated_delta",
     recurrent_place="linear_attn",
     recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
+    gguf_tiled=True,
     left_out=("mtp.",),  # for the prediction of several tokens
     gated_attention=True,
 )
@@ -739,9 +747,10 @@ FAMILIES: dict[str, Family] = {
         defaults={**_GRANITE_MOE.defaults, **_MAMBA2_DEFAULTS, "shared_intermediate_size": 1024},
         reads=_GRANITE_MOE_SHARED.reads
         | _MAMBA2_READS
-        | names("layer_types layers_block_type position_embedding_type"),
+        | names("layer_types layers_block_type position_embedding_type gguf_layout"),
         respelled=_granite_hybrid_settings,
         recurrent="mamba2",
+        gguf_mlp_names=("gate_linear", "up_linear"),
     ),
     "bamba": Family(
         defaults=_defaults(
@@ -842,6 +851,8 @@ FAMILIES: dict[str, Family] = {
         | _DELTA_RULE_DEFAULTS,
         reads=_DELTA_RULE_READS | _QWEN_EXPERTS_READS | {"shared_expert_intermediate_size"},
         recurrent_names=("in_proj_qkvz", "in_proj_ba"),
+        gguf_recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_ba"),
+        gguf_tiled=False,
         experts=_QWEN_SHARED_EXPERTS,
     ),
     "qwen2_moe": Family(

@@ -116,8 +116,12 @@ class GatedDelta(Scan):
     @cached_property
     def weights(self) -> GatedDeltaWeights:
         """See `Scan`."""
+        sizes = self._config
         return GatedDeltaWeights(
-            key_heads=self._config.key_heads, key_width=self._config.key_width, **self._shared_weights()
+            key_heads=sizes.key_heads,
+            key_width=sizes.key_width,
+            adjacent=1 if sizes.tiled else sizes.heads // sizes.key_heads,
+            **self._shared_weights(),
         )
 
     def mix(self, projected: torch.Tensor, states: list[torch.Tensor], at: StateRows) -> torch.Tensor:

@@ -8,7 +8,7 @@ before it is parsed. Parsing takes at most some 50 ms.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 import grpc
@@ -43,6 +43,17 @@ class BodyReader:
 
         Raises InvalidArgument, MessageTimeout or ArrivingFull.
         """
+        async with self.read_with(request, lambda _: b"") as (value, _):
+            yield value
+
+    @contextlib.asynccontextmanager
+    async def read_with(
+        self, request: Request, kept: Callable[[object], bytes]
+    ) -> AsyncIterator[tuple[Any, Any]]:
+        """As `read`, and what the request goes on from without sending it: what it is of `kept`, parsed.
+
+        `kept` returns JSON, whose bytes count with those of the body, or nothing. Raises what it raises.
+        """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Browsers let pages of other origins send some other types without a CORS check.
@@ -59,18 +70,16 @@ class BodyReader:
             refused = await self._receiver.request(None, cast("grpc.aio.ServicerContext[Any, Any]", body))
             if isinstance(refused, QuireError):
                 raise refused
-            yield await self.parse(body.data, current_tenant_name())
+            tenant = current_tenant_name()
+            # Taken from the list, so that only the caller decides how long it is there.
+            parsed = [await self.parse(body.data, tenant)]
+            data = kept(parsed[0])
+            held.take(len(data), own=body.size_bytes)
+            body.size_bytes += len(data)
+            parsed.append(await self.parse(bytearray(data), tenant) if data else None)
+            yield parsed.pop(0), parsed.pop()
         finally:
             body.held.give_back(body.size_bytes)
-
-    @contextlib.asynccontextmanager
-    async def kept(self, data: bytes) -> AsyncIterator[Any]:
-        """Parses what a request goes on from without sending it. Its bytes count in the same way.
-
-        Raises InvalidArgument or ArrivingFull.
-        """
-        with self.budgets.of(current_tenant()).bodies.held(len(data)):
-            yield await self.parse(bytearray(data), current_tenant_name()) if data else None
 
     def reserve(self, body: Body, more_bytes: int) -> QuireError | None:
         """Counts more bytes of a body, or returns why they are refused. A single body always fits."""

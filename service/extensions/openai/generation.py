@@ -66,16 +66,14 @@ class CompletionHandler:
     response: Callable[[CompletionRequest, TokenTexts, Prompts], CompletionResponse] = CompletionResponse
     needs_text: bool = True
     # What a request goes on from, as JSON; empty: nothing. `parse` gets it as `earlier`.
-    earlier: Callable[[object], bytes] | None = None
+    earlier: Callable[[object], bytes] = lambda _: b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
-        async with self.body_reader.read(Request(scope, receive)) as value:
-            kept = b"" if self.earlier is None else self.earlier(value)
-            async with self.body_reader.kept(kept) as earlier:
-                body = [value]
-                del value, kept
-                await until_disconnected(receive, self._handle(body, earlier, scope, send))
+        async with self.body_reader.read_with(Request(scope, receive), self.earlier) as (value, earlier):
+            body = [value]
+            del value
+            await until_disconnected(receive, self._handle(body, earlier, scope, send))
 
     async def _handle(self, body: list[object], earlier: Any, scope: Scope, send: Send) -> None:
         """`body`: what was parsed, which is taken from it: Python's numbers take many times their bytes."""

@@ -1,39 +1,30 @@
 """Translates the metadata of a GGUF file to the settings of a config.json.
 
-What a file of an architecture may say is listed here. A key that is not listed refuses the file, since it may
-change the model. Sources: the converters of llama.cpp, which write the files, and its `llama_hparams`.
+What a file of an architecture may say is in `workers.common.gguf.architectures`. Sources: the converters of
+llama.cpp, which write the files, and its `llama_hparams`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from workers.common.gguf import GgufError
+from workers.common.gguf.architectures import (
+    ARCHITECTURES,
+    GPT_OSS,
+    KV_HEADS,
+    MORE_LAYERS,
+    NEEDED,
+    QWEN_EXPERTS,
+    SHARED_EXPERT,
+    WIDTH,
+    WIDTH_OF_EXPERTS,
+    architecture_of,
+    check_keys,
+)
 from workers.common.gguf.header import TensorInfo, Value, shown
-
-# Settings of a config.json, and the keys that have them. Without one of the first the model is not known.
-_NEEDED = {
-    "max_position_embeddings": "context_length",
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-_COMMON = {
-    *_NEEDED.values(),
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "vocab_size",
-    "rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-}  # fmt: skip
-# They say where a file is from.
-_WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout", "attention.causal"}
-_EXPERTS = {"expert_count", "expert_used_count"}
-# Values without an effect: softmax, and no shared experts.
-_ONLY = {"attention.causal": True, "expert_gating_func": 1, "expert_shared_count": 0}
+from workers.common.gguf.recurrent import of_recurrent
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -62,63 +53,6 @@ _CONTROL = 3
 ReadFactors = Callable[[TensorInfo], list[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What files of an architecture can be.
-
-    Attributes:
-        model_type: That of the config.
-        reads: The keys that its files may have beside the common ones.
-        interleaved: The rows of queries and keys are in the order of pairs that are beside each other.
-        norm_offset: What the file's weights of norms have more than a checkpoint's.
-    """
-
-    model_type: str
-    reads: frozenset[str] = field(default_factory=frozenset)
-    interleaved: bool = False
-    norm_offset: float = 0.0
-
-
-_GPT_OSS = "gpt-oss"
-_GEMMA_READS = frozenset({"attention.sliding_window", "final_logit_softcapping"})
-ARCHITECTURES = {
-    "llama": Architecture(
-        "llama",
-        frozenset({*_EXPERTS, "attention.sliding_window", "expert_gating_func", "expert_shared_count"}),
-        interleaved=True,
-    ),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture(
-        "qwen3_moe",
-        frozenset({*_EXPERTS, "expert_feed_forward_length", "expert_gating_func", "expert_shared_count"}),
-    ),
-    "gemma": Architecture("gemma", norm_offset=1.0),
-    "gemma2": Architecture("gemma2", _GEMMA_READS | {"attn_logit_softcapping"}, norm_offset=1.0),
-    "gemma3": Architecture(
-        "gemma3_text",
-        _GEMMA_READS | {"attention.sliding_window_pattern", "rope.freq_base_swa"},
-        norm_offset=1.0,
-    ),
-    "phi3": Architecture("phi3", frozenset({"attention.sliding_window"})),
-    _GPT_OSS: Architecture(
-        "gpt_oss",
-        frozenset({*_EXPERTS, "expert_feed_forward_length", "attention.sliding_window"}),
-    ),
-}
-
-
-def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
-    """The name and the description of a file's architecture. Raises GgufError."""
-    name = metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise GgufError(f"general.architecture: must be the name of an architecture, got {shown(name)}")
-    if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise GgufError(f"general.architecture: must be one of {known}, got {shown(name)}")
-    return name, ARCHITECTURES[name]
-
-
 def read_settings(
     metadata: Mapping[str, Value], tensors: Mapping[str, TensorInfo], read_factors: ReadFactors
 ) -> dict[str, object]:
@@ -136,20 +70,27 @@ def read_settings(
     own = {
         key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")
     }
-    _check_keys(name, architecture, own)
+    check_keys(name, architecture, own)
     settings: dict[str, object] = {"model_type": architecture.model_type}
-    for setting, key in _NEEDED.items():
+    for setting, key in NEEDED.items():
         if key not in own:
             raise GgufError(f"{name}.{key}: is missing")
         settings[setting] = _same(own[key], f"{name}.{key}")
+    width = WIDTH_OF_EXPERTS if WIDTH not in own and WIDTH_OF_EXPERTS in architecture.reads else WIDTH
+    if width not in own:
+        raise GgufError(f"{name}.{width}: is missing")
+    settings["intermediate_size"] = _same(own[width], f"{name}.{width}")
+    settings["num_hidden_layers"] = _layers(name, own)
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
-    kv_heads = own.get("attention.head_count_kv", own["attention.head_count"])
-    settings["num_key_value_heads"] = _same(kv_heads, f"{name}.attention.head_count_kv")
+    kv_heads = own.get(KV_HEADS, own["attention.head_count"])
+    if architecture.recurrent_without_heads and isinstance(kv_heads, list):
+        kv_heads = [count for count in kv_heads if count]  # type: ignore[assignment] # a list of one type
+    settings["num_key_value_heads"] = _same(kv_heads, f"{name}.{KV_HEADS}")
     settings["head_dim"] = _head_dim(name, own, heads, hidden)
     settings["vocab_size"] = _vocab_size(tensors)
     settings["tie_word_embeddings"] = HEAD not in tensors
     settings["dtype"] = _dtype(tensors)
-    settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == _GPT_OSS else _ENDS)
+    settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == GPT_OSS else _ENDS)
     settings |= _of_architecture(name, own, settings, tensors)
     settings |= _rope(name, own, settings, tensors, read_factors)
     return settings
@@ -165,13 +106,6 @@ def served_types(tensors: Mapping[str, TensorInfo]) -> set[str]:
     return {info.type for info in tensors.values()}
 
 
-def _check_keys(name: str, architecture: Architecture, own: Mapping[str, Value]) -> None:
-    """Raises GgufError for a key that may change the model, and is not read."""
-    for key, value in own.items():
-        if key not in _COMMON | _WITHOUT_EFFECT | architecture.reads or value != _ONLY.get(key, value):
-            raise GgufError(f"{name}.{key}: is not supported, got {shown(value)}")
-
-
 def _same(value: Value, key: str) -> Value:
     """A number, also if the file has an equal one for each layer. Raises GgufError."""
     if not isinstance(value, list):
@@ -179,6 +113,16 @@ def _same(value: Value, key: str) -> Value:
     if not value or any(one != value[0] for one in value):
         raise GgufError(f"{key}: must be the same in all layers, got {shown(value)}")
     return value[0]
+
+
+def _layers(name: str, own: Mapping[str, Value]) -> Value:
+    """The number of layers that a forward needs. Raises GgufError."""
+    count, more = _same(own["block_count"], f"{name}.block_count"), own.get(MORE_LAYERS, 0)
+    if not more:
+        return count
+    if type(count) is not int or type(more) is not int or not 0 < more < count:
+        raise GgufError(f"{name}.{MORE_LAYERS}: must be fewer than {shown(count)} layers, got {shown(more)}")
+    return count - more
 
 
 def _head_dim(name: str, own: Mapping[str, Value], heads: object, hidden: object) -> Value | None:
@@ -233,14 +177,6 @@ def _of_architecture(
     match name:
         case "llama":
             return _llama(own, tensors, window)
-        case "qwen3moe":
-            return {
-                "num_experts": own.get("expert_count"),
-                "num_experts_per_tok": own.get("expert_used_count"),
-                "moe_intermediate_size": own.get("expert_feed_forward_length"),
-                # llama.cpp does so for each of them.
-                "norm_topk_prob": True,
-            }
         case "gemma2" | "gemma3":
             return _gemma(name, own, settings, window)
         case "phi3":
@@ -249,11 +185,25 @@ def _of_architecture(
             return {
                 "num_local_experts": own.get("expert_count"),
                 "num_experts_per_tok": own.get("expert_used_count"),
-                "intermediate_size": own.get("expert_feed_forward_length", settings["intermediate_size"]),
+                "intermediate_size": own.get(WIDTH_OF_EXPERTS, settings["intermediate_size"]),
                 "sliding_window": window,
                 "rope_parameters": {"rope_type": "default"},  # if the file says nothing else
             }
-    return {}
+    experts = _qwen_experts(name, own) if ARCHITECTURES[name].reads >= QWEN_EXPERTS else {}
+    return of_recurrent(name, own, settings, tensors) | experts
+
+
+def _qwen_experts(name: str, own: Mapping[str, Value]) -> dict[str, object]:
+    found: dict[str, object] = {
+        "num_experts": own.get("expert_count"),
+        "num_experts_per_tok": own.get("expert_used_count"),
+        "moe_intermediate_size": own.get(WIDTH_OF_EXPERTS),
+        # llama.cpp does so for each of them, but the first.
+        "norm_topk_prob": name != "qwen2moe",
+    }
+    if SHARED_EXPERT in ARCHITECTURES[name].reads:
+        found["shared_expert_intermediate_size"] = own.get(SHARED_EXPERT)
+    return found
 
 
 def _llama(
@@ -328,7 +278,7 @@ def _rope(
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and not factors:
         # As its makers have it: no file says so.
-        more = {"truncate": False} if name == _GPT_OSS else {}
+        more = {"truncate": False} if name == GPT_OSS else {}
         found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original) | more
     elif kind != "none":
         also = f" with {min(factors)}" if factors else ""

@@ -36,6 +36,12 @@ _REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = Split(_WORDS + r"|\p{N}{1,3}" + _REST, whole=True)
 _DBRX = Split(_LLAMA3.pattern)
 _QWEN2 = Split(_WORDS + r"|\p{N}" + _REST, nfc=True)
+_QWEN35 = Split(
+    _CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    + r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    nfc=True,
+)
 _TEKKEN = Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     + _REST_WITH_SLASH,
@@ -50,8 +56,10 @@ _GPT2, _DIGITS = Split(), Split(digits=True)
 SPLITS = {
     "default": _GPT2, "gpt-2": _GPT2,
     "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "pixtral": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": _DBRX, "smaug-bpe": _DBRX,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2,
+    "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "smollm": _DIGITS,

@@ -24,8 +24,8 @@ from kernels.group_layout import Parts
 from kernels.quantisers import quantise
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.common.gguf import GgufError
+from workers.common.gguf.architectures import ARCHITECTURES
 from workers.common.gguf.header import Value
-from workers.common.gguf.settings import ARCHITECTURES
 from workers.common.gguf.writer import NewTensor, padded, written_header
 from workers.models.builder import build_decoder
 from workers.models.checkpoint import AUTO, PART_BYTES, StoredTensor, check_finite

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import torch
 
 from kernels.rope import RopeSpec, rope_frequencies
+from workers.common.gguf.architectures import ARCHITECTURES
 from workers.common.gguf.header import Value
-from workers.common.gguf.settings import ARCHITECTURES, LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from workers.common.gguf.settings import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 
@@ -31,6 +32,8 @@ def architecture_for(config: ModelConfig) -> str:
         raise UnsupportedError(f"model_type: must be one of {known} to be written, got {config.model_type}")
     if config.experts is not None:
         raise UnsupportedError("mixtures of experts cannot be written yet")
+    if config.is_recurrent:
+        raise UnsupportedError("recurrent layers cannot be written yet")
     if config.model_type.startswith("gemma") and not config.tie_word_embeddings:
         raise UnsupportedError(f"tie_word_embeddings: files of {config.model_type} have no head of its own")
     return _ARCHITECTURES[config.model_type]

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from workers.common.gguf import GgufError
+from workers.common.gguf.architectures import architecture_of
 from workers.common.gguf.files import model_files
 from workers.common.gguf.header import TensorInfo, read_header
-from workers.common.gguf.settings import TOKEN_ARRAYS, architecture_of, read_settings, served_types
+from workers.common.gguf.settings import TOKEN_ARRAYS, read_settings, served_types
 from workers.models.checkpoint import StoredTensor
 from workers.models.errors import ModelError
 from workers.models.files import file_version, open_regular

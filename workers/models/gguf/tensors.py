@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from workers.common.gguf.architectures import Architecture
 from workers.common.gguf.header import Header, TensorInfo
-from workers.common.gguf.settings import EMBEDDING, FACTORS, HEAD, Architecture
+from workers.common.gguf.settings import FACTORS
 from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_parts
 from workers.models.errors import ModelError
 from workers.models.files import FileVersion
-from workers.models.registry import SANDWICH_NORMS, ExpertNames, family_of
+from workers.models.gguf.names import names_of
+from workers.models.registry import family_of
 
 # Spellings of a checkpoint. Those of quantised types are the names of formats.
 _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-_GLOBAL = {
-    EMBEDDING: "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    HEAD: "lm_head.weight",
-}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_WITH_NORMS_AFTER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_SINKS = "attn_sinks"
-_OF_GPT_OSS = {"post_attention_norm": "post_attention_layernorm", _SINKS: "self_attn"}
 # Dimensions of the tensors of all experts.
 _STACKED = {"weight": 3, "bias": 2}
+_MATRIX = 2
+_MAX_DIGITS = 10
 _INTERLEAVED = ("attn_q", "attn_k")
+_NORM_OF_SCAN, _DECAYS = "ssm_norm", "ssm_a"
+
+Shape = tuple[int, ...]
+
+
+def _vector(shape: Shape) -> Shape:
+    return (math.prod(shape),)
+
+
+def _convolution(shape: Shape) -> Shape:
+    return (shape[0], 1, *shape[1:]) if len(shape) == _MATRIX else shape
+
+
+def _row(shape: Shape) -> Shape:
+    return (1, *shape) if len(shape) == 1 else shape
+
+
+# What a checkpoint has in another shape.
+_RESHAPED: dict[str, Callable[[Shape], Shape]] = {
+    "ssm_conv1d": _convolution,
+    "conv": _convolution,
+    _DECAYS: _vector,
+    "ssm_d": _vector,
+    _NORM_OF_SCAN: _vector,
+    "ffn_gate_inp_shexp": _row,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,12 @@ class GgufTensor(TensorEntry):
         head_rows: The rows of a head, in which those of a pair are beside each other. In a checkpoint all
             first ones come before all second ones. 0: the order is a checkpoint's.
         offset: What its values have more than a checkpoint's.
+        of_logarithms: Its values are -exp of a checkpoint's. What is not negative becomes not finite.
     """
 
     head_rows: int = 0
     offset: float = 0.0
+    of_logarithms: bool = False
 
     def parts(
         self, rows: range | None = None, staging: Staging | None = None
@@ -82,6 +89,8 @@ class GgufTensor(TensorEntry):
                 part.copy_(pairs.transpose(1, 2).reshape(part.shape))
             if self.offset:
                 part.sub_(self.offset)
+            if self.of_logarithms:
+                part.neg_().log_()
             yield first, part
 
 
@@ -100,16 +109,17 @@ def stored_tensors(
     Raises:
         ModelError: Two files have the same tensor, or one has a shape that cannot be.
     """
-    names = _Names(settings)
+    entries = _Entries(settings)
     head_rows = settings["head_dim"] if architecture.interleaved else 0
-    assert isinstance(head_rows, int)
+    if not isinstance(head_rows, int):
+        raise ModelError(f"{headers[0].path}: the width of a head must be an integer, got {head_rows!r}")
     found: dict[str, StoredTensor] = {}
     for header in headers:
         for info in header.content.tensors.values():
             if info.name in FACTORS:
                 continue
             changes = _changes(header, info, architecture, head_rows)
-            for name, entry in names.entries(header, info):
+            for name, entry in entries.of(header, info):
                 if name in found:
                     raise ModelError(f"{header.path}: tensor {info.name} is there twice")
                 found[name] = replace(entry, **changes)
@@ -127,23 +137,20 @@ def _changes(
                 f"{header.path}: tensor {info.name} must have rows for whole heads of {head_rows}"
             )
         return {"head_rows": head_rows}
+    changes: dict[str, Any] = {}
     if architecture.norm_offset and len(info.shape) == 1 and is_norm(info.name):
-        if info.type not in _DTYPES:
-            raise ModelError(f"{header.path}: tensor {info.name} must be f32, got {info.type}")
-        return {"offset": architecture.norm_offset}
-    return {}
+        changes["offset"] = architecture.norm_offset
+    if part in _RESHAPED:
+        changes["shape"] = _RESHAPED[part](info.shape)
+        changes["of_logarithms"] = part == _DECAYS
+    if changes and info.type not in _DTYPES:
+        raise ModelError(f"{header.path}: tensor {info.name} must be f32, got {info.type}")
+    return changes
 
 
 def written_name(name: str, architecture: Architecture) -> str:
     """The name in a file of a tensor of a checkpoint, without experts. A name that is not known stays."""
-    for ours, theirs in _GLOBAL.items():
-        if name == theirs:
-            return ours
-    parts = _Names({"model_type": architecture.model_type}).parts
-    layer, _, part = name.removeprefix("model.layers.").partition(".")
-    module, _, kind = part.rpartition(".")
-    found = next((ours for ours, theirs in parts.items() if theirs == module), module)
-    return f"blk.{layer}.{found}.{kind}"
+    return names_of(family_of(architecture.model_type)).in_file(name)
 
 
 def is_interleaved(name: str, architecture: Architecture) -> bool:
@@ -152,33 +159,25 @@ def is_interleaved(name: str, architecture: Architecture) -> bool:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a tensor has the weights of a norm, by its name."""
-    return _module(name).endswith("norm")
+    """Whether a tensor of a file has the weights of a norm of the hidden width or of a head of attention."""
+    return _module(name).endswith("norm") and _module(name) != _NORM_OF_SCAN
 
 
 def _module(name: str) -> str:
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
-class _Names:
-    """The names of tensors in checkpoints of a family."""
+class _Entries:
+    """Makes the tensors of a checkpoint of those of a file."""
 
     def __init__(self, settings: Mapping[str, object]) -> None:
-        family = family_of(settings["model_type"])
-        self.parts = dict(_IN_LAYER)
-        if family.norms == SANDWICH_NORMS:
-            self.parts |= _WITH_NORMS_AFTER
-        if family.sinks:
-            self.parts |= _OF_GPT_OSS
-        if family.mlp_names == ("gate_up_proj",):
-            self.parts["ffn_up"] = "mlp.gate_up_proj"
-        self._experts: dict[str, str] = {}
+        self._names = names_of(family_of(settings["model_type"]))
         self._num_experts = settings.get("num_experts", settings.get("num_local_experts"))
-        if family.experts is not None:
-            self.parts["ffn_gate_inp"] = family.experts.router
-            self._experts = _expert_parts(family.experts)
+        first, more = settings["num_hidden_layers"], settings.get("mtp_num_hidden_layers", 0)
+        assert isinstance(more, int)
+        self._not_read = range(first, first + more) if isinstance(first, int) else range(0)
 
-    def entries(self, header: FileHeader, info: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
+    def of(self, header: FileHeader, info: TensorInfo) -> Iterator[tuple[str, GgufTensor]]:
         """A tensor, or one for each expert, by their names in a checkpoint.
 
         Raises ModelError for those of another number of experts, before they are made.
@@ -187,27 +186,34 @@ class _Names:
             info.name, header.path, _DTYPES.get(info.type, info.type), info.shape, info.begin, info.nbytes,
             header.version,
         )  # fmt: skip
-        part, _, kind = info.name.rpartition(".")
-        block, _, part = part.rpartition(".")
-        layer = block.removeprefix("blk.")
-        if not (block.startswith("blk.") and layer.isascii() and layer.isdigit()):
-            yield _GLOBAL.get(info.name, info.name), entry
-        elif part in self._experts and len(info.shape) == _STACKED.get(kind):
-            count, size = info.shape[0], info.nbytes // info.shape[0]
-            if count != self._num_experts:
-                says = f"{count} experts, and the metadata say {self._num_experts!r}"
-                raise ModelError(f"{header.path}: tensor {info.name} is of {says}")
-            for index in range(count):
-                begin = info.begin + index * size
-                name = f"model.layers.{layer}.{self._experts[part].format(index)}.{kind}"
-                yield name, replace(entry, shape=info.shape[1:], begin=begin, nbytes=size)
+        block, layer, part = (*info.name.split(".", 2), "", "")[:3]
+        module, _, kind = part.rpartition(".")
+        if not (block == "blk" and layer.isascii() and layer.isdigit() and len(layer) < _MAX_DIGITS):
+            yield self._names.outside.get(info.name, info.name), entry
+        elif int(layer) in self._not_read:
+            yield f"mtp.{info.name}", entry
+        elif module in self._names.experts and len(info.shape) == _STACKED.get(kind):
+            for name, own in self._of_experts(header, entry, self._names.experts[module]):
+                yield f"model.layers.{layer}.{name}.{kind}", own
         else:
-            known, kind = self.parts.get(part), "sinks" if part == _SINKS else kind
-            yield info.name if known is None else f"model.layers.{layer}.{known}.{kind}", entry
+            known = self._names.in_checkpoint(part)
+            yield info.name if known is None else f"model.layers.{layer}.{known}", entry
 
-
-def _expert_parts(names: ExpertNames) -> dict[str, str]:
-    return {"ffn_gate_exps": names.gate, "ffn_up_exps": names.up, "ffn_down_exps": names.down}
+    def _of_experts(
+        self, header: FileHeader, entry: GgufTensor, names: tuple[str, ...]
+    ) -> Iterator[tuple[str, GgufTensor]]:
+        """The tensors of each expert, which are equal parts of its rows. Raises ModelError."""
+        count, rows = entry.shape[:2]
+        if count != self._num_experts:
+            says = f"{count} experts, and the metadata say {self._num_experts!r}"
+            raise ModelError(f"{header.path}: tensor {entry.name} is of {says}")
+        if rows % len(names):
+            raise ModelError(
+                f"{header.path}: tensor {entry.name} must have an even number of rows, has {rows}"
+            )
+        shape, size = (rows // len(names), *entry.shape[2:]), entry.nbytes // (count * len(names))
+        for number, name in enumerate(name.format(index) for index in range(count) for name in names):
+            yield name, replace(entry, shape=shape, begin=entry.begin + number * size, nbytes=size)
 
 
 def read_vector(header: FileHeader, info: TensorInfo, most: int) -> list[float]:

@@ -130,22 +130,20 @@ class WeightsPush:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        with client.prefill(PROMPTS[0]) as cache:
-            self._number = cache.weights_version
+        self._version = 0
 
     def push(self, policy: Policy) -> tuple[float, float]:
         """Returns the seconds of sending and of loading."""
         began_s = time.monotonic()
         source = self._client.upload_weights(save(policy.weights()))
         sent_s = time.monotonic()
-        # With recompute=True rollouts under way would continue.
-        self._client.load_weights(source)
-        self._number += 1
+        # With recompute=True or keep_kv=True rollouts under way would continue.
+        self._version = self._client.load_weights(source).weights_version
         return sent_s - began_s, time.monotonic() - sent_s
 
     def stale(self, caches: list[Cache]) -> int:
         """The number of caches whose last answer is not of the weights that were pushed last."""
-        return sum(cache.weights_version != self._number for cache in caches)
+        return sum(cache.weights_version != self._version for cache in caches)
 
 
 class AdapterPush:

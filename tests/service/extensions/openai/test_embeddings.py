@@ -14,7 +14,7 @@ from service.extensions.openai.fields import Fields
 
 NUM = 500
 LOCAL: Any = SimpleNamespace(
-    resolve=lambda name, **_: SimpleNamespace(is_local=True, adapter_id="", max_tokens=9)
+    resolve=lambda name, **_: SimpleNamespace(is_local=True, model_id="m", adapter_id="", max_tokens=9)
 )
 
 

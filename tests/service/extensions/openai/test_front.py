@@ -142,6 +142,7 @@ async def serving(
         await front.stop(0.2)
         tasks[1].cancel()
         await asyncio.wait(tasks)
+        text.close()
         assert runtime.running == 0
 
 

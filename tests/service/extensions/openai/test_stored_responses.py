@@ -120,6 +120,15 @@ async def test_what_a_request_goes_on_from_counts_like_its_body() -> None:
             writer.close()
 
 
+async def test_a_single_request_goes_on_from_what_is_larger_than_the_budget() -> None:
+    """As a single body always fits."""
+    settings: Any = {"max_unread_bytes": 20_000, "max_request_bytes": 40_000}
+    async with serving(FakeRuntime(generate_yes), **settings) as served, served.client() as client:
+        first = await client.responses.create(model="m", input="x" * 12_000)
+        asked: Any = {"model": "m", "input": "y", "previous_response_id": first.id}
+        assert (await client.responses.create(**asked)).output_text == "yes"
+
+
 async def test_one_that_is_not_read_counts_as_an_answer() -> None:
     """It may be deleted, and others kept in its place."""
     async with serving(FakeRuntime(generate_yes)) as served, served.client() as client:

@@ -1,0 +1,180 @@
+"""What the converters of llama.cpp make of models with recurrent layers.
+
+Source: conversion/qwen.py, lfm2.py, mamba.py and granite.py there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+NAMES = {
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next", "lfm2": "lfm2",
+    "granitemoehybrid": "granitehybrid",
+}  # fmt: skip
+_RECURRENT = ("linear_attention", "conv", "mamba")
+
+Array = np.ndarray[Any, Any]
+
+
+def metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys of an architecture, in place of those for attention in each layer."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters or {}
+    found: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+    }
+    match name:
+        case "lfm2":
+            width = config.intermediate_size
+            if config.block_auto_adjust_ff_dim:
+                width = int(config.block_ffn_dim_multiplier * int(2 * width / 3))
+                width = -(-width // config.block_multiple_of) * config.block_multiple_of
+            return found | {
+                "feed_forward_length": width,
+                "attention.head_count_kv": _kv_heads(config),
+                "attention.layer_norm_rms_epsilon": config.norm_eps,
+                "shortconv.l_cache": config.conv_L_cache,
+            }
+        case "granitehybrid":
+            return found | _granite(config)
+    return found | _qwen(name, config, head_dim, rope)
+
+
+def _granite(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "context_length": 2**20,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count_kv": _kv_heads(config),
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.finetuned": False,
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_n_heads,
+    }
+
+
+def _qwen(name: str, config: PreTrainedConfig, head_dim: int, rope: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 0.25)),
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+        "full_attention_interval": 4,
+    }
+    if name != "qwen35moe":
+        found["feed_forward_length"] = config.intermediate_size
+    if name != "qwen3next":
+        found["rope.dimension_sections"] = [11, 11, 10, 0]
+    if name != "qwen35":
+        found |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        }
+    return found
+
+
+def _kv_heads(config: PreTrainedConfig) -> list[int]:
+    return [0 if kind in _RECURRENT else config.num_key_value_heads for kind in config.layer_types]
+
+
+def tensors(name: str, config: PreTrainedConfig, tensor: str, values: Array) -> Iterator[tuple[str, Array]]:
+    """What becomes of a tensor of a checkpoint: names that a name map knows, or those of files."""
+    if tensor.endswith(".dt_bias"):
+        tensor = tensor.replace(".dt_bias", ".dt_proj.bias")
+    if tensor.endswith((".conv1d.weight", ".conv.conv.weight")):
+        values = values[:, 0]
+    if name in ("qwen35", "qwen35moe") and ".linear_attn." in tensor:
+        values = _tiled(config, tensor, values)
+    if tensor.endswith(".A_log"):
+        values = -np.exp(values)
+    if name == "granitehybrid":
+        yield from _of_granite(config, tensor, values)
+    elif tensor.endswith("in_proj_qkvz.weight"):
+        block = f"blk.{tensor.split('.')[2]}"
+        mixed, gates = _split(config, values)
+        yield f"{block}.attn_qkv.weight", mixed
+        yield f"{block}.attn_gate.weight", gates
+    elif name.startswith("qwen") and tensor.endswith("norm.weight") and ".linear_attn." not in tensor:
+        yield tensor, values + 1
+    else:
+        yield tensor, values
+
+
+def _of_granite(config: PreTrainedConfig, tensor: str, values: Array) -> Iterator[tuple[str, Array]]:
+    block = f"blk.{tensor.split('.')[2]}" if ".layers." in tensor else ""
+    shared = "_shexp" if config.num_local_experts else ""
+    if tensor.endswith("shared_mlp.input_linear.weight"):
+        yield f"{block}.ffn_gate{shared}.weight", values[: config.shared_intermediate_size]
+        yield f"{block}.ffn_up{shared}.weight", values[config.shared_intermediate_size :]
+    elif tensor.endswith("shared_mlp.output_linear.weight"):
+        yield f"{block}.ffn_down{shared}.weight", values
+    elif ".block_sparse_moe.experts." in tensor:
+        yield tensor.replace(".block_sparse_moe.", ".mlp."), values
+    elif tensor.endswith((".A_log", ".D")):
+        yield tensor, values[:, None]
+    elif tensor.endswith(".mamba.norm.weight"):
+        yield tensor, values.reshape(config.mamba_n_groups, -1)
+    elif ".q_proj." in tensor or ".k_proj." in tensor:
+        heads = config.num_attention_heads if ".q_proj." in tensor else config.num_key_value_heads
+        pairs = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+        yield tensor, pairs.swapaxes(1, 2).reshape(values.shape)
+    else:
+        yield tensor, values
+
+
+def _split(config: PreTrainedConfig, values: Array) -> tuple[Array, Array]:
+    """Queries, keys and values of all key heads, and the gates: `Qwen3NextModel.modify_tensors`."""
+    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    value = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    of_heads = values.reshape(heads, 2 * key + 2 * value, -1)
+    parts = np.split(of_heads, [key, 2 * key, 2 * key + value], axis=1)
+    q, k, v, z = (part.reshape(-1, values.shape[1]) for part in parts)
+    return np.concatenate([q, k, v]), z
+
+
+def _tiled(config: PreTrainedConfig, tensor: str, values: Array) -> Array:
+    """Value heads in another order: `_LinearAttentionVReorderBase`."""
+    width, keys = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    if ".in_proj_qkv." in tensor or ".conv1d." in tensor:
+        return np.concatenate([values[:keys], _reordered(config, values[keys:], 0, width)])
+    if ".in_proj_z." in tensor:
+        return _reordered(config, values, 0, width)
+    if ".out_proj." in tensor:
+        return _reordered(config, values, 1, width)
+    return values if ".norm." in tensor else _reordered(config, values, 0, 1)
+
+
+def _reordered(config: PreTrainedConfig, values: Array, axis: int, width: int) -> Array:
+    heads = config.linear_num_key_heads
+    each = config.linear_num_value_heads // heads
+    shape = values.shape
+    split = values.reshape(*shape[:axis], heads, each, width, *shape[axis + 1 :])
+    return split.swapaxes(axis, axis + 1).reshape(shape)

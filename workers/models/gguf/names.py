@@ -1,0 +1,135 @@
+"""The names of tensors in GGUF files, and in the checkpoints of a family.
+
+Source: gguf-py/gguf/tensor_mapping.py of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workers.common.gguf.settings import EMBEDDING, HEAD
+from workers.models.registry import SANDWICH_NORMS, ExpertNames, Family
+
+_DELTA_RULE = {
+    "attn_qkv": "in_proj_qkv",
+    "attn_gate": "in_proj_z",
+    "ssm_in": "in_proj_qkvz",
+    "ssm_ba": "in_proj_ba",
+    "ssm_beta": "in_proj_b",
+    "ssm_alpha": "in_proj_a",
+}
+_SCAN = {"ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+_OF_HEADS = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+_SHORT_CONV = {f"shortconv.{part}": part for part in ("conv", "in_proj", "out_proj")}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names in checkpoints of a family, by those in files.
+
+    Attributes:
+        outside: Of the tensors outside of layers.
+        modules: In a layer, before "weight" or "bias".
+        whole: In a layer, of tensors whose names differ in all.
+        experts: In a layer, of the tensors of all experts, each with the names for an expert, to which it
+            gives equal parts of its rows.
+    """
+
+    outside: Mapping[str, str]
+    modules: Mapping[str, str]
+    whole: Mapping[str, str]
+    experts: Mapping[str, tuple[str, ...]]
+
+    def in_checkpoint(self, part: str) -> str | None:
+        """The name in a layer, by that in a file; None: there is none."""
+        module, _, kind = part.rpartition(".")
+        known = self.modules.get(module)
+        return self.whole.get(part, known and f"{known}.{kind}")
+
+    def in_file(self, name: str) -> str:
+        """The reverse for any tensor but those of experts. A name that is not known stays."""
+        for ours, theirs in self.outside.items():
+            if name == theirs:
+                return ours
+        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        module, _, kind = part.rpartition(".")
+        reverse = {theirs: ours for ours, theirs in self.modules.items()}
+        whole = {theirs: ours for ours, theirs in self.whole.items()}
+        return f"blk.{layer}.{whole.get(part, f'{reverse.get(module, module)}.{kind}')}"
+
+
+def names_of(family: Family) -> Names:
+    """Those of a family."""
+    modules = _attention(family) | _norms(family) | _gated_mlp(family, family.mlp, "")
+    whole = {"attn_sinks.weight": "self_attn.sinks"} if family.sinks else {}
+    match family.recurrent:
+        case "short_conv":
+            modules |= {ours: f"conv.{theirs}" for ours, theirs in _SHORT_CONV.items()}
+        case "mamba2" | "gated_delta" as kind:
+            place = "mamba" if kind == "mamba2" else "linear_attn"
+            scan = _SCAN | ({"ssm_in": "in_proj"} if kind == "mamba2" else _DELTA_RULE)
+            modules |= {ours: f"{place}.{theirs}" for ours, theirs in scan.items()}
+            whole |= {ours: f"{place}.{theirs}" for ours, theirs in _OF_HEADS.items()}
+    experts: Mapping[str, tuple[str, ...]] = {}
+    if family.experts is not None:
+        modules |= _beside_experts(family, family.experts)
+        names = family.experts
+        experts = {
+            "ffn_gate_exps": (names.gate,),
+            "ffn_up_exps": (names.up,),
+            "ffn_gate_up_exps": (names.gate, names.up),
+            "ffn_down_exps": (names.down,),
+        }
+    # LFM2's last norm has another name by a mistake of its converter.
+    norm = "token_embd_norm" if family.recurrent == "short_conv" else "output_norm"
+    outside = {
+        EMBEDDING: "model.embed_tokens.weight",
+        f"{norm}.weight": f"model.{family.final_norm}.weight",
+        HEAD: "lm_head.weight",
+    }
+    return Names(outside, modules, whole, experts)
+
+
+def _attention(family: Family) -> dict[str, str]:
+    files = ("attn_qkv",) if len(family.attention_names) == 1 else ("attn_q", "attn_k", "attn_v")
+    names = dict(zip(files, family.attention_names, strict=True))
+    names |= dict(zip(("attn_q_norm", "attn_k_norm"), family.qk_norm_names, strict=True))
+    names["attn_output"] = family.attention_output
+    return {ours: f"self_attn.{theirs}" for ours, theirs in names.items()}
+
+
+def _norms(family: Family) -> dict[str, str]:
+    norms = family.norms
+    if norms == SANDWICH_NORMS:
+        places = {
+            "attn_norm": norms.before_attention,
+            "post_attention_norm": norms.after_attention,
+            "ffn_norm": norms.before_mlp,
+            "post_ffw_norm": norms.after_mlp,
+        }
+    else:
+        # The converters have followed one name or the other.
+        after = family.sinks or family.recurrent == "gated_delta"
+        places = {
+            "attn_norm": norms.before_attention,
+            "post_attention_norm" if after else "ffn_norm": norms.before_mlp,
+        }
+    return {ours: theirs for ours, theirs in places.items() if theirs is not None}
+
+
+def _gated_mlp(family: Family, place: str, suffix: str) -> dict[str, str]:
+    names = family.gguf_mlp_names or family.mlp_names
+    files = ("ffn_up",) if len(names) == 1 else ("ffn_gate", "ffn_up")
+    found = dict(zip((*files, "ffn_down"), (*names, family.mlp_down), strict=True))
+    return {f"{ours}{suffix}": f"{place}.{theirs}" for ours, theirs in found.items()}
+
+
+def _beside_experts(family: Family, names: ExpertNames) -> dict[str, str]:
+    """The router, and the expert that computes each token."""
+    found = {"ffn_gate_inp": names.router}
+    if names.shared is not None:
+        found |= _gated_mlp(family, names.shared, "_shexp")
+    if names.shared_gate:
+        found["ffn_gate_inp_shexp"] = names.shared_gate
+    return found
