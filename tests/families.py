@@ -253,8 +253,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Recurrent layers take no trees, and are not split over ranks.
+# Recurrent layers take no trees; neither they nor latent attention are split over ranks.
 WITHOUT_STATES = [name for name, (kind, _) in MODELS.items() if FAMILIES[kind].recurrent is None]
+SPLIT = [name for name in WITHOUT_STATES if "kv_lora_rank" not in FAMILIES[MODELS[name][0]].reads]
 
 # Biases; experts in all layers and in some; caps, windows and norms around sublayers; projections in one
 # matrix; norms over all heads. All models are always compared by tests/workers/test_families.py.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import FEW, WITHOUT_STATES, by_turns, settings_of
+from tests.families import FEW, SPLIT, by_turns, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import float32_losses, hf_model, load_decoder, make_family_model
 from tests.workers.company import assert_same_bits
@@ -28,7 +28,7 @@ FEWER = ("llama with biases", "mixtral", "phi3")
 Rows = dict[tuple[int, int], torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=WITHOUT_STATES)
+@pytest.fixture(scope="module", params=SPLIT)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A model's name and its directory."""
     directory = tmp_path_factory.mktemp("model")
@@ -45,7 +45,7 @@ def assert_close(
             assert (row - theirs[layer, position]).abs().max() < losses[layer], (layer, position)
 
 
-@pytest.mark.parametrize(("made", "ranks"), by_turns(WITHOUT_STATES, [2, 4], FEW), indirect=["made"])
+@pytest.mark.parametrize(("made", "ranks"), by_turns(SPLIT, [2, 4], FEW), indirect=["made"])
 def test_as_in_one_process(made: tuple[str, Path], ranks: int) -> None:
     """Logits and hidden states, in shared batches of random chunks.
 
@@ -95,7 +95,7 @@ def test_token_trees(made: tuple[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "dtype"), by_turns(WITHOUT_STATES, ["float32", "bfloat16"], FEWER), indirect=["made"]
+    ("made", "dtype"), by_turns(SPLIT, ["float32", "bfloat16"], FEWER), indirect=["made"]
 )
 def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: str) -> None:
     """With 4 ranks too: their terms are added in one order."""
@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_in_any_company(made: tuple[str, Path], dtype: s
     assert_same_bits(split_model(directory, 4, dtype), random_texts(2, (1, 40, 90)), name)
 
 
-@pytest.mark.parametrize(("made", "ranks"), by_turns(WITHOUT_STATES, [2, 4], FEWER), indirect=["made"])
+@pytest.mark.parametrize(("made", "ranks"), by_turns(SPLIT, [2, 4], FEWER), indirect=["made"])
 def test_adapters(made: tuple[str, Path], ranks: int) -> None:
     """Each rank has the rows or columns of A and B that belong to its part of a projection."""
     _, directory = made
