@@ -22,7 +22,7 @@ from workers.kv.tensors import KvTensors, LayerKv
     ("width", "value_width", "dtype"),
     [
         (40, 40, torch.float32),
-        (272, 272, torch.bfloat16),
+        (592, 592, torch.bfloat16),
         (64, 64, torch.float16),
         (24, 16, torch.float32),
         (16, 24, torch.float32),

@@ -92,7 +92,7 @@ def test_pages_of_8_bits(dtype: torch.dtype) -> None:
     [
         ((2, 16, 1, 8), torch.float32),
         ((2, 8, 1, 16), torch.float32),
-        ((2, 16, 1, 272), torch.bfloat16),
+        ((2, 16, 1, 592), torch.bfloat16),
         ((2, 16, 1, 16), torch.float16),
     ],
 )

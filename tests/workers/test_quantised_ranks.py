@@ -108,7 +108,7 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     advice = "use another tensor_parallel, or the model in another format"
     with pytest.raises(
         UnsupportedError,
-        match=rf"tensor model\.layers\.0\.mlp\.down_proj\.weight: .* cannot be cut.*{advice}",
+        match=rf"tensor model\.layers\.0\.self_attn\.o_proj\.weight: .* cannot be cut.*{advice}",
     ):
         split_model(ordered, 2)
     with pytest.raises(UnsupportedError, match=r"o_proj\.weight: q8_0 cannot be cut into parts of 16 inputs"):
