@@ -26,46 +26,33 @@ class _Arguments(ctypes.Structure):
 
 def kv_write(
     keys: torch.Tensor,
-    values: torch.Tensor,
+    values: torch.Tensor | None,
     k_pages: PackedKeys,
-    v_pages: PackedValues,
+    v_pages: PackedValues | None,
     slots: torch.Tensor,
 ) -> None:
     """Write each token's key and value to its slot. Nothing is written if an argument is wrong.
 
     Args:
         keys: [T, K, D]; of a dtype that the pages take.
-        values: [T, K, V]; dtype of keys.
+        values: [T, K, V]; dtype of keys. None: they are a part of keys, and have no pages.
         k_pages: [P, S, K, D], mutated.
-        v_pages: [P, S, K, V], mutated.
+        v_pages: [P, S, K, V], mutated. None if `values` are.
         slots: [T] int32 or int64, page * S + offset; negative for a padding token, which is not written.
 
     Raises:
         ValueError, TypeError: A shape or a dtype differs; the message names the argument.
         IndexError: A slot is beyond the last page.
     """
-    for name, rows, pages in (("keys", keys, k_pages), ("values", values, v_pages)):
-        check_tensor(name, rows, (*slots.shape, *pages.shape[2:]), pages.row_dtypes)
-    if keys.dtype != values.dtype:
-        raise TypeError(f"values: must have the dtype of keys, {keys.dtype}, got {values.dtype}")
-    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.dtype != v_pages.dtype:
-        raise ValueError(f"v_pages: {list(v_pages.shape)} do not belong to keys {list(k_pages.shape)}")
-    _run(keys, values.contiguous(), k_pages, v_pages, slots)
-
-
-def key_write(keys: torch.Tensor, pages: PackedKeys, slots: torch.Tensor) -> None:
-    """Write each token's key to its slot, where values are a part of keys; as `kv_write`."""
-    check_tensor("keys", keys, (*slots.shape, *pages.shape[2:]), pages.row_dtypes)
-    _run(keys, None, pages, None, slots)
-
-
-def _run(
-    keys: torch.Tensor,
-    values: torch.Tensor | None,
-    k_pages: PackedKeys,
-    v_pages: PackedValues | None,
-    slots: torch.Tensor,
-) -> None:
+    check_tensor("keys", keys, (*slots.shape, *k_pages.shape[2:]), k_pages.row_dtypes)
+    if values is not None:
+        assert v_pages is not None, "values have pages"
+        check_tensor("values", values, (*slots.shape, *v_pages.shape[2:]), v_pages.row_dtypes)
+        if keys.dtype != values.dtype:
+            raise TypeError(f"values: must have the dtype of keys, {keys.dtype}, got {values.dtype}")
+        if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.dtype != v_pages.dtype:
+            raise ValueError(f"v_pages: {list(v_pages.shape)} do not belong to keys {list(k_pages.shape)}")
+        values = values.contiguous()
     # Variables keep the memory alive that the kernel reads.
     keys, slots = keys.contiguous(), slots.to(torch.int64).contiguous()
     arguments = _Arguments(

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch.nn import functional
 
-from kernels.cpu.kv_write import key_write
+from kernels.cpu.kv_write import kv_write
 from kernels.linear import DenseWeight, linear
 from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues
 from kernels.paged_attention import paged_attention
@@ -181,7 +181,7 @@ def _by_head(x: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
 def _write(key: torch.Tensor, pages: torch.Tensor | PackedKeys, slots: torch.Tensor) -> None:
     """Write keys [T, D] of the only head to their slots. Mutates `pages`."""
     if isinstance(pages, PackedKeys):
-        key_write(key[:, None], pages, slots)
+        kv_write(key[:, None], None, pages, None, slots)
         return
     used = slots >= 0
     pages.flatten(0, 1).index_copy_(0, slots[used].long(), key[used][:, None])
