@@ -12,7 +12,8 @@ from transformers import AutoConfig
 from kernels.rope import rope_frequencies
 from workers.models.config import ModelConfig
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.registry import FAMILIES, Family
+from workers.models.family import Family
+from workers.models.registry import FAMILIES
 from workers.models.values import warn_outside
 
 # As in the checkpoint of Qwen3-0.6B, spelled as by transformers 4.

@@ -17,6 +17,7 @@ from kernels.gated_activation import GATE_LIMIT, SIGMOID_GAIN, UNGATED, Activati
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
+from workers.models.family import FULL, MLP, SLIDING, Family
 from workers.models.files import errors_naming
 from workers.models.latent_settings import LatentConfig, latent_attention_scale, read_latent
 from workers.models.layer_settings import (
@@ -26,7 +27,8 @@ from workers.models.layer_settings import (
     sparse_layers,
 )
 from workers.models.recurrent_settings import RecurrentConfig, read_recurrent
-from workers.models.registry import FULL, MLP, SLIDING, Family, family_of, rope_layers
+from workers.models.registry import family_of
+from workers.models.respelled import rope_layers
 from workers.models.rope_settings import max_seq_len, read_ropes, rotary_dim
 from workers.models.source import source_of
 from workers.models.text_part import WRAPPERS, text_part

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from workers.common.quantised.methods import read_quantisation
 from workers.common.quantised.scheme import NotUnderstood
 from workers.models.errors import UnsupportedError
-from workers.models.registry import FULL, Family
+from workers.models.family import FULL, Family
 from workers.models.values import names
 
 READ = names(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.experts import GroupedRouting
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.registry import FULL, MLP, RECURRENT_TYPES, SLIDING, Family
+from workers.models.family import FULL, MLP, RECURRENT_TYPES, SLIDING, Family
 from workers.models.values import boolean, integer, non_negative_integer, number
 
 

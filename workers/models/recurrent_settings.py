@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.registry import RecurrentKind
+from workers.models.family import RecurrentKind
 from workers.models.values import boolean, integer, optional_number
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kernels.rope import RopeSpec
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.registry import FULL, SLIDING, Family
+from workers.models.family import FULL, SLIDING, Family
 from workers.models.values import boolean, integer, number, optional_number, positive_numbers
 
 # The names of some types in transformers 4.

@@ -19,9 +19,9 @@ import torch
 
 from workers.models.checkpoint import DTYPES, Staging, StoredTensor, TensorEntry
 from workers.models.errors import ModelError, UnsupportedError
+from workers.models.family import ExpertNames
 from workers.models.parts import Part
 from workers.models.quantised.mxfp4 import Mxfp4Experts
-from workers.models.registry import ExpertNames
 
 _GATE_UP, _DOWN, _BIAS = "gate_up_proj", "down_proj", "_bias"
 # Of a layer. More would only fill memory with descriptions of tensors.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.common.gguf.settings import EMBEDDING, HEAD
-from workers.models.registry import SANDWICH_NORMS, ExpertNames, Family
+from workers.models.family import SANDWICH_NORMS, ExpertNames, Family
 
 _DELTA_RULE = {
     "attn_qkv": "in_proj_qkv",

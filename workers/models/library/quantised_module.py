@@ -24,9 +24,9 @@ from kernels.quantisers import quantise
 from kernels.weight_formats import WeightFormat
 from workers.common.gguf.header import TYPES
 from workers.models.builder import FormatOf
+from workers.models.family import Family
 from workers.models.parts import Part
 from workers.models.quantised.drawn_rows import scale_inputs
-from workers.models.registry import Family
 
 
 @torch.inference_mode()

@@ -1,0 +1,179 @@
+"""What code has to know of a model family that its config.json does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FULL, SLIDING, MLP = "full_attention", "sliding_attention", "mlp"
+RecurrentKind = Literal["short_conv", "mamba2", "gated_delta"]
+# The types of layers in configs.
+RECURRENT_TYPES: dict[RecurrentKind, str] = {
+    "short_conv": "conv",
+    "mamba2": "linear_attention",
+    "gated_delta": "linear_attention",
+}
+
+LayerTypes = Callable[[Mapping[str, object], int], list[str]]
+"""The type of each layer, from the settings and the number of layers, if `layer_types` is absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormNames:
+    """The names of a layer's norms in a checkpoint. None: there is no norm at that place."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of tensors in a layer of a checkpoint; {} stands for the number of the expert.
+
+    Attributes:
+        router: Before "weight", or "bias".
+        gate: Likewise.
+        up: Likewise.
+        down: Likewise.
+        stacked: What the names of tensors begin with that have the matrices of all experts; see
+            `workers.models.stacked_experts`. None: each matrix is a tensor.
+        stacked_parts: The rest of these names: of gate and up, and of down.
+        by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
+        shared: What the names of the expert that computes each token begin with; None: there is none.
+        shared_gate: Before "weight": its output is multiplied by the sigmoid of this product. "": it is not.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    stacked: str | None = None
+    stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
+    by_turns: bool = False
+    shared: str | None = None
+    shared_gate: str = ""
+
+
+PRE_NORMS = NormNames(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+POST_NORMS = NormNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+SANDWICH_NORMS = NormNames(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+
+
+Respelled = Callable[[Mapping[str, object]], Mapping[str, object]]
+"""Settings of a family, defaults included, in the spelling that all families have. Raises ModelError."""
+
+
+def _all_sliding(_: Mapping[str, object], layers: int) -> list[str]:
+    return [SLIDING] * layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The properties of a family that its configs do not say.
+
+    Attributes:
+        defaults: The library's values of absent settings, if they differ from those of `config`. A setting
+            that is null is not absent.
+        reads: The settings that this family reads in addition to those that all families read.
+        qkv_bias: The q, k and v projections have a bias; None: as `attention_bias` says.
+        output_bias: The output projection of attention has a bias; None: as `attention_bias` says.
+        mlp_bias: The projections of the MLP have a bias; None: as `mlp_bias` says.
+        qk_norm: Queries and keys are RMS-normalised before the rotation: each head, or the row of all heads.
+        norms: The norms of a layer.
+        wide_norms: The weight of a norm multiplies before the result is rounded to the model's dtype.
+        norm_offset: Added to the weights of norms.
+        layer_types: Which layers have the sliding window.
+        windows_opt_in: `sliding_window` is used only if `use_sliding_window` is true.
+        rope_by_type: Each type of layer has its own parameters of the rotary embedding.
+        scales_embeddings: Embeddings are multiplied by the square root of their width.
+        activation: The name of the setting for the activation of the MLP.
+        respelled: The settings of a config in the spelling that all families have.
+        recurrent: The kind of recurrent layers that may be in place of attention; None: there are none.
+        recurrent_place: What the names of their parts begin with in a layer of a checkpoint.
+        recurrent_names: Of the gated delta rule, the projections in a checkpoint: of gates, of the inputs of
+            the convolution, of b and of a. Or the last two, or each two, are one: of each key head together.
+        final_norm: The name of the norm before the head in a checkpoint.
+        qk_norm_names: The norms of queries and of keys.
+        attention: What the names of the parts of attention begin with in a layer of a checkpoint.
+        attention_names: The projections in a checkpoint: q, k and v, or one that is fused.
+        attention_output: The projection back to the hidden width.
+        mlp: What the names of an MLP begin with in a layer of a checkpoint.
+        mlp_down: Its projection back to the hidden width.
+        mlp_names: The projections of the MLP in a checkpoint: gate and up, one that is fused, or up alone.
+        gguf_mlp_names: Those that a GGUF file has in their place; empty: the same ones.
+        gguf_recurrent_names: The same for `recurrent_names`.
+        gguf_tiled: A GGUF file has the value heads of the gated delta rule in another order; see
+            `GatedDeltaConfig`.
+        gated_mlp: The MLP has a gate.
+        one_sublayer: Each layer is attention, what is in its place, or an MLP.
+        renamed: What the names of tensors begin with, and what instead in checkpoints of other families. The
+            first match counts.
+        experts: The names of the experts' tensors; None: no layer has experts.
+        wide_routing: The router's weights of experts stay float32.
+        expert_biases: The router and the projections of experts have biases.
+        clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
+        sinks: Each head has a logit that is a term of the softmax and has no value.
+        sigmoid_routing: Experts are chosen by sigmoids, with a correction; see `kernels.experts`.
+        wide_router: The router and its product are float32.
+        left_out: What the names of tensors begin with that a forward does not need; {} stands for the number
+            of layers.
+        gated_attention: What is attended is multiplied by sigmoid(gate), and the projection of queries has
+            the gates too, those of a head after its query.
+    """
+
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    reads: frozenset[str] = frozenset()
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = False
+    qk_norm: Literal["none", "head", "row"] = "none"
+    norms: NormNames = PRE_NORMS
+    wide_norms: bool = False
+    norm_offset: float = 0.0
+    layer_types: LayerTypes = _all_sliding
+    windows_opt_in: bool = False
+    rope_by_type: bool = False
+    scales_embeddings: bool = False
+    activation: str = "hidden_act"
+    respelled: Respelled = dict
+    recurrent: RecurrentKind | None = None
+    recurrent_place: str = "mamba"
+    recurrent_names: tuple[str, ...] = ()
+    final_norm: str = "norm"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    attention: str = "self_attn"
+    attention_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    attention_output: str = "o_proj"
+    mlp: str = "mlp"
+    mlp_down: str = "down_proj"
+    mlp_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    gguf_mlp_names: tuple[str, ...] = ()
+    gguf_recurrent_names: tuple[str, ...] = ()
+    gguf_tiled: bool = False
+    gated_mlp: bool = True
+    one_sublayer: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    experts: ExpertNames | None = None
+    wide_routing: bool = False
+    expert_biases: bool = False
+    clamped_gate: bool = False
+    sinks: bool = False
+    sigmoid_routing: bool = False
+    wide_router: bool = False
+    left_out: tuple[str, ...] = ()
+    gated_attention: bool = False
+
+    def renamed_tensor(self, name: str) -> str:
+        """The name of a tensor as it would be in checkpoints of other families."""
+        for before, after in self.renamed:
+            if name.startswith(before):
+                return after + name.removeprefix(before)
+        return name
