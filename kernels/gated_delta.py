@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
 from kernels.short_conv import silu_conv
-from kernels.state_rows import StateRows
+from kernels.state_rows import StateRows, scanned_rows
 
 # Added to the sum of squares of a query or key.
 _EPS = 1e-6
@@ -119,18 +119,12 @@ def gated_delta_reference(
     beta = torch.sigmoid(betas.float())
     decay = torch.exp(functional.softplus(steps.float() + weights.dt_bias) * weights.decays)  # [T, H]
     y = torch.empty_like(value)
-    kept = dict(zip(at.write_ends.tolist(), at.write_slots.tolist(), strict=True))
-    state = torch.zeros(states.shape[1:], device=states.device)  # [H, K, V]
-    for row, (begin, source) in enumerate(zip(at.begins.tolist(), at.sources.tolist(), strict=True)):
-        if row == begin:
-            state = torch.zeros_like(state) if source < 0 else states[source]
-        state = state * decay[row][:, None, None]
+    for row, state in scanned_rows(states, at):  # [H, K, V]
+        state.mul_(decay[row][:, None, None])
         held = (key[row][:, None] @ state)[:, 0]  # [H, V]
         change = (value[row] - held) * beta[row][:, None]
-        state = state + key[row][:, :, None] * change[:, None]
+        state.add_(key[row][:, :, None] * change[:, None])
         y[row] = (query[row][:, None] @ state)[:, 0]
-        if row + 1 in kept:
-            states[kept[row + 1]] = state
     normed = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm.float()
     out: torch.Tensor = normed.flatten(1) * functional.silu(gates.float())
     return out.to(projected.dtype)

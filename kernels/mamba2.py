@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
 from kernels.short_conv import silu_conv
-from kernels.state_rows import StateRows
+from kernels.state_rows import StateRows, scanned_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Mamba2Weights:
         dt_bias: [H] float32.
         decays: [H] float32, A.
         direct: [H] float32, D.
-        norm: [I], in the dtype of rows; None: there is none.
+        norm: [I], in the dtype of rows.
         groups: G.
         state_width: N.
         eps: Of the norm.
@@ -47,25 +47,19 @@ class Mamba2Weights:
     dt_bias: torch.Tensor
     decays: torch.Tensor
     direct: torch.Tensor
-    norm: torch.Tensor | None
+    norm: torch.Tensor
     groups: int
     state_width: int
     eps: float
     least_step: float = 0.0
 
-    @property
-    def inner(self) -> int:
-        """I."""
-        return self.taps.shape[1] - 2 * self.groups * self.state_width
-
     def compiled(self) -> cpu.Mamba2Weights:
         """What the CPU's kernels read, as long as these tensors are there."""
-        heads, inner = len(self.decays), self.inner
+        heads, inner = len(self.decays), len(self.norm)
         return cpu.Mamba2Weights(
             self.taps.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
-            *(each.data_ptr() for each in (self.dt_bias, self.decays, self.direct)),
-            None if self.norm is None else self.norm.data_ptr(),
+            *(each.data_ptr() for each in (self.dt_bias, self.decays, self.direct, self.norm)),
             *(heads, inner // heads, self.groups, self.state_width, len(self.taps)),
             *(self.eps, self.least_step),
         )
@@ -103,7 +97,7 @@ def mamba2_reference(
     at: StateRows,
 ) -> torch.Tensor:
     """See `mamba2`. In torch, of any device and dtype."""
-    inner, width, heads = weights.inner, weights.taps.shape[1], len(weights.decays)
+    inner, width, heads = len(weights.norm), weights.taps.shape[1], len(weights.decays)
     gates, raw, steps = torch.split(projected, [inner, width, heads], dim=1)
     convolved = silu_conv(raw, weights.taps, weights.bias, inputs, at)
     sizes = [inner, *[weights.groups * weights.state_width] * 2]
@@ -116,19 +110,11 @@ def mamba2_reference(
     )
     dt = functional.softplus(steps.float() + weights.dt_bias).clamp(min=weights.least_step)  # [T, H]
     y = torch.empty_like(x)
-    kept = dict(zip(at.write_ends.tolist(), at.write_slots.tolist(), strict=True))
-    state = torch.zeros(states.shape[1:], device=states.device)  # [H, N, P]
-    for row, (begin, source) in enumerate(zip(at.begins.tolist(), at.sources.tolist(), strict=True)):
-        if row == begin:
-            state = torch.zeros_like(state) if source < 0 else states[source]
-        decay = torch.exp(dt[row] * weights.decays)[:, None, None]
-        state = state * decay + into[row][:, :, None] * (x[row] * dt[row][:, None])[:, None]
+    for row, state in scanned_rows(states, at):  # [H, N, P]
+        state.mul_(torch.exp(dt[row] * weights.decays)[:, None, None])
+        state.add_(into[row][:, :, None] * (x[row] * dt[row][:, None])[:, None])
         y[row] = (out_of[row][:, None] @ state)[:, 0] + x[row] * weights.direct[:, None]
-        if row + 1 in kept:
-            states[kept[row + 1]] = state
     gated = y.flatten(1) * functional.silu(gates.float())
-    if weights.norm is None:
-        return gated.to(projected.dtype)
     grouped = gated.view(rows, weights.groups, -1)
     normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + weights.eps)
     out: torch.Tensor = weights.norm.float() * normed.flatten(1)

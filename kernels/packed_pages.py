@@ -166,18 +166,9 @@ class LeadingValues:
     Attributes:
         keys: [P, S, K, D], plain or packed.
         shape: [P, S, K, V].
-        dtype: That of the keys.
     """
 
     def __init__(self, keys: torch.Tensor | PackedKeys, width: int) -> None:
         """`width`: V, at most D; a multiple of 16 if keys are packed."""
         self.keys = keys
         self.shape = torch.Size((*keys.shape[:3], width))
-        self.dtype = keys.dtype
-
-    def dense(self, pages: torch.Tensor) -> torch.Tensor:
-        """The values of pages [n] in plain order: [n, S, K, V], a new tensor."""
-        keys = (
-            self.keys.dense(pages) if isinstance(self.keys, PackedKeys) else self.keys.index_select(0, pages)
-        )
-        return keys[..., : self.shape[3]].contiguous()

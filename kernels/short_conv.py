@@ -40,18 +40,7 @@ def short_conv(
         [T, C]
     """
     gates, out_gates, inputs = projected.chunk(3, dim=1)  # [T, C] each
-    gated = gates * inputs
-    rows, length = torch.arange(len(gated), device=gated.device), len(taps)
-    total = torch.zeros(gated.shape, device=gated.device)
-    for tap in range(length):
-        past = past_inputs(gated, rows, length - 1 - tap, states, at)
-        product = past.float() * taps[tap].float()
-        total = product if tap == 0 else total + product
-    if bias is not None:
-        total = total + bias.float()
-    kept = [past_inputs(gated, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
-    states[at.write_slots] = torch.stack(kept, dim=1)
-    return out_gates * total.to(gated.dtype)
+    return out_gates * _convolved(gates * inputs, taps, bias, states, at)
 
 
 def silu_conv(
@@ -69,22 +58,32 @@ def silu_conv(
     Returns:
         [T, C]
     """
-    rows, length = torch.arange(len(raw), device=raw.device), len(taps)
-    total = torch.zeros(raw.shape, device=raw.device)
-    for tap in range(length):
-        total += past_inputs(raw, rows, length - 1 - tap, inputs, at).float() * taps[tap].float()
-    if bias is not None:
-        total += bias.float()
-    last = [past_inputs(raw, at.write_ends - 1, back, inputs, at) for back in range(length - 2, -1, -1)]
-    inputs[at.write_slots] = torch.stack(last, dim=1)
-    return functional.silu(total.to(raw.dtype))
+    return functional.silu(_convolved(raw, taps, bias, inputs, at))
 
 
-def past_inputs(
-    gated: torch.Tensor, rows: torch.Tensor, back: int, states: torch.Tensor, at: StateRows
+def _convolved(
+    inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
-    """U of the tokens `back` before these rows: [n] -> [n, C]."""
+    """[T, C] -> [T, C]. Mutates `states`: writes those that are kept."""
+    rows, length = torch.arange(len(inputs), device=inputs.device), len(taps)
+    total, *others = (
+        _past_inputs(inputs, rows, length - 1 - tap, states, at).float() * taps[tap].float()
+        for tap in range(length)
+    )
+    for product in others:
+        total = total + product
+    if bias is not None:
+        total = total + bias.float()
+    kept = [_past_inputs(inputs, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
+    states[at.write_slots] = torch.stack(kept, dim=1)
+    return total.to(inputs.dtype)
+
+
+def _past_inputs(
+    inputs: torch.Tensor, rows: torch.Tensor, back: int, states: torch.Tensor, at: StateRows
+) -> torch.Tensor:
+    """Those of the tokens that are `back` before the tokens of these rows: [n] -> [n, C]."""
     begins, sources, places = at.begins[rows], at.sources[rows], rows - back
     in_state = states[sources.clamp(min=0), (states.shape[1] + places - begins).clamp(0, states.shape[1] - 1)]
     in_state = in_state.masked_fill((sources < 0)[:, None], 0.0)
-    return torch.where((places >= begins)[:, None], gated[places.clamp(min=0)], in_state)
+    return torch.where((places >= begins)[:, None], inputs[places.clamp(min=0)], in_state)

@@ -6,6 +6,7 @@ same item, and before the item's first row they are in a state: a slot of a tens
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,3 +27,18 @@ class StateRows:
     sources: torch.Tensor
     write_ends: torch.Tensor
     write_slots: torch.Tensor
+
+
+def scanned_rows(states: torch.Tensor, at: StateRows) -> Iterator[tuple[int, torch.Tensor]]:
+    """The number of each row, and the state before it, which the caller changes to that after it.
+
+    Mutates `states`, [slots, ...]: writes those that are kept.
+    """
+    kept = dict(zip(at.write_ends.tolist(), at.write_slots.tolist(), strict=True))
+    state = torch.zeros(states.shape[1:], device=states.device)
+    for row, (begin, source) in enumerate(zip(at.begins.tolist(), at.sources.tolist(), strict=True)):
+        if row == begin:
+            state = torch.zeros_like(state) if source < 0 else states[source].clone()
+        yield row, state
+        if row + 1 in kept:
+            states[kept[row + 1]] = state

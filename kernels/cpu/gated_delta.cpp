@@ -112,7 +112,7 @@ void gated_delta(T* out, const T* projected, const GatedDeltaWeights& w, T* inpu
               space.convolved + row * width + head * w.key_width, w.key_width, head < w.key_heads ? query_scale : 1.0f);
   });
   const Scan<T> scan{projected, w, space};
-  const int64_t size = w.key_width * w.head_width;
+  const int64_t size = w.state_size();
   const std::unique_ptr<float[]> state(new float[size]);
   worker.for_shares(w.heads, [&](int64_t h) {
     scan_rows(state.get(), size, states, w.heads, h, at, rows, [&](int64_t row) { scan.step(row, h, state.get()); });
@@ -131,9 +131,7 @@ namespace {
 
 template <typename T>
 void run(const ScanArguments& a, int64_t threads) {
-  const GatedDeltaWeights& w = *static_cast<const GatedDeltaWeights*>(a.weights);
-  const int64_t bytes = a.rows * w.inner() * w.key_width * static_cast<int64_t>(sizeof(float));
-  run_together(threads_for(bytes, threads), [&](const Worker& worker) {
+  run_scan<GatedDeltaWeights>(a, threads, [&](const Worker& worker, const GatedDeltaWeights& w) {
     gated_delta<T>(static_cast<T*>(a.out), static_cast<const T*>(a.projected), w, static_cast<T*>(a.inputs), a.states, a.at,
                    a.rows, a.space<T>(), worker);
   });

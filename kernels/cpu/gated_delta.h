@@ -17,6 +17,7 @@ struct GatedDeltaWeights {
   double eps;
 
   int64_t inner() const { return heads * head_width; }
+  int64_t state_size() const { return key_width * head_width; }  // of a head
   int64_t keys() const { return key_heads * key_width; }
   int64_t convolved() const { return 2 * keys() + inner(); }
   int64_t key_head_of(int64_t head) const { return head / adjacent % key_heads; }

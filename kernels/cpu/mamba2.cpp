@@ -38,16 +38,13 @@ struct Scan {
   }
 };
 
-// weight * rms_norm(y * silu(gate)), each group by itself; without a norm y * silu(gate).
+// weight * rms_norm(y * silu(gate)), each group by itself.
 template <typename T>
 void normalise(T* out, float* y, const T* gate, const Mamba2Weights& w) {
   const int64_t inner = w.inner(), width = inner / w.groups;
-  const auto gated = [&](int64_t d, int count) {
-    return load_lanes(y + d, count) * Silu::of(load_lanes(gate + d, count));
-  };
-  if (w.norm == nullptr)
-    return for_lanes(inner, [&](int64_t d, int count) { store_lanes(out + d, gated(d, count), count); });
-  for_lanes(inner, [&](int64_t d, int count) { store_lanes(y + d, gated(d, count), count); });
+  for_lanes(inner, [&](int64_t d, int count) {
+    store_lanes(y + d, load_lanes(y + d, count) * Silu::of(load_lanes(gate + d, count)), count);
+  });
   for (int64_t first = 0; first < inner; first += width) {
     const float factor = inverse_rms(y + first, width, static_cast<float>(w.eps));
     const T* weight = static_cast<const T*>(w.norm) + first;
@@ -67,7 +64,7 @@ void mamba2(T* out, const T* projected, const Mamba2Weights& w, T* inputs, float
                                {projected, stride, inner}, at, rows, width, w.num_taps}
       .run(worker);
   const Scan<T> scan{projected, w, space};
-  const int64_t size = w.state_width * w.head_width;
+  const int64_t size = w.state_size();
   const std::unique_ptr<float[]> state(new float[size]);
   worker.for_shares(w.heads, [&](int64_t h) {
     scan_rows(state.get(), size, states, w.heads, h, at, rows, [&](int64_t row) { scan.step(row, h, state.get()); });
@@ -86,9 +83,7 @@ namespace {
 
 template <typename T>
 void run(const ScanArguments& a, int64_t threads) {
-  const Mamba2Weights& w = *static_cast<const Mamba2Weights*>(a.weights);
-  const int64_t bytes = a.rows * w.inner() * w.state_width * static_cast<int64_t>(sizeof(float));
-  run_together(threads_for(bytes, threads), [&](const Worker& worker) {
+  run_scan<Mamba2Weights>(a, threads, [&](const Worker& worker, const Mamba2Weights& w) {
     mamba2<T>(static_cast<T*>(a.out), static_cast<const T*>(a.projected), w, static_cast<T*>(a.inputs), a.states, a.at,
               a.rows, a.space<T>(), worker);
   });

@@ -11,11 +11,12 @@ namespace quire {
 struct Mamba2Weights {
   const void *taps, *bias;                 // [L, D] and [D], or null; of the type of rows
   const float *dt_bias, *decays, *direct;  // [H]
-  const void* norm;                        // [I], of the type of rows, or null
+  const void* norm;                        // [I], of the type of rows
   int64_t heads, head_width, groups, state_width, num_taps;
   double eps, least_step;
 
   int64_t inner() const { return heads * head_width; }
+  int64_t state_size() const { return state_width * head_width; }  // of a head
   int64_t convolved() const { return inner() + 2 * groups * state_width; }
 };
 

@@ -56,6 +56,14 @@ inline float load_one(const Bf16* from) {
   return value;
 }
 
+// Calls kernel(worker, weights) on threads.
+template <typename Weights, typename Kernel>
+inline void run_scan(const ScanArguments& a, int64_t threads, Kernel kernel) {
+  const Weights& weights = *static_cast<const Weights*>(a.weights);
+  const int64_t bytes = a.rows * weights.heads * weights.state_size() * static_cast<int64_t>(sizeof(float));
+  run_together(threads_for(bytes, threads), [&](const Worker& worker) { kernel(worker, weights); });
+}
+
 // Runs step(row) on all rows with the state of head h of `heads`, in `state` [size], which it changes.
 template <typename Step>
 inline void scan_rows(float* state, int64_t size, float* states, int64_t heads, int64_t h, const StateRows& at,

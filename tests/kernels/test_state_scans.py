@@ -51,7 +51,7 @@ def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
 def bare_mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
     """Without a norm and a bias, and with steps that are not below 0.4."""
     made = mamba2_of(drawn, dtype)
-    weights = replace(made.weights, norm=None, bias=None, least_step=0.4)
+    weights = replace(made.weights, bias=None, least_step=0.4)
     return made._replace(weights=weights)
 
 

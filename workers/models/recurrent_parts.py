@@ -70,8 +70,7 @@ def _mamba2(place: str, sizes: Mamba2Config, width: int, eps: float) -> MixerPar
     if sizes.conv_bias:
         shapes["conv1d.bias"] = (sizes.convolved,)
     shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (sizes.heads,))
-    if sizes.has_norm:
-        shapes["norm.weight"] = (sizes.inner,)
+    shapes["norm.weight"] = (sizes.inner,)
     into = {"in_proj": Slice.whole(sizes.inner + sizes.convolved + sizes.heads, width)}
     make = partial(Mamba2, place, sizes, eps=eps)
     return MixerParts(place, into, sizes.inner, sizes.bias, sizes.output_bias, shapes, make)

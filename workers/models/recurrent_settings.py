@@ -33,7 +33,6 @@ class Mamba2Config:
         conv_bias: The convolution has a bias.
         bias: The projection of the hidden width has a bias.
         output_bias: That back to it has one.
-        has_norm: What is gated is normalised.
         least_step: Of a step in time.
     """
 
@@ -45,7 +44,6 @@ class Mamba2Config:
     conv_bias: bool
     bias: bool
     output_bias: bool
-    has_norm: bool
     least_step: float
 
     @property
@@ -132,7 +130,6 @@ def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
         conv_bias=boolean(settings, "mamba_conv_bias", default=False),
         bias=bias,
         output_bias=boolean(settings, "projectors_bias", default=bias),
-        has_norm=boolean(settings, "mamba_rms_norm", default=True),
         least_step=optional_number(settings, "time_step_min") or 0.0,
     )
 
