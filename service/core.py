@@ -31,6 +31,7 @@ from service.pool.remote import RemoteLauncher
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.pool.worker_port import WorkerPort
+from service.runtimes.servicer import RunnerApi
 from service.runtimes.weight_uploads import WeightUploads
 from service.settings import ConfigError
 from service.shard import OpenShard
@@ -38,7 +39,13 @@ from service.uploads import UploadDirectory
 
 
 class Core:
-    """Owner of all parts of one shard."""
+    """Owner of all parts of one shard.
+
+    Attributes:
+        runner: What runs whole texts on its caches. Set by the gateway, if the shard is not its first one.
+    """
+
+    runner: RunnerApi
 
     def __init__(
         self,

@@ -148,11 +148,7 @@ class WeightsChanged(QuireError, code="FAILED_PRECONDITION", reason="WEIGHTS_CHA
 
 
 class SeveralShards(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_SHARDS"):
-    message = "the caches belong to several gateways: fork and release those of each gateway in one call"
-
-
-class OtherShard(QuireError, code="FAILED_PRECONDITION", reason="OTHER_SHARD"):
-    message = "another gateway has the cache: call that one, or use Decode, which is forwarded"
+    message = "the caches belong to several gateways: make one call for those of each gateway"
 
 
 class SeveralGateways(QuireError, code="FAILED_PRECONDITION", reason="SEVERAL_GATEWAYS"):

@@ -34,8 +34,8 @@ from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
 from service.runtimes.base import Runtime
-from service.runtimes.executions import Executions
 from service.runtimes.router import Router
+from service.runtimes.servicer import RunnerApi
 from service.settings import ConfigError
 from service.shard import OpenJournal, OpenShard, Shard
 from service.text.text_model import TextModel
@@ -85,6 +85,7 @@ class ServedShard(Protocol):
     dispatcher: Dispatcher
     api: ExecutorApi
     restarts: RollingRestart
+    runner: RunnerApi
 
     async def run(self) -> None:
         """Runs its tasks until cancelled. Raises OwnershipLost, PoolFailed."""
@@ -121,7 +122,8 @@ class GatewayParts:
 
     Attributes:
         state: With the settings, the limits of answers, and the log of calls.
-        api: The calls of gRPC, of a caller in the same process.
+        api: The calls of gRPC for caches, of a caller in the same process.
+        runner: The calls of gRPC for whole texts.
         authenticator: None: there are no tokens.
         interceptor: Wraps each call of gRPC.
         shards: Those that the gateway has now; the one that it got first is the first.
@@ -133,11 +135,10 @@ class GatewayParts:
 
     state: ServerState
     api: ExecutorApi
+    runner: RunnerApi
     interceptor: CallInterceptor
     authenticator: Authenticator | None
     text: TextModel
-    executions: Executions
-    router: Router
     adapters: Adapters
     shards: Callable[[], Sequence[ServedShard]]
     open_core: Callable[[OpenShard], ServedShard]

@@ -28,11 +28,10 @@ from service.api.interceptor import CallInterceptor
 from service.auth.authenticator import Authenticator, current_tenant_name
 from service.auth.connections import handshake_limits
 from service.auth.tls import server_credentials
-from service.completion import wait_until
 from service.config import Config
 from service.core import Core
 from service.data_directory import data_directory
-from service.extension import Extension, GatewayParts, OtherGateways, open_extensions
+from service.extension import Extension, GatewayParts, OtherGateways, RuntimeSource, open_extensions
 from service.handshakes import Handshakes, has_spoken
 from service.listening import actual_address, binding
 from service.logging import drain_log, get_logger
@@ -112,11 +111,8 @@ class Gateway:
         self.stopping = asyncio.Event()
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         others = next((one.runtimes for one in extensions if one.runtimes is not None), None)
-        local = self._local_runtime()
-        self.router = Router([local]) if others is None else others.open_router(local, self.core.values)
-        self.executions = Executions(self.router, self.state, self.core.caches.index.keyed)
-        embedder = Embedder(self.state, self.text, self.core.api.BatchForward)
-        self.runner = RunnerApi(self.executions, self.router, self.state, embedder)
+        self.runner = self._new_runner(self.core, others)
+        self.router = self.runner.router
         observing = [one.calls for one in extensions if one.calls is not None]
         self._interceptor = CallInterceptor(self.state, self.authenticator, observing)
         self._admin = None
@@ -145,6 +141,7 @@ class Gateway:
     def _open_core(self, opened: OpenShard) -> Core:
         core = Core(self.config, opened, self._tenant_of, self.extensions, worker_port=self._worker_port)
         core.count_with(self.core)
+        core.runner = self._new_runner(core)
         return core
 
     def _new_admin(self, read_runtimes: Callable[[str], Awaitable[int]] | None) -> AdminApi:
@@ -163,12 +160,19 @@ class Gateway:
             core.weight_uploads,
         )
 
-    def _local_runtime(self) -> LocalRuntime:
-        core = self.core
+    def _new_runner(self, core: Core, runtimes: RuntimeSource | None = None) -> RunnerApi:
+        """What runs whole texts on a shard, and with `runtimes` elsewhere. Raises ConfigError."""
+        local = self._local_runtime(core)
+        router = Router([local]) if runtimes is None else runtimes.open_router(local, core.values)
+        executions = Executions(router, core.state, core.caches.index.keyed)
+        embedder = Embedder(core.state, self.text, core.api.BatchForward)
+        return RunnerApi(executions, router, core.state, embedder, core.api.other_shards)
+
+    def _local_runtime(self, core: Core) -> LocalRuntime:
         sources = ModelSources(self._find_model, core.weight_uploads.find)
         loader = WeightsLoader(core.pool, core.dispatcher, core.restarts, sources, self.config)
-        parts = core.dispatcher, self.state, self.text, core.restarts
-        return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus, core.shard.is_elsewhere)
+        parts = core.dispatcher, core.state, self.text, core.restarts
+        return LocalRuntime(*parts, loader, core.weight_uploads, self._gpus)
 
     def _attach_extensions(self) -> None:
         """Raises ConfigError."""
@@ -177,11 +181,10 @@ class Gateway:
         parts = GatewayParts(
             state=self.state,
             api=core.api,
+            runner=self.runner,
             interceptor=self._interceptor,
             authenticator=self.authenticator,
             text=self.text,
-            executions=self.executions,
-            router=self.router,
             adapters=core.adapters,
             shards=lambda: [core, *further()],
             open_core=self._open_core,
@@ -276,9 +279,7 @@ class Gateway:
         await asyncio.sleep(self.config.lame_duck_s)
         deadline_s = time.monotonic() + self.config.drain_grace_s
         # Executions end first: each of their tokens is a new operation, which the dispatcher would refuse.
-        self.executions.drain()
-        await wait_until(lambda: not self.executions.num_unfinished, self.config.drain_grace_s)
-        self.executions.end_all()
+        await self.runner.executions.drain(self.config.drain_grace_s)
         self.core.dispatcher.start_draining()
         self.core.api.end_sessions()
         left_s = deadline_s - time.monotonic()

@@ -47,11 +47,6 @@ class Shard:
     def new_cache_id(self) -> str:
         return self.prefix + secrets.token_urlsafe(_RANDOM_BYTES)
 
-    def is_elsewhere(self, cache_id: str) -> bool:
-        """Whether an id names another shard of the server."""
-        named = shard_of(cache_id)
-        return named is not None and named != self.index and named < self.count
-
     def workers(self, total: int) -> range:
         """Its share of the workers, by their indexes among all."""
         return range(total * self.index // self.count, total * (self.index + 1) // self.count)

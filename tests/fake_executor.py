@@ -104,7 +104,6 @@ class FakeExecutor(
         self.sampling_defaults: types_pb2.SamplingParams | None = None
         self.max_seq_len = 4096
         # Whether any that is to be cancelled is there.
-        self.has_executions = True
         # The tokens that executions began with.
         self.prompts: list[list[int]] = []
         self.decode_delay_s = 0.0
@@ -379,7 +378,7 @@ class FakeExecutor(
 
     def CancelExecution(self, request: Any, context: Any) -> runner_pb2.CancelExecutionResponse:
         with self._call("CancelExecution", request, context):
-            return runner_pb2.CancelExecutionResponse(cancelled=self.has_executions)
+            return runner_pb2.CancelExecutionResponse(cancelled=True)
 
     def _steps(self, cache_id: str, item: Any, context: Any) -> Iterator[runner_pb2.SampleChunk]:
         tokens = self.caches[cache_id]

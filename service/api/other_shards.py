@@ -25,6 +25,12 @@ class OtherShards(Protocol):
     async def observe(self, method: str, request: Any, context: Any, response: Any) -> None:
         """Adds what further shards of this gateway say to the response of the first one to a reader."""
 
+    async def execute(self, request: Any, context: Any) -> bool:
+        """Answers an Execute on caches of another shard. False: it is not one. Raises QuireError."""
+
+    async def cancel_execution(self, request: Any, context: Any) -> bool:
+        """Ends a kept execution of another shard. Returns whether there was one. Raises QuireError."""
+
     def in_session(self, stream: Any, here: RunHere) -> SessionCalls:
         """For the calls of one Session; `stream` is its context."""
 

@@ -17,6 +17,7 @@ from service.api.append_codec import PRIORITIES
 from service.api.server_state import ServerState
 from service.caches.keyed_answers import KeyedAnswers, Kind
 from service.caches.tenants import Tenant
+from service.completion import wait_until
 from service.errors import Draining, ExecutionLost, InvalidArgument, reused_request_id
 from service.runtimes.base import Batch
 from service.runtimes.execution import Execution, State
@@ -86,9 +87,11 @@ class Executions:
         if samples > most:
             raise InvalidArgument("TOO_MANY_SAMPLES", "items", f"at most {most} samples in a batch")
 
-    def drain(self) -> None:
-        """From now on, no new execution is started."""
+    async def drain(self, grace_s: float) -> None:
+        """Starts no new ones, waits so long for running ones, and then ends all."""
         self._draining = True
+        await wait_until(lambda: not self.num_unfinished, grace_s)
+        self.end_all()
 
     @property
     def num_unfinished(self) -> int:

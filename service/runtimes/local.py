@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from quire.v1 import admin_pb2, runner_pb2
 
@@ -13,7 +13,7 @@ from service.api.server_state import ServerState
 from service.api.time_slice import TimeSlice
 from service.caches.requests import PreviousCaches
 from service.dispatcher import Dispatcher
-from service.errors import DeadlinePassed, NoWorker, OtherShard, QuireError, WeightsChanged
+from service.errors import DeadlinePassed, NoWorker, QuireError, WeightsChanged
 from service.pool import gpus
 from service.pool.rolling_restart import RollingRestart
 from service.runtimes import items
@@ -46,13 +46,8 @@ class LocalRuntime:
         loader: WeightsLoader,
         uploads: WeightUploads,
         own_gpus: Sequence[gpus.Gpu] = (),
-        is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`own_gpus`: of this machine, for the workers.
-
-        `is_elsewhere`: whether another gateway has a cache.
-        """
-        self._is_elsewhere = is_elsewhere
+        """`own_gpus`: of this machine, for the workers."""
         self._dispatcher = dispatcher
         self._restarts = restarts
         self._loader = loader
@@ -129,8 +124,6 @@ class LocalRuntime:
                 held = None
                 if item.HasField("cache"):
                     items.check(item)
-                    if self._is_elsewhere(item.cache.cache_id):
-                        raise OtherShard
                     held = await held_cache(self._dispatcher, item.cache, batch.tenant)
                 prepared = await self._preparer.prepare(item, deadline_s, kept_as, earlier_adapter, held)
             if prepared.weights != weights:

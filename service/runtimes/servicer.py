@@ -13,6 +13,7 @@ import grpc
 from quire.v1 import runner_pb2
 
 from service.api import validation
+from service.api.other_shards import OtherShards
 from service.api.server_state import ServerState
 from service.api.session import write_in_time
 from service.api.status import to_status
@@ -29,14 +30,20 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 @dataclass(frozen=True, eq=False)
 class RunnerApi:
-    """Implements the service."""
+    """Implements the service. `others` have the caches of other shards; None: there are none."""
 
     executions: Executions
     router: Router
     state: ServerState
     embedder: Embedder
+    others: OtherShards | None = None
 
     async def Execute(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
+        if self.others is None or not await self.others.execute(request, context):
+            await self.execute_here(request, context)
+
+    async def execute_here(self, request: runner_pb2.ExecuteRequest, context: Context) -> None:
+        """Execute, with caches of this shard alone."""
         if self.executions.needs_worker(request):
             await self.state.first_worker(context.time_remaining())
         timeout_s = validation.timeout_seconds(context.time_remaining())
@@ -63,6 +70,8 @@ class RunnerApi:
         self, request: runner_pb2.CancelExecutionRequest, context: Context
     ) -> runner_pb2.CancelExecutionResponse:
         cancelled = self.executions.cancel(request.request_id, current_tenant())
+        if not cancelled and self.others is not None:
+            cancelled = await self.others.cancel_execution(request, context)
         return runner_pb2.CancelExecutionResponse(cancelled=cancelled)
 
     async def ListRuntimes(

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import status_pb2
 from quire import AsyncClient, Client, _methods
 from quire._attempts import Attempts
 from quire._gateways import Gateways, targets_of
@@ -86,27 +85,6 @@ def test_it_learns_from_forwarded_answers_and_from_failures() -> None:
     assert asked == {ONE, OTHER}, "each attempt goes to another one"
     gateways.answered(ONE, decode, pb.DecodeResponse(), (("quire-gateway", "evil:1"),))
     assert gateways.target(decode) in (ONE, OTHER), "an address that was not given gets no token"
-
-
-def test_an_execution_is_cancelled_wherever_it_runs(executor: FakeExecutor, target: str) -> None:
-    """Before, one gateway was asked, whose turn it was."""
-    other = FakeExecutor()
-    other.has_executions = False
-    with serving(other) as address, Client([target, address], timeout_s=60) as client:
-        assert [client.cancel_execution("one") for _ in range(2)] == [True, True]
-    assert [len(each.calls["CancelExecution"]) for each in (executor, other)] == [2, 2]
-
-
-def test_an_execution_is_cancelled_where_a_gateway_answers_at_the_second_attempt(
-    executor: FakeExecutor, target: str
-) -> None:
-    """Before, the second attempt was another gateway's, which knew of no execution."""
-    other = FakeExecutor()
-    other.has_executions = False
-    executor.fail("CancelExecution", status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0]))
-    with serving(other) as address, Client([target, address], timeout_s=60) as client:
-        assert client.cancel_execution("one")
-    assert [len(each.calls["CancelExecution"]) for each in (executor, other)] == [2, 1]
 
 
 def away() -> pb.BatchDecodeResponse:

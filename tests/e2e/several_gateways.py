@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import psutil
-from quire.v1 import executor_pb2, executor_pb2_grpc
+from quire.v1 import executor_pb2, executor_pb2_grpc, runner_pb2, runner_pb2_grpc
 
 from tests import undisturbed
 from tests.gateway_process import GatewayProcess
@@ -47,15 +47,19 @@ class SeveralGateways(GatewayProcess):
                     found.append(process)
         return found
 
-    def stubs(self) -> list[executor_pb2_grpc.ModelExecutorServiceStub]:
-        """One with a connection to each gateway, by shard. The kernel chooses the gateway of a connection."""
-        found: dict[int, executor_pb2_grpc.ModelExecutorServiceStub] = {}
+    def stubs(self) -> list[Stub]:
+        """One for each of `channels`."""
+        return [Stub(channel) for channel in self.channels()]
+
+    def channels(self) -> list[grpc.Channel]:
+        """A connection to each gateway, by shard. The kernel chooses the gateway of a connection."""
+        found: dict[int, grpc.Channel] = {}
         give_up_s = time.monotonic() + _WAIT_S
         while len(found) < self.count:
             assert time.monotonic() < give_up_s
-            stub = executor_pb2_grpc.ModelExecutorServiceStub(self.connect())
-            (worker,) = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).workers
-            found.setdefault(int(worker.worker_id.removeprefix("worker-")), stub)
+            channel = self.connect()
+            (worker,) = Stub(channel).GetStatus(executor_pb2.GetStatusRequest(), timeout=10).workers
+            found.setdefault(int(worker.worker_id.removeprefix("worker-")), channel)
         return [found[shard] for shard in range(self.count)]
 
 
@@ -83,6 +87,22 @@ class Text:
         while not event.wait(pause_s):
             self.decode(stub, 1)
         self.decode(stub, further)
+
+    def generate(self, channel: grpc.Channel, count: int) -> None:
+        """Decodes with one Execute."""
+        item = self.item(count)
+        call = runner_pb2_grpc.ModelRunnerServiceStub(channel).Execute(
+            runner_pb2.ExecuteRequest(items=[item]), timeout=60
+        )
+        for chunk in [chunk for response in call for chunk in response.chunks]:
+            assert not chunk.HasField("error"), chunk.error
+            self.tokens += chunk.token_ids
+
+    def item(self, count: int) -> runner_pb2.ExecuteItem:
+        """Generates the next tokens on the cache."""
+        so_far = [*self.prompt, *self.tokens]
+        prompt = runner_pb2.CachePrompt(cache_id=self.cache_id, token_ids=so_far[-1:], position=len(so_far))
+        return runner_pb2.ExecuteItem(item_id="x", cache=prompt, max_tokens=count, ignore_eos=True)
 
     def assert_as_undisturbed(self) -> None:
         # The first decode repeats the prompt's last token.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from google.rpc import error_details_pb2
-from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2
+from quire.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, runner_pb2, runner_pb2_grpc
 
 from tests import undisturbed
 from tests.e2e.several_gateways import SeveralGateways, Stub, Text
@@ -86,6 +86,45 @@ def test_a_session_over_both_keeps_the_order_of_each_cache(stubs: list[Stub]) ->
             (result.tag, result) for result in results if result.tag and result.tag % 2 == index
         )
         assert [result.decode.output.token_id for _, result in of_cache] == expected
+
+
+def test_a_generation_goes_on_with_a_cache_of_either(server: SeveralGateways) -> None:
+    """Before, only the gateway that has the cache could run it."""
+    channels = server.channels()
+    for home in channels:
+        text = Text(Stub(home), TOKENS)
+        for channel in (*channels, *channels):
+            text.generate(channel, 3)
+        text.decode(Stub(channels[0]), 2)
+        text.assert_as_undisturbed()
+    texts = [Text(Stub(channel), TOKENS) for channel in channels]
+    items = [text.item(2) for text in texts]
+    items[1].item_id = "of another"
+    both = runner_pb2.ExecuteRequest(items=items)
+    runner = runner_pb2_grpc.ModelRunnerServiceStub(channels[0])
+    assert refused(lambda: list(runner.Execute(both, timeout=60))) == "SEVERAL_SHARDS"
+
+
+def test_a_kept_generation_on_another_gateway_is_resumed_and_cancelled(server: SeveralGateways) -> None:
+    home, other = server.channels()
+    text = Text(Stub(home), TOKENS)
+    item = text.item(10_000)
+    request = runner_pb2.ExecuteRequest(items=[item], request_id="kept")
+    request.keep.seconds = 60
+    runners = [runner_pb2_grpc.ModelRunnerServiceStub(channel) for channel in (other, home)]
+    for runner in (*runners, *runners):
+        call = runner.Execute(request, timeout=60)
+        for response in call:
+            if response.chunks:
+                text.tokens += response.chunks[0].token_ids
+                break
+        call.cancel()
+        del request.resume_after[:]
+        request.resume_after.add(item_id="x", position=len(text.tokens))
+    text.assert_as_undisturbed()
+    cancel = runner_pb2.CancelExecutionRequest(request_id="kept")
+    assert runners[0].CancelExecution(cancel, timeout=60).cancelled
+    assert not runners[0].CancelExecution(cancel, timeout=60).cancelled
 
 
 def test_what_is_all_or_nothing_is_refused_over_both(stubs: list[Stub]) -> None:

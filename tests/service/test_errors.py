@@ -69,7 +69,6 @@ ERRORS = [
     errors.NoWorker(),
     errors.Draining(),
     errors.SeveralShards(),
-    errors.OtherShard(),
     errors.SeveralGateways(),
     errors.GatewayUnavailable(),
     errors.ShardMoved(),

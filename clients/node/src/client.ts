@@ -167,12 +167,7 @@ export class QuireClient extends Caller implements AsyncDisposable {
   async cancelExecution(requestId: string, options: CallOptions = {}): Promise<boolean> {
     const method = RUNNER.cancelExecution;
     const request = create(method.input, { requestId });
-    // Only the gateway that runs it knows it.
-    const calls = this.#connection.targets.map((target) => this.#connection.unary(method, request, options, target));
-    const results = await Promise.allSettled(calls);
-    if (results.some((result) => result.status === "fulfilled" && result.value.cancelled)) return true;
-    for (const result of results) if (result.status === "rejected") throw result.reason;
-    return false;
+    return (await this.#connection.unary(method, request, options)).cancelled;
   }
 
   /**

@@ -85,21 +85,20 @@ export class Connection {
   }
 
   /**
-   * Makes a unary call, again if that is safe and its gateway is away. `only`: the target that can answer. Throws QuireError;
+   * Makes a unary call, again if that is safe and its gateway is away. Throws QuireError;
    * Error for a request that cannot be encoded.
    */
   async unary<I extends DescMessage, O extends DescMessage>(
     method: Method<I, O>,
     request: Response<I>,
     options: CallOptions,
-    only?: string,
   ): Promise<Response<O>> {
     const bytes = bufferOf(toBinary(method.input, request));
     const deadline = this.#deadlineOf(options);
-    const most = this.targets.length > 1 && only === undefined ? MAX_ATTEMPTS_OF_SEVERAL : MAX_ATTEMPTS;
+    const most = this.targets.length > 1 ? MAX_ATTEMPTS_OF_SEVERAL : MAX_ATTEMPTS;
     const maxAttempts = this.#settings.retries && mayRepeat(method, request) ? most : 1;
     for (let attempt = 1, longestMs = INITIAL_BACKOFF_MS; ; attempt++) {
-      const target = only ?? this.#gateways.target(request);
+      const target = this.#gateways.target(request);
       let response: Response<O> | undefined;
       let failed: QuireError | undefined;
       try {

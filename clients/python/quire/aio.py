@@ -235,16 +235,7 @@ class AsyncClient(AsyncCaller):
         After a server restart an execution is unknown until a client resumes it; without that it expires.
         """
         request = runner_pb2.CancelExecutionRequest(request_id=request_id)
-        was_there, failures = False, list[QuireError]()
-        # Only the gateway that runs it knows it.
-        for target in self._stubs:
-            try:
-                was_there |= (await self._call(_methods.CANCEL_EXECUTION, request, {}, target)).cancelled
-            except QuireError as error:
-                failures.append(error)
-        if failures and not was_there:
-            raise failures[0]
-        return was_there
+        return (await self._call(_methods.CANCEL_EXECUTION, request, {})).cancelled
 
     async def load_adapter(
         self,
@@ -520,16 +511,14 @@ class AsyncClient(AsyncCaller):
         method: Method[_Request, _Response],
         request: _Request,
         call_options: CallOptions,
-        only: str = "",
     ) -> _Response:
-        """`only`: where all attempts go."""
         _calls.set_priority(request, call_options.get("priority"), self._priority)
         timeout_s = call_options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         several = len(self._stubs) > 1
         attempts = Attempts(method, request, timeout_s, retries=self._retries, several=several)
         while True:
-            target = only or self._gateways.target(request)
+            target = self._gateways.target(request)
             call = getattr(getattr(self._stubs[target], method.stub), method.rpc)
             try:
                 response: _Response

@@ -7,14 +7,16 @@ A call is forwarded once at most: if ownership has just changed, the caller retr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.v1 import executor_pb2
+from quire.v1 import executor_pb2, runner_pb2
 
 from service.api import validation
 from service.api.calls import CALLS, ids_in
 from service.api.other_shards import RunHere
+from service.api.session import write_in_time
 from service.api.status import renumber, to_status
 from service.auth.authenticator import current_tenant
 from service.budgets import Budgets, in_memory
@@ -122,17 +124,22 @@ class Forwarding:
     async def forward(
         self, shard: int, method: str, request: Any, response: type[Any], context: CallContext
     ) -> Any:
-        if self.is_draining:
-            raise Draining
-        address = self._peers.addresses.peers.get(shard)
-        if address is None:
-            raise GatewayUnavailable
+        address = self._address(shard)
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
         self.in_flight += 1
         try:
             return await self._peers.call(address, method, request, response, timeout_s, metadata)
         finally:
             self.in_flight -= 1
+
+    def _address(self, shard: int) -> str:
+        """Of the gateway that has a shard. Raises Draining or GatewayUnavailable."""
+        if self.is_draining:
+            raise Draining
+        address = self._peers.addresses.peers.get(shard)
+        if address is None:
+            raise GatewayUnavailable
+        return address
 
     async def _answer_batch(
         self, method: str, batch: Any, context: CallContext, here: RunHere, shards: list[int | None]
@@ -179,6 +186,61 @@ class Forwarding:
 
     def in_session(self, stream: Any, here: RunHere) -> SessionCallsOfOthers:
         return SessionCallsOfOthers(self, stream, here)
+
+    # Whole texts.
+
+    async def execute(self, request: runner_pb2.ExecuteRequest, context: Any) -> bool:
+        named = {self.shard_of(item.cache.cache_id) for item in request.items}
+        if named <= {None, self.home.index}:
+            return False
+        if len(named) > 1:
+            raise SeveralShards
+        (shard,) = named
+        assert shard is not None
+        if shard in self.cores:
+            await self.cores[shard].runner.execute_here(request, context)
+        elif is_forwarded(context.invocation_metadata()):
+            raise ShardMoved
+        else:
+            if name := self._peers.addresses.public.get(shard):
+                context.set_trailing_metadata(((GATEWAY_METADATA, name),))
+            await self._forward_execution(self._address(shard), request, context)
+        return True
+
+    async def _forward_execution(
+        self, address: str, request: runner_pb2.ExecuteRequest, context: Any
+    ) -> None:
+        """Hands the responses of another gateway on as they come, and as fast as the caller reads them."""
+        timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
+        self.in_flight += 1
+        try:
+            responses = self._peers.execute(address, request, timeout_s, metadata)
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    # A caller that does not take it in time gets nothing more, and its call ends.
+                    await write_in_time(context.write(response), self._config.message_timeout_s, lambda: None)
+        finally:
+            self.in_flight -= 1
+
+    async def cancel_execution(self, request: runner_pb2.CancelExecutionRequest, context: Any) -> bool:
+        """Asks the further shards of this gateway, and then all others at once."""
+        tenant = current_tenant()
+        if any(core.runner.executions.cancel(request.request_id, tenant) for core in self.cores.values()):
+            return True
+        if is_forwarded(context.invocation_metadata()):
+            return False
+        timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
+        response = runner_pb2.CancelExecutionResponse
+        asked = [
+            self._peers.call(address, "CancelExecution", request, response, timeout_s, metadata)
+            for address in {*self._peers.addresses.peers.values()}
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        was_there = any(answer.cancelled for answer in answers if isinstance(answer, response))
+        for answer in answers:
+            if isinstance(answer, BaseException) and not was_there:
+                raise answer
+        return was_there
 
     # Readers.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import grpc
-from quire.v1 import executor_pb2_grpc
+from quire.v1 import executor_pb2_grpc, runner_pb2_grpc
 
 from service.admin import Stop
 from service.api.grpc_services import new_server
@@ -65,12 +65,14 @@ class Member(Extension):
         return [*self.shards.cores.values()]
 
     def attach(self, parts: GatewayParts) -> None:
-        """Offers ModelExecutorService to the other gateways, as to clients."""
+        """Offers the calls for caches and texts to the other gateways, as to clients."""
         self._parts = parts
         self._server = new_server(self._config, PeerInterceptor(self.secret, parts.interceptor))
         # Their methods come from tables, which the type checker cannot see.
         executor = cast(executor_pb2_grpc.ModelExecutorServiceServicer, parts.api)
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(executor, self._server)
+        runner = cast(runner_pb2_grpc.ModelRunnerServiceServicer, parts.runner)
+        runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(runner, self._server)
 
     def bind(self) -> int:
         """Binds the port for the other gateways. Raises CannotListen."""
@@ -117,8 +119,11 @@ class FurtherShard:
 
     async def drain(self, grace_s: float) -> None:
         self._core.pool.detach_workers()
+        # Before the caches: each token of an execution is a new operation.
+        await self._core.runner.executions.drain(grace_s)
         await self._core.drain(grace_s)
 
     def close(self) -> None:
+        self._core.runner.executions.end_all()
         self._core.dispatcher.close()
         self._core.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import grpc
 from grpc_status import rpc_status
+from quire.v1 import runner_pb2
 
 from service.api.interceptor import REQUEST_ID_METADATA, CallInterceptor, Continuation, Handler
 from service.api.status import from_status
@@ -19,6 +21,8 @@ from service.logging import current_request_id, get_logger
 from workers.common.protocol import DIRECT, GATEWAY_NAME
 
 _log = get_logger(__name__)
+_EXECUTE = "Execute"
+_OF_RUNNER = (_EXECUTE, "CancelExecution")
 # What this hop sets itself.
 _OWN = frozenset({HOP, TENANT, REQUEST_ID_METADATA, "user-agent"})
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]] | None"
@@ -93,24 +97,51 @@ class Peers:
         timeout_s: float | None,
         metadata: Metadata,
     ) -> Any:
-        """The answer of a gateway to a call of ModelExecutorService.
+        """The answer of a gateway to a call of ModelExecutorService, or to CancelExecution.
 
         `metadata`: the caller's.
 
         Raises GatewayUnavailable, or what it answers.
         """
+        async with self._calling(address, method, request, response) as start:
+            return await start(request, timeout=timeout_s, metadata=self.passed_on(metadata))
+
+    async def execute(
+        self,
+        address: str,
+        request: runner_pb2.ExecuteRequest,
+        timeout_s: float | None,
+        metadata: Metadata,
+    ) -> AsyncGenerator[runner_pb2.ExecuteResponse]:
+        """The responses of a gateway to an Execute. Closing it ends the call. Raises as `call` does."""
+        response = runner_pb2.ExecuteResponse
+        async with self._calling(address, _EXECUTE, request, response) as start:
+            call = start(request, timeout=timeout_s, metadata=self.passed_on(metadata))
+            try:
+                async for each in call:
+                    yield each
+            finally:
+                call.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _calling(
+        self, address: str, method: str, request: Any, response: type[Any]
+    ) -> AsyncGenerator[Callable[..., Any]]:
+        """What starts a call of a method. The connection stays open meanwhile."""
         if address not in self._connections:
             await self._close_unneeded()
         peer = self._connections.get(address) or self._connect(address)
         if method not in peer.methods:
-            peer.methods[method] = peer.channel.unary_unary(
-                f"/quire.v1.ModelExecutorService/{method}",
+            service = "ModelRunnerService" if method in _OF_RUNNER else "ModelExecutorService"
+            new = peer.channel.unary_stream if method == _EXECUTE else peer.channel.unary_unary
+            peer.methods[method] = new(
+                f"/quire.v1.{service}/{method}",
                 request_serializer=type(request).SerializeToString,
                 response_deserializer=response.FromString,
             )
         peer.in_flight += 1
         try:
-            return await peer.methods[method](request, timeout=timeout_s, metadata=self.passed_on(metadata))
+            yield peer.methods[method]
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from None
         finally:

@@ -140,7 +140,7 @@ class QuireCollector(Collector):
         if state.connections is not None and state.connections.count is not None:
             connections[("grpc",)] = state.connections.count
         states = _one_hot(executor_pb2.ServerState, "SERVER_STATE_", state.state)
-        stall_s, unfinished = state.watch.longest_stretch_s, self._of.executions.num_unfinished
+        stall_s, unfinished = state.watch.longest_stretch_s, self._of.runner.executions.num_unfinished
         yield _gauge("quire_state", "1 for the current state.", states, "state")
         yield _gauge("quire_weights_version", "Number of the served weights.", home.versions.serving.number)
         in_flight = sum(one.operations_in_flight for one in caches)
@@ -164,7 +164,7 @@ class QuireCollector(Collector):
         replayed = home.caches.parts.context.counts["replayed_tokens"]
         yield _counter("quire_replayed_tokens", "Tokens whose lost KV was computed again.", replayed)
         breakers = {}
-        for runtime in self._of.router.runtimes[1:]:
+        for runtime in self._of.runner.router.runtimes[1:]:
             breaker = _one_hot(runner_pb2.BreakerState, "BREAKER_STATE_", runtime.describe().breaker)
             breakers.update({(runtime.name, label): value for label, value in breaker.items()})
         text = "1 for the current state of a provider's circuit breaker."

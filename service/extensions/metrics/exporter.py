@@ -63,7 +63,7 @@ class Exporter(Extension):
     def attach(self, parts: GatewayParts) -> None:
         """Collects from these parts."""
         self._parts = parts
-        parts.router.on_end = self.figures.execution_ended
+        parts.runner.router.on_end = self.figures.execution_ended
         self.registry.register(QuireCollector(parts, self.figures))
         ProcessCollector(registry=self.registry)
 

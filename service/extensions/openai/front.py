@@ -57,7 +57,7 @@ class OpenAiFront(Extension):
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
         self._state = parts.state
         config = parts.state.config
-        self._models = Models(parts.router, parts.state, self._parsers)
+        self._models = Models(parts.runner.router, parts.state, self._parsers)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
         routes = self._routes(parts)
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
@@ -71,7 +71,7 @@ class OpenAiFront(Extension):
         is_processed = self._logprobs_mode == "processed_logprobs"
         of_tokens = functools.partial(generate, is_processed=is_processed)
         text = parts.text
-        shared = parts.executions, self._models, self._state, text, self.bodies, parts.api.Forward
+        shared = parts.runner.executions, self._models, self._state, text, self.bodies, parts.api.Forward
         by_tokens = GenerateResponse, False
         tokens = Tokens(self._models, self._state, text)
         embedder = Embedder(self._state, text, parts.api.BatchForward)

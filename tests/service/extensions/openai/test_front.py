@@ -34,8 +34,10 @@ from service.extensions.openai.front import OpenAiFront
 from service.extensions.openai.models import Models
 from service.extensions.openai.settings import OpenAiSettings
 from service.runtimes.base import Batch, ChunkSink
+from service.runtimes.embedding import Embedder
 from service.runtimes.executions import Executions
 from service.runtimes.router import Router
+from service.runtimes.servicer import RunnerApi
 from service.text import tasks
 from service.text.text_model import TextModel
 from tests.certificates import Authority, Pair
@@ -116,16 +118,17 @@ async def serving(
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
     text = TextModel(lambda: state.first_ready, lambda: "")
+    executions = Executions(router, state, KeyedAnswers())
+    embedder = Embedder(state, text, unexpected)
     front = config.of(OpenAiSettings).open_extension(config)
     front.attach(
         GatewayParts(
             state=state,
             api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
+            runner=RunnerApi(executions, router, state, embedder),
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,
-            executions=Executions(router, state, KeyedAnswers()),
-            router=router,
             adapters=Adapters(1),
             shards=list,
             open_core=unexpected,
