@@ -179,8 +179,8 @@ async def test_nothing_is_put_out_twice(provider: FakeProvider, reply: Reply, ex
 @pytest.mark.parametrize(
     ("settings", "fields", "expected"),
     [
-        ({"answer_timeout_s": 0.05}, {}, "TIMEOUT"),
-        ({}, {"timeout": timedelta(seconds=0.05)}, "DEADLINE_PASSED"),
+        ({"answer_timeout_s": 0.5}, {}, "TIMEOUT"),
+        ({}, {"timeout": timedelta(seconds=0.5)}, "DEADLINE_PASSED"),
         ({"max_answer_bytes": 200}, {}, "SERVER_ERROR"),
     ],
     ids=["time", "deadline", "size"],
