@@ -24,10 +24,11 @@ from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
-from service.extensions.openai.prompts import Prompt, Prompts, prompts_of
+from service.extensions.openai.prompts import Prompt, prompts_of
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.token_texts import TokenTexts
+from service.runtimes.answer_parts import formats_of_model
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
@@ -63,7 +64,9 @@ class CompletionHandler:
     body_reader: BodyReader
     # Scores prompts.
     forward: Forward
-    response: Callable[[CompletionRequest, TokenTexts, Prompts], CompletionResponse] = CompletionResponse
+    response: Callable[[CompletionRequest, TokenTexts, Sequence[Prompt]], CompletionResponse] = (
+        CompletionResponse
+    )
     needs_text: bool = True
     # What a request goes on from, as JSON; empty: nothing. `parse` gets it as `earlier`.
     earlier: Callable[[object], bytes] = lambda _: b""
@@ -114,13 +117,13 @@ class CompletionHandler:
     @asynccontextmanager
     async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
         """The response, before its first chunk. The context ends when it is sent."""
-        prompts, tokenizer = Prompts(), None
+        prompts, tokenizer = list[Prompt](), None
         if request.model.is_local:
-            prompts = await prompts_of(request, self.text)
+            prompts = await prompts_of(request, self.text, formats_of_model(self.state))
             if self.needs_text and (request.has_logprobs or request.num_scored is not None):
                 tokenizer = await self.text.tokenizer()
         with ForwardContext() as context:
-            for item, prompt in zip(request.items, prompts.each, strict=False):
+            for item, prompt in zip(request.items, prompts, strict=False):
                 if request.num_scored is not None:
                     prompt.scored = await self._score(request, item, prompt, context)
             yield self.response(request, TokenTexts(tokenizer), prompts)

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.extensions.openai.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
-from service.extensions.openai.output_formats import (
+from service.setting_rules import REASONING_PARSERS, TOOL_CALL_PARSERS
+from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
+from service.text.output_formats import (
     FORCED,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -22,7 +23,7 @@ from service.extensions.openai.output_formats import (
     ToolFormat,
     formats_of,
 )
-from service.extensions.openai.output_parser import MAX_CALLS, OutputParser, Part
+from service.text.output_parser import MAX_CALLS, OutputParser, Part
 
 TOOLS: dict[str, dict[str, Any]] = {
     "look_up": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -98,6 +99,11 @@ def test_calls_of_each_family(name: str, is_thinking: bool) -> None:
     content, thoughts, calls = gathered(parts_of(BY_NAME[name], text, reasoning))
     assert valued(calls) == [("look_up", {"city": "Bern <b>", "days": 3}), ("stop", {})]
     assert (content, thoughts) == ("", "Hm." if is_thinking else "")
+
+
+def test_settings_name_the_formats() -> None:
+    assert TOOL_CALL_PARSERS[2:] == tuple(form.name for form in TOOL_FORMATS)
+    assert REASONING_PARSERS[2:] == tuple(form.name for form in REASONING_FORMATS)
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=[each.name for each in TOOL_FORMATS])

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import re
-import secrets
 import string
 import warnings
 from collections import deque
@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from service.extensions.openai.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
-from service.extensions.openai.output_formats import (
+from service.text import bounded_json
+from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
+from service.text.output_formats import (
     MAX_HEAD_CHARACTERS,
     Arguments,
     OutputFormats,
     Pattern,
     ToolFormat,
 )
-from service.text import bounded_json
 
 MAX_CALLS = 128
 MAX_ARGUMENT_CHARACTERS = 1 << 20
@@ -101,12 +101,14 @@ class OutputParser:
         max_calls: int = MAX_CALLS,
         is_thinking: bool = False,
         dropped: Collection[str] = (),
+        call_key: str = "",
     ) -> None:
         """`tools`: the schemas of arguments by the names of functions; empty: there are no calls.
 
         `max_calls`: further ones are left out. `is_thinking`: the answer begins within thoughts. `dropped`:
-        texts that are no part of an answer.
+        texts that are no part of an answer. `call_key`: decides the ids of calls.
         """
+        self._call_key = call_key
         self._tools = tools
         self._max_calls = max_calls
         messages = formats.tools is not None and formats.tools.arguments is Arguments.MESSAGE
@@ -359,7 +361,13 @@ class OutputParser:
             raise _NoCall
         self._spaces, self._drops_spaces = "", True
         self.num_calls += 1
-        self._add_to_call(begun=(given_id or _new_id(form), name))
+        self._add_to_call(begun=(given_id or self._new_id(form), name))
+
+    def _new_id(self, form: ToolFormat) -> str:
+        """An id for the call that begins: the same if the answer is read again."""
+        data = hashlib.shake_128(f"{self._call_key}\0{self.num_calls}".encode())
+        characters = "".join(_ID_CHARACTERS[each % 62] for each in data.digest(form.id_characters or 24))
+        return characters if form.id_characters else f"call_{characters}"
 
     def _add_to_call(self, **what: Any) -> None:
         """Adds a part of the call that has begun last."""
@@ -486,11 +494,6 @@ def _beginnings(markers: frozenset[str]) -> tuple[re.Pattern[str], frozenset[str
     firsts = "".join(sorted({marker[0] for marker in markers}))
     found = frozenset(marker[:end] for marker in markers for end in range(1, len(marker) + 1))
     return re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)"), found
-
-
-def _new_id(form: ToolFormat) -> str:
-    characters = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(form.id_characters or 24))
-    return characters if form.id_characters else f"call_{characters}"
 
 
 def _call_of(text: str) -> tuple[str, str]:
