@@ -98,6 +98,7 @@ class OpenAiFront(Extension):
                     *shared,
                     ResponsesResponse,
                     earlier=functools.partial(earlier_messages, stored=stored),
+                    going_on=lambda earlier: functools.partial(responses, stored=stored, earlier=earlier),
                 ),
                 methods=["POST"],
             ),

@@ -209,7 +209,7 @@ def prompts(given: object, max_tokens: int, name: str, most: int) -> list[str | 
 def prompt_tokens(values: list[Any], field: str, max_tokens: int) -> list[int]:
     """A prompt of tokens. Raises InvalidArgument or SequenceTooLong."""
     if len(values) > max_tokens:
-        raise SequenceTooLong(len(values), max_tokens)
+        raise SequenceTooLong(len(values), max_tokens, field)
     return token_ids(values, field)
 
 

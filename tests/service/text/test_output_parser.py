@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -265,3 +266,32 @@ def test_the_scanner_knows_json(text: str, data: st.DataObject | None) -> None:
     except ValueError:
         expected = False
     assert is_valid == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("hermes", '<tool_call>{"x": "' + "a" * 60_000, '"}</tool_call>'),
+        ("hermes", '<tool_call>{"x": "' + '<tool_call>{\\"' * 4_000, '"}</tool_call>'),
+        ("llama4_pythonic", "<|python_start|>[stop(a=[" + "1," * 20_000, "])]"),
+        ("pythonic", "[" + "stop(), " * 7_000, "stop()]"),
+        ("hermes", "<tool_call>" + " " * 60_000, "x"),
+    ],
+)
+def test_the_end_of_a_long_section_takes_few_steps(name: str, begin: str, end: str) -> None:
+    """Nothing else runs meanwhile. 36,000 characters took a second, since all of them were read again."""
+    parser = OutputParser(OutputFormats(BY_NAME[name], None), TOOLS)
+    parts, steps = parser.push(begin), 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal steps
+        steps += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        parts += parser.push(end)
+    finally:
+        sys.setprofile(None)
+    parts += parser.end()
+    assert gathered(parts) == (begin + end, "", [])
+    assert steps < 10_000
