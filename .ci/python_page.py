@@ -40,7 +40,7 @@ _SECTIONS = {
         "draft_probabilities",
         "draft_from_top",
     ),
-    "Whole texts": ("Execution", "Chunk", "item", "TextSettings"),
+    "Whole texts": ("Execution", "Answer", "Chunk", "item", "TextSettings"),
     "Text as tokens": ("ModelTokenizer", "TextStream"),
     "Results": ("checked", "floats", "expert_ids"),
 }

@@ -32,8 +32,10 @@ from service.setting_rules import (
     MEMORY_BYTES,
     MESSAGE_BYTES,
     MIB,
+    REASONING_PARSERS,
     SWITCH,
     TIMEOUT_S,
+    TOOL_CALL_PARSERS,
     YEAR_S,
     Range,
     Text,
@@ -147,6 +149,18 @@ class Config:
         None,
         "commit, branch or tag of a model on the hub; auto is its main branch",
         Text(is_revision, f"must be the name of a commit, branch or tag, or {AUTO}"),
+    )
+    tool_call_parser: str = setting(
+        AUTO,
+        "how the model writes tool calls, by vLLM's names; auto: as its chat template shows; none: they are"
+        " text",
+        TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        AUTO,
+        "how the model marks its thoughts; auto: as its chat template shows; none: they are part of the"
+        " answer",
+        REASONING_PARSERS,
     )
     dtype: str = setting(
         AUTO,

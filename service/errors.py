@@ -185,9 +185,14 @@ class ExecutionLost(QuireError, code="FAILED_PRECONDITION", reason="EXECUTION_LO
 class SequenceTooLong(QuireError, code="OUT_OF_RANGE", reason="SEQUENCE_TOO_LONG"):
     """The sequence would exceed the model's context or the whole KV pool. Waiting cannot help."""
 
-    def __init__(self, wanted: int, limit: int) -> None:
-        message = f"the sequence would have {wanted} tokens, the limit is {limit}"
-        super().__init__(message, wanted_tokens=wanted, kv_capacity_tokens=limit)
+    def __init__(self, wanted: int, limit: int, field: str = "") -> None:
+        """`field`: of the request, which has one of several."""
+        self.wanted, self.limit, self.field = wanted, limit, field
+        message = (
+            f"the sequence{f' of {field}' if field else ''} would have {wanted} tokens, the limit is {limit}"
+        )
+        metadata = {"field": field} if field else {}
+        super().__init__(message, wanted_tokens=wanted, kv_capacity_tokens=limit, **metadata)
 
 
 class TruncateBeyondEnd(QuireError, code="OUT_OF_RANGE", reason="TRUNCATE_BEYOND_END"):

@@ -19,6 +19,12 @@ AUTO = "auto"
 # What the address of a journal in PostgreSQL begins with.
 POSTGRES = ("postgresql://", "postgres://")
 DTYPES = (AUTO, "bfloat16", "float16", "float32")
+# The names in the tables of service/text/output_formats.py.
+TOOL_CALL_PARSERS = (
+    AUTO, "none", "openai", "kimi_k2", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "glm45",
+    "qwen3_coder", "hermes", "llama4_pythonic", "pythonic", "llama3_json",
+)  # fmt: skip
+REASONING_PARSERS = (AUTO, "none", "openai", "mistral", "seed_oss", "think")
 _KIB, MIB = 1 << 10, 1 << 20
 _REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.))\w[\w./-]*[\w-]|\w", re.ASCII)
 MAX_WORKERS = 256

@@ -18,7 +18,7 @@ from service.api import validation
 from service.api.server_state import ServerState
 from service.api.status import from_status
 from service.api.time_slice import TimeSlice
-from service.errors import InvalidArgument, QuireError, Unsupported
+from service.errors import InvalidArgument, QuireError, SequenceTooLong, Unsupported
 from service.text.text_model import TextModel
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ class Embedder:
         """The valid tokens of an input."""
         given, limits = request.inputs[index], self._state.limits
         token_ids: Sequence[int] = given.tokens.token_ids
-        if given.WhichOneof("input") == "text":
-            most = limits.max_seq_tokens
-            token_ids = await self._text.encode(given.text, max_tokens=most, field=f"inputs[{index}].text")
         try:
+            if given.WhichOneof("input") == "text":
+                most = limits.max_seq_tokens
+                token_ids = await self._text.encode(given.text, max_tokens=most)
             validation.check_tokens(token_ids, limits)
-        except InvalidArgument as error:
+        except (InvalidArgument, SequenceTooLong) as error:
             raise _of_input(error, request, index) from None
         return token_ids
 
@@ -130,9 +130,11 @@ def _vector(
 
 def _of_input(error: QuireError, request: runner_pb2.EmbedRequest, index: int) -> QuireError:
     """The same error, which names a field of the input, or of the request."""
+    kind = request.inputs[index].WhichOneof("input") or "tokens"
+    of_input = f"inputs[{index}].{kind}"
+    if isinstance(error, SequenceTooLong):
+        return SequenceTooLong(error.wanted, error.limit, of_input)
     if isinstance(error, InvalidArgument):
-        kind = request.inputs[index].WhichOneof("input") or "tokens"
-        of_input = f"inputs[{index}].{kind}"
         field = _ITEM.sub("", error.field)
         is_shared = field in ("adapter_id", "cache_salt", "priority")
         if not is_shared:

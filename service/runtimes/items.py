@@ -68,6 +68,9 @@ def check(item: runner_pb2.ExecuteItem) -> None:
         raise InvalidArgument("BAD_CONSTRAINT", "constraint", text)
     if item.HasField("timeout") and _timeout_s(item) <= 0:
         raise InvalidArgument("BAD_TIMEOUT", "timeout", "a timeout must be longer than 0")
+    if item.HasField("answer_parts") and item.tokens_only:
+        text = "what is divided is text, which tokens_only does without"
+        raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts", text)
     if item.HasField("speculation"):
         _check_speculation(item.speculation)
     check_cost(item)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.v1 import runner_pb2, types_pb2
 
@@ -21,6 +22,13 @@ from service.api.server_state import ServerState
 from service.caches.requests import AppendKind
 from service.errors import InvalidArgument, SequenceTooLong, Unsupported, WeightsChanged
 from service.runtimes import items
+from service.runtimes.answer_parts import (
+    TOOLS,
+    Reading,
+    encoded_prompt,
+    formats_of_model,
+    reading_of,
+)
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
@@ -157,7 +165,12 @@ class ItemPreparer:
             raise InvalidArgument(
                 "BAD_STOP", "stop", "stop texts need a tokenizer, which the model does not have"
             )
-        prompt = await self._prompt(item, limits)
+        item, reading = reading_of(item, formats_of_model(self._state))
+        prompt, reading = await self._prompt(item, reading, limits)
+        if reading is not None:
+            # Whoever resumes a kept sample gets the same ids of calls.
+            key = f"{kept_as}\0{item.item_id}" if kept_as else secrets.token_hex()
+            reading = replace(reading, call_key=key)
         if held is not None:
             prompt = held.token_ids[: held.position] + prompt
             if len(prompt) > limits.max_seq_tokens:
@@ -165,11 +178,12 @@ class ItemPreparer:
         stop_ids = await self._stop_ids(item)
         end_ids = self._end_ids(item).union(stop_ids)
         rules = token_rules(item.min_tokens, end_ids, await self._bad_words(item))
-        new_matcher = await self._matcher(item, end_ids)
+        new_matcher = await self._matcher(item, reading, end_ids)
         first_mask = None
         if new_matcher is not None:
             matcher = new_matcher()
             first_mask = await matcher.in_turn(matcher.allowed)
+        has_special = item.special_tokens_in_text or (reading is not None and reading.has_special_tokens)
         if self._state.model_version != limits.weights:
             # The weights were switched while the item was prepared.
             raise WeightsChanged(can_be_repeated=True)
@@ -181,9 +195,7 @@ class ItemPreparer:
                 end_ids=end_ids,
                 stops=tuple(item.stop),
                 stop_ids=stop_ids,
-                tokenizer=SpecialTokens(tokenizer)
-                if item.special_tokens_in_text and tokenizer
-                else tokenizer,
+                tokenizer=SpecialTokens(tokenizer) if has_special and tokenizer else tokenizer,
                 with_logprobs=item.logprobs or item.sampled_logprobs or item.top_logprobs > 0,
                 min_logprob=item.min_logprob if item.HasField("min_logprob") else None,
                 max_entropy=item.max_entropy if item.HasField("max_entropy") else None,
@@ -191,6 +203,7 @@ class ItemPreparer:
                 max_draft_tokens=_max_draft_tokens(item),
                 has_draft_model=self._has_draft_model(item),
                 rules=rules,
+                reading=reading,
             ),
             num_samples=items.num_samples(item),
             answer_bytes=answer_bytes,
@@ -215,34 +228,34 @@ class ItemPreparer:
             raise Unsupported("this server has no draft model", field="speculation.method")
         return True
 
-    async def _prompt(self, item: runner_pb2.ExecuteItem, limits: RequestLimits) -> array[int]:
-        kind = item.WhichOneof("prompt")
-        prompt: Sequence[int]
-        if kind == "tokens":
-            # Not copied before the length is checked: there may be millions.
-            prompt = item.tokens.token_ids
-        elif kind == "cache":
-            prompt = item.cache.token_ids
-        elif kind == "text":
-            prompt = await self._text.encode(item.text, max_tokens=limits.max_seq_tokens)
-        else:
-            prompt = await self._text.encode_chat(item.chat, max_tokens=limits.max_seq_tokens)
+    async def _prompt(
+        self, item: runner_pb2.ExecuteItem, reading: Reading | None, limits: RequestLimits
+    ) -> tuple[array[int], Reading | None]:
+        """See `encoded_prompt`."""
+        prompt, reading = await encoded_prompt(item, reading, self._text, max_tokens=limits.max_seq_tokens)
         try:
             validation.check_tokens(prompt, limits)
         except InvalidArgument as error:
             # The error names the field that the caller sent.
+            kind = item.WhichOneof("prompt")
             where = f"{kind}.{error.field}" if kind in ("tokens", "cache") else str(kind)
             raise InvalidArgument(error.reason, where, error.message) from None
-        return array("I", prompt)
+        return array("I", prompt), reading
 
     async def _matcher(
-        self, item: runner_pb2.ExecuteItem, end_ids: frozenset[int]
+        self, item: runner_pb2.ExecuteItem, reading: Reading | None, end_ids: frozenset[int]
     ) -> Callable[[], Matcher] | None:
         kind = item.constraint.WhichOneof("kind")
         if kind is None or kind == "mask":
             return None
         grammar, vocab_size = getattr(item.constraint, kind), self._state.limits.vocab_size
-        return await self._text.constraint(kind, grammar, end_ids, vocab_size)
+        try:
+            return await self._text.constraint(kind, grammar, end_ids, vocab_size)
+        except InvalidArgument as error:
+            if reading is None or not reading.is_forced:
+                raise
+            # It is made of the schemas of the tools.
+            raise InvalidArgument(error.reason, TOOLS, error.message) from None
 
     async def _stop_ids(self, item: runner_pb2.ExecuteItem) -> Mapping[int, str]:
         """The stop texts that are one special token, by its id: it never becomes text."""

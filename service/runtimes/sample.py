@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from google.rpc import status_pb2
 from quire.v1 import runner_pb2, types_pb2
 
+from service.runtimes.answer_parts import Divider, Reading
 from service.runtimes.held_caches import HeldCache
 from service.runtimes.speculation import Drafter
 from service.runtimes.token_rules import FOR_EVER, TokenRules
@@ -52,6 +53,8 @@ class SampleSpec:
     has_draft_model: bool = False
     # What may not follow. None: no rules.
     rules: TokenRules | None = None
+    # How its text is divided. None: it is not.
+    reading: Reading | None = None
 
 
 class Sample:
@@ -71,6 +74,7 @@ class Sample:
         self._detokenizer = None
         if spec.tokenizer is not None:
             self._detokenizer = Detokenizer(spec.tokenizer, spec.prompt)
+        self._divider = None if spec.reading is None else Divider(spec.reading, index)
         self.drafter: Drafter | None = None
         # What rules forbid may be all that a grammar allows behind a draft.
         if spec.max_draft_tokens and (matcher is None or spec.rules is None):
@@ -134,10 +138,8 @@ class Sample:
         """Adds the next token. The rest is what is known of it: nothing when resumed from the journal."""
         chunk = self._chunk()
         chunk.token_ids.append(token_id)
-        if weights is not None:
-            chunk.weights_version = weights
         if output is not None:
-            self._add_output(chunk, output)
+            self._add_output(chunk, output, weights)
         self._num_tokens += 1
         self._last.append(token_id)
         is_end = token_id in self.spec.end_ids
@@ -162,9 +164,15 @@ class Sample:
             self._finish(chunk, runner_pb2.FINISH_REASON_LENGTH)
         elif output is not None and (met := self._condition_met(output)):
             self._finish(chunk, met)
+        elif self._divider is not None:
+            self._divider.divide(chunk)
         return chunk
 
-    def _add_output(self, chunk: runner_pb2.SampleChunk, output: types_pb2.StepOutput) -> None:
+    def _add_output(
+        self, chunk: runner_pb2.SampleChunk, output: types_pb2.StepOutput, weights: int | None
+    ) -> None:
+        if weights is not None:
+            chunk.weights_version = weights
         if self.spec.with_logprobs:
             top = output.top if output.HasField("top") else None
             added = chunk.logprobs.add(logprob=output.logprob, top=top)
@@ -220,3 +228,5 @@ class Sample:
             chunk.usage.accepted_draft_tokens = self.drafter.accepted
         # Own hardware has no price per token.
         chunk.usage.cost_usd = 0
+        if self._divider is not None:
+            self._divider.divide(chunk)

@@ -140,11 +140,15 @@ def chat_role(message: runner_pb2.ChatMessage, index: int) -> str:
     return role
 
 
-def tools_of(chat: runner_pb2.Chat, parse_json: Callable[[str, str, str], Any] = parse) -> list[Any]:
-    """The tools of a chat. Raises InvalidArgument."""
-    tools = parse_json(chat.tools_json, "BAD_CHAT", "chat.tools_json") if chat.tools_json else []
+def tools_of(
+    given: runner_pb2.Chat | runner_pb2.AnswerParts,
+    parse_json: Callable[[str, str, str], Any] = parse,
+    field: str = "chat.tools_json",
+) -> list[Any]:
+    """The tools of a chat, or of what has this path. Raises InvalidArgument."""
+    tools = parse_json(given.tools_json, "BAD_CHAT", field) if given.tools_json else []
     if not isinstance(tools, list):
-        raise InvalidArgument("BAD_CHAT", "chat.tools_json", "tools_json is not a list in JSON")
+        raise InvalidArgument("BAD_CHAT", field, "tools_json is not a list in JSON")
     return tools
 
 

@@ -6,8 +6,9 @@ and output. The process gets the messages and nothing else. Its failures become 
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,8 @@ from service.text.task_process import TaskFailed, TaskProcess
 
 DEFAULT = "default"
 _MAX_REASON_CHARACTERS = 300
+# Written at once, in a millisecond.
+_SLICE_CHARACTERS = 1 << 16
 _SUBJECT = "the model's chat template"
 
 
@@ -63,17 +66,12 @@ class ChatTemplates:
             **template.special_tokens,
             "documents": None,
             **further,
-            "messages": list(messages),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        task = {
-            "source": template.sources[name],
-            "variables": variables,
-            "max_characters": tasks.MAX_PROMPT_CHARACTERS,
-        }
+        task = {"source": template.sources[name], "max_characters": tasks.MAX_PROMPT_CHARACTERS}
         try:
-            data = json.dumps(task).encode()
+            data = await _gathered(_task(task, variables, messages))
             return await self._pool.run(lambda process: _render(process, data), tenant)
         except TaskFailed as error:
             raise TemplateError(f"{_SUBJECT} {error}") from None
@@ -84,6 +82,40 @@ class ChatTemplates:
     def close(self) -> None:
         """Ends the processes; running tasks fail. Idempotent."""
         self._pool.close()
+
+
+def _task(
+    task: Mapping[str, Any], variables: Mapping[str, Any], messages: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
+    """The task in JSON. The text of a piece is short."""
+    yield f'{json.dumps(task)[:-1]}, "variables": {json.dumps(variables)[:-1]}, "messages": ['
+    separator = ""
+    for message in messages:
+        yield separator
+        separator = ", "
+        for number, (name, value) in enumerate(message.items()):
+            yield f"{', ' if number else '{'}{json.dumps(name)}: "
+            if not isinstance(value, str):
+                yield json.dumps(value)
+                continue
+            yield '"'
+            for at in range(0, len(value), _SLICE_CHARACTERS):
+                # Of a message of protobuf: it can be encoded.
+                yield json.dumps(value[at : at + _SLICE_CHARACTERS], ensure_ascii=False)[1:-1]
+            yield '"'
+        yield "}"
+    yield "]}}"
+
+
+async def _gathered(pieces: Iterable[str]) -> bytes:
+    """All of them. Lets other tasks run meanwhile: a chat may have sixteen megabytes."""
+    data, next_pause = bytearray(), _SLICE_CHARACTERS
+    for piece in pieces:
+        data += piece.encode()
+        if len(data) >= next_pause:
+            next_pause = len(data) + _SLICE_CHARACTERS
+            await asyncio.sleep(0)
+    return bytes(data)
 
 
 async def _render(process: TaskProcess, task: bytes) -> str:

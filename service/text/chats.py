@@ -27,6 +27,8 @@ _MAX_NAME_CHARACTERS = 256
 _ABSENT = object()
 _CONTENTS = (_ABSENT, None, "")
 _ARGUMENTS_ARE_VALUES = (True, False)
+# In the template of gpt-oss.
+_HARMONY = "<|channel|>analysis"
 _Messages = Sequence[Mapping[str, Any]]
 
 
@@ -43,7 +45,10 @@ async def prompt_of(
     )
     name = chat.template or (_WITH_TOOLS if tools and _WITH_TOOLS in template.sources else DEFAULT)
     first_error: TemplateError | None = None
-    for messages in _forms(chat):
+    is_harmony = _HARMONY in template.sources.get(name, "")
+    if is_harmony and tools:
+        tools = _described(tools)
+    for messages in map(_with_single_calls, _forms(chat)) if is_harmony else _forms(chat):
         try:
             text = await render(messages, name=name, tools=tools)
             break
@@ -103,6 +108,43 @@ def _messages(chat: runner_pb2.Chat, null: object, *, are_values: bool) -> _Mess
             if 0 < len(name) <= _MAX_NAME_CHARACTERS:
                 fields["name"] = name
     return written
+
+
+def _with_single_calls(messages: _Messages) -> _Messages:
+    """Each call in a message of its own, before its result, and with one text beside it.
+
+    The template of gpt-oss leaves further calls out, and fails where there are thoughts beside a content.
+    """
+    made: list[Mapping[str, Any]] = []
+    # Those that the next results answer.
+    unanswered: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            of_id = [
+                each for each in unanswered if each["tool_calls"][0]["id"] == message.get("tool_call_id")
+            ]
+            made += of_id[:1]
+            unanswered = [each for each in unanswered if each not in of_id[:1]]
+        else:
+            made, unanswered = [*made, *unanswered], []
+        calls = message.get("tool_calls", ())
+        for number, call in enumerate(calls):
+            texts = [message.get("thinking"), message.get("content")] if not number else []
+            text = "\n".join(filter(None, texts))
+            unanswered.append({"role": message["role"], "content": text, "tool_calls": [call]})
+        if not calls:
+            made.append(message)
+    return [*made, *unanswered]
+
+
+def _described(tools: Sequence[Any]) -> list[Any]:
+    """Functions with a description, without which the template of gpt-oss fails."""
+    return [
+        {**tool, "function": {"description": "", **tool["function"]}}
+        if isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+        else tool
+        for tool in tools
+    ]
 
 
 def _value(arguments_json: str, field: str) -> Any:

@@ -60,6 +60,8 @@ def test_settings_are_those_of_the_api() -> None:
     named = set(quire.TextSettings.__annotations__) | {"item_id", "max_cost_usd"}
     named |= {"tokens", "text", "chat", "cache"}
     sampling = set(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    # These are fields of its chat, and of `answer_parts`.
+    named -= {"tools", "tool_choice", "parallel_tool_calls", "template_variables"}
     assert named - sampling == set(runner_pb2.ExecuteItem.DESCRIPTOR.fields_by_name)
     assert named >= sampling
     both = quire.item("x", sampling={"temperature": 1.0, "seed": 3}, temperature=0.5, logit_bias={4: 2.0})

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import quire
 from quire import Client
-from quire.v1 import runner_pb2
 
 from tests import quire_command
 from tests.client.pages import PAGES, Block, blocks, run, run_python
@@ -95,12 +94,28 @@ def test_a_story_is_about_who_was_asked_for(client: Client, name: str, animal: s
 
 @pytest.mark.parametrize("city", ["Oslo", "Cairo"])
 def test_it_calls_a_tool(client: Client, city: str) -> None:
-    asked = runner_pb2.ExecuteItem(item_id="0", max_tokens=60)
-    asked.chat.messages.add(role=runner_pb2.CHAT_ROLE_USER, content=f"How is the weather in {city}?")
-    asked.chat.tools_json = json.dumps([WEATHER])
-    (text,) = client.execute([asked]).texts()
-    call = json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
-    assert call == {"name": "get_weather", "arguments": {"city": city}}
+    asked: list[dict[str, Any]] = [{"role": "user", "content": f"How is the weather in {city}?"}]
+    (answer,) = client.execute(asked, tools=[WEATHER], max_tokens=60).answers()
+    (call,) = answer.tool_calls
+    assert (call.name, json.loads(call.arguments_json)) == ("get_weather", {"city": city})
+    assert (answer.text, answer.finish_reason) == ("", "tool_calls")
+    said = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny"}'}
+    (answer,) = client.execute([*asked, answer.message, said], tools=[WEATHER], max_tokens=60).answers()
+    assert not answer.tool_calls and answer.text and answer.finish_reason == "stop"
+    # Forced ones are made by a grammar.
+    (answer,) = client.execute(asked, tools=[WEATHER], tool_choice="get_weather", max_tokens=60).answers()
+    assert [(call.name, json.loads(call.arguments_json)) for call in answer.tool_calls] == [
+        ("get_weather", {"city": city})
+    ]
+    # What is not divided is text.
+    item = quire.item(asked, tools=[WEATHER], max_tokens=60)
+    item.ClearField("answer_parts")
+    assert client.execute([item]).texts() == [text_of_call(city)]
+
+
+def text_of_call(city: str) -> str:
+    call = {"name": "get_weather", "arguments": {"city": city}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

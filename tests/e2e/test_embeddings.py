@@ -171,7 +171,10 @@ def test_documents_are_ordered_by_their_cosine(served: tuple[HttpGateway, str]) 
             ("/v2/rerank", {**asked, "documents": []}, "documents"),
             ("/v1/score", {"model": "local", "text_1": ["a", "b"], "text_2": "a"}, "text_1"),
             ("/v1/embeddings", {"model": "local", "input": "a", "dimensions": WIDTH + 1}, "dimensions"),
-            ("/v1/embeddings", {"model": "local", "input": ["a", "b" * 99_999]}, None),
+            ("/v1/embeddings", {"model": "local", "input": ["a", "b" * 99_999]}, "input[1]"),
+            ("/v1/embeddings", {"model": "local", "input": [[1], [1] * 99_999]}, "input[1]"),
+            ("/v1/rerank", {**asked, "documents": ["a", "b" * 2_000]}, "documents[1]"),
+            ("/v1/rerank", {**asked, "documents": [{"text": "a", "txet": 1}]}, "documents[0].txet"),
         ):
             answer = http.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path

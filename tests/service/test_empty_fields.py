@@ -40,7 +40,7 @@ ABSENT = {
     "EstimateCostRequest.runtime", "LoadWeightsRequest.runtime", "RebuildSessionRequest.runtime",
     "DrainRequest.worker_id", "LoadAdapterRequest.source", "UploadWeightsRequest.name",
     "UploadWeightsRequest.sha256", "EmbedRequest.adapter_id", "EmbedRequest.cache_salt",
-    "ExecuteItem.bad_words",
+    "ExecuteItem.bad_words", "AnswerParts.function", "AnswerParts.tools_json",
 }  # fmt: skip
 # Empty is a value: an empty text, data without bytes, a name that a template writes.
 VALUE = {

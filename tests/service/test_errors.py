@@ -50,7 +50,7 @@ ERRORS = [
     errors.ResumedElsewhere(),
     errors.PositionMismatch(3, 5),
     errors.Unsupported("no", field="adapter_id"),
-    errors.SequenceTooLong(9, 8),
+    errors.SequenceTooLong(9, 8, "inputs[1]"),
     errors.TruncateBeyondEnd(9, 8),
     errors.KvExhausted(9, 8),
     errors.QueueFull(9, 0.25),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quire._caches import Cache as Cache
     from quire._calls import CallOptions as CallOptions
     from quire._calls import Verified as Verified
+    from quire._chunks import Answer as Answer
     from quire._chunks import Chunk as Chunk
     from quire._connection import Tls as Tls
     from quire._items import TextSettings as TextSettings
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "quire._connection": ("Tls",),
     "quire._calls": ("CallOptions", "Verified"),
-    "quire._chunks": ("Chunk",),
+    "quire._chunks": ("Answer", "Chunk"),
     "quire._items": ("TextSettings", "item"),
     "quire._batches": ("PrefillItem", "ScoreItem", "Scored", "checked"),
     "quire._masks": ("token_mask",),

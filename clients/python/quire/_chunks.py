@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from quire._enums import FinishReason, name_of
 from quire.errors import QuireError, from_status
@@ -32,6 +33,8 @@ class Chunk:
         kv_cache: In the last chunk of an item that continues a cache: the cache by then.
         hidden: One for each token, if `hidden` asked for them.
         weights_version: With which weights the tokens were computed. None: not known, as of a provider.
+        reasoning_content: More of the thoughts, before `text`.
+        malformed_calls: Calls that are none, by their indexes: all the text of each.
     """
 
     item_id: str
@@ -49,6 +52,55 @@ class Chunk:
     kv_cache: types_pb2.KvCacheHandle | None = None
     hidden: Sequence[runner_pb2.TokenHidden] = ()
     weights_version: int | None = None
+    reasoning_content: str = ""
+    malformed_calls: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One sample as a whole.
+
+    Attributes:
+        item_id: Of its item. `sample`: its number, of an item's `n`.
+        text: Without thoughts and calls, if the sample was divided.
+        reasoning_content: Its thoughts.
+        tool_calls: In their order, whole.
+        finish_reason: "tool_calls" if there are any.
+    """
+
+    item_id: str
+    sample: int
+    text: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[runner_pb2.ToolCall] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: runner_pb2.Usage | None = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """It as a message, to send back before the results of its calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message |= {"content": self.text or None, "tool_calls": self.tool_calls}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        return message
+
+    def add(self, chunk: Chunk) -> None:
+        """Adds its next chunk, in which malformed calls are text."""
+        self.text += chunk.text
+        self.reasoning_content += chunk.reasoning_content
+        for part in chunk.tool_calls:
+            call = next((call for call in self.tool_calls if call.index == part.index), None)
+            if call is None:
+                call = runner_pb2.ToolCall(index=part.index)
+                self.tool_calls.append(call)
+            call.id, call.name = call.id or part.id, call.name or part.name
+            call.arguments_json += part.arguments_json
+        for index, text in chunk.malformed_calls.items():
+            self.tool_calls = [call for call in self.tool_calls if call.index != index]
+            self.text += text
+        self.finish_reason, self.usage = chunk.finish_reason, chunk.usage
 
 
 def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
@@ -69,4 +121,6 @@ def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
         kv_cache=message.kv_cache if message.HasField("kv_cache") else None,
         hidden=tuple(message.hidden),
         weights_version=message.weights_version if message.HasField("weights_version") else None,
+        reasoning_content=message.reasoning_content,
+        malformed_calls=dict(message.malformed_calls),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from google.protobuf import duration_pb2
@@ -25,6 +25,11 @@ _ROLES = {
 }
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 _PROMPTS = ("tokens", "text", "chat")
+_TOOL_CHOICES = {
+    "auto": runner_pb2.TOOL_CHOICE_UNSPECIFIED,
+    "none": runner_pb2.TOOL_CHOICE_NONE,
+    "required": runner_pb2.TOOL_CHOICE_REQUIRED,
+}
 
 
 class ConstraintSettings(TypedDict, total=False):
@@ -50,6 +55,11 @@ class TextSettings(SamplingSettings, total=False):
         sampling: Default settings, such as `model_info().sampling_defaults`.
         timeout: In seconds or a timedelta.
         speculation: Speculative decoding, which changes no text: its method, or with its other setting.
+        tools: As in the OpenAI API: {"type": "function", "function": {...}}. Texts are divided then.
+        tool_choice: "auto", "none", "required", or the name of the function to call.
+        parallel_tool_calls: False: a text has at most one call.
+        answer_parts: True: divide texts into content, thoughts and tool calls also without tools.
+        template_variables: Of the chat template, such as {"enable_thinking": False}.
     """
 
     sampling: types_pb2.SamplingParams | SamplingSettings | None
@@ -73,6 +83,11 @@ class TextSettings(SamplingSettings, total=False):
     bad_words: Sequence[str] | None
     hidden: types_pb2.HiddenStates | None
     speculation: Literal["prompt_lookup", "draft_model"] | runner_pb2.Speculation | SpeculationSettings | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | None
+    parallel_tool_calls: bool
+    answer_parts: runner_pb2.AnswerParts | bool
+    template_variables: Mapping[str, Any] | None
 
 
 def item(
@@ -91,6 +106,7 @@ def item(
     """
     made = runner_pb2.ExecuteItem(item_id=item_id, max_cost_usd=max_cost_usd)
     sampling: Any = {}
+    variables = settings.pop("template_variables", None)
     for name, value in settings.items():
         if name in types_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
             sampling[name] = value
@@ -109,7 +125,19 @@ def item(
             made.tokens.token_ids.extend(prompt)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise type(error)(f"a prompt is a text, token ids, or messages: {error}") from None
+    _complete_chat(made, variables)
     return made
+
+
+def _complete_chat(made: runner_pb2.ExecuteItem, variables: Mapping[str, Any] | None) -> None:
+    """Moves the tools to the chat, if there is one: then its template shows them."""
+    if made.HasField("chat"):
+        if made.answer_parts.tools_json:
+            made.chat.tools_json = made.answer_parts.tools_json
+            made.answer_parts.ClearField("tools_json")
+        made.chat.variables_json = json.dumps(variables) if variables else ""
+    elif variables:
+        raise TypeError("template_variables are for messages")
 
 
 def items_of(
@@ -147,6 +175,9 @@ def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
     if name not in TextSettings.__annotations__:
         raise TypeError(f"an item has no setting {name}: it has {', '.join(TextSettings.__annotations__)}")
     try:
+        if name in _OF_ANSWERS:
+            _OF_ANSWERS[name](made, value)
+            return
         if name == "timeout":
             value = _timeout(value)
         elif name == "constraint" and isinstance(value, Mapping):
@@ -158,6 +189,35 @@ def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
         made.MergeFrom(runner_pb2.ExecuteItem(**{name: value}))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name} cannot be {value!r:.80}: {error}") from None
+
+
+def _set_tools(made: runner_pb2.ExecuteItem, value: Any) -> None:
+    made.answer_parts.tools_json = json.dumps(value) if value else ""
+
+
+def _set_tool_choice(made: runner_pb2.ExecuteItem, value: Any) -> None:
+    if value is None or value in _TOOL_CHOICES:
+        made.answer_parts.tool_choice = _TOOL_CHOICES[value or "auto"]
+    else:
+        made.answer_parts.tool_choice, made.answer_parts.function = runner_pb2.TOOL_CHOICE_REQUIRED, value
+
+
+def _set_parallel(made: runner_pb2.ExecuteItem, value: Any) -> None:
+    made.answer_parts.single_call = not value
+
+
+def _set_answer_parts(made: runner_pb2.ExecuteItem, value: Any) -> None:
+    if value:
+        made.answer_parts.MergeFrom(runner_pb2.AnswerParts() if value is True else value)
+
+
+# What sets fields of `answer_parts`.
+_OF_ANSWERS: Mapping[str, Callable[[runner_pb2.ExecuteItem, Any], None]] = {
+    "tools": _set_tools,
+    "tool_choice": _set_tool_choice,
+    "parallel_tool_calls": _set_parallel,
+    "answer_parts": _set_answer_parts,
+}
 
 
 def _timeout(value: Any) -> Any:

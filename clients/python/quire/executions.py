@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from quire._chunks import Chunk, chunk_of
+from quire._chunks import Answer, Chunk, chunk_of
 from quire.errors import Cancelled, from_rpc_error
 from quire.v1 import runner_pb2
 
@@ -111,11 +111,10 @@ class _ResumableStream:
                 raise chunk.error
             yield chunk
 
-    def _new_texts(self) -> dict[tuple[str, int], str]:
-        """An empty text for each sample, by item_id and index, in the order of the request."""
-        return {
-            (item.item_id, sample): "" for item in self._request.items for sample in range(max(1, item.n))
-        }
+    def _new_answers(self) -> dict[tuple[str, int], Answer]:
+        """One without chunks for each sample, by item_id and index, in the order of the request."""
+        keys = [(item.item_id, sample) for item in self._request.items for sample in range(max(1, item.n))]
+        return {key: Answer(*key) for key in keys}
 
     def _pause_s(self, error: grpc.RpcError) -> float:
         """The delay before resuming. Raises QuireError if the stream cannot be resumed."""
@@ -155,10 +154,14 @@ class Execution(_ResumableStream):
 
     def texts(self) -> list[str]:
         """Waits for all, and returns the text of each sample, item by item. Raises QuireError."""
-        texts = self._new_texts()
+        return [answer.text for answer in self.answers()]
+
+    def answers(self) -> list[Answer]:
+        """Waits for all, and returns each sample with its thoughts and tool calls. Raises QuireError."""
+        answers = self._new_answers()
         for chunk in self:
-            texts[chunk.item_id, chunk.sample] += chunk.text
-        return list(texts.values())
+            answers[chunk.item_id, chunk.sample].add(chunk)
+        return list(answers.values())
 
     def cancel(self) -> None:
         """Ends the execution, if it has not ended. If it raises QuireError, a kept execution may continue."""
@@ -199,10 +202,14 @@ class AsyncExecution(_ResumableStream):
 
     async def texts(self) -> list[str]:
         """See `Execution.texts`."""
-        texts = self._new_texts()
+        return [answer.text for answer in await self.answers()]
+
+    async def answers(self) -> list[Answer]:
+        """See `Execution.answers`."""
+        answers = self._new_answers()
         async for chunk in self:
-            texts[chunk.item_id, chunk.sample] += chunk.text
-        return list(texts.values())
+            answers[chunk.item_id, chunk.sample].add(chunk)
+        return list(answers.values())
 
     async def cancel(self) -> None:
         """See `Execution.cancel`."""

@@ -190,8 +190,7 @@ class MessageResponse(CompletionResponse):
 
     def _body(self) -> dict[str, Any]:
         (choice,) = self._choices.values()
-        with_thoughts = self._request.reading is not None
-        blocks = blocks_of(choice, with_thoughts=with_thoughts)
+        blocks = blocks_of(choice)
         return {"content": [_content(block, is_whole=True) for block in blocks], **_end(choice)}
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
@@ -204,7 +203,7 @@ class MessageResponse(CompletionResponse):
                 "type": "message_start",
                 "message": {**self._head, "content": [], **end, "usage": self.reported_usage()},
             }
-        for what, block, text in self._blocks.add(parts, with_thoughts=self._request.reading is not None):
+        for what, block, text in self._blocks.add(parts):
             yield _block_event(what, block, text)
         if choice.finish:
             yield from (_block_event(*event) for event in self._blocks.end())

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.v1 import runner_pb2
 
-from service.extensions.openai.output_parser import OutputParser, Part
+from service.text.output_parser import Part
 
 _FINISH = {
     runner_pb2.FINISH_REASON_STOP: "stop",
@@ -31,16 +31,14 @@ class Call:
 class Choice:
     """One sample's part of the response."""
 
-    def __init__(self, index: int, parser: OutputParser | None = None, begin: int = 0) -> None:
-        """`parser`: divides the text; None: it is content. `begin`: the characters before the sample."""
+    def __init__(self, index: int, begin: int = 0) -> None:
+        """`begin`: the characters before the sample."""
         self.index = index
         self.begin = begin
         self.num_tokens = 0
         self.finish: str | None = None
         # The stop text that has ended it.
         self.stop = ""
-        self.reasoning_tokens = 0
-        self._parser = parser
         self._open_calls: set[int] = set()
         # Of a stream: the characters that were sent, tokens whose log-probabilities were not, and whether
         # something was sent.
@@ -54,32 +52,25 @@ class Choice:
         self.calls: dict[int, Call] = {}
 
     def parts(self, chunk: runner_pb2.SampleChunk) -> list[Part]:
-        """The parts that are known with a chunk. With the last one, also sets the reason of the end."""
+        """The parts of a chunk, in their order. With the last one, also sets the reason of the end."""
         self.num_tokens += len(chunk.token_ids)
-        parts = self._parts_of_text(chunk)
+        open_calls, new_calls = list[Part](), list[Part]()
         for call in chunk.tool_calls:
+            of_call = open_calls if call.index in self._open_calls else new_calls
             if call.id or call.name:
-                parts.append(Part(begun=(call.id, call.name), index=call.index))
+                of_call.append(Part(begun=(call.id, call.name), index=call.index))
             if call.arguments_json:
-                parts.append(Part(arguments=call.arguments_json, index=call.index))
-        for part in parts:
-            if part.begun:
-                self._open_calls.add(part.index)
-            elif part.broken:
-                self._open_calls.discard(part.index)
+                of_call.append(Part(arguments=call.arguments_json, index=call.index))
+        for index, text in chunk.malformed_calls.items():
+            (open_calls if index in self._open_calls else new_calls).append(Part(broken=text, index=index))
+        self._open_calls.update(call.index for call in chunk.tool_calls)
+        self._open_calls.difference_update(chunk.malformed_calls)
         self.finish, self.stop = _FINISH.get(chunk.finish_reason), chunk.stop
         if self.finish == "stop" and self._open_calls:
             self.finish = "tool_calls"
-        return parts
-
-    def _parts_of_text(self, chunk: runner_pb2.SampleChunk) -> list[Part]:
-        if self._parser is None:
-            return [Part(content=chunk.text)] if chunk.text else []
-        was_thinking = self._parser.is_thinking
-        parts = self._parser.push(chunk.text)
-        if was_thinking or self._parser.is_thinking:
-            self.reasoning_tokens += len(chunk.token_ids)
-        return [*parts, *self._parser.end()] if chunk.finish_reason else parts
+        thoughts = [Part(thoughts=chunk.reasoning_content)] if chunk.reasoning_content else []
+        content = [Part(content=chunk.text)] if chunk.text else []
+        return [*thoughts, *open_calls, *content, *new_calls]
 
     def keep(self, parts: list[Part]) -> None:
         """Keeps the parts of a chat for a response in one piece, where malformed calls are content."""

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from service.api.server_state import ServerState
-from service.errors import InvalidArgument
+from service.errors import InvalidArgument, SequenceTooLong
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.generation import JSON, ForwardContext, ResponseBody, until_disconnected
@@ -71,6 +71,8 @@ class EmbeddingHandler:
                 response = await self.embedder.embed(request.embed, context)
             except InvalidArgument as error:
                 raise InvalidArgument(error.reason, _param(error.field, request), error.message) from None
+            except SequenceTooLong as error:
+                raise SequenceTooLong(error.wanted, error.limit, _param(error.field, request)) from None
             body = ResponseBody(send, [JSON])
             await body.write(request.answer(response.embeddings))
             await body.end()
@@ -185,7 +187,12 @@ def _texts(fields: Fields, name: str) -> list[str]:
 
 def _document(given: object, path: str) -> str:
     """A text, or an object with one, as Jina's clients send."""
-    return string(given, path) if isinstance(given, str) else Fields(given, path).required("text")
+    if isinstance(given, str):
+        return string(given, path)
+    fields = Fields(given, path)
+    text = fields.required("text")
+    fields.refuse_others()
+    return text
 
 
 def _param(field: str, request: EmbeddingRequest) -> str:
@@ -194,7 +201,9 @@ def _param(field: str, request: EmbeddingRequest) -> str:
     if not head.startswith("inputs["):
         return field
     index = int(head.removeprefix("inputs["))
-    return request.names[index] + rest.removeprefix(".text").removeprefix(".tokens.token_ids")
+    return request.names[index] + rest.removeprefix(".text").removeprefix(".tokens").removeprefix(
+        ".token_ids"
+    )
 
 
 def _cosine(first: runner_pb2.Embedding, second: runner_pb2.Embedding) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from service.errors import InvalidArgument, QuireError
+from service.errors import InvalidArgument, QuireError, SequenceTooLong
 
 _STATUS = {
     "INVALID_ARGUMENT": 400,
@@ -73,7 +73,7 @@ def body(error: QuireError) -> dict[str, Any]:
     """The error object."""
     status = http_status(error)
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    param = error.field or None if isinstance(error, InvalidArgument) else None
+    param = error.field or None if isinstance(error, InvalidArgument | SequenceTooLong) else None
     if error.reason == "RUNTIME_NOT_FOUND":
         param = "model"
     code = _CODES.get(error.reason, error.reason.lower())

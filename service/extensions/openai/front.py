@@ -49,15 +49,14 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, listen: str, logprobs_mode: str, parsers: tuple[str, str]) -> None:
-        """`parsers`: of tool calls and of thoughts."""
-        self.listen, self._logprobs_mode, self._parsers = listen, logprobs_mode, parsers
+    def __init__(self, listen: str, logprobs_mode: str) -> None:
+        self.listen, self._logprobs_mode = listen, logprobs_mode
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
         self._state = parts.state
         config = parts.state.config
-        self._models = Models(parts.runner.router, parts.state, self._parsers)
+        self._models = Models(parts.runner.router, parts.state)
         self.bodies = BodyReader(parts.state.receiver, config.max_request_bytes, parts.state.budgets)
         routes = self._routes(parts)
         self._middleware = self.app = Middleware(routes, parts.authenticator, parts.state, self.listen)
@@ -99,6 +98,7 @@ class OpenAiFront(Extension):
                     *shared,
                     ResponsesResponse,
                     earlier=functools.partial(earlier_messages, stored=stored),
+                    going_on=lambda earlier: functools.partial(responses, stored=stored, earlier=earlier),
                 ),
                 methods=["POST"],
             ),

@@ -24,10 +24,11 @@ from service.errors import InvalidArgument, QuireError
 from service.extensions.openai.bodies import BodyReader
 from service.extensions.openai.item_fields import param_of
 from service.extensions.openai.models import Models, ResolvedModel
-from service.extensions.openai.prompts import Prompt, Prompts, prompts_of
-from service.extensions.openai.requests import CompletionRequest
+from service.extensions.openai.prompts import Prompt, prompts_of
+from service.extensions.openai.requests import CompletionRequest, ResolveModel
 from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.token_texts import TokenTexts
+from service.runtimes.answer_parts import formats_of_model
 from service.runtimes.execution import Execution
 from service.runtimes.executions import Executions
 from service.text.text_model import TextModel
@@ -37,6 +38,7 @@ Forward: TypeAlias = Callable[
     [executor_pb2.ForwardRequest, "grpc.aio.ServicerContext[Any, Any]"],
     Awaitable[executor_pb2.ForwardResponse],
 ]
+Parse: TypeAlias = Callable[[object, ResolveModel], CompletionRequest]
 # A response is sent in parts of about this size.
 _PART_BYTES = 1 << 16
 JSON = (b"content-type", b"application/json")
@@ -52,10 +54,10 @@ _EVENT_STREAM = [
 class CompletionHandler:
     """Handles completions or chats, depending on `parse`. An ASGI application.
 
-    `parse` makes a CompletionRequest of a body and a ResolveModel.
+    `parse` makes a request of a body.
     """
 
-    parse: Callable[..., CompletionRequest]
+    parse: Parse
     executions: Executions
     models: Models
     state: ServerState
@@ -63,10 +65,13 @@ class CompletionHandler:
     body_reader: BodyReader
     # Scores prompts.
     forward: Forward
-    response: Callable[[CompletionRequest, TokenTexts, Prompts], CompletionResponse] = CompletionResponse
+    response: Callable[[CompletionRequest, TokenTexts, Sequence[Prompt]], CompletionResponse] = (
+        CompletionResponse
+    )
     needs_text: bool = True
-    # What a request goes on from, as JSON; empty: nothing. `parse` gets it as `earlier`.
+    # What a request goes on from, as JSON; empty: nothing. Then `going_on` has the `parse` for it.
     earlier: Callable[[object], bytes] = lambda _: b""
+    going_on: Callable[[Any], Parse] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises QuireError."""
@@ -80,8 +85,8 @@ class CompletionHandler:
         (value,) = body
         if not (isinstance(value, dict) and self.models.is_remote(value.get("model"))):
             await self.state.first_worker(None)
-        given = {"earlier": earlier} if earlier else {}
-        completion_request = self.parse(value, self._resolve, **given)
+        parse = self.going_on(earlier) if earlier and self.going_on is not None else self.parse
+        completion_request = parse(value, self._resolve)
         body.clear()
         del value
         try:
@@ -114,13 +119,13 @@ class CompletionHandler:
     @asynccontextmanager
     async def _response(self, request: CompletionRequest) -> AsyncIterator[CompletionResponse]:
         """The response, before its first chunk. The context ends when it is sent."""
-        prompts, tokenizer = Prompts(), None
+        prompts, tokenizer = list[Prompt](), None
         if request.model.is_local:
-            prompts = await prompts_of(request, self.text)
+            prompts = await prompts_of(request, self.text, formats_of_model(self.state))
             if self.needs_text and (request.has_logprobs or request.num_scored is not None):
                 tokenizer = await self.text.tokenizer()
         with ForwardContext() as context:
-            for item, prompt in zip(request.items, prompts.each, strict=False):
+            for item, prompt in zip(request.items, prompts, strict=False):
                 if request.num_scored is not None:
                     prompt.scored = await self._score(request, item, prompt, context)
             yield self.response(request, TokenTexts(tokenizer), prompts)

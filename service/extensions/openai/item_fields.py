@@ -18,7 +18,16 @@ from quire.v1.sampling_settings import SETTINGS, Setting
 
 from service.api.validation import MAX_LOGIT_BIAS
 from service.errors import InvalidArgument
-from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, number, string
+from service.extensions.openai.fields import (
+    Fields,
+    array,
+    bad_field,
+    boolean,
+    integer,
+    number,
+    string,
+    unsupported,
+)
 from service.extensions.openai.messages import MAX_TOOLS, parse_messages
 from service.runtimes.items import MAX_BAD_WORDS, MAX_SAMPLES, MAX_STOPS
 
@@ -35,6 +44,11 @@ _NEUTRAL_OF_STRUCTURED = {
 }
 # What templates know beside `reasoning_effort`.
 _EFFORTS = {"none": {"enable_thinking": False}}
+_TOOL_CHOICES = {
+    "auto": runner_pb2.TOOL_CHOICE_UNSPECIFIED,
+    "none": runner_pb2.TOOL_CHOICE_NONE,
+    "required": runner_pb2.TOOL_CHOICE_REQUIRED,
+}
 MAX_TOP_LOGPROBS = 20
 MAX_ID = (1 << 32) - 1
 _SEEDS = 1 << 64
@@ -206,9 +220,34 @@ def _set_tools(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
         inner = Fields(tool, f"{path}[{index}]")
         if inner.raw("type") != "function":
             raise bad_field(inner.path("type"), "must be function")
-        Fields(inner.raw("function"), inner.path("function")).required("name")
+        function = Fields(inner.raw("function"), inner.path("function"))
+        function.required("name")
+        if not isinstance(function.raw("parameters"), dict | None):
+            raise bad_field(function.path("parameters"), "must be an object")
     if tools:
         item.chat.tools_json = _json(tools, path)
+
+
+def _set_tool_choice(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    parts = item.answer_parts
+    if isinstance(value, str):
+        if value not in _TOOL_CHOICES:
+            raise bad_field(path, "must be none, auto, required, or name a function")
+        parts.tool_choice = _TOOL_CHOICES[value]
+        return
+    fields = Fields(value, path)
+    if fields.raw("type") != "function":
+        raise unsupported(fields.path("type"), "must be function")
+    function = Fields(fields.raw("function"), fields.path("function"))
+    parts.tool_choice, parts.function = runner_pb2.TOOL_CHOICE_REQUIRED, function.required("name")
+    function.refuse_others()
+    fields.refuse_others()
+
+
+def _set_parallel(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
+    is_parallel = boolean(value, path)
+    # Without tools it asks for nothing.
+    item.answer_parts.single_call = not is_parallel and bool(item.chat.tools_json)
 
 
 def _set_format(item: runner_pb2.ExecuteItem, value: Any, path: str) -> None:
@@ -355,7 +394,10 @@ CHAT = (
     plain("top_logprobs", "top_logprobs", integer, 0, MAX_TOP_LOGPROBS),
     # The server makes tokens of them.
     ItemField("messages", "chat.messages", _set_messages, also=("chat", "tokens")),
-    ItemField("tools", "chat.tools_json", _set_tools),
+    ItemField("tools", "chat.tools_json", _set_tools, also=("answer_parts.tools_json",)),
+    ItemField("tool_choice", "answer_parts.tool_choice", _set_tool_choice),
+    ItemField("name", "answer_parts.function", None, parent="tool_choice.function."),
+    ItemField("parallel_tool_calls", "answer_parts.single_call", _set_parallel),
     ItemField("response_format", "constraint", _set_format),
     ItemField("documents", "chat.variables_json", _set_documents),
     ItemField("reasoning_effort", "chat.variables_json", _set_effort),

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Mapping
 from typing import cast
 
 from starlette.exceptions import HTTPException
@@ -84,6 +85,8 @@ class Middleware:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._running.add(task)
         held = contextlib.ExitStack()
+        # More of them: which methods a path has.
+        headers: Mapping[str, str] = {}
         try:
             self._admit(request, held)
             # With this key starlette's router raises HTTPException instead of sending a response.
@@ -104,6 +107,7 @@ class Middleware:
             error = failure.without_traceback()
         except HTTPException as failure:
             error = _BAD_PATHS[failure.status_code]
+            headers = failure.headers or {}
         except NOT_FAILURES:
             raise
         except BaseException:
@@ -114,7 +118,7 @@ class Middleware:
             self._running.discard(task)
         self._state.call_log.refused(name, error, elapsed_ms(began_s))
         scope["quire.error"] = error.reason
-        await response.fail(error)
+        await response.fail(error, headers)
 
     def _admit(self, request: Request, held: contextlib.ExitStack) -> None:
         """Checks host, authentication and the limit of requests, until `held` ends. Raises QuireError."""
@@ -164,12 +168,13 @@ class _Response:
             message["headers"] = headers
         await self._send(message)
 
-    async def fail(self, error: QuireError) -> None:
+    async def fail(self, error: QuireError, headers: Mapping[str, str]) -> None:
         """Sends an error in the form that fits: a response, an event of the stream, or an abort."""
         is_anthropic = self._request.scope["path"].startswith(MESSAGES)
         body = errors.anthropic_body(error) if is_anthropic else errors.body(error)
         if not self._has_begun:
-            response = JSONResponse(body, errors.http_status(error), errors.headers(error))
+            headers = {**headers, **errors.headers(error)}
+            response = JSONResponse(body, errors.http_status(error), headers)
             await response(self._request.scope, self._request.receive, self.send)
         elif self._is_stream:
             frame = named_event(body) if is_anthropic else event(body)

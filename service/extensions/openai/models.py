@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import runner_pb2, types_pb2
 
 from service.api.server_state import ServerState
 from service.errors import NoTokenizer, RuntimeNotFound
-from service.extensions.openai.output_formats import AUTO, OutputFormats, formats_of
 from service.printable import escaped
 from service.runtimes.router import Router
 
@@ -32,18 +31,14 @@ class ResolvedModel:
     model_id: str = ""
     # Empty: the base model.
     adapter_id: str = ""
-    # Of its tool calls and thoughts.
-    formats: OutputFormats = field(default_factory=OutputFormats)
 
 
 class Models:
     """Finds and lists models."""
 
-    def __init__(self, router: Router, state: ServerState, parsers: tuple[str, str] = (AUTO, AUTO)) -> None:
-        """`parsers`: of tool calls and of thoughts, by the names of their formats."""
+    def __init__(self, router: Router, state: ServerState) -> None:
         self._router = router
         self._state = state
-        self._parsers = parsers
         self._created = int(time.time())
 
     def resolve(self, model: str, *, needs_text: bool = True) -> ResolvedModel:
@@ -64,8 +59,6 @@ class Models:
             max_tokens=self._state.limits.max_seq_tokens,
             model_id=ready.model.model_id,
             adapter_id="" if model in (runtime.name, runtime.model_id) else model,
-            # Templates by name, of which one may be for chats with tools only.
-            formats=formats_of("".join(ready.chat_template.sources.values()), *self._parsers),
         )
 
     def is_remote(self, model: object) -> bool:

@@ -1,4 +1,4 @@
-"""What a response says of its prompts, and what reading its answers needs of them.
+"""What a response says of its prompts.
 
 Prompts become tokens here, before the execution, only if something of this is wanted. Otherwise the runtime
 does it.
@@ -10,18 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.v1 import executor_pb2, runner_pb2, types_pb2
+from quire.v1 import executor_pb2, types_pb2
 
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, finite
-from service.extensions.openai.tools import Reading
+from service.runtimes.answer_parts import encoded_prompt, reading_of
+from service.text.output_formats import OutputFormats
 from service.text.text_model import TextModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-# At the end of a prompt, where it may begin thoughts.
-_LAST_TOKENS = 32
 
 
 @dataclass(slots=True)
@@ -33,86 +31,31 @@ class Prompt:
     scored: executor_pb2.ForwardResponse | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Those of a request; none if nothing of them is wanted.
+async def prompts_of(request: CompletionRequest, text: TextModel, formats: OutputFormats) -> list[Prompt]:
+    """The prompts of this server's own model, or none if nothing of them is wanted. The items get the tokens.
 
-    Attributes:
-        is_thinking: Whether they end within thoughts.
-        dropped: Texts of special tokens, which are no part of answers.
+    `formats`: of the model. Raises InvalidArgument, NoTokenizer or SequenceTooLong.
     """
-
-    each: Sequence[Prompt] = ()
-    is_thinking: bool = False
-    dropped: frozenset[str] = frozenset()
-
-
-async def prompts_of(request: CompletionRequest, text: TextModel) -> Prompts:
-    """What is wanted of the prompts of this server's own model. The items get them as tokens.
-
-    Raises InvalidArgument, NoTokenizer or SequenceTooLong.
-    """
-    reading = request.reading
-    # Only prompts of chats begin thoughts, or have to end them.
-    has_thoughts = reading is not None and reading.thoughts is not None
-    dropped = frozenset[str]()
-    if reading is not None:
-        dropped = await _keep_markers(request.items[0], reading, text)
     is_scored = request.num_scored is not None
-    if not (has_thoughts or is_scored or request.echo or request.with_token_ids or request.usage_in_all):
-        return Prompts(dropped=dropped)
-    each = [Prompt(await _tokens(item, request, text)) for item in request.items]
-    is_thinking = False
-    tokenizer = await text.tokenizer()
-    if has_thoughts and reading is not None and tokenizer is not None:
-        is_thinking = await _begin_answer(each[0], reading, tokenizer, text)
-    for item, prompt in zip(request.items, each, strict=True):
+    if not (is_scored or request.echo or request.with_token_ids or request.usage_in_all):
+        return []
+    each: list[Prompt] = []
+    for item in request.items:
+        as_run, reading = reading_of(item, formats)
+        tokens, _ = await encoded_prompt(as_run, reading, text, max_tokens=request.model.max_tokens)
+        prompt = Prompt(list(tokens))
         if request.echo:
-            prompt.text = item.text if item.HasField("text") else _decoded(tokenizer, prompt.token_ids)
+            is_text = item.HasField("text")
+            prompt.text = item.text if is_text else _decoded(await text.tokenizer(), prompt.token_ids)
+        if reading is not None:
+            item.answer_parts.tools_json = item.chat.tools_json
         item.tokens.token_ids[:] = prompt.token_ids
-    return Prompts(each, is_thinking, dropped)
+        each.append(prompt)
+    return each
 
 
-async def _keep_markers(item: runner_pb2.ExecuteItem, reading: Reading, text: TextModel) -> frozenset[str]:
-    """Makes special tokens a part of the text if some are markers. Returns those that are none."""
-    special = (await text.special_ids()).keys()
-    markers = reading.formats.markers
-    if item.special_tokens_in_text or not markers & special:
-        return frozenset()
-    item.special_tokens_in_text = True
-    return frozenset(special - markers)
-
-
-async def _tokens(item: runner_pb2.ExecuteItem, request: CompletionRequest, text: TextModel) -> Sequence[int]:
-    kind, most = item.WhichOneof("prompt"), request.model.max_tokens
-    if kind == "tokens":
-        return list(item.tokens.token_ids)
-    if kind == "text":
-        return await text.encode(item.text, max_tokens=most)
-    return await text.encode_chat(item.chat, max_tokens=most)
-
-
-async def _begin_answer(prompt: Prompt, reading: Reading, tokenizer: Tokenizer, text: TextModel) -> bool:
-    """Whether the prompt ends within thoughts, which are ended if the answer must have none."""
-    form = reading.thoughts
-    assert form is not None
-    last = _decoded(tokenizer, prompt.token_ids[-_LAST_TOKENS:], skip_special_tokens=False)
-    is_thinking = bool(form.begin) and last.rstrip().endswith(form.begin)
-    if not reading.is_direct:
-        return is_thinking
-    added = form.end + form.after if is_thinking else form.answer
-    if added:
-        more = await text.encode(added, max_tokens=len(added), add_special_tokens=False)
-        prompt.token_ids = [*prompt.token_ids, *more]
-    return False
-
-
-def _decoded(
-    tokenizer: Tokenizer | None, token_ids: Sequence[int], *, skip_special_tokens: bool = True
-) -> str:
-    if tokenizer is None:
-        return ""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+def _decoded(tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> str:
+    return "" if tokenizer is None else tokenizer.decode(list(token_ids))
 
 
 def prompt_logprobs(prompt: Prompt, token_texts: TokenTexts) -> Iterator[dict[int, dict[str, Any]] | None]:

@@ -26,7 +26,6 @@ from service.extensions.openai.item_fields import (
     token_ids,
 )
 from service.extensions.openai.models import ResolvedModel
-from service.extensions.openai.tools import Reading, reading_of
 from service.runtimes.items import MAX_SAMPLES
 
 _MAX_PROMPTS = 1024
@@ -68,7 +67,7 @@ class CompletionRequest:
     Attributes:
         with_usage: Whether a stream ends with its usage. `usage_in_all`: each event has that so far.
         tables: Which fields set those of the items: of this request, then of any.
-        reading: How answers are divided. None: they are not.
+        with_thoughts: Whether thoughts are returned.
         num_prompt_top: How many alternatives to each token of prompts. None: no log-probabilities of these.
         echo: The answer begins with the prompt. `echo_only`: and has nothing else.
         with_token_ids: Whether the tokens of prompts and answers are returned.
@@ -83,7 +82,7 @@ class CompletionRequest:
     usage_in_all: bool = False
     priority: types_pb2.Priority = types_pb2.PRIORITY_UNSPECIFIED
     tables: Sequence[Sequence[ItemField]] = field(default=(), compare=False)
-    reading: Reading | None = None
+    with_thoughts: bool = True
     num_prompt_top: int | None = None
     echo: bool = False
     echo_only: bool = False
@@ -147,17 +146,14 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
         raise bad_field("messages", "is required")
     if item.top_logprobs and not item.logprobs:
         raise bad_field("top_logprobs", "needs logprobs")
-    is_constrained = item.HasField("constraint")
-    reading = reading_of(item, fields, model)
+    item.answer_parts.SetInParent()
+    with_thoughts = fields.get("include_reasoning", boolean) is not False
     if fields.raw("modalities") not in (None, ["text"]):
         raise unsupported("modalities", 'must be ["text"]')
     common = _common(fields, model, CHAT)
-    if item.HasField("constraint") and not is_constrained:
-        # It is that of calls.
-        common["tables"] = ((ItemField("tools", "constraint", None),), *common["tables"])
     fields.refuse_others(IGNORED, {**NEUTRAL, "add_special_tokens": False})
     return CompletionRequest(
-        items=[item], is_chat=True, has_logprobs=item.logprobs, reading=reading, **common
+        items=[item], is_chat=True, has_logprobs=item.logprobs, with_thoughts=with_thoughts, **common
     )
 
 
@@ -213,7 +209,7 @@ def prompts(given: object, max_tokens: int, name: str, most: int) -> list[str | 
 def prompt_tokens(values: list[Any], field: str, max_tokens: int) -> list[int]:
     """A prompt of tokens. Raises InvalidArgument or SequenceTooLong."""
     if len(values) > max_tokens:
-        raise SequenceTooLong(len(values), max_tokens)
+        raise SequenceTooLong(len(values), max_tokens, field)
     return token_ids(values, field)
 
 

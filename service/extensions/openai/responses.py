@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from quire.v1 import runner_pb2
 
 from service.api.status import from_status
 from service.extensions.openai.choices import Choice
-from service.extensions.openai.output_parser import Part
-from service.extensions.openai.prompts import Prompt, Prompts, prompt_logprobs
+from service.extensions.openai.prompts import Prompt, prompt_logprobs
 from service.extensions.openai.requests import CompletionRequest
 from service.extensions.openai.token_texts import TokenTexts, by_text
 from service.runtimes.base import SampleKey
+from service.text.output_parser import Part
 
 # A token with its log-probability and those of alternatives; see `TokenTexts`.
 _Entry = dict[str, Any]
@@ -47,12 +47,12 @@ class CompletionResponse:
     last_frame = "data: [DONE]\n\n"
 
     def __init__(
-        self, request: CompletionRequest, token_texts: TokenTexts, prompts: Prompts | None = None
+        self, request: CompletionRequest, token_texts: TokenTexts, prompts: Sequence[Prompt] = ()
     ) -> None:
         """`prompts`: what is known of them, if anything of it is wanted."""
         self._request = request
         self._token_texts = token_texts
-        self._prompts = prompts or Prompts()
+        self._prompts = prompts
         self._created = int(time.time())
         self._head: dict[str, Any] = {}
         # Of a stream: whether its first events were made.
@@ -62,10 +62,7 @@ class CompletionResponse:
         self._usage: dict[SampleKey, runner_pb2.Usage] = {}
 
     def _choice(self, index: int) -> Choice:
-        reading, parser = self._request.reading, None
-        if reading is not None:
-            parser = reading.parser(is_thinking=self._prompts.is_thinking, dropped=self._prompts.dropped)
-        return Choice(index, parser, len(self._prompt(index).text) if self._request.echo else 0)
+        return Choice(index, len(self._prompt(index).text) if self._request.echo else 0)
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
         """Sets the fields that describe the execution. Call before all others."""
@@ -126,11 +123,10 @@ class CompletionResponse:
             if text := "".join(part.content for part in parts):
                 yield self._delta(content=text)
             return
-        with_thoughts = self._request.reading is not None and self._request.reading.with_thoughts
         for part in parts:
             if part.content:
                 yield self._delta(content=part.content)
-            elif part.thoughts and with_thoughts:
+            elif part.thoughts and self._request.with_thoughts:
                 yield self._delta(reasoning_content=part.thoughts)
             elif part.begun:
                 call_id, name = part.begun
@@ -206,8 +202,7 @@ class CompletionResponse:
     def _message(self, choice: Choice) -> dict[str, Any]:
         content = _Text(iter(choice.content)) if any(choice.content) or not choice.calls else None
         message: dict[str, Any] = {"role": "assistant", "refusal": None, "content": content}
-        reading = self._request.reading
-        if choice.thoughts and reading is not None and reading.with_thoughts:
+        if choice.thoughts and self._request.with_thoughts:
             message["reasoning_content"] = _Text(iter(choice.thoughts))
         if choice.calls:
             message["tool_calls"] = [
@@ -230,7 +225,7 @@ class CompletionResponse:
 
     def _prompt(self, index: int) -> Prompt:
         """That of a choice. Each item has as many samples as the others."""
-        return self._prompts.each[index // self._request.items[0].n]
+        return self._prompts[index // self._request.items[0].n]
 
     def _of_prompts(self) -> dict[str, Any]:
         """What a chat's response has of its prompt."""
@@ -297,14 +292,13 @@ class CompletionResponse:
     def usage(self) -> dict[str, Any]:
         """That of all samples so far; a prompt counts once."""
         usages = self._usage.items()
-        thoughts = sum(choice.reasoning_tokens for choice in self._choices.values())
-        thoughts += sum(usage.reasoning_tokens for _, usage in usages)
+        thoughts = sum(usage.reasoning_tokens for _, usage in usages)
         prompt = sum(usage.input_tokens for (_, sample), usage in usages if not sample)
         output = sum(usage.output_tokens for _, usage in usages)
         for index, (key, choice) in enumerate(self._choices.items()):
             if key not in self._usage:
                 output += choice.num_tokens
-                prompt += len(self._prompt(index).token_ids) if self._prompts.each and not key[1] else 0
+                prompt += len(self._prompt(index).token_ids) if self._prompts and not key[1] else 0
         if self._request.echo_only:
             output = 0
         cached = sum(usage.cached_tokens for (_, sample), usage in usages if not sample)

@@ -236,7 +236,7 @@ class ResponsesResponse(CompletionResponse):
 
     def _body(self) -> dict[str, Any]:
         (choice,) = self._choices.values()
-        blocks = blocks_of(choice, with_thoughts=self._request.reading is not None)
+        blocks = blocks_of(choice)
         return self._kept([self._item(block) for block in blocks])
 
     def _kept(self, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class ResponsesResponse(CompletionResponse):
             }
             yield {"type": "response.created", "response": new}
             yield {"type": "response.in_progress", "response": new}
-        for what, block, text in self._blocks.add(parts, with_thoughts=self._request.reading is not None):
+        for what, block, text in self._blocks.add(parts):
             yield from self._block_events(what, block, text)
         if choice.finish:
             for what, block, text in self._blocks.end():

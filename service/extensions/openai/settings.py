@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.config import Config, ExtensionSettings
-from service.extensions.openai.output_formats import AUTO, NONE, REASONING_FORMATS, TOOL_FORMATS
 from service.setting_rules import HOST_PORT_ADDRESS
 from service.settings import Port, setting
 
@@ -28,18 +27,6 @@ class OpenAiSettings(ExtensionSettings):
         " own, or those that tokens were drawn with",
         ("raw_logprobs", "processed_logprobs"),
     )
-    tool_call_parser: str = setting(
-        AUTO,
-        "how the model writes tool calls, by vLLM's names; auto: as its chat template shows; none: they are"
-        " text",
-        (AUTO, NONE, *(form.name for form in TOOL_FORMATS)),
-    )
-    reasoning_parser: str = setting(
-        AUTO,
-        "how the model marks its thoughts; auto: as its chat template shows; none: they are part of the"
-        " answer",
-        (AUTO, NONE, *(form.name for form in REASONING_FORMATS)),
-    )
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
         """None without an address to listen on."""
@@ -47,5 +34,4 @@ class OpenAiSettings(ExtensionSettings):
             return None
         from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time
 
-        parsers = self.tool_call_parser, self.reasoning_parser
-        return OpenAiFront(self.openai_listen, self.openai_logprobs_mode, parsers)
+        return OpenAiFront(self.openai_listen, self.openai_logprobs_mode)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from service.errors import InvalidArgument
 from service.extensions.openai.choices import Choice
 from service.extensions.openai.fields import Fields, bad_field, string
-from service.extensions.openai.output_parser import Part
 from service.extensions.openai.requests import CompletionRequest, ResolveModel, chat
 from service.extensions.openai.responses import to_json
+from service.text.output_parser import Part
 
 _Request = TypeVar("_Request", bound=CompletionRequest)
 THOUGHTS, TEXT, CALL = "thoughts", "text", "call"
@@ -82,11 +82,9 @@ class Blocks:
         # By their numbers in the answer. Providers may send arguments of several in turns.
         self._calls: dict[int, Block] = {}
 
-    def add(self, parts: list[Part], *, with_thoughts: bool) -> Iterator[tuple[str, Block, str]]:
+    def add(self, parts: list[Part]) -> Iterator[tuple[str, Block, str]]:
         """What happens to which block: it begins, ends, or gets a text (delta)."""
         for part in parts:
-            if part.thoughts and not with_thoughts:
-                continue
             if part.begun:
                 yield from self._begin(CALL, *part.begun)
                 self._calls[part.index] = self.all[-1]
@@ -113,9 +111,9 @@ class Blocks:
         yield "begin", self.all[-1], ""
 
 
-def blocks_of(choice: Choice, *, with_thoughts: bool) -> list[Block]:
+def blocks_of(choice: Choice) -> list[Block]:
     """The blocks of a response in one piece."""
-    blocks = [Block(THOUGHTS, 0, texts=choice.thoughts)] if with_thoughts and choice.thoughts else []
+    blocks = [Block(THOUGHTS, 0, texts=choice.thoughts)] if choice.thoughts else []
     if any(choice.content):
         blocks.append(Block(TEXT, 0, texts=choice.content))
     blocks += [Block(CALL, 0, call.id, call.name, call.arguments) for call in choice.calls.values()]

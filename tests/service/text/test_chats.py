@@ -287,3 +287,36 @@ def test_variables_and_ends_that_are_refused(fields: Mapping[str, Any], field: s
     with pytest.raises(InvalidArgument) as caught:
         written(made, "{{ messages[0].role }}")
     assert caught.value.field == field
+
+
+# As that of gpt-oss: it takes one call of a message, no content beside thoughts, and needs descriptions.
+HARMONY = """{%- for tool in tools %}{{- '// ' + tool.function.description }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}
+        {%- if message.content %}
+            {{- '<|channel|>analysis<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- 'to=' + call.name + '<|message|>' + call.arguments | tojson + '<|call|>' }}
+    {%- else %}{{- message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}"""
+
+
+def test_harmony_has_one_call_in_a_message() -> None:
+    calls = [call('{"a": 1}', "c1"), call('{"a": 2}', "c2"), call('{"a": 3}', "c3")]
+    messages = [
+        {"role": "user", "content": "Go."},
+        {"role": "assistant", "content": "Two.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "second", "tool_call_id": "c2"},
+        {"role": "tool", "content": "first", "tool_call_id": "c1"},
+        {"role": "user", "content": "And?"},
+    ]
+    text = written(parsed(messages, tools=TOOLS), HARMONY)
+    assert text == (
+        "// user<|message|>Go.<|end|>"
+        'to=add<|message|>{"a": 2}<|call|>tool<|message|>second<|end|>'
+        "<|channel|>analysis<|message|>Hm.\nTwo.<|end|>"
+        'to=add<|message|>{"a": 1}<|call|>tool<|message|>first<|end|>'
+        'to=add<|message|>{"a": 3}<|call|>user<|message|>And?<|end|>'
+    )

@@ -29,6 +29,11 @@ _FINISHES = {
     "refusal": runner_pb2.FINISH_REASON_CONTENT_FILTER,
 }
 
+_TOOL_CHOICES = {
+    runner_pb2.TOOL_CHOICE_NONE: "none",
+    runner_pb2.TOOL_CHOICE_REQUIRED: "any",
+}
+
 
 class Messages(Dialect):
     """The API's only kind of request."""
@@ -76,6 +81,8 @@ class Messages(Dialect):
         tools = [_tool(tool) for tool in tools_of(item.chat, parsed_json)]
         if tools:
             body["tools"] = tools
+        if tools or item.answer_parts.tool_choice == runner_pb2.TOOL_CHOICE_REQUIRED:
+            body |= _tool_choice(item.answer_parts)
         return body
 
     def read(self, data: str) -> Sequence[StreamUpdate]:
@@ -164,6 +171,15 @@ def _content(message: runner_pb2.ChatMessage, index: int) -> object:
         arguments = parsed_json(call_arguments(call), "BAD_CHAT", field)
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return blocks
+
+
+def _tool_choice(parts: runner_pb2.AnswerParts) -> dict[str, object]:
+    choice: dict[str, object] = {"type": _TOOL_CHOICES.get(parts.tool_choice, "auto")}
+    if parts.function:
+        choice = {"type": "tool", "name": parts.function}
+    if parts.single_call and parts.tool_choice != runner_pb2.TOOL_CHOICE_NONE:
+        choice["disable_parallel_tool_use"] = True
+    return {} if choice == {"type": "auto"} else {"tool_choice": choice}
 
 
 def _tool(tool: object) -> dict[str, object]:

@@ -38,6 +38,11 @@ _FINISHES = {
     "function_call": runner_pb2.FINISH_REASON_TOOL_CALLS,
 }
 
+_TOOL_CHOICES = {
+    runner_pb2.TOOL_CHOICE_NONE: "none",
+    runner_pb2.TOOL_CHOICE_REQUIRED: "required",
+}
+
 
 def _common_fields(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> dict[str, object]:
     """The fields of a request that both dialects have."""
@@ -143,6 +148,8 @@ class ChatCompletions(_OpenAI):
         tools = tools_of(item.chat, parsed_json)
         if tools:
             body["tools"] = tools
+        if tools or item.answer_parts.tool_choice == runner_pb2.TOOL_CHOICE_REQUIRED:
+            body |= _tool_choice(item.answer_parts)
         if item.logprobs:
             body["logprobs"] = True
         if item.constraint.HasField("json_schema"):
@@ -169,6 +176,15 @@ class ChatCompletions(_OpenAI):
         )
 
 
+def _tool_choice(parts: runner_pb2.AnswerParts) -> dict[str, object]:
+    choice: dict[str, object] = {"parallel_tool_calls": False} if parts.single_call else {}
+    if parts.function:
+        choice["tool_choice"] = {"type": "function", "function": {"name": parts.function}}
+    elif parts.tool_choice in _TOOL_CHOICES:
+        choice["tool_choice"] = _TOOL_CHOICES[parts.tool_choice]
+    return choice
+
+
 def _tool_call(call: Fields) -> ToolCallDelta:
     function = call.fields("function")
     return ToolCallDelta(
@@ -184,7 +200,9 @@ class Completions(_OpenAI):
 
     kind = runner_pb2.RUNTIME_KIND_OPENAI_COMPLETIONS
     path = "/completions"
-    unsupported_fields = ("chat", "constraint.json_schema", "sampling.penalty_from")
+    unsupported_fields = (
+        "chat", "constraint.json_schema", "sampling.penalty_from", "answer_parts.tool_choice",
+    )  # fmt: skip
 
     @staticmethod
     def body(item: runner_pb2.ExecuteItem, samples: int, config: ProviderConfig) -> Mapping[str, object]:

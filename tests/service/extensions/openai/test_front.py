@@ -86,9 +86,10 @@ class FakeRuntime:
 class Server:
     """A running HTTP server, and clients of it."""
 
-    def __init__(self, front: OpenAiFront, state: ServerState, port: int) -> None:
+    def __init__(self, front: OpenAiFront, state: ServerState, text: TextModel, port: int) -> None:
         self.front = front
         self.state = state
+        self.text = text
         self.port = port
 
     def client(self, key: str = "none") -> Any:
@@ -113,7 +114,7 @@ async def serving(
     config = Config().with_values({"openai_listen": "127.0.0.1:0", **settings})
     model = types_pb2.ModelDescription(vocab_size=100)
     able = types_pb2.ExecutorCapabilities(kv_capacity_tokens=1000)
-    ready = worker_pb2.WorkerReady(model=model, executor=able, **texts or {})
+    ready = worker_pb2.WorkerReady(**{"model": model, "executor": able, **(texts or {})})
     state = state_of(config, ready if has_worker else None)
     runtimes: Any = [runtime] if has_worker else [FakeRuntime(generate_yes, "local"), runtime]
     router = Router(runtimes)
@@ -140,7 +141,7 @@ async def serving(
     port = front.bind()
     tasks = [asyncio.create_task(front.run()), asyncio.create_task(state.receiver.run())]
     try:
-        yield Server(front, state, port)
+        yield Server(front, state, text, port)
     finally:
         await front.stop(0.2)
         tasks[1].cancel()

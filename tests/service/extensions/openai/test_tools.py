@@ -12,7 +12,12 @@ import openai
 import pytest
 from quire.v1 import runner_pb2, types_pb2
 
+from service.errors import QuireError
+from service.runtimes.answer_parts import formats_of_model, reading_of
 from service.runtimes.base import Batch, ChunkSink
+from service.runtimes.items import failures
+from service.runtimes.preparing import ItemPreparer
+from service.text.output_formats import OutputFormats
 from tests.chat_templates import byte_tokenizer
 from tests.service.extensions.openai.test_front import FakeRuntime, serving
 
@@ -38,32 +43,38 @@ CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool
 
 
 class Writer(FakeRuntime):
-    """This server's own runtime, which writes a text in small pieces, and keeps what it was asked.
+    """This server's own runtime, whose model writes a text, a token for each byte; keeps what it was asked.
 
     Of several texts, one for each request.
     """
 
-    def __init__(self, text: str | list[str], size: int = 3) -> None:
+    def __init__(self, text: str | list[str]) -> None:
         super().__init__(self._write, "local")
-        self.text, self._size = text, size
+        self.text = text
+        self.tokenizer = byte_tokenizer()
+        self.preparer: ItemPreparer
+        self.formats: OutputFormats
         self.items: list[runner_pb2.ExecuteItem] = []
+        self.prompt = ""
 
     async def _write(self, batch: Batch, sink: ChunkSink) -> None:
         self.items = list(batch.items)
         text = self.text if isinstance(self.text, str) else self.text.pop(0)
-        for begin in range(0, len(text), self._size):
-            piece = text[begin : begin + self._size]
-            sink.put([runner_pb2.SampleChunk(item_id="0", position=begin, token_ids=[1], text=piece)])
-        usage = runner_pb2.Usage(input_tokens=7, output_tokens=-(-len(text) // self._size))
-        sink.put(
-            [runner_pb2.SampleChunk(item_id="0", finish_reason=runner_pb2.FINISH_REASON_STOP, usage=usage)]
-        )
+        try:
+            item = await self.preparer.prepare(batch.items[0], None)
+        except QuireError as error:
+            sink.put(failures(batch.items[0], error))
+            return
+        self.prompt = self.tokenizer.decode(list(item.spec.prompt), skip_special_tokens=False)
+        sample = item.sample(0)
+        for token in self.tokenizer.encode(text).ids:
+            sink.put([sample.take(token)])
+        sink.put([sample.complete()])
 
     @property
-    def prompt(self) -> str:
-        """The text of the tokens that it was asked to continue."""
-        decoded: str = byte_tokenizer().decode(list(self.items[0].tokens.token_ids))
-        return decoded
+    def schema(self) -> Any:
+        """What the answer has to be valid under."""
+        return json.loads(reading_of(self.items[0], self.formats)[0].constraint.json_schema)
 
 
 @asynccontextmanager
@@ -72,13 +83,16 @@ async def answering(
 ) -> AsyncIterator[tuple[Any, Writer]]:
     """A client of a server whose model writes a text. `special`: special tokens of its tokenizer."""
     runtime = Writer(text)
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens(list(special))
+    runtime.tokenizer.add_special_tokens(list(special))
     texts = {
-        "tokenizer_json": tokenizer.to_str().encode(),
+        "model": types_pb2.ModelDescription(vocab_size=512, max_seq_len=10_000),
+        "executor": types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000),
+        "tokenizer_json": runtime.tokenizer.to_str().encode(),
         "chat_template": types_pb2.ChatTemplate(sources={"default": template}),
     }
     async with serving(runtime, texts=texts, **settings) as served, served.client() as client:
+        runtime.preparer = ItemPreparer(served.state, served.text)
+        runtime.formats = formats_of_model(served.state)
         yield client, runtime
 
 
@@ -112,7 +126,7 @@ async def test_what_a_model_writes_is_divided() -> None:
         assert found == {"content": "Let me see.", "calls": calls, "finish": "tool_calls", "thoughts": "Hm."}
         assert '"name": "weather"' in runtime.prompt
         answer = await client.chat.completions.create(**ASKED, tools=TOOLS)
-        assert answer.usage.completion_tokens_details.reasoning_tokens in range(4, 9)
+        assert answer.usage.completion_tokens_details.reasoning_tokens == len(">\nHm.\n</think>")
         found = await both(client, tools=TOOLS, parallel_tool_calls=False)
         assert found["calls"] == calls[:1]
         # Without tools there are no calls.
@@ -158,7 +172,7 @@ async def test_forced_calls_have_a_grammar(template: str) -> None:
         found = await both(client, tools=TOOLS, tool_choice="required")
         assert found["calls"] == [("weather", '{"city": "Rome"}'), ("stop", "{}")]
         assert (found["content"], found["finish"]) == (None, "tool_calls")
-        schema = json.loads(runtime.items[0].constraint.json_schema)
+        schema = runtime.schema
         is_valid = jsonschema.Draft202012Validator(schema).is_valid
         assert is_valid(written) and is_valid(written[1:])
         wrong = [{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "stop", "arguments": {"a": 1}}]
@@ -169,7 +183,7 @@ async def test_forced_calls_have_a_grammar(template: str) -> None:
         for settings in ({"tool_choice": NAMED}, {"tool_choice": "required", "parallel_tool_calls": False}):
             found = await both(client, tools=TOOLS, **settings)
             assert found["calls"] == [("weather", '{"city": "Rome"}')]
-            schema = json.loads(runtime.items[0].constraint.json_schema)
+            schema = runtime.schema
             is_valid = jsonschema.Draft202012Validator(schema).is_valid
             assert is_valid(written[:1]) and not is_valid(written)
             assert is_valid(written[1:]) == (settings["tool_choice"] == "required")
@@ -203,9 +217,8 @@ async def test_formats_can_be_set() -> None:
 
 
 async def test_markers_that_are_special_tokens_are_asked_for() -> None:
-    async with answering(f"<|pad|>Hi.{CALLS}", special=["<tool_call>", "<|pad|>"]) as (client, runtime):
+    async with answering(f"<|pad|>Hi.{CALLS}", special=["<tool_call>", "<|pad|>"]) as (client, _):
         found = await both(client, tools=TOOLS)
-        assert runtime.items[0].special_tokens_in_text
         assert (found["content"], len(found["calls"])) == ("Hi.", 2), "others are no part of the text"
         found = await both(client, tools=TOOLS, extra_body={"skip_special_tokens": False})
         assert found["content"] == "<|pad|>Hi."

@@ -11,7 +11,6 @@ from quire.v1 import runner_pb2
 
 from service.errors import InvalidArgument
 from service.extensions.openai.anthropic_messages import messages
-from service.extensions.openai.output_parser import Part
 from service.extensions.openai.requests import ResolveModel
 from service.extensions.openai.responses import json_pieces
 from service.extensions.openai.responses_api import ResponsesRequest
@@ -19,6 +18,7 @@ from service.extensions.openai.responses_api import responses as kept_responses
 from service.extensions.openai.stored_responses import StoredResponses
 from service.extensions.openai.translated import Blocks
 from service.text.bounded_json import MAX_BYTES
+from service.text.output_parser import Part
 from tests.service.extensions.openai.test_requests import resolve
 from tests.service.extensions.openai.test_tools import CALLS, WEATHER, answering
 
@@ -47,7 +47,10 @@ async def test_responses() -> None:
         assert (whole.output_text, whole.status) == ("Let me see.", "completed")
         assert whole.output[0].content[0].text == "Hm."
         assert json.loads(whole.output[3].arguments) == {"city": "Bern"}
-        assert whole.usage.input_tokens == 7 and whole.usage.output_tokens_details.reasoning_tokens
+        assert (
+            whole.usage.input_tokens == len(runtime.prompt)
+            and whole.usage.output_tokens_details.reasoning_tokens
+        )
         assert "|system:Be kind.|user:Go." in runtime.prompt
         # The SDK checks the order of the events, and puts the response together.
         async with client.responses.stream(**asked) as stream:
@@ -111,7 +114,7 @@ async def test_messages() -> None:
     async with answering(WRITTEN) as (client, runtime):
         asked: Any = {
             "model": "local",
-            "max_tokens": 99,
+            "max_tokens": 999,
             "messages": TALK,
             "tools": OF_MESSAGES,
             "system": "Be kind.",
@@ -120,7 +123,7 @@ async def test_messages() -> None:
         assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
         assert whole["content"][0]["thinking"] == "Hm." and whole["content"][1]["text"] == "Let me see."
         assert whole["content"][2]["input"] == {"city": "Bern"}
-        assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", 7)
+        assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", len(runtime.prompt))
         assert "|system:Be kind.|user:Go." in runtime.prompt
         events = await raw_events(client, "messages", {**asked, "stream": True})
         blocks: list[dict[str, Any]] = []
@@ -219,7 +222,6 @@ def test_conversations_are_those_of_chats() -> None:
         (messages, {"messages": TALK}, "max_tokens"),
         (messages, {"messages": IMAGE}, "messages[0].content[0].type"),
         (messages, {"messages": TALK, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-        (messages, {"messages": TALK, "tool_choice": {"type": "any"}}, "tool_choice"),
         (messages, {"messages": TALK, "stop_sequences": 3}, "stop_sequences"),
         (messages, {"messages": TALK, "tools": 5}, "tools"),
         (messages, {"messages": TALK, "tool_choice": {"type": []}}, "tool_choice.type"),
@@ -252,7 +254,7 @@ def test_arguments_of_several_calls_in_turns() -> None:
         Part(arguments='{"of": "f"}', index=0),
         Part(arguments='{"of": "g"', index=1),
     ]
-    for _ in blocks.add(parts, with_thoughts=True):
+    for _ in blocks.add(parts):
         pass
     assert [(block.name, block.text) for block in blocks.all] == [("f", '{"of": "f"}'), ("g", '{"of": "g"')]
 

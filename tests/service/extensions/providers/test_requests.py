@@ -84,6 +84,39 @@ def test_a_chat_with_tools() -> None:
     assert anthropic["tools"] == [{"name": "look", "input_schema": {"type": "object"}}]
 
 
+@pytest.mark.parametrize(
+    ("parts", "openai", "anthropic"),
+    [
+        ({}, {}, {}),
+        ({"tool_choice": "NONE"}, {"tool_choice": "none"}, {"tool_choice": {"type": "none"}}),
+        (
+            {"tool_choice": "REQUIRED", "function": "look"},
+            {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+            {"tool_choice": {"type": "tool", "name": "look"}},
+        ),
+        (
+            {"tool_choice": "REQUIRED", "single_call": True},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        ),
+        (
+            {"single_call": True},
+            {"parallel_tool_calls": False},
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        ),
+    ],
+)
+def test_which_tools_are_called(
+    parts: dict[str, Any], openai: dict[str, Any], anthropic: dict[str, Any]
+) -> None:
+    if "tool_choice" in parts:
+        parts = {**parts, "tool_choice": f"TOOL_CHOICE_{parts['tool_choice']}"}
+    item = asked(chat=CHAT, answer_parts=runner_pb2.AnswerParts(**parts))
+    plain = asked(chat=CHAT)
+    assert body("openai-chat", item) == {**body("openai-chat", plain), **openai}
+    assert body("anthropic-messages", item) == {**body("anthropic-messages", plain), **anthropic}
+
+
 def test_settings_are_passed_on() -> None:
     own = sampling(
         temperature=0.7, top_p=0.9, frequency_penalty=0.5, presence_penalty=-0.5, seed=3,

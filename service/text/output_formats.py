@@ -185,7 +185,9 @@ REASONING_FORMATS = (
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("think", "<think>", "</think>", after="\n\n"),
 )
-AUTO, NONE = "auto", "none"
+
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)

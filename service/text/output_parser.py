@@ -13,34 +13,35 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import re
-import secrets
 import string
 import warnings
-from collections import deque
 from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from service.extensions.openai.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
-from service.extensions.openai.output_formats import (
+from service.text import bounded_json
+from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
+from service.text.output_formats import (
     MAX_HEAD_CHARACTERS,
     Arguments,
     OutputFormats,
     Pattern,
     ToolFormat,
 )
-from service.text import bounded_json
 
 MAX_CALLS = 128
 MAX_ARGUMENT_CHARACTERS = 1 << 20
 # Of an object that is not known to be a call yet, which is held back.
 _MAX_HELD_CHARACTERS = 1 << 16
 # What is read again in all, behind markers of sections without a call. Further ones are content at once, so
-# that the time grows with the length of an answer.
-_MAX_READ_AGAIN = 1 << 16
+# that the time grows with the length of an answer, and the end of a section takes some milliseconds.
+_MAX_READ_AGAIN = 1 << 13
+# Of Python, outside its strings: its parser takes ten microseconds for each.
+_MAX_PYTHON_MARKS = 1 << 12
 _SPACES = " \t\r\n"
 # Spaces that are held back, since they may come before a call, where they mean nothing.
 _MAX_HELD_SPACES = 256
@@ -101,12 +102,14 @@ class OutputParser:
         max_calls: int = MAX_CALLS,
         is_thinking: bool = False,
         dropped: Collection[str] = (),
+        call_key: str = "",
     ) -> None:
         """`tools`: the schemas of arguments by the names of functions; empty: there are no calls.
 
         `max_calls`: further ones are left out. `is_thinking`: the answer begins within thoughts. `dropped`:
-        texts that are no part of an answer.
+        texts that are no part of an answer. `call_key`: decides the ids of calls.
         """
+        self._call_key = call_key
         self._tools = tools
         self._max_calls = max_calls
         messages = formats.tools is not None and formats.tools.arguments is Arguments.MESSAGE
@@ -120,8 +123,9 @@ class OutputParser:
         self._spaces = ""
         # Whether spaces at the beginning of the next text are dropped.
         self._drops_spaces = is_thinking
-        # What comes next, before what is pushed; and what was read since the beginning of a section.
-        self._ahead: deque[str] = deque()
+        # What comes next, from an index on, before what is pushed; and what was read since the beginning of
+        # a section.
+        self._ahead, self._ahead_from = "", 0
         self._read_text: list[str] = []
         self._has_ended = False
         self._patterns: dict[tuple[str, ...], Pattern] = {}
@@ -167,11 +171,13 @@ class OutputParser:
 
     def _read(self) -> Generator[None, str, str]:
         """The next character; empty: the answer has ended."""
-        if self._ahead:
-            char = self._ahead.popleft()
+        if self._ahead_from < len(self._ahead):
+            char = self._ahead[self._ahead_from]
+            self._ahead_from += 1
         elif self._has_ended:
             return ""
         else:
+            self._ahead, self._ahead_from = "", 0
             # `end` resumes it with nothing.
             char = (yield) or ""
         if char:
@@ -180,8 +186,13 @@ class OutputParser:
 
     def _unread(self, num_characters: int) -> None:
         """The last characters are read again next."""
-        for _ in range(num_characters):
-            self._ahead.appendleft(self._read_text.pop())
+        if num_characters <= self._ahead_from:
+            # They came from there.
+            self._ahead_from -= num_characters
+        else:
+            again = "".join(self._read_text[-num_characters:])
+            self._ahead, self._ahead_from = again + self._ahead[self._ahead_from :], 0
+        del self._read_text[len(self._read_text) - num_characters :]
 
     def _match(self, *texts: str) -> Generator[None, str, dict[str, str] | None]:
         """Reads the longest of the texts of a pattern. None: it is none of them, and nothing is read."""
@@ -248,7 +259,12 @@ class OutputParser:
         plain, beginnings = _beginnings(markers)
         held = ""
         while True:
-            self._plain = None if held or self._ahead else plain
+            if not held and self._ahead_from < len(self._ahead):
+                found = plain.search(self._ahead, self._ahead_from)
+                end = len(self._ahead) if found is None else found.start()
+                self._say(self._ahead[self._ahead_from : end])
+                self._ahead_from = end
+            self._plain = None if held or self._ahead_from < len(self._ahead) else plain
             char = yield from self._read()
             self._plain = None
             self._read_text.clear()
@@ -359,7 +375,13 @@ class OutputParser:
             raise _NoCall
         self._spaces, self._drops_spaces = "", True
         self.num_calls += 1
-        self._add_to_call(begun=(given_id or _new_id(form), name))
+        self._add_to_call(begun=(given_id or self._new_id(form), name))
+
+    def _new_id(self, form: ToolFormat) -> str:
+        """An id for the call that begins: the same if the answer is read again."""
+        data = hashlib.shake_128(f"{self._call_key}\0{self.num_calls}".encode())
+        characters = "".join(_ID_CHARACTERS[each % 62] for each in data.digest(form.id_characters or 24))
+        return characters if form.id_characters else f"call_{characters}"
 
     def _add_to_call(self, **what: Any) -> None:
         """Adds a part of the call that has begun last."""
@@ -437,10 +459,10 @@ class OutputParser:
 
     def _python_calls(self, form: ToolFormat, *, is_marked: bool) -> _Reading:
         """A list of calls as in Python. Raises _NoCall."""
-        text, depth, quote, is_escaped = "", 0, "", False
+        text, depth, quote, is_escaped, num_marks = "", 0, "", False, 0
         while not text or depth:
             char = yield from self._read()
-            if not char or len(text) >= _MAX_HELD_CHARACTERS:
+            if not char or len(text) >= _MAX_HELD_CHARACTERS or num_marks > _MAX_PYTHON_MARKS:
                 raise _NoCall
             text += char
             if is_escaped:
@@ -452,6 +474,7 @@ class OutputParser:
                 quote = char
             else:
                 depth += (char in "[({") - (char in "])}")
+                num_marks += not char.isalnum()
                 if not 0 <= depth <= MAX_LEVELS:
                     raise _NoCall
         calls = _calls_of_python(text, self._tools if not is_marked else None)
@@ -486,11 +509,6 @@ def _beginnings(markers: frozenset[str]) -> tuple[re.Pattern[str], frozenset[str
     firsts = "".join(sorted({marker[0] for marker in markers}))
     found = frozenset(marker[:end] for marker in markers for end in range(1, len(marker) + 1))
     return re.compile(f"[{re.escape(firsts)}]" if firsts else r"(?!)"), found
-
-
-def _new_id(form: ToolFormat) -> str:
-    characters = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(form.id_characters or 24))
-    return characters if form.id_characters else f"call_{characters}"
 
 
 def _call_of(text: str) -> tuple[str, str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.extensions.openai.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
-from service.extensions.openai.output_formats import (
+from service.setting_rules import REASONING_PARSERS, TOOL_CALL_PARSERS
+from service.text.json_scanner import MAX_LEVELS, JsonScanner, MalformedJson
+from service.text.output_formats import (
     FORCED,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -22,7 +24,7 @@ from service.extensions.openai.output_formats import (
     ToolFormat,
     formats_of,
 )
-from service.extensions.openai.output_parser import MAX_CALLS, OutputParser, Part
+from service.text.output_parser import MAX_CALLS, OutputParser, Part
 
 TOOLS: dict[str, dict[str, Any]] = {
     "look_up": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
@@ -98,6 +100,11 @@ def test_calls_of_each_family(name: str, is_thinking: bool) -> None:
     content, thoughts, calls = gathered(parts_of(BY_NAME[name], text, reasoning))
     assert valued(calls) == [("look_up", {"city": "Bern <b>", "days": 3}), ("stop", {})]
     assert (content, thoughts) == ("", "Hm." if is_thinking else "")
+
+
+def test_settings_name_the_formats() -> None:
+    assert TOOL_CALL_PARSERS[2:] == tuple(form.name for form in TOOL_FORMATS)
+    assert REASONING_PARSERS[2:] == tuple(form.name for form in REASONING_FORMATS)
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=[each.name for each in TOOL_FORMATS])
@@ -259,3 +266,32 @@ def test_the_scanner_knows_json(text: str, data: st.DataObject | None) -> None:
     except ValueError:
         expected = False
     assert is_valid == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("hermes", '<tool_call>{"x": "' + "a" * 60_000, '"}</tool_call>'),
+        ("hermes", '<tool_call>{"x": "' + '<tool_call>{\\"' * 4_000, '"}</tool_call>'),
+        ("llama4_pythonic", "<|python_start|>[stop(a=[" + "1," * 20_000, "])]"),
+        ("pythonic", "[" + "stop(), " * 7_000, "stop()]"),
+        ("hermes", "<tool_call>" + " " * 60_000, "x"),
+    ],
+)
+def test_the_end_of_a_long_section_takes_few_steps(name: str, begin: str, end: str) -> None:
+    """Nothing else runs meanwhile. 36,000 characters took a second, since all of them were read again."""
+    parser = OutputParser(OutputFormats(BY_NAME[name], None), TOOLS)
+    parts, steps = parser.push(begin), 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal steps
+        steps += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        parts += parser.push(end)
+    finally:
+        sys.setprofile(None)
+    parts += parser.end()
+    assert gathered(parts) == (begin + end, "", [])
+    assert steps < 10_000

@@ -1,0 +1,273 @@
+"""How the samples of an item are divided into content, thoughts and tool calls, and how calls are forced.
+
+A model that has to call tools is made to by a grammar: its answer is a JSON list of calls, each valid under
+its function's schema. That needs no format of the model's own, and no support by its chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.v1 import runner_pb2
+
+from service.api.server_state import ServerState
+from service.errors import InvalidArgument, NoTokenizer
+from service.text.bounded_json import tools_of
+from service.text.output_formats import FORCED, OutputFormats, ReasoningFormat, formats_of
+from service.text.output_parser import MAX_CALLS, OutputParser
+from service.text.text_model import TextModel
+
+TOOLS = "chat.tools_json"
+# At the end of a prompt, where it may begin thoughts.
+_LAST_TOKENS = 32
+_Schema = Mapping[str, Any]
+_NO_ARGUMENTS: _Schema = {"properties": {}}
+# Keywords whose schemas are true of the value that the schema around them is true of.
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
+_NOT_CLOSED = _COMBINING | {"$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the samples of an item are divided.
+
+    Attributes:
+        formats: Of what follows, or comes between, thoughts. `thoughts`: that of the model.
+        tools: The schemas of arguments by the names of functions; empty: there are no calls.
+        is_direct: Whether a sample must begin without thoughts, since a grammar constrains it.
+        is_thinking: Whether it begins within thoughts, which the prompt has begun.
+        has_special_tokens: Whether special tokens are part of the text, since some are markers.
+        dropped: Those of them that are none.
+        call_key: Decides the ids of calls, with the number of the sample.
+    """
+
+    formats: OutputFormats
+    thoughts: ReasoningFormat | None
+    tools: Mapping[str, _Schema] = field(default_factory=dict)
+    max_calls: int = MAX_CALLS
+    is_direct: bool = False
+    is_thinking: bool = False
+    has_special_tokens: bool = False
+    dropped: frozenset[str] = frozenset()
+    call_key: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        return self.formats.tools is FORCED
+
+
+class Divider:
+    """Divides the chunks of one sample, in their order. The same tokens always have the same parts."""
+
+    def __init__(self, reading: Reading, sample: int) -> None:
+        self._parser = OutputParser(
+            reading.formats,
+            reading.tools,
+            max_calls=reading.max_calls,
+            is_thinking=reading.is_thinking,
+            dropped=reading.dropped,
+            call_key=f"{reading.call_key}\0{sample}",
+        )
+        self._whole_calls: set[int] = set()
+        self._reasoning_tokens = 0
+
+    def divide(self, chunk: runner_pb2.SampleChunk) -> None:
+        """Replaces the text of a chunk by its parts; the last one's reason may change. Mutates it."""
+        was_thinking = self._parser.is_thinking
+        parts = self._parser.push(chunk.text)
+        if was_thinking or self._parser.is_thinking:
+            self._reasoning_tokens += len(chunk.token_ids)
+        if chunk.finish_reason:
+            parts += self._parser.end()
+        chunk.text = "".join(part.content for part in parts)
+        chunk.reasoning_content = "".join(part.thoughts for part in parts)
+        for part in parts:
+            if part.begun:
+                self._whole_calls.add(part.index)
+                call_id, name = part.begun
+                chunk.tool_calls.add(index=part.index, id=call_id, name=name)
+            elif part.arguments:
+                if not (chunk.tool_calls and chunk.tool_calls[-1].index == part.index):
+                    chunk.tool_calls.add(index=part.index)
+                chunk.tool_calls[-1].arguments_json += part.arguments
+            elif part.broken:
+                chunk.malformed_calls[part.index] = part.broken
+                self._whole_calls.discard(part.index)
+        if chunk.finish_reason:
+            chunk.usage.reasoning_tokens = self._reasoning_tokens
+        if chunk.finish_reason == runner_pb2.FINISH_REASON_STOP and self._whole_calls:
+            chunk.finish_reason = runner_pb2.FINISH_REASON_TOOL_CALLS
+
+
+def formats_of_model(state: ServerState) -> OutputFormats:
+    """How the served model writes calls and thoughts. Raises NoWorker."""
+    # Templates by name, of which one may be for chats with tools only.
+    templates = "".join(state.first_ready.chat_template.sources.values())
+    return formats_of(templates, state.config.tool_call_parser, state.config.reasoning_parser)
+
+
+def reading_of(
+    item: runner_pb2.ExecuteItem, model: OutputFormats
+) -> tuple[runner_pb2.ExecuteItem, Reading | None]:
+    """An item as it is run, a copy if calls are forced or hidden; and how its samples are divided, if so.
+
+    Raises InvalidArgument.
+    """
+    if not item.HasField("answer_parts"):
+        return item, None
+    asked = item.answer_parts
+    tools = _schemas(item)
+    choice = asked.tool_choice
+    if asked.function and (choice != runner_pb2.TOOL_CHOICE_REQUIRED or asked.function not in tools):
+        message = "is none of the tools" if choice == runner_pb2.TOOL_CHOICE_REQUIRED else "is not required"
+        raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts.function", f"the function {message}")
+    if choice == runner_pb2.TOOL_CHOICE_NONE:
+        item, tools = _without_tools(item), {}
+    max_calls = 1 if asked.single_call or asked.function else MAX_CALLS
+    if choice != runner_pb2.TOOL_CHOICE_REQUIRED:
+        is_direct = item.HasField("constraint")
+        formats = OutputFormats(model.tools) if is_direct else model
+        return item, Reading(formats, model.reasoning, tools, max_calls, is_direct)
+    if not tools:
+        raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts.tool_choice", "there are no tools to call")
+    if item.HasField("constraint"):
+        message = "calls are not required together with another constraint"
+        raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts.tool_choice", message)
+    if asked.function:
+        tools = {asked.function: tools[asked.function]}
+    schema = _schema_of_calls(tools, max_calls)
+    # A template that does not show tools, or in a form that is not known, would refuse them.
+    forced = _without_tools(item) if model.tools is None else _copy(item)
+    forced.constraint.json_schema = schema
+    return forced, Reading(OutputFormats(FORCED), model.reasoning, tools, max_calls, is_direct=True)
+
+
+async def encoded_prompt(
+    item: runner_pb2.ExecuteItem, reading: Reading | None, text: TextModel, *, max_tokens: int
+) -> tuple[Sequence[int], Reading | None]:
+    """The tokens of the prompt of an item as it is run, and what these and the tokenizer say of the reading.
+
+    Thoughts are ended in the prompt if samples must have none. Raises as `TextModel.encode_chat`.
+    """
+    kind = item.WhichOneof("prompt")
+    tokens: Sequence[int]
+    if kind == "text":
+        tokens = await text.encode(item.text, max_tokens=max_tokens)
+    elif kind == "chat":
+        tokens = await text.encode_chat(item.chat, max_tokens=max_tokens)
+    else:
+        # Not copied before its length is checked: there may be millions.
+        tokens = item.cache.token_ids if kind == "cache" else item.tokens.token_ids
+    if reading is None:
+        return tokens, None
+    tokenizer = await text.tokenizer()
+    if tokenizer is None:
+        raise NoTokenizer
+    special, markers = (await text.special_ids()).keys(), reading.formats.markers
+    if not item.special_tokens_in_text and markers & special:
+        reading = replace(reading, has_special_tokens=True, dropped=frozenset(special - markers))
+    if (form := reading.thoughts) is None:
+        return tokens, reading
+    last = tokenizer.decode(list(tokens[-_LAST_TOKENS:]), skip_special_tokens=False)
+    is_thinking = bool(form.begin) and last.rstrip().endswith(form.begin)
+    if not reading.is_direct:
+        return tokens, replace(reading, is_thinking=is_thinking)
+    added = form.end + form.after if is_thinking else form.answer
+    if added and not last.endswith(added):
+        more = await text.encode(added, max_tokens=len(added), add_special_tokens=False)
+        tokens = [*tokens, *more]
+    return tokens, reading
+
+
+def _copy(item: runner_pb2.ExecuteItem) -> runner_pb2.ExecuteItem:
+    copy = runner_pb2.ExecuteItem()
+    copy.CopyFrom(item)
+    return copy
+
+
+def _without_tools(item: runner_pb2.ExecuteItem) -> runner_pb2.ExecuteItem:
+    if not item.chat.tools_json:
+        return item
+    copy = _copy(item)
+    copy.chat.ClearField("tools_json")
+    return copy
+
+
+def _schemas(item: runner_pb2.ExecuteItem) -> dict[str, _Schema]:
+    """The schemas of the arguments of functions, by their names. Raises InvalidArgument."""
+    of_chat = not item.answer_parts.tools_json
+    path = TOOLS if of_chat else "answer_parts.tools_json"
+    schemas: dict[str, _Schema] = {}
+    for tool in tools_of(item.chat if of_chat else item.answer_parts, field=path):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
+            raise InvalidArgument("BAD_CHAT", path, 'a tool is {"function": {"name": ...}}')
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise InvalidArgument("BAD_CHAT", path, "the parameters of a function are a JSON Schema")
+        schemas[name] = parameters or {}
+    return schemas
+
+
+def _schema_of_calls(tools: Mapping[str, _Schema], max_calls: int) -> str:
+    """The schema of a list of calls, in the form of `FORCED`. Raises InvalidArgument."""
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, Any] = {}
+    schema = {
+        "type": "array",
+        "minItems": 1,
+        "maxItems": max_calls,
+        "items": {"anyOf": calls},
+        "$defs": definitions,
+    }
+    try:
+        for index, (name, parameters) in enumerate(tools.items()):
+            place = f"#/$defs/{index}"
+            own = _moved(_closed(parameters or _NO_ARGUMENTS), place)
+            definitions[str(index)] = {"type": "object", **own}
+            properties = {"name": {"const": name}, "arguments": {"$ref": place}}
+            required = ["name", "arguments"]
+            calls.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": required,
+                    "additionalProperties": False,
+                }
+            )
+        return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidArgument("BAD_CHAT", TOOLS, "tools_json is nested too deeply") from None
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that is not the root any more, but at `place`. What it refers to moves with it."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(each, place) for name, each in schema.items() if name != "$schema"}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no properties but those that it declares, unless it says so.
+
+    Where several schemas are true of one value, each declares only some of its properties.
+    """
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(each) for name, each in schema.items() if name not in _COMBINING}
+    closed |= {name: each for name, each in schema.items() if name in _COMBINING}
+    if isinstance(schema.get("properties"), dict) and not _NOT_CLOSED & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
