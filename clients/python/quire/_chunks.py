@@ -31,6 +31,7 @@ class Chunk:
         runtime: Of this item, if another one than that of `Execution.started` runs it.
         kv_cache: In the last chunk of an item that continues a cache: the cache by then.
         hidden: One for each token, if `hidden` asked for them.
+        experts: One for each token, if `experts` asked for them: of its row's token. See `quire.expert_ids`.
         weights_version: With which weights the tokens were computed. None: not known, as of a provider.
     """
 
@@ -49,6 +50,7 @@ class Chunk:
     kv_cache: types_pb2.KvCacheHandle | None = None
     hidden: Sequence[runner_pb2.TokenHidden] = ()
     weights_version: int | None = None
+    experts: Sequence[bytes] = ()
 
 
 def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
@@ -69,4 +71,5 @@ def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
         kv_cache=message.kv_cache if message.HasField("kv_cache") else None,
         hidden=tuple(message.hidden),
         weights_version=message.weights_version if message.HasField("weights_version") else None,
+        experts=tuple(message.experts),
     )

@@ -49,9 +49,10 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, listen: str, logprobs_mode: str, parsers: tuple[str, str]) -> None:
-        """`parsers`: of tool calls and of thoughts."""
+    def __init__(self, listen: str, logprobs_mode: str, parsers: tuple[str, str], experts_form: str) -> None:
+        """`parsers`: of tool calls and of thoughts. `experts_form`: of `routed_experts`."""
         self.listen, self._logprobs_mode, self._parsers = listen, logprobs_mode, parsers
+        self._experts_form = experts_form
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
@@ -69,7 +70,10 @@ class OpenAiFront(Extension):
 
     def _routes(self, parts: GatewayParts) -> Router:
         is_processed = self._logprobs_mode == "processed_logprobs"
-        of_tokens = functools.partial(generate, is_processed=is_processed)
+        form = self._experts_form
+        of_tokens = functools.partial(generate, is_processed=is_processed, experts_form=form)
+        completion = functools.partial(requests.completion, experts_form=form)
+        chat = functools.partial(requests.chat, experts_form=form)
         text = parts.text
         shared = parts.executions, self._models, self._state, text, self.bodies, parts.api.Forward
         by_tokens = GenerateResponse, False
@@ -91,7 +95,7 @@ class OpenAiFront(Extension):
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
-            Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
+            Route("/v1/completions", CompletionHandler(completion, *shared), methods=["POST"]),
             Route(
                 RESPONSES,
                 CompletionHandler(
@@ -120,7 +124,7 @@ class OpenAiFront(Extension):
                 Route(path, BodyHandler(each, self.bodies), methods=["POST"])
                 for path, each in answers.items()
             ),
-            Route("/v1/chat/completions", CompletionHandler(requests.chat, *shared), methods=["POST"]),
+            Route("/v1/chat/completions", CompletionHandler(chat, *shared), methods=["POST"]),
             Route(
                 "/inference/v1/generate", CompletionHandler(of_tokens, *shared, *by_tokens), methods=["POST"]
             ),

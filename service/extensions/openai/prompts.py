@@ -26,11 +26,21 @@ _LAST_TOKENS = 32
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as tokens; its text, and the log-probabilities of its tokens, if they are returned."""
+    """A prompt as tokens; its text, and what a Forward says of its tokens, if it is returned.
+
+    Attributes:
+        scored_from: The token after which the Forward's first output is.
+    """
 
     token_ids: Sequence[int]
     text: str = ""
     scored: executor_pb2.ForwardResponse | None = None
+    scored_from: int = 0
+
+    def experts(self, start: int) -> Iterator[bytes]:
+        """Those of its tokens from `start` on, without the last one."""
+        outputs = () if self.scored is None else self.scored.outputs[start - self.scored_from : -1]
+        return (output.experts for output in outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,13 @@ class Prompts:
     Attributes:
         is_thinking: Whether they end within thoughts.
         dropped: Texts of special tokens, which are no part of answers.
+        model: Whose experts are returned. None: none are.
     """
 
     each: Sequence[Prompt] = ()
     is_thinking: bool = False
     dropped: frozenset[str] = frozenset()
+    model: types_pb2.ModelDescription | None = None
 
 
 async def prompts_of(request: CompletionRequest, text: TextModel) -> Prompts:
@@ -59,7 +71,8 @@ async def prompts_of(request: CompletionRequest, text: TextModel) -> Prompts:
     if reading is not None:
         dropped = await _keep_markers(request.items[0], reading, text)
     is_scored = request.num_scored is not None
-    if not (has_thoughts or is_scored or request.echo or request.with_token_ids or request.usage_in_all):
+    is_wanted = is_scored or request.echo or request.with_token_ids or request.experts is not None
+    if not (is_wanted or has_thoughts or request.usage_in_all):
         return Prompts(dropped=dropped)
     each = [Prompt(await _tokens(item, request, text)) for item in request.items]
     is_thinking = False

@@ -26,6 +26,7 @@ from service.extensions.openai.item_fields import (
     token_ids,
 )
 from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.routed_experts import NONE, RoutedExperts, routed_experts
 from service.extensions.openai.tools import Reading, reading_of
 from service.runtimes.items import MAX_SAMPLES
 
@@ -72,6 +73,7 @@ class CompletionRequest:
         num_prompt_top: How many alternatives to each token of prompts. None: no log-probabilities of these.
         echo: The answer begins with the prompt. `echo_only`: and has nothing else.
         with_token_ids: Whether the tokens of prompts and answers are returned.
+        experts: Which experts are returned. None: none.
     """
 
     items: list[runner_pb2.ExecuteItem]
@@ -88,6 +90,7 @@ class CompletionRequest:
     echo: bool = False
     echo_only: bool = False
     with_token_ids: bool = False
+    experts: RoutedExperts | None = None
 
     @property
     def num_scored(self) -> int | None:
@@ -101,11 +104,13 @@ class CompletionRequest:
 ResolveModel = Callable[[str], ResolvedModel]
 
 
-def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
+def completion(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
     """A request to /v1/completions. Raises InvalidArgument, and what `resolve` raises."""
     fields = Fields(value)
     model = resolve(fields.required("model"))
     shared = new_item(model)
+    common = _common(fields, model, COMPLETION, experts_form)
+    shared.experts = common["experts"] is not None
     shared.max_tokens = _DEFAULT_MAX_TOKENS
     echo = bool(fields.get("echo", boolean))
     # Some clients ask for the log-probabilities of a prompt so.
@@ -129,7 +134,6 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         else:
             item.tokens.token_ids.extend(prompt)
         items.append(item)
-    common = _common(fields, model, COMPLETION)
     neutral = {**NEUTRAL, **_NEUTRAL_OF_CHATS, "add_special_tokens": True}
     fields.refuse_others(IGNORED, neutral)
     return CompletionRequest(
@@ -137,7 +141,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
     )
 
 
-def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
+def chat(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
     """A request to /v1/chat/completions. Raises InvalidArgument, and what `resolve` raises."""
     fields = Fields(value)
     model = resolve(fields.required("model"))
@@ -151,7 +155,8 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     reading = reading_of(item, fields, model)
     if fields.raw("modalities") not in (None, ["text"]):
         raise unsupported("modalities", 'must be ["text"]')
-    common = _common(fields, model, CHAT)
+    common = _common(fields, model, CHAT, experts_form)
+    item.experts = common["experts"] is not None
     if item.HasField("constraint") and not is_constrained:
         # It is that of calls.
         common["tables"] = ((ItemField("tools", "constraint", None),), *common["tables"])
@@ -161,7 +166,9 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     )
 
 
-def _common(fields: Fields, model: ResolvedModel, table: Sequence[ItemField]) -> dict[str, Any]:
+def _common(
+    fields: Fields, model: ResolvedModel, table: Sequence[ItemField], experts_form: str
+) -> dict[str, Any]:
     """What the requests of both routes have beside their items."""
     num_prompt_top = fields.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     with_token_ids = bool(fields.get("return_token_ids", boolean))
@@ -177,6 +184,7 @@ def _common(fields: Fields, model: ResolvedModel, table: Sequence[ItemField]) ->
         "num_prompt_top": num_prompt_top,
         "with_token_ids": with_token_ids,
         "priority": priority_of(priority),
+        "experts": routed_experts(fields, experts_form, model, is_stream=options["is_stream"]),
         "tables": (given(fields, table), table),
         **options,
     }

@@ -28,6 +28,12 @@ class OpenAiSettings(ExtensionSettings):
         " own, or those that tokens were drawn with",
         ("raw_logprobs", "processed_logprobs"),
     )
+    openai_routed_experts: str = setting(
+        "none",
+        "return the experts of all tokens with completions, chats and /inference/v1/generate; npy: as vLLM"
+        " does with --enable-return-routed-experts; raw: as prime-rl's server does",
+        ("none", "npy", "raw"),
+    )
     tool_call_parser: str = setting(
         AUTO,
         "how the model writes tool calls, by vLLM's names; auto: as its chat template shows; none: they are"
@@ -48,4 +54,4 @@ class OpenAiSettings(ExtensionSettings):
         from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time
 
         parsers = self.tool_call_parser, self.reasoning_parser
-        return OpenAiFront(self.openai_listen, self.openai_logprobs_mode, parsers)
+        return OpenAiFront(self.openai_listen, self.openai_logprobs_mode, parsers, self.openai_routed_experts)
