@@ -145,7 +145,7 @@ class CompletionHandler:
         prompt.scored = await self.forward(
             executor_pb2.ForwardRequest(
                 token_ids=prompt.token_ids,
-                score_from=prompt.scored_from + 1,
+                score_from=prompt.scored_from + 1 if prompt.scored_from else None,
                 output=types_pb2.OutputOptions(
                     top_logprobs=request.num_scored or 0, experts=wanted is not None
                 ),
