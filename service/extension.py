@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
-from service.admin import Stop
+from service.admin import AdminApi, Stop
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor, Observing
 from service.api.other_shards import OtherShards
@@ -122,6 +122,7 @@ class GatewayParts:
     Attributes:
         state: With the settings, the limits of answers, and the log of calls.
         api: The calls of gRPC, of a caller in the same process.
+        admin: Those of operators. None: they would not be safe to offer.
         authenticator: None: there are no tokens.
         interceptor: Wraps each call of gRPC.
         shards: Those that the gateway has now; the one that it got first is the first.
@@ -133,6 +134,7 @@ class GatewayParts:
 
     state: ServerState
     api: ExecutorApi
+    admin: AdminApi | None
     interceptor: CallInterceptor
     authenticator: Authenticator | None
     text: TextModel

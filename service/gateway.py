@@ -177,6 +177,7 @@ class Gateway:
         parts = GatewayParts(
             state=self.state,
             api=core.api,
+            admin=self._admin,
             interceptor=self._interceptor,
             authenticator=self.authenticator,
             text=self.text,

@@ -34,6 +34,12 @@ class OpenAiSettings(ExtensionSettings):
         " does with --enable-return-routed-experts; raw: as prime-rl's server does",
         ("none", "npy", "raw"),
     )
+    openai_weight_transfer: str = setting(
+        "none",
+        "take weights that a trainer broadcasts, by vLLM's calls, from callers that may administer the"
+        " server: by gloo between CPUs, or by nccl",
+        ("none", "gloo", "nccl"),
+    )
     tool_call_parser: str = setting(
         AUTO,
         "how the model writes tool calls, by vLLM's names; auto: as its chat template shows; none: they are"
@@ -53,5 +59,4 @@ class OpenAiSettings(ExtensionSettings):
             return None
         from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time
 
-        parsers = self.tool_call_parser, self.reasoning_parser
-        return OpenAiFront(self.openai_listen, self.openai_logprobs_mode, parsers, self.openai_routed_experts)
+        return OpenAiFront(self)
