@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
-from service.admin import Stop
+from service.admin import AdminApi, Stop
 from service.api.executor import ExecutorApi
 from service.api.interceptor import CallInterceptor, Observing
 from service.api.other_shards import OtherShards
@@ -124,6 +124,7 @@ class GatewayParts:
         state: With the settings, the limits of answers, and the log of calls.
         api: The calls of gRPC for caches, of a caller in the same process.
         runner: The calls of gRPC for whole texts.
+        admin: Those of operators. None: they would not be safe to offer.
         authenticator: None: there are no tokens.
         interceptor: Wraps each call of gRPC.
         shards: Those that the gateway has now; the one that it got first is the first.
@@ -136,6 +137,7 @@ class GatewayParts:
     state: ServerState
     api: ExecutorApi
     runner: RunnerApi
+    admin: AdminApi | None
     interceptor: CallInterceptor
     authenticator: Authenticator | None
     text: TextModel

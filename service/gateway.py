@@ -182,6 +182,7 @@ class Gateway:
             state=self.state,
             api=core.api,
             runner=self.runner,
+            admin=self._admin,
             interceptor=self._interceptor,
             authenticator=self.authenticator,
             text=self.text,

@@ -27,7 +27,7 @@ needs_packages = pytest.mark.skipif(find_spec("torch") is None, reason="needs wh
 WORKER_LAYERS = (
     {"__main__"},
     {"pool_member", "follower"},
-    {"process", "convert"},
+    {"process", "convert", "weight_receiver"},
     {"server", "wire"},
     {"step_loop"},
     {"other_commands", "drawing", "answers"},

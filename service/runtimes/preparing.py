@@ -297,6 +297,7 @@ def _output(item: runner_pb2.ExecuteItem) -> types_pb2.OutputOptions:
         sampled_logprob=item.sampled_logprobs,
         entropy=item.HasField("max_entropy"),
         hidden=item.hidden if item.HasField("hidden") else None,
+        experts=item.experts,
     )
     if item.constraint.WhichOneof("kind") == "mask":
         output.mask.CopyFrom(item.constraint.mask)

@@ -182,6 +182,8 @@ class Sample:
                 added.text_offset = self._num_characters + len(self._detokenizer.unsettled)
         if output.hidden:
             chunk.hidden.add(states=output.hidden)
+        if output.experts:
+            chunk.experts.append(output.experts)
 
     def _condition_met(self, output: types_pb2.StepOutput) -> runner_pb2.FinishReason | None:
         """Why a token is the last one, if it is. One that is resumed from the journal was not."""

@@ -19,6 +19,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.v1 import admin_pb2
 
@@ -45,6 +46,14 @@ _MAX_COPY_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
 # Workers name the model by the last parts of its path, up to three in the hub's cache. So its name stays.
 _NAMING_PARTS = 3
+
+
+class Upload(NamedTuple):
+    """One that is written. `source`: of LoadWeights. `left_bytes`: the most that its files may have."""
+
+    source: str
+    directory: Path
+    left_bytes: int
 
 
 class WeightUploads:
@@ -95,6 +104,18 @@ class WeightUploads:
 
     async def receive(self, requests: AsyncIterator[admin_pb2.UploadWeightsRequest]) -> str:
         """Returns the source. See ModelRunnerService.UploadWeights. Raises QuireError, and leaves nothing."""
+        async with self.writing() as upload:
+            await self._receive_files(
+                Arriving(requests, self._timeout_s), upload.directory, upload.left_bytes
+            )
+        return upload.source
+
+    @contextlib.asynccontextmanager
+    async def writing(self) -> AsyncIterator[Upload]:
+        """An upload whose files the caller writes; at the end of the context it is complete.
+
+        Raises QuireError, and leaves nothing; also after an exception of the caller.
+        """
         if self._is_receiving:
             raise Loading
         self._is_receiving = True
@@ -106,7 +127,7 @@ class WeightUploads:
             # Other weights may be served before the copy is complete.
             with self._using(PREFIX + self._id_of(str(served))):
                 left_bytes = await complete(asyncio.to_thread(_copy_settings, served, directory))
-            await self._receive_files(Arriving(requests, self._timeout_s), directory, left_bytes)
+            yield Upload(PREFIX + upload_id, directory, left_bytes)
             await complete(asyncio.to_thread(sync_tree, parent))
         except BaseException as error:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, parent, ignore_errors=True))
@@ -118,7 +139,6 @@ class WeightUploads:
         self._complete[upload_id], self._waiting = directory, upload_id
         self._remove_unneeded()
         _log.info("weights uploaded", upload=upload_id)
-        return PREFIX + upload_id
 
     async def _receive_files(
         self, arriving: Arriving[admin_pb2.UploadWeightsRequest], directory: Path, left_bytes: int

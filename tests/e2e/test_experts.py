@@ -79,6 +79,16 @@ def test_a_generation_is_replayed(client: quire.Client, model: Path) -> None:
     assert [output.experts for output in scored.outputs] == [output.experts for output in outputs]
 
 
+def test_an_execution_returns_those_of_decodes(client: quire.Client) -> None:
+    text = text_of(1, 37)
+    item = quire.item(text, experts=True, tokens_only=True, max_tokens=8, temperature=1.0, seed=5)
+    chunks = list(client.execute([item]))
+    output = quire.output_options(experts=True, temperature=1.0, seed=5)
+    with client.prefill(text, output=output) as cache:
+        outputs = [cache.output, *(cache.decode(chunk.token_ids[0], output=output) for chunk in chunks[:-1])]
+    assert [tuple(chunk.experts) for chunk in chunks] == [(each.experts,) for each in outputs]
+
+
 def test_experts_of_a_prompt_come_from_a_scoring_of_it(client: quire.Client, model: Path) -> None:
     """Whose KV the generation shares, as docs/recipes.md says."""
     prompt = text_of(7, 40)

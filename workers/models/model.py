@@ -36,7 +36,7 @@ class ModelDescription:
             the files. It does not depend on the loaded dtype or on the sharding.
         backend: "native" or "transformers".
         quantization: The format of the weights, such as "q8_0"; "": they have the dtype.
-        moe_layers: The layers with experts, if these can be captured and given.
+        moe_layers: The layers with experts, if these can be captured and given. `moe_layer_ids`: which ones.
     """
 
     architecture: str
@@ -56,6 +56,7 @@ class ModelDescription:
     fingerprint: str = ""
     backend: str = "native"
     moe_layers: int = 0
+    moe_layer_ids: Sequence[int] = ()
     num_experts: int = 0
     experts_per_token: int = 0
     quantization: str = ""

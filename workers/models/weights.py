@@ -236,6 +236,7 @@ def load_planned(
         bos_token_id=config.bos_token_id,
         fingerprint=digest,
         moe_layers=sum(layer.sparse for layer in config.layers),
+        moe_layer_ids=tuple(index for index, layer in enumerate(config.layers) if layer.sparse),
         num_experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
         quantization=plan.format_names,

@@ -202,6 +202,8 @@ class CacheState:
             self.output.top.CopyFrom(last.top)
         if chunk.token_ids and chunk.hidden:
             self.output.hidden.extend(chunk.hidden[-1].states)
+        if chunk.token_ids and chunk.experts:
+            self.output.experts = chunk.experts[-1]
 
     def _wanted(self, output: types_pb2.OutputOptions | None) -> types_pb2.OutputOptions | None:
         return self.default_output if output is None else output

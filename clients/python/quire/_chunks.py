@@ -32,6 +32,7 @@ class Chunk:
         runtime: Of this item, if another one than that of `Execution.started` runs it.
         kv_cache: In the last chunk of an item that continues a cache: the cache by then.
         hidden: One for each token, if `hidden` asked for them.
+        experts: One for each token, if `experts` asked for them: of its row's token. See `quire.expert_ids`.
         weights_version: With which weights the tokens were computed. None: not known, as of a provider.
         reasoning_content: More of the thoughts, before `text`.
         malformed_calls: Calls that are none, by their indexes: all the text of each.
@@ -54,6 +55,7 @@ class Chunk:
     weights_version: int | None = None
     reasoning_content: str = ""
     malformed_calls: Mapping[int, str] = field(default_factory=dict)
+    experts: Sequence[bytes] = ()
 
 
 @dataclass(slots=True)
@@ -123,4 +125,5 @@ def chunk_of(message: runner_pb2.SampleChunk) -> Chunk:
         weights_version=message.weights_version if message.HasField("weights_version") else None,
         reasoning_content=message.reasoning_content,
         malformed_calls=dict(message.malformed_calls),
+        experts=tuple(message.experts),
     )

@@ -82,6 +82,7 @@ class TextSettings(SamplingSettings, total=False):
     min_tokens: int
     bad_words: Sequence[str] | None
     hidden: types_pb2.HiddenStates | None
+    experts: bool
     speculation: Literal["prompt_lookup", "draft_model"] | runner_pb2.Speculation | SpeculationSettings | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | None

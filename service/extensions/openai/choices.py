@@ -40,10 +40,11 @@ class Choice:
         # The stop text that has ended it.
         self.stop = ""
         self._open_calls: set[int] = set()
-        # Of a stream: the characters that were sent, tokens whose log-probabilities were not, and whether
-        # something was sent.
+        # Of a stream: the characters that were sent, tokens whose log-probabilities were not, experts, which
+        # all come last, and whether something was sent.
         self.num_characters = begin
         self.waiting: list[dict[str, Any]] = []
+        self.experts: list[bytes] = []
         self.has_begun = False
         # Of a response in one piece: serialized chunks, and the parts of a chat.
         self.chunks_data: list[bytes] = []

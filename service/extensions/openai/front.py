@@ -27,9 +27,12 @@ from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
 from service.extensions.openai.responses_api import ResponsesResponse, earlier_messages, responses
+from service.extensions.openai.settings import OpenAiSettings
 from service.extensions.openai.stored_responses import StoredResponseHandler, StoredResponses
 from service.extensions.openai.tokenize import BodyHandler, Tokens
+from service.extensions.openai.weight_transfer import NONE, WeightTransfer
 from service.runtimes.embedding import Embedder
+from service.setting_rules import is_private
 
 RESPONSES = "/v1/responses"
 _MAX_HEAD_BYTES = 1 << 16
@@ -49,8 +52,9 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, listen: str, logprobs_mode: str) -> None:
-        self.listen, self._logprobs_mode = listen, logprobs_mode
+    def __init__(self, settings: OpenAiSettings) -> None:
+        self.listen, self._settings = settings.openai_listen, settings
+        self._transfer: WeightTransfer | None = None
 
     def attach(self, parts: GatewayParts) -> None:
         """Makes the server. Raises ConfigError for certificates that cannot be used."""
@@ -67,8 +71,11 @@ class OpenAiFront(Extension):
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
     def _routes(self, parts: GatewayParts) -> Router:
-        is_processed = self._logprobs_mode == "processed_logprobs"
-        of_tokens = functools.partial(generate, is_processed=is_processed)
+        is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
+        form = self._settings.openai_routed_experts
+        of_tokens = functools.partial(generate, is_processed=is_processed, experts_form=form)
+        completion = functools.partial(requests.completion, experts_form=form)
+        chat = functools.partial(requests.chat, experts_form=form)
         text = parts.text
         shared = parts.runner.executions, self._models, self._state, text, self.bodies, parts.api.Forward
         by_tokens = GenerateResponse, False
@@ -90,7 +97,7 @@ class OpenAiFront(Extension):
             Route(HEALTH, self._health),
             Route("/v1/models", self._list_models),
             Route("/v1/models/{model:path}", self._get_model),
-            Route("/v1/completions", CompletionHandler(requests.completion, *shared), methods=["POST"]),
+            Route("/v1/completions", CompletionHandler(completion, *shared), methods=["POST"]),
             Route(
                 RESPONSES,
                 CompletionHandler(
@@ -120,11 +127,17 @@ class OpenAiFront(Extension):
                 Route(path, BodyHandler(each, self.bodies), methods=["POST"])
                 for path, each in answers.items()
             ),
-            Route("/v1/chat/completions", CompletionHandler(requests.chat, *shared), methods=["POST"]),
+            Route("/v1/chat/completions", CompletionHandler(chat, *shared), methods=["POST"]),
             Route(
                 "/inference/v1/generate", CompletionHandler(of_tokens, *shared, *by_tokens), methods=["POST"]
             ),
         ]
+        backend = self._settings.openai_weight_transfer
+        # As in gRPC: without tokens, for callers of this machine.
+        is_safe = parts.authenticator is not None or is_private(self.listen)
+        if backend != NONE and parts.admin is not None and is_safe:
+            self._transfer = WeightTransfer(parts.admin, backend, self._state.config.message_timeout_s)
+            routes += self._transfer.routes(self.bodies)
         return Router(routes, redirect_slashes=False)
 
     def bind(self) -> int:
@@ -138,6 +151,8 @@ class OpenAiFront(Extension):
     async def stop(self, grace_s: float) -> None:
         """Accepts no more requests, waits this time for running ones, then fails the rest with Draining."""
         await asyncio.gather(self._middleware.stop(grace_s), self.server.stop(grace_s))
+        if self._transfer is not None:
+            await self._transfer.close()
 
     @property
     def num_connections(self) -> int:

@@ -33,16 +33,17 @@ from service.extensions.openai.requests import (
     stream_options,
 )
 from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.routed_experts import NONE, routed_experts
 from service.runtimes.local import NAME
 
 _MAX_IDS = 1 << 20
 _MAX_PRIORITY = 1 << 63
 _IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
-# How tokens become text, what is returned of experts, and what only code of vLLM itself sets.
+# How tokens become text, and what only code of vLLM itself sets.
 _IGNORED_SETTINGS = frozenset(
     {
         "detokenize", "flat_logprobs", "include_stop_str_in_output", "output_kind",
-        "output_text_buffer_length", "return_token_ids", "routed_experts_prompt_start", "skip_clone",
+        "output_text_buffer_length", "return_token_ids", "skip_clone",
         "skip_reading_prefix_cache", "skip_special_tokens", "spaces_between_special_tokens",
         "stream_interval",
     }
@@ -58,11 +59,13 @@ class GenerateRequest(CompletionRequest):
     num_top: int | None
 
 
-def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False) -> GenerateRequest:
+def generate(
+    value: object, resolve: ResolveModel, *, is_processed: bool = False, experts_form: str = NONE
+) -> GenerateRequest:
     """A request to /inference/v1/generate.
 
-    `is_processed`: the log-probabilities of tokens are those that they were drawn with. Raises
-    InvalidArgument, and what `resolve` raises.
+    `is_processed`: the log-probabilities of tokens are those that they were drawn with. `experts_form`: of
+    `routed_experts`. Raises InvalidArgument, and what `resolve` raises.
     """
     fields = Fields(value)
     model = resolve(fields.get("model", string) or NAME)
@@ -79,6 +82,8 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
     item.tokens_only = not item.stop
     num_top = params.get("logprobs", integer, 0, MAX_TOP_LOGPROBS)
     _set_logprobs(item, num_top, is_processed=is_processed)
+    experts = routed_experts(params, experts_form, model, is_stream=False)
+    item.experts = experts is not None
     options = stream_options(fields)
     num_prompt_top = params.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     if options["is_stream"] and num_prompt_top is not None:
@@ -105,6 +110,7 @@ def generate(value: object, resolve: ResolveModel, *, is_processed: bool = False
         request_id=request_id,
         num_top=num_top,
         num_prompt_top=num_prompt_top,
+        experts=experts,
     )
 
 
@@ -145,15 +151,21 @@ class GenerateResponse(CompletionResponse):
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
         choice, _ = self._update_choice(chunk)
+        # All of them come at the end, as in vLLM.
+        choice.experts.extend(chunk.experts)
         if chunk.token_ids or choice.finish:
-            yield self._event(self._fields(choice.index, choice.finish, lambda: iter((chunk,))))
+            fields = self._fields(choice.index, choice.finish, lambda: iter((chunk,)))
+            if choice.finish:
+                fields |= self._routed_experts(choice, choice.experts)
+            yield self._event(fields)
 
     def _body(self) -> dict[str, Any]:
         choice = next(iter(self._choices.values()))
         return {"prompt_logprobs": None, **self._of_prompt(choice), **super()._body()}
 
     def _whole(self, choice: Any) -> dict[str, Any]:
-        return self._fields(choice.index, choice.finish, choice.chunks)
+        fields = self._fields(choice.index, choice.finish, choice.chunks)
+        return {**fields, **self._routed_experts(choice)}
 
     def _fields(
         self, index: int, finish: str | None, chunks: Callable[[], Iterator[runner_pb2.SampleChunk]]

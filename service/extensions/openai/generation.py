@@ -124,10 +124,11 @@ class CompletionHandler:
             prompts = await prompts_of(request, self.text, formats_of_model(self.state))
             if self.needs_text and (request.has_logprobs or request.num_scored is not None):
                 tokenizer = await self.text.tokenizer()
+        if request.experts is not None:
+            request.experts.model = self.state.first_ready.model
         with ForwardContext() as context:
             for item, prompt in zip(request.items, prompts, strict=False):
-                if request.num_scored is not None:
-                    prompt.scored = await self._score(request, item, prompt, context)
+                await self._score(request, item, prompt, context)
             yield self.response(request, TokenTexts(tokenizer), prompts)
 
     async def _score(
@@ -136,15 +137,29 @@ class CompletionHandler:
         item: runner_pb2.ExecuteItem,
         prompt: Prompt,
         context: ForwardContext,
-    ) -> executor_pb2.ForwardResponse:
-        forward = executor_pb2.ForwardRequest(
-            token_ids=prompt.token_ids,
-            output=types_pb2.OutputOptions(top_logprobs=request.num_scored or 0),
-            priority=request.priority,
-            adapter_id=request.model.adapter_id,
-            cache_salt=item.cache_salt,
+    ) -> None:
+        """Scores what is returned of a prompt: all of it, or the tokens whose experts are; or nothing."""
+        wanted = request.experts
+        if wanted is not None:
+            wanted.check(len(prompt.token_ids))
+        if request.num_scored is None:
+            # The execution returns those of the last token.
+            if wanted is None or wanted.start >= len(prompt.token_ids) - 1:
+                return
+            prompt.scored_from = wanted.start
+        prompt.scored = await self.forward(
+            executor_pb2.ForwardRequest(
+                token_ids=prompt.token_ids,
+                score_from=prompt.scored_from + 1 if prompt.scored_from else None,
+                output=types_pb2.OutputOptions(
+                    top_logprobs=request.num_scored or 0, experts=wanted is not None
+                ),
+                priority=request.priority,
+                adapter_id=request.model.adapter_id,
+                cache_salt=item.cache_salt,
+            ),
+            cast("Any", context),
         )
-        return await self.forward(forward, cast("Any", context))
 
     async def _send_whole(
         self, execution: Execution, reader: int, response: CompletionResponse, send: Send
@@ -180,18 +195,29 @@ class CompletionHandler:
     ) -> None:
         """Sends the response as a stream, from the first event on: an error before it has its own status."""
         body = ResponseBody(send, _EVENT_STREAM)
-        while chunks := await execution.read(reader):
-            response.begin(execution.started)
-            try:
-                await body.write(response.frame(each) for chunk in chunks for each in response.events(chunk))
-            except QuireError:
-                # What came before a failed sample is sent.
+        held_bytes = 0
+        answers = self.state.budgets.of(current_tenant()).answers
+        try:
+            while chunks := await execution.read(reader):
+                # These are kept until a choice ends.
+                for experts in (each for chunk in chunks for each in chunk.experts):
+                    answers.take(len(experts))
+                    held_bytes += len(experts)
+                response.begin(execution.started)
+                try:
+                    await body.write(
+                        response.frame(each) for chunk in chunks for each in response.events(chunk)
+                    )
+                except QuireError:
+                    # What came before a failed sample is sent.
+                    await body.flush()
+                    raise
                 await body.flush()
-                raise
-            await body.flush()
-        await body.write(map(response.frame, response.last_events()))
-        await body.write([response.last_frame])
-        await body.end()
+            await body.write(map(response.frame, response.last_events()))
+            await body.write([response.last_frame])
+            await body.end()
+        finally:
+            answers.adjust(-held_bytes)
 
 
 class ForwardContext(ExitStack):

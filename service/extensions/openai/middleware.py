@@ -25,7 +25,7 @@ from service.auth.authenticator import AUTHORIZATION, Authenticator, current_ten
 from service.errors import NOT_FAILURES, Draining, InternalError, InvalidArgument, QuireError
 from service.extensions.http.connection import connection_of
 from service.extensions.http.framing import is_address
-from service.extensions.openai import errors, page
+from service.extensions.openai import errors, page, weight_transfer
 from service.extensions.openai.responses import event
 from service.extensions.openai.translated import named_event
 from service.logging import bind_request_id, get_logger
@@ -41,6 +41,7 @@ _REQUEST_ID = "x-request-id"
 # The equivalent gRPC methods, for which the authenticator knows the required role.
 _LIST = "/quire.v1.ModelRunnerService/ListRuntimes"
 _EXECUTE = "/quire.v1.ModelRunnerService/Execute"
+_LOAD_WEIGHTS = "/quire.v1.AdminService/LoadWeights"
 _MODELS = "/v1/models"
 _MAX_LOGGED_CHARACTERS = 64
 # What starlette's router raises.
@@ -133,6 +134,8 @@ class Middleware:
             return
         if self._authenticator is not None:
             method = _LIST if path.startswith(_MODELS) else _EXECUTE
+            if path in weight_transfer.PATHS:
+                method = _LOAD_WEIGHTS
             tokens = request.headers.getlist(AUTHORIZATION)
             if not tokens and path.startswith(MESSAGES):
                 tokens = [f"Bearer {key}" for key in request.headers.getlist(_API_KEY)]

@@ -24,11 +24,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as tokens; its text, and the log-probabilities of its tokens, if they are returned."""
+    """A prompt as tokens; its text, and what a Forward says of its tokens, if it is returned.
+
+    Attributes:
+        scored_from: The token after which the Forward's first output is.
+    """
 
     token_ids: Sequence[int]
     text: str = ""
     scored: executor_pb2.ForwardResponse | None = None
+    scored_from: int = 0
+
+    def experts(self, start: int) -> Iterator[bytes]:
+        """Those of its tokens from `start` on, without the last one."""
+        outputs = () if self.scored is None else self.scored.outputs[start - self.scored_from : -1]
+        return (output.experts for output in outputs)
 
 
 async def prompts_of(request: CompletionRequest, text: TextModel, formats: OutputFormats) -> list[Prompt]:
@@ -36,7 +46,7 @@ async def prompts_of(request: CompletionRequest, text: TextModel, formats: Outpu
 
     `formats`: of the model. Raises InvalidArgument, NoTokenizer or SequenceTooLong.
     """
-    is_scored = request.num_scored is not None
+    is_scored = request.num_scored is not None or request.experts is not None
     if not (is_scored or request.echo or request.with_token_ids or request.usage_in_all):
         return []
     each: list[Prompt] = []

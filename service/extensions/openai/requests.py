@@ -26,6 +26,7 @@ from service.extensions.openai.item_fields import (
     token_ids,
 )
 from service.extensions.openai.models import ResolvedModel
+from service.extensions.openai.routed_experts import NONE, RoutedExperts, routed_experts
 from service.runtimes.items import MAX_SAMPLES
 
 _MAX_PROMPTS = 1024
@@ -71,6 +72,7 @@ class CompletionRequest:
         num_prompt_top: How many alternatives to each token of prompts. None: no log-probabilities of these.
         echo: The answer begins with the prompt. `echo_only`: and has nothing else.
         with_token_ids: Whether the tokens of prompts and answers are returned.
+        experts: Which experts are returned. None: none.
     """
 
     items: list[runner_pb2.ExecuteItem]
@@ -87,6 +89,7 @@ class CompletionRequest:
     echo: bool = False
     echo_only: bool = False
     with_token_ids: bool = False
+    experts: RoutedExperts | None = None
 
     @property
     def num_scored(self) -> int | None:
@@ -100,11 +103,13 @@ class CompletionRequest:
 ResolveModel = Callable[[str], ResolvedModel]
 
 
-def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
+def completion(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
     """A request to /v1/completions. Raises InvalidArgument, and what `resolve` raises."""
     fields = Fields(value)
     model = resolve(fields.required("model"))
     shared = new_item(model)
+    common = _common(fields, model, COMPLETION, experts_form)
+    shared.experts = common["experts"] is not None
     shared.max_tokens = _DEFAULT_MAX_TOKENS
     echo = bool(fields.get("echo", boolean))
     # Some clients ask for the log-probabilities of a prompt so.
@@ -128,7 +133,6 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
         else:
             item.tokens.token_ids.extend(prompt)
         items.append(item)
-    common = _common(fields, model, COMPLETION)
     neutral = {**NEUTRAL, **_NEUTRAL_OF_CHATS, "add_special_tokens": True}
     fields.refuse_others(IGNORED, neutral)
     return CompletionRequest(
@@ -136,7 +140,7 @@ def completion(value: object, resolve: ResolveModel) -> CompletionRequest:
     )
 
 
-def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
+def chat(value: object, resolve: ResolveModel, experts_form: str = NONE) -> CompletionRequest:
     """A request to /v1/chat/completions. Raises InvalidArgument, and what `resolve` raises."""
     fields = Fields(value)
     model = resolve(fields.required("model"))
@@ -150,14 +154,17 @@ def chat(value: object, resolve: ResolveModel) -> CompletionRequest:
     with_thoughts = fields.get("include_reasoning", boolean) is not False
     if fields.raw("modalities") not in (None, ["text"]):
         raise unsupported("modalities", 'must be ["text"]')
-    common = _common(fields, model, CHAT)
+    common = _common(fields, model, CHAT, experts_form)
+    item.experts = common["experts"] is not None
     fields.refuse_others(IGNORED, {**NEUTRAL, "add_special_tokens": False})
     return CompletionRequest(
         items=[item], is_chat=True, has_logprobs=item.logprobs, with_thoughts=with_thoughts, **common
     )
 
 
-def _common(fields: Fields, model: ResolvedModel, table: Sequence[ItemField]) -> dict[str, Any]:
+def _common(
+    fields: Fields, model: ResolvedModel, table: Sequence[ItemField], experts_form: str
+) -> dict[str, Any]:
     """What the requests of both routes have beside their items."""
     num_prompt_top = fields.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     with_token_ids = bool(fields.get("return_token_ids", boolean))
@@ -173,6 +180,7 @@ def _common(fields: Fields, model: ResolvedModel, table: Sequence[ItemField]) ->
         "num_prompt_top": num_prompt_top,
         "with_token_ids": with_token_ids,
         "priority": priority_of(priority),
+        "experts": routed_experts(fields, experts_form, model, is_stream=options["is_stream"]),
         "tables": (given(fields, table), table),
         **options,
     }

@@ -7,6 +7,7 @@ log-probabilities would take ten times as much memory, and as Python objects for
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -197,7 +198,8 @@ class CompletionResponse:
         if self._request.with_token_ids:
             fields["token_ids"] = (token_id for chunk in choice.chunks() for token_id in chunk.token_ids)
         logprobs = self._logprobs(lambda: self._entries(choice), num_characters)
-        return {**fields, "logprobs": logprobs, "finish_reason": choice.finish}
+        fields |= {"logprobs": logprobs, "finish_reason": choice.finish}
+        return {**fields, **self._routed_experts(choice)}
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         content = _Text(iter(choice.content)) if any(choice.content) or not choice.calls else None
@@ -238,6 +240,22 @@ class CompletionResponse:
         if self._request.with_token_ids:
             fields["prompt_token_ids"] = list(self._prompt(choice.index).token_ids)
         return fields
+
+    def _routed_experts(self, choice: Choice, of_stream: Sequence[bytes] | None = None) -> dict[str, Any]:
+        """The field of this name, if it is wanted. `of_stream`: of generated tokens; None: of kept chunks."""
+        wanted = self._request.experts
+        if wanted is None:
+            return {}
+        prompt, echo_only = self._prompt(choice.index), self._request.echo_only
+        generated: Iterable[bytes] = of_stream or ()
+        if of_stream is None and not echo_only:
+            generated = (experts for chunk in choice.chunks() for experts in chunk.experts)
+        # The first token that is generated has those of the prompt's last one.
+        before, num_prompt = prompt.experts(wanted.start), len(prompt.token_ids)
+        after = itertools.islice(generated, int(wanted.start == num_prompt), None)
+        num_rows = max(0, num_prompt - wanted.start - 1 + (0 if echo_only else choice.num_tokens))
+        string = _Text if of_stream is None else "".join
+        return {"routed_experts": wanted.encoded(itertools.chain(before, after), num_rows, string)}
 
     def _prompt_entries(self, choice: Choice) -> Iterator[_Entry]:
         prompt = self._prompt(choice.index)

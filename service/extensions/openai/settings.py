@@ -27,6 +27,18 @@ class OpenAiSettings(ExtensionSettings):
         " own, or those that tokens were drawn with",
         ("raw_logprobs", "processed_logprobs"),
     )
+    openai_routed_experts: str = setting(
+        "none",
+        "return the experts of all tokens with completions, chats and /inference/v1/generate; npy: as vLLM"
+        " does with --enable-return-routed-experts; raw: as prime-rl's server does",
+        ("none", "npy", "raw"),
+    )
+    openai_weight_transfer: str = setting(
+        "none",
+        "take weights that a trainer broadcasts, by vLLM's calls, from callers that may administer the"
+        " server: by gloo between CPUs, or by nccl",
+        ("none", "gloo", "nccl"),
+    )
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
         """None without an address to listen on."""
@@ -34,4 +46,4 @@ class OpenAiSettings(ExtensionSettings):
             return None
         from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time
 
-        return OpenAiFront(self.openai_listen, self.openai_logprobs_mode)
+        return OpenAiFront(self)

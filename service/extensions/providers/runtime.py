@@ -36,7 +36,7 @@ _UNSUPPORTED = (
     "tokens_only", "top_logprobs", "sampled_logprobs", "adapter_id", "cache", "min_logprob", "max_entropy",
     "hidden", "chat.template", "chat.variables_json", "chat.continue_last_message",
     "chat.omit_generation_prompt", "constraint.mask", "constraint.regex", "constraint.lark",
-    "special_tokens_in_text", "min_tokens", "bad_words", "answer_parts.tools_json",
+    "special_tokens_in_text", "min_tokens", "bad_words", "answer_parts.tools_json", "experts",
 )  # fmt: skip
 # A provider's vocabulary is unknown here.
 _LIMITS = RequestLimits(vocab_size=1 << 32, max_response_bytes=1 << 32)

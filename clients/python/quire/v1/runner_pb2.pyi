@@ -131,7 +131,7 @@ class ExecuteRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., policy: _Optional[_Union[RoutingPolicy, str]] = ..., items: _Optional[_Iterable[_Union[ExecuteItem, _Mapping]]] = ..., resume_after: _Optional[_Iterable[_Union[SampleProgress, _Mapping]]] = ..., keep: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., priority: _Optional[_Union[_types_pb2.Priority, str]] = ...) -> None: ...
 
 class ExecuteItem(_message.Message):
-    __slots__ = ("item_id", "tokens", "text", "chat", "cache", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt", "min_logprob", "hidden", "speculation", "max_entropy", "special_tokens_in_text", "min_tokens", "bad_words", "answer_parts")
+    __slots__ = ("item_id", "tokens", "text", "chat", "cache", "sampling", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "n", "constraint", "tokens_only", "timeout", "max_cost_usd", "adapter_id", "sampled_logprobs", "cache_salt", "min_logprob", "hidden", "speculation", "max_entropy", "special_tokens_in_text", "min_tokens", "bad_words", "answer_parts", "experts")
     ITEM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class ExecuteItem(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     ANSWER_PARTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     tokens: TokenPrompt
     text: str
@@ -188,7 +189,8 @@ class ExecuteItem(_message.Message):
     min_tokens: int
     bad_words: _containers.RepeatedScalarFieldContainer[str]
     answer_parts: AnswerParts
-    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., cache: _Optional[_Union[CachePrompt, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., min_logprob: _Optional[float] = ..., hidden: _Optional[_Union[_types_pb2.HiddenStates, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., max_entropy: _Optional[float] = ..., special_tokens_in_text: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., answer_parts: _Optional[_Union[AnswerParts, _Mapping]] = ...) -> None: ...
+    experts: bool
+    def __init__(self, item_id: _Optional[str] = ..., tokens: _Optional[_Union[TokenPrompt, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., cache: _Optional[_Union[CachePrompt, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., tokens_only: _Optional[bool] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_cost_usd: _Optional[float] = ..., adapter_id: _Optional[str] = ..., sampled_logprobs: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., min_logprob: _Optional[float] = ..., hidden: _Optional[_Union[_types_pb2.HiddenStates, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., max_entropy: _Optional[float] = ..., special_tokens_in_text: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., answer_parts: _Optional[_Union[AnswerParts, _Mapping]] = ..., experts: _Optional[bool] = ...) -> None: ...
 
 class AnswerParts(_message.Message):
     __slots__ = ("tool_choice", "function", "single_call", "tools_json")
@@ -319,7 +321,7 @@ class ExecutionStarted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., runtime: _Optional[str] = ..., transport_kind: _Optional[_Union[TransportKind, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., fingerprint: _Optional[str] = ..., resumed: _Optional[bool] = ...) -> None: ...
 
 class SampleChunk(_message.Message):
-    __slots__ = ("item_id", "sample", "position", "token_ids", "text", "logprobs", "tool_calls", "finish_reason", "stop", "error", "usage", "runtime", "kv_cache", "hidden", "weights_version", "reasoning_content", "malformed_calls")
+    __slots__ = ("item_id", "sample", "position", "token_ids", "text", "logprobs", "tool_calls", "finish_reason", "stop", "error", "usage", "runtime", "kv_cache", "hidden", "weights_version", "reasoning_content", "malformed_calls", "experts")
     class MalformedCallsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +346,7 @@ class SampleChunk(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     REASONING_CONTENT_FIELD_NUMBER: _ClassVar[int]
     MALFORMED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
     item_id: str
     sample: int
     position: int
@@ -361,7 +364,8 @@ class SampleChunk(_message.Message):
     weights_version: int
     reasoning_content: str
     malformed_calls: _containers.ScalarMap[int, str]
-    def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[TokenHidden, _Mapping]]] = ..., weights_version: _Optional[int] = ..., reasoning_content: _Optional[str] = ..., malformed_calls: _Optional[_Mapping[int, str]] = ...) -> None: ...
+    experts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, item_id: _Optional[str] = ..., sample: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., runtime: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[TokenHidden, _Mapping]]] = ..., weights_version: _Optional[int] = ..., reasoning_content: _Optional[str] = ..., malformed_calls: _Optional[_Mapping[int, str]] = ..., experts: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TokenHidden(_message.Message):
     __slots__ = ("states",)

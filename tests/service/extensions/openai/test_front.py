@@ -127,6 +127,7 @@ async def serving(
             state=state,
             api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
             runner=RunnerApi(executions, router, state, embedder),
+            admin=None,
             interceptor=CallInterceptor(state),
             authenticator=Authenticator.of(config),
             text=text,

@@ -1,0 +1,342 @@
+"""vLLM's calls for weights that a trainer broadcasts: /update_weights, and those before and after it.
+
+A process joins the trainer's group, and writes what it receives as the files of an upload. These become the
+served weights with /finish_weight_update, as by LoadWeights. So nothing changes before that, whatever becomes
+of the trainer; and workers, also those that start later, find a directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, cast
+
+from quire.v1 import admin_pb2
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from service.admin import AdminApi
+from service.completion import complete
+from service.errors import InvalidArgument, LoadFailed, Loading, SeveralGateways
+from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string
+from service.extensions.openai.generation import until_disconnected
+from service.extensions.openai.receiving_process import ReceivingProcess
+from service.logging import get_logger
+from service.runtimes.weight_uploads import Upload
+
+_log = get_logger(__name__)
+NONE, GLOO, NCCL = "none", "gloo", "nccl"
+_INDEX = "model.safetensors.index.json"
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MAX_TENSORS, _MAX_NAME_CHARACTERS, _MAX_DIMENSIONS = 1 << 18, 512, 8
+_MAX_RANKS, _MAX_PACKED_BYTES = 1 << 16, 1 << 40
+# vLLM's default.
+_PACKED_BYTES = 1 << 30
+_UNIQUE_ID_BYTES = 128
+# Until the process has imported torch.
+_START_TIMEOUT_S = 120.0
+# What becomes of samples in flight when weights are replaced, by vLLM's mode of a pause. "": there is none.
+_PREVIOUS_CACHES = {
+    "": admin_pb2.PREVIOUS_CACHES_KEEP_KV,
+    "keep": admin_pb2.PREVIOUS_CACHES_KEEP_KV,
+    "abort": admin_pb2.PREVIOUS_CACHES_END,
+}
+PATHS = frozenset(
+    {
+        "/pause", "/resume", "/is_paused", "/get_world_size", "/weight_info", "/update_weights",
+        "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
+        "/finish_weight_update",
+    }
+)  # fmt: skip
+
+
+class WeightTransfer:
+    """Owner of the process, and of the upload that it writes. One call runs at a time."""
+
+    def __init__(self, admin: AdminApi, backend: str, timeout_s: float) -> None:
+        """`timeout_s`: how long nothing may come from the trainer: a call, or the next tensor."""
+        self._admin = admin
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._process: ReceivingProcess | None = None
+        self._upload: Upload | None = None
+        self._closing = contextlib.AsyncExitStack()
+        # The file of each tensor of the upload.
+        self._files: dict[str, str] = {}
+        self._left_bytes = 0
+        # What the last call of /update_weights announced, which the next one may leave out.
+        self._announced: Sequence[tuple[str, str, Sequence[int]]] = ()
+        self._pause = ""
+        self._weight_version: str | None = None
+        self._is_busy = False
+        self._idle: asyncio.TimerHandle | None = None
+        self._abandoning: asyncio.Task[None] | None = None
+
+    def routes(self, bodies: BodyReader) -> list[Route]:
+        """Those of `PATHS`."""
+        calls: dict[str, Callable[[Fields], Awaitable[dict[str, Any]]]] = {
+            "/init_weight_transfer_engine": self._init,
+            "/shutdown_weight_transfer_engine": self._shut_down,
+            "/start_weight_update": self._start,
+            "/update_weights": self._update,
+            "/finish_weight_update": self._finish,
+            "/pause": self._pause_until_resumed,
+            "/resume": self._resume,
+        }
+        return [
+            *(Route(path, _Call(call, bodies), methods=["POST"]) for path, call in calls.items()),
+            Route("/is_paused", lambda _: JSONResponse({"is_paused": bool(self._pause)})),
+            # One process receives for all workers.
+            Route("/get_world_size", lambda _: JSONResponse({"world_size": 1})),
+            Route("/weight_info", lambda _: JSONResponse({"weight_version": self._weight_version})),
+        ]
+
+    async def close(self) -> None:
+        """Ends the process, and drops what it has received."""
+        self._watch(None)
+        await self._drop()
+        await self._end()
+
+    # Pauses. Nothing stops: weights are replaced between two steps.
+
+    async def _pause_until_resumed(self, fields: Fields) -> dict[str, Any]:
+        mode = fields.get("mode", string) or "abort"
+        fields.refuse_others({"clear_cache"})
+        if mode not in _PREVIOUS_CACHES:
+            raise bad_field("mode", "must be abort or keep: requests are not waited for")
+        self._pause = mode
+        return {"status": "paused"}
+
+    async def _resume(self, fields: Fields) -> dict[str, Any]:
+        fields.refuse_others()
+        self._pause = ""
+        return {"status": "resumed"}
+
+    # The group.
+
+    async def _init(self, fields: Fields) -> dict[str, Any]:
+        info = self._checked_info(Fields(fields.raw("init_info"), "init_info"))
+        fields.refuse_others()
+        if self._admin.state.has_other_gateways:
+            raise SeveralGateways
+        async with self._alone():
+            await self._drop()
+            await self._end()
+            self._announced = ()
+            self._process = await ReceivingProcess.start()
+            await self._process.told({"join": info}, "joined", self._timeout_s, _START_TIMEOUT_S)
+        return {"message": "Weight transfer initialized"}
+
+    async def _shut_down(self, fields: Fields) -> dict[str, Any]:
+        fields.refuse_others()
+        async with self._alone():
+            await self._drop()
+            await self._end()
+        return {"message": "Weight transfer shut down"}
+
+    def _checked_info(self, given: Fields) -> dict[str, Any]:
+        encoded = given.get("nccl_unique_id_b64", string) if self._backend == NCCL else None
+        host, port = None, None
+        if encoded is None:
+            host = given.required("master_address")
+            port = given.get("master_port", integer, 1, 65535)
+            if port is None:
+                raise bad_field(given.path("master_port"), "is required")
+        else:
+            try:
+                decoded = base64.b64decode(encoded, validate=True)
+            except ValueError:
+                decoded = b""
+            if len(decoded) != _UNIQUE_ID_BYTES:
+                text = f"must be base64 of {_UNIQUE_ID_BYTES} bytes"
+                raise bad_field(given.path("nccl_unique_id_b64"), text)
+        world_size = given.get("world_size", integer, 2, _MAX_RANKS)
+        if world_size is None:
+            raise bad_field(given.path("world_size"), "is required")
+        rank = given.get("rank_offset", integer, 1, world_size - 1) or 1
+        packed_bytes = given.get("packed_buffer_size_bytes", integer, 1, _MAX_PACKED_BYTES) or _PACKED_BYTES
+        is_packed = given.get("packed", boolean)
+        given.refuse_others({"packed_num_buffers"})
+        return {
+            "backend": self._backend,
+            "host": host,
+            "port": port,
+            "unique_id": encoded,
+            "world_size": world_size,
+            "rank": rank,
+            "packed_bytes": packed_bytes if is_packed else 0,
+            "timeout_s": self._timeout_s,
+        }
+
+    # An update.
+
+    async def _start(self, fields: Fields) -> dict[str, Any]:
+        fields.refuse_others()
+        async with self._alone():
+            self._running()
+            await self._drop()
+            self._upload = await self._closing.enter_async_context(self._admin.uploads.writing())
+            self._files, self._left_bytes = {}, self._upload.left_bytes
+        return {"message": "Weight update started"}
+
+    async def _update(self, fields: Fields) -> dict[str, Any]:
+        given = Fields(fields.raw("update_info"), "update_info")
+        async with self._alone():
+            process = self._running()
+            if self._upload is None:
+                raise LoadFailed("/start_weight_update comes before /update_weights")
+            tensors = await asyncio.to_thread(self._checked_tensors, given)
+            fields.refuse_others()
+            name = f"{len(set(self._files.values()))}.safetensors"
+            self._files |= dict.fromkeys((tensor for tensor, _, _ in tensors), name)
+            self._left_bytes -= _sum_bytes(tensors)
+            path = str(self._upload.directory / name)
+            receive = {"path": path, "tensors": tensors}
+            await process.told({"receive": receive}, "written", self._timeout_s)
+            self._announced = tensors
+        return {"message": "Weights updated"}
+
+    async def _finish(self, fields: Fields) -> dict[str, Any]:
+        label = fields.get("weight_version", string)
+        fields.refuse_others()
+        async with self._alone():
+            upload, self._upload = self._upload, None
+            if upload is None or not self._files:
+                raise LoadFailed("no weights were received since /start_weight_update")
+            index = json.dumps({"metadata": {}, "weight_map": self._files})
+            await complete(asyncio.to_thread((upload.directory / _INDEX).write_text, index))
+            await self._closing.aclose()
+            progress: list[admin_pb2.LoadWeightsResponse] = []
+            request = admin_pb2.LoadWeightsRequest(
+                source=upload.source, previous_caches=_PREVIOUS_CACHES[self._pause]
+            )
+            await self._admin.LoadWeights(request, cast("Any", _Progress(progress)))
+        served = progress[-1]
+        self._weight_version = label or str(served.weights_version)
+        return {
+            "message": "Weight update finished",
+            "weights_version": served.weights_version,
+            "fingerprint": served.fingerprint,
+        }
+
+    def _checked_tensors(self, given: Fields) -> Sequence[tuple[str, str, Sequence[int]]]:
+        names = given.get("names", array, _MAX_TENSORS) or []
+        dtypes = given.get("dtype_names", array, _MAX_TENSORS) or []
+        shapes = given.get("shapes", array, _MAX_TENSORS) or []
+        given.refuse_others()
+        if not len(names) == len(dtypes) == len(shapes):
+            raise bad_field(given.path("shapes"), "must be as long as names and dtype_names")
+        tensors = list(zip(names, dtypes, shapes, strict=True)) or self._announced
+        if not tensors:
+            raise bad_field(given.path("names"), "must have at least one entry")
+        seen = set(self._files)
+        for index, (name, dtype, shape) in enumerate(tensors):
+            field = given.path(f"names[{index}]")
+            if not 0 < len(string(name, field)) <= _MAX_NAME_CHARACTERS or name in seen:
+                raise bad_field(field, f"must have 1 to {_MAX_NAME_CHARACTERS} characters, and be new")
+            seen.add(name)
+            if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+                raise bad_field(
+                    given.path(f"dtype_names[{index}]"), f"must be one of {', '.join(_ITEM_BYTES)}"
+                )
+            field = given.path(f"shapes[{index}]")
+            for size in array(shape, field, _MAX_DIMENSIONS):
+                integer(size, field, 1, self._left_bytes)
+        if _sum_bytes(tensors) > self._left_bytes:
+            why = f"the tensors have more than the {self._left_bytes} bytes that are left for them"
+            raise InvalidArgument("BAD_WEIGHTS", given.path("shapes"), why)
+        return tensors
+
+    # The process.
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """One call. Raises Loading during another one. After a failure on the way the update is over."""
+        if self._is_busy:
+            raise Loading
+        self._is_busy = True
+        self._watch(None)
+        try:
+            yield
+        except BaseException:
+            # The trainer and the process may be at different tensors. Its broadcasts fail now, too.
+            await complete(self.close())
+            raise
+        finally:
+            self._is_busy = False
+            if self._upload is not None:
+                self._watch(self._timeout_s)
+
+    def _watch(self, timeout_s: float | None) -> None:
+        """Drops the update after this time without a call."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if timeout_s is not None:
+            self._idle = asyncio.get_running_loop().call_later(timeout_s, self._abandon)
+
+    def _abandon(self) -> None:
+        _log.warning("the trainer does not finish its update of the weights", waited_s=self._timeout_s)
+        self._abandoning = asyncio.create_task(self._drop())
+
+    async def _drop(self) -> None:
+        """Forgets what was received since /start_weight_update."""
+        self._upload = None
+        dropped = asyncio.CancelledError()
+        closing, self._closing = self._closing, contextlib.AsyncExitStack()
+        await closing.__aexit__(type(dropped), dropped, None)
+
+    def _running(self) -> ReceivingProcess:
+        if self._process is None or not self._process.is_running:
+            raise LoadFailed("there is no group of a trainer: /init_weight_transfer_engine comes first")
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+
+
+def _sum_bytes(tensors: Sequence[tuple[str, str, Sequence[int]]]) -> int:
+    return sum(math.prod(shape) * _ITEM_BYTES[dtype] for _, dtype, shape in tensors)
+
+
+class _Progress:
+    """What LoadWeights needs of a gRPC context."""
+
+    def __init__(self, messages: list[admin_pb2.LoadWeightsResponse]) -> None:
+        self._messages = messages
+
+    async def write(self, message: admin_pb2.LoadWeightsResponse) -> None:
+        self._messages.append(message)
+
+
+class _Call:
+    """Answers a query and a body, which may be absent, with a value. An ASGI application."""
+
+    def __init__(self, call: Callable[[Fields], Awaitable[dict[str, Any]]], bodies: BodyReader) -> None:
+        self._call, self._bodies = call, bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises QuireError. Ends if the client disconnects: then the trainer has gone."""
+        request = Request(scope, receive)
+        if "origin" in request.headers:
+            # A page of another origin may send what has no body.
+            raise InvalidArgument("BAD_CONTENT_TYPE", "", "pages cannot call this")
+
+        async def respond(value: object) -> None:
+            fields = Fields({**request.query_params, **value} if isinstance(value, dict) else value)
+            await JSONResponse(await self._call(fields))(scope, receive, send)
+
+        if "content-type" not in request.headers:
+            await until_disconnected(receive, respond({}))
+            return
+        async with self._bodies.read(request) as value:
+            await until_disconnected(receive, respond(value))
