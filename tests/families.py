@@ -174,6 +174,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
         },
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.6,
+            "ssm_multipliers": [0.7, 1.3, 0.6, 1.5, 0.8],
+            "ssm_in_multiplier": 0.9,
+            "ssm_out_multiplier": 1.4,
+            "mlp_multipliers": [0.5, 1.7],
+            "projectors_bias": True,
+        },
+    ),
+    "falcon_h1 with norms": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": None,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 24,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+        },
+    ),
     "nemotron_h": (
         "nemotron_h",
         {

@@ -113,6 +113,7 @@ class Family:
         gguf_tiled: A GGUF file has the value heads of the gated delta rule in another order; see
             `GatedDeltaConfig`.
         gated_mlp: The MLP has a gate.
+        side_by_side: Each layer has a recurrent layer beside its attention.
         one_sublayer: Each layer is attention, what is in its place, or an MLP.
         renamed: What the names of tensors begin with, and what instead in checkpoints of other families. The
             first match counts.
@@ -159,6 +160,7 @@ class Family:
     gguf_recurrent_names: tuple[str, ...] = ()
     gguf_tiled: bool = False
     gated_mlp: bool = True
+    side_by_side: bool = False
     one_sublayer: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     experts: ExpertNames | None = None

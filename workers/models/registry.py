@@ -17,6 +17,7 @@ from workers.models.respelled import (
     bamba_settings,
     delta_rule_settings,
     every_other_below_max_window_layers,
+    falcon_settings,
     full_every,
     granite_hybrid_settings,
     granite_moe_settings,
@@ -417,6 +418,31 @@ FAMILIES: dict[str, Family] = {
         norms=NormNames(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
         respelled=bamba_settings,
         recurrent="mamba2",
+        final_norm="final_layernorm",
+        mlp="feed_forward",
+    ),
+    "falcon_h1": Family(
+        defaults=_defaults(
+            *(128000, 4096, 14336, 32, 32, 8192, 1, 2), num_key_value_heads=8, rms_norm_eps=1e-5
+        )
+        | _MAMBA2_DEFAULTS
+        | {
+            "mamba_d_ssm": 1024,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "projectors_bias": False,
+        },
+        reads=_MAMBA2_READS
+        | names(
+            "mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias lm_head_multiplier"
+            " embedding_multiplier mlp_multipliers key_multiplier attention_out_multiplier"
+            " attention_in_multiplier ssm_multipliers ssm_in_multiplier ssm_out_multiplier"
+        ),
+        mlp_bias=None,
+        norms=NormNames(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
+        respelled=falcon_settings,
+        recurrent="mamba2",
+        side_by_side=True,
         final_norm="final_layernorm",
         mlp="feed_forward",
     ),

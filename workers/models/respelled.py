@@ -161,6 +161,11 @@ def bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
+def falcon_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `FalconH1ForCausalLM` of the library reads them."""
+    return {**settings, "logits_scaling": 1.0 / number(settings, "lm_head_multiplier", 1.0)}
+
+
 # Letters of `hybrid_override_pattern`.
 _NEMOTRON_TYPES = {"M": "linear_attention", "*": FULL, "-": MLP, "E": "moe"}
 # Old names of settings, which the library prefers, and names that other families have.
