@@ -135,6 +135,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"full_attn_idxs": [1], "layer_types": None, "block_multiple_of": 32, "conv_L_cache": 4},
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **_QWEN_MOE,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+            "conv_bias": True,
+        },
+    ),
+    "lfm2_moe without a correction": (
+        "lfm2_moe",
+        {
+            **_QWEN_MOE,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "num_hidden_layers": 3,
+            "num_dense_layers": 0,
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
+        },
+    ),
     "granite hybrid": (
         "granitemoehybrid",
         {

@@ -392,7 +392,7 @@ class _Parts:
             index,
             biases=biases,
             router=self._router(f"{place}{names.router}.weight", experts.count, width),
-            correction=self._wide(experts.count) if self._family.sigmoid_routing else None,
+            correction=self._wide(experts.count) if experts.corrected else None,
             gate_up=matrices({names.gate: len(part), names.up: len(part)}, width, range(width)),
             down=matrices({names.down: width}, size, part),
         )

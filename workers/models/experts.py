@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route, route_in_groups
+from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route
 from kernels.gated_activation import sigmoid
 from kernels.linear import DenseWeight, linear
 from kernels.weight import Weight
@@ -66,7 +66,7 @@ class Experts:
             gate_up: [E, 2 * I, C], rows of gate, then up; I: the width of `part`.
             down: [E, C, I].
             biases: None: there are none.
-            correction: [E] float32, see `kernels.experts.GroupedRouting`; None: there is none.
+            correction: [E] float32, see `kernels.experts.route`; None: there is none.
         """
         self._correction = correction
         self.router = router
@@ -100,7 +100,7 @@ class Experts:
                 target = LoadTarget(into, taken.shape, taken=taken, first=at)
                 yield f"{prefix}{name.format(index)}.weight", target
         if self._correction is not None:
-            name = f"{prefix}{self._names.router}.e_score_correction_bias"
+            name = f"{prefix}{self._names.correction}"
             yield name, LoadTarget(DenseWeight(self._correction), tuple(self._correction.shape))
         if self._biases is not None:
             yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(width, size))
@@ -144,10 +144,7 @@ class Experts:
         routing = context.routing
         given = None if routing is None else routing.given_of(self._index)
         count, normalized, rule = self._config.per_token, self._config.normalized, self._config.routing
-        if rule is None:
-            expert_ids, weights = route(logits, count, normalized, dtype, given)
-        else:
-            expert_ids, weights = route_in_groups(logits, count, normalized, rule, self._correction, given)
+        expert_ids, weights = route(logits, count, normalized, dtype, given, rule, self._correction)
         if routing is not None:
             routing.note(expert_ids)
         return experts(

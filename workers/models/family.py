@@ -38,6 +38,7 @@ class ExpertNames:
         gate: Likewise.
         up: Likewise.
         down: Likewise.
+        correction: See `kernels.experts.route`.
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
         stacked_parts: The rest of these names: of gate and up, and of down.
@@ -50,6 +51,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    correction: str = "mlp.gate.e_score_correction_bias"
     stacked: str | None = None
     stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
     by_turns: bool = False
@@ -122,7 +124,8 @@ class Family:
         expert_biases: The router and the projections of experts have biases.
         clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
         sinks: Each head has a logit that is a term of the softmax and has no value.
-        sigmoid_routing: Experts are chosen by sigmoids, with a correction; see `kernels.experts`.
+        sigmoid_routing: Experts are chosen by sigmoids; see `kernels.experts`.
+        routing_eps: Added to the sum by which the weights of experts are divided.
         wide_router: The router and its product are float32.
         left_out: What the names of tensors begin with that a forward does not need; {} stands for the number
             of layers.
@@ -169,6 +172,7 @@ class Family:
     clamped_gate: bool = False
     sinks: bool = False
     sigmoid_routing: bool = False
+    routing_eps: float = 0.0
     wide_router: bool = False
     left_out: tuple[str, ...] = ()
     gated_attention: bool = False

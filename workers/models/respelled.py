@@ -78,6 +78,17 @@ def lfm2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
+def lfm2_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `Lfm2MoeConfig` of the library reads them."""
+    tied = settings.get("tie_embedding")
+    return {
+        **settings,
+        "rms_norm_eps": settings["norm_eps"],
+        "tie_word_embeddings": settings["tie_word_embeddings"] if tied is None else tied,
+        "mlp_only_layers": [*range(non_negative_integer(settings, "num_dense_layers"))],
+    }
+
+
 def qwen2_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     """As `Qwen2MoeAttention` and `Qwen2MoeConfig` of the library read them."""
     return dict(settings) | {"attention_bias": boolean(settings, "qkv_bias", default=True)}
