@@ -1,8 +1,9 @@
 """Mixture of experts: the routing of tokens, and the experts' outputs.
 
-An expert is a gated feed-forward network, down(activation(gate x) * (up x)), whose projections may have
-biases. `route` chooses k experts for each token, with weights. `experts` groups the rows of a batch by
-expert, so that the matrices of an expert are read once for all of its rows, and not at all if it has none.
+An expert is a feed-forward network, down(activation(gate x) * (up x)), or down(activation(up x)) without a
+gate, whose projections may have biases. `route` chooses k experts for each token, with weights. `experts`
+groups the rows of a batch by expert, so that the matrices of an expert are read once for all of its rows, and
+not at all if it has none.
 
 Results are rounded as if the operations ran one by one: both projections to the dtype of x, the activation
 and its product with up as in `kernels.gated_activation`. The k results of a token are weighted and summed in
@@ -26,7 +27,13 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
-from kernels.gated_activation import Activation, gated_activation, gated_activation_reference, sigmoid
+from kernels.gated_activation import (
+    UNGATED,
+    Activation,
+    gated_activation,
+    gated_activation_reference,
+    sigmoid,
+)
 from kernels.linear import DenseWeight
 from kernels.weight import Weight
 
@@ -179,7 +186,7 @@ def experts(
     Args:
         x: [T, C]; float32, bfloat16 or float16.
         gate_up: [E, 2 * I, C], rows of the gate, then of up: one tensor, contiguous on a GPU; on the CPU also
-            E weights [2 * I, C], or from `pack_experts`. Dtype of x.
+            E weights [2 * I, C], or from `pack_experts`. Dtype of x. Without gates I rows.
         down: [E, C, I], likewise.
         expert_ids: [T, k] int64, from 0 to E - 1. On a GPU any other id makes its row undefined, and no
             other row.
@@ -195,7 +202,7 @@ def experts(
         ValueError, TypeError: An argument is invalid; the message names it.
         IndexError, RuntimeError: An expert id is out of range (on the CPU).
     """
-    _check(x, gate_up, down, expert_ids, expert_weights, biases)
+    _check(x, gate_up, down, expert_ids, expert_weights, biases, 1 if activation == UNGATED else 2)
     if x.is_cuda:
         from kernels.cuda import experts as cuda
 
@@ -260,8 +267,12 @@ def _check(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     biases: Biases | None,
+    into: int,
 ) -> None:
-    """Check the arguments of `experts`. Of separate matrices only the first is checked, to save time."""
+    """Check the arguments of `experts`. Of separate matrices only the first is checked, to save time.
+
+    `into`: how many projections `gate_up` has.
+    """
     check_tensor("x", x, (None, None), FLOAT_DTYPES)
     check_tensor("expert_ids", expert_ids, (len(x), None), (torch.int64,))
     if not expert_ids.shape[1]:
@@ -274,9 +285,9 @@ def _check(
     if biases is not None:
         if x.is_cuda:
             raise ValueError("biases: there are no kernels of a GPU for them")
-        for name, bias, outputs in zip(("gate_up", "down"), biases, (2 * inner, width), strict=True):
+        for name, bias, outputs in zip(("gate_up", "down"), biases, (into * inner, width), strict=True):
             check_tensor(f"the bias of {name}", bias, (len(down), outputs), (x.dtype,))
-    for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
+    for name, weight, shape in (("gate_up", gate_up, (into * inner, width)), ("down", down, (width, inner))):
         if tuple(weight[0].shape) != shape:
             raise ValueError(f"{name}: an expert's shape must be {list(shape)}, got {list(weight[0].shape)}")
         if weight[0].dtype != x.dtype or weight[0].device != x.device:

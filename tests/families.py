@@ -245,6 +245,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 0.3,
         },
     ),
+    "nemotron_h with experts": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+            "head_dim": 32,
+            "mlp_bias": True,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 20,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80,
+            "moe_latent_size": 40,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "nemotron_h without an mlp at its end": (
         "nemotron_h",
         {

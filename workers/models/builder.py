@@ -19,6 +19,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts, WithSharedExpert
+from workers.models.family import ExpertNames
 from workers.models.latent_attention import LatentAttention
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
@@ -364,11 +365,22 @@ class _Parts:
     def _wide(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
+    def _latent(self, layer: int, names: ExpertNames, size: int) -> tuple[Linear, Linear] | None:
+        """The projections to the width of experts and back."""
+        if not size:
+            return None
+        width, place, bias = self._config.hidden_size, f"model.layers.{layer}.", self._config.mlp_bias
+        into, back = (
+            {name: Slice.whole(*shape)}
+            for name, shape in zip(names.latent, ((size, width), (width, size)), strict=True)
+        )
+        return self._linear(place, into, bias=bias), self._linear(place, back, bias=bias)
+
     def _experts(self, layer: int, index: int) -> Experts:
         """Those of a layer, which has the number `index` among those with experts."""
         experts, names, width = self._config.experts, self._family.experts, self._config.hidden_size
         assert experts is not None and names is not None
-        size, place = experts.intermediate_size, f"model.layers.{layer}."
+        size, outer, place = experts.intermediate_size, experts.latent or width, f"model.layers.{layer}."
         part = self._shard.part(size)
 
         def matrices(rows: Mapping[str, int], inputs: int, taken: range) -> ExpertWeights:
@@ -383,7 +395,7 @@ class _Parts:
 
         biases = None
         if self._family.expert_biases:
-            sizes = (experts.count,), (experts.count, 2 * len(part)), (experts.count, width)
+            sizes = (experts.count,), (experts.count, 2 * len(part)), (experts.count, outer)
             router, into, out_of = (self.empty(*size) for size in sizes)
             biases = ExpertBiases(router, into, out_of, has_down=self._shard.is_first)
         return Experts(
@@ -393,6 +405,9 @@ class _Parts:
             biases=biases,
             router=self._router(f"{place}{names.router}.weight", experts.count, width),
             correction=self._wide(experts.count) if experts.corrected else None,
-            gate_up=matrices({names.gate: len(part), names.up: len(part)}, width, range(width)),
-            down=matrices({names.down: width}, size, part),
+            latent=self._latent(layer, names, experts.latent),
+            gate_up=matrices(
+                {name: len(part) for name in (names.gate, names.up) if name}, outer, range(outer)
+            ),
+            down=matrices({names.down: outer}, size, part),
         )

@@ -17,7 +17,7 @@ from kernels.gated_activation import GATE_LIMIT, SIGMOID_GAIN, UNGATED, Activati
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.family import FULL, MLP, SLIDING, Family
+from workers.models.family import EXPERTS, FULL, MLP, SLIDING, Family
 from workers.models.files import errors_naming
 from workers.models.latent_settings import LatentConfig, latent_attention_scale, read_latent
 from workers.models.layer_settings import (
@@ -263,8 +263,8 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
             rope=ropes[layer_type] if rotated and layer_type in ropes else None,
             sparse=is_sparse,
             attention=layer_type in (FULL, SLIDING),
-            recurrent=family.side_by_side or layer_type not in (FULL, SLIDING, MLP),
-            feed_forward=layer_type == MLP or not family.one_sublayer,
+            recurrent=family.side_by_side or layer_type not in (FULL, SLIDING, MLP, EXPERTS),
+            feed_forward=layer_type in (MLP, EXPERTS) or not family.one_sublayer,
         )
         for layer_type, rotated, is_sparse in zip(types, rope_layers(settings, count), sparse, strict=True)
     )

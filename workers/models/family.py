@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-FULL, SLIDING, MLP = "full_attention", "sliding_attention", "mlp"
+FULL, SLIDING, MLP, EXPERTS = "full_attention", "sliding_attention", "mlp", "moe"
 RecurrentKind = Literal["short_conv", "mamba2", "gated_delta"]
 # The types of layers in configs.
 RECURRENT_TYPES: dict[RecurrentKind, str] = {
@@ -35,7 +35,7 @@ class ExpertNames:
 
     Attributes:
         router: Before "weight", or "bias".
-        gate: Likewise.
+        gate: Likewise; "": experts have no gate.
         up: Likewise.
         down: Likewise.
         correction: See `kernels.experts.route`.
@@ -44,6 +44,8 @@ class ExpertNames:
         stacked_parts: The rest of these names: of gate and up, and of down.
         by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
         shared: What the names of the expert that computes each token begin with; None: there is none.
+        latent: What the names of projections to a narrower width and back begin with, between which the other
+            experts are in a model that says so.
         shared_gate: Before "weight": its output is multiplied by the sigmoid of this product. "": it is not.
     """
 
@@ -56,6 +58,7 @@ class ExpertNames:
     stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
     by_turns: bool = False
     shared: str | None = None
+    latent: tuple[str, str] = ("", "")
     shared_gate: str = ""
 
 

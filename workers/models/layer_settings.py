@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kernels.experts import BEST_SOFTMAX, RoutingRule
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.family import FULL, MLP, RECURRENT_TYPES, SLIDING, Family
+from workers.models.family import EXPERTS, FULL, MLP, RECURRENT_TYPES, SLIDING, Family
 from workers.models.values import boolean, integer, non_negative_integer, number
 
 
@@ -21,6 +21,7 @@ class ExpertsConfig:
         intermediate_size: The inner width of each.
         normalized: The weights of the chosen experts add up to one for each token.
         shared_size: The inner width of the expert that computes each token; 0: there is none.
+        latent: The width of the rows that they multiply, if it is not the hidden width; 0: it is.
         routing: How they are chosen.
         corrected: The router has a correction of the scores that choose; see `kernels.experts.route`.
     """
@@ -30,6 +31,7 @@ class ExpertsConfig:
     intermediate_size: int
     normalized: bool
     shared_size: int = 0
+    latent: int = 0
     routing: RoutingRule = BEST_SOFTMAX
     corrected: bool = False
 
@@ -43,7 +45,7 @@ def read_layer_types(
         # Without a window the type matters only if each type has its own rotary embedding.
         return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
     known = [FULL, SLIDING if family.recurrent is None else RECURRENT_TYPES[family.recurrent]]
-    known += [MLP] if family.one_sublayer else []
+    known += [MLP, EXPERTS] if family.one_sublayer else []
     if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
         raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")
     if len(listed) != layers:
@@ -78,6 +80,7 @@ def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfi
         intermediate_size=integer(settings, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         normalized=boolean(settings, "norm_topk_prob", default=not is_qwen),
         shared_size=non_negative_integer(settings, "shared_expert_intermediate_size") if has_shared else 0,
+        latent=non_negative_integer(settings, "moe_latent_size") if settings.get("moe_latent_size") else 0,
         routing=_routing(settings, count, family),
         corrected=family.sigmoid_routing and boolean(settings, "use_expert_bias", default=True),
     )

@@ -501,11 +501,19 @@ FAMILIES: dict[str, Family] = {
             use_conv_bias=True,
             use_bias=False,
             time_step_min=0.001,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=7688,
+            moe_shared_expert_intermediate_size=7688,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.0,
         ),
         reads=names(
             "layer_types layers_block_type hybrid_override_pattern layer_norm_epsilon mamba_num_heads"
             " mamba_head_dim mamba_hidden_act ssm_state_size n_groups conv_kernel use_conv_bias use_bias"
             " time_step_min mamba_n_groups mamba_d_conv mamba_conv_bias mamba_dt_min sliding_window"
+            " n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size"
+            " moe_latent_size norm_topk_prob routed_scaling_factor n_group topk_group"
         ),
         qkv_bias=False,
         output_bias=False,
@@ -521,6 +529,19 @@ FAMILIES: dict[str, Family] = {
         mlp="mixer",
         mlp_names=("up_proj",),
         gated_mlp=False,
+        experts=ExpertNames(
+            "mixer.gate",
+            "",
+            "mixer.experts.{}.up_proj",
+            "mixer.experts.{}.down_proj",
+            correction="mixer.gate.e_score_correction_bias",
+            shared="mixer.shared_experts",
+            latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+        ),
+        wide_routing=True,
+        wide_router=True,
+        sigmoid_routing=True,
+        routing_eps=1e-20,
         one_sublayer=True,
         renamed=(
             ("backbone.embeddings.", "model.embed_tokens."),
