@@ -1,8 +1,9 @@
 """Mixture of experts: the routing of tokens, and the experts' outputs.
 
-An expert is a gated feed-forward network, down(activation(gate x) * (up x)), whose projections may have
-biases. `route` chooses k experts for each token, with weights. `experts` groups the rows of a batch by
-expert, so that the matrices of an expert are read once for all of its rows, and not at all if it has none.
+An expert is a feed-forward network, down(activation(gate x) * (up x)), or down(activation(up x)) without a
+gate, whose projections may have biases. `route` chooses k experts for each token, with weights. `experts`
+groups the rows of a batch by expert, so that the matrices of an expert are read once for all of its rows, and
+not at all if it has none.
 
 Results are rounded as if the operations ran one by one: both projections to the dtype of x, the activation
 and its product with up as in `kernels.gated_activation`. The k results of a token are weighted and summed in
@@ -26,7 +27,13 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
-from kernels.gated_activation import Activation, gated_activation, gated_activation_reference, sigmoid
+from kernels.gated_activation import (
+    UNGATED,
+    Activation,
+    gated_activation,
+    gated_activation_reference,
+    sigmoid,
+)
 from kernels.linear import DenseWeight
 from kernels.weight import Weight
 
@@ -39,59 +46,26 @@ ExpertWeights = torch.Tensor | Sequence[Weight] | cpu.PackedWeights
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedRouting:
-    """How DeepSeek and GLM choose experts: only those of the best groups.
+class RoutingRule:
+    """How experts are chosen and weighted. The default is that of Mixtral and Qwen.
 
     Attributes:
-        sigmoid: Scores are the sigmoids of logits, not their softmax. Then they choose with a correction
-            added, and a group is as good as its two best experts; else as its best one.
+        sigmoid: Scores are the sigmoids of logits, not their softmax. A group is then as good as its two best
+            experts, else as its best one.
         groups: The experts are divided into so many groups of adjacent ones.
         best_groups: Those of which experts are chosen.
         scale: Multiplies the weights.
+        eps: Added to the sum by which scores are divided.
     """
 
-    sigmoid: bool
-    groups: int
-    best_groups: int
-    scale: float
+    sigmoid: bool = False
+    groups: int = 1
+    best_groups: int = 1
+    scale: float = 1.0
+    eps: float = 0.0
 
 
-def route_in_groups(
-    logits: torch.Tensor,
-    k: int,
-    normalize: bool,
-    rule: GroupedRouting,
-    correction: torch.Tensor | None = None,
-    given: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route`, by another rule.
-
-    Args:
-        logits: [T, E] float32.
-        k: See `route`.
-        normalize: See `route`.
-        rule: The rule.
-        correction: [E] float32; None: there is none.
-        given: See `route`.
-
-    Returns:
-        As `route`; expert_weights are float32.
-    """
-    scores = sigmoid(logits) if rule.sigmoid else functional.softmax(logits, dim=-1)  # [T, E]
-    chosen_by = scores if correction is None else scores + correction
-    if rule.groups > 1:
-        by_group = chosen_by.view(len(logits), rule.groups, -1)  # [T, G, E / G]
-        worth = by_group.topk(2, dim=-1)[0].sum(-1) if rule.sigmoid else by_group.amax(-1)  # [T, G]
-        best = torch.zeros_like(worth).scatter_(1, worth.topk(rule.best_groups, dim=-1)[1], 1.0)
-        left_out = float("-inf") if rule.sigmoid else 0.0
-        chosen_by = by_group.masked_fill(best[:, :, None] == 0.0, left_out).flatten(1)
-    expert_ids = torch.topk(chosen_by, k, dim=-1)[1]  # [T, k]
-    if given is not None:
-        expert_ids = torch.where(given[:, :1] < 0, expert_ids, given)
-    weights = scores.gather(1, expert_ids)
-    if normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return expert_ids, weights * rule.scale
+BEST_SOFTMAX = RoutingRule()
 
 
 def route(
@@ -100,8 +74,10 @@ def route(
     normalize: bool,
     dtype: torch.dtype | None = None,
     given: torch.Tensor | None = None,
+    rule: RoutingRule = BEST_SOFTMAX,
+    correction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token: those with the highest scores, the softmax over all experts.
+    """Choose the experts of each token: those with the highest scores.
 
     Args:
         logits: [T, E], the router's output; float32, bfloat16 or float16.
@@ -112,6 +88,8 @@ def route(
             Qwen3-MoE; Mixtral uses torch.float32.
         given: [T, k] int64, experts that are chosen whatever their scores, in the order in which they are
             summed. Not checked. A row that begins with -1 has none. None: no row has.
+        rule: What scores are, and which experts may be chosen. On a GPU only the default has a kernel.
+        correction: [E] float32, added to scores to choose by, and not to weights; None: there is none.
 
     Returns:
         expert_ids [T, k] int64, the best first if they are not given, without repetition; expert_weights
@@ -125,23 +103,36 @@ def route(
         raise ValueError(f"k: must be between 1 and {logits.shape[1]} experts, got {k}")
     if given is not None:
         check_tensor("given", given, (len(logits), k), (torch.int64,))
-    if logits.is_cuda:
+    if logits.is_cuda and rule == BEST_SOFTMAX and correction is None:
         from kernels.cuda import routing as cuda
 
         return cuda.route(logits, k, normalize, dtype or logits.dtype, given)
-    scores = functional.softmax(logits, dim=-1, dtype=torch.float32)  # [T, E]
-    expert_weights, expert_ids = torch.topk(scores, k, dim=-1)  # [T, k] each
+    # [T, E]
+    scores = sigmoid(logits.float()) if rule.sigmoid else functional.softmax(logits, -1, dtype=torch.float32)
+    chosen_by = _of_best_groups(scores if correction is None else scores + correction, rule)
+    expert_ids = torch.topk(chosen_by, k, dim=-1)[1]  # [T, k]
     if given is not None:
         expert_ids = torch.where(given[:, :1] < 0, expert_ids, given)
-        expert_weights = scores.gather(1, expert_ids)
+    weights = scores.gather(1, expert_ids)
     if normalize:
-        total = expert_weights.sum(-1, keepdim=True)
-        expert_weights = expert_weights / total
+        total = weights.sum(-1, keepdim=True) + rule.eps
+        weights = weights / total
         if given is not None:
             # The scores of experts that the router would never choose may all be rounded to 0.
             alone = functional.softmax(logits.gather(1, expert_ids), dim=-1, dtype=torch.float32)
-            expert_weights = torch.where(total > 0, expert_weights, alone)
-    return expert_ids, expert_weights.to(dtype or logits.dtype)
+            weights = torch.where(total > 0, weights, alone)
+    return expert_ids, (weights * rule.scale).to(dtype or logits.dtype)
+
+
+def _of_best_groups(chosen_by: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    """[T, E], lower than any that may be chosen outside of the best groups."""
+    if rule.groups == 1:
+        return chosen_by
+    by_group = chosen_by.view(len(chosen_by), rule.groups, -1)  # [T, G, E / G]
+    worth = by_group.topk(2, dim=-1)[0].sum(-1) if rule.sigmoid else by_group.amax(-1)  # [T, G]
+    best = torch.zeros_like(worth).scatter_(1, worth.topk(rule.best_groups, dim=-1)[1], 1.0)
+    left_out = float("-inf") if rule.sigmoid else 0.0
+    return by_group.masked_fill(best[:, :, None] == 0.0, left_out).flatten(1)
 
 
 def pack_experts(weights: ExpertWeights) -> ExpertWeights:
@@ -195,7 +186,7 @@ def experts(
     Args:
         x: [T, C]; float32, bfloat16 or float16.
         gate_up: [E, 2 * I, C], rows of the gate, then of up: one tensor, contiguous on a GPU; on the CPU also
-            E weights [2 * I, C], or from `pack_experts`. Dtype of x.
+            E weights [2 * I, C], or from `pack_experts`. Dtype of x. Without gates I rows.
         down: [E, C, I], likewise.
         expert_ids: [T, k] int64, from 0 to E - 1. On a GPU any other id makes its row undefined, and no
             other row.
@@ -211,7 +202,7 @@ def experts(
         ValueError, TypeError: An argument is invalid; the message names it.
         IndexError, RuntimeError: An expert id is out of range (on the CPU).
     """
-    _check(x, gate_up, down, expert_ids, expert_weights, biases)
+    _check(x, gate_up, down, expert_ids, expert_weights, biases, 1 if activation == UNGATED else 2)
     if x.is_cuda:
         from kernels.cuda import experts as cuda
 
@@ -276,8 +267,12 @@ def _check(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
     biases: Biases | None,
+    into: int,
 ) -> None:
-    """Check the arguments of `experts`. Of separate matrices only the first is checked, to save time."""
+    """Check the arguments of `experts`. Of separate matrices only the first is checked, to save time.
+
+    `into`: how many projections `gate_up` has.
+    """
     check_tensor("x", x, (None, None), FLOAT_DTYPES)
     check_tensor("expert_ids", expert_ids, (len(x), None), (torch.int64,))
     if not expert_ids.shape[1]:
@@ -290,9 +285,9 @@ def _check(
     if biases is not None:
         if x.is_cuda:
             raise ValueError("biases: there are no kernels of a GPU for them")
-        for name, bias, outputs in zip(("gate_up", "down"), biases, (2 * inner, width), strict=True):
+        for name, bias, outputs in zip(("gate_up", "down"), biases, (into * inner, width), strict=True):
             check_tensor(f"the bias of {name}", bias, (len(down), outputs), (x.dtype,))
-    for name, weight, shape in (("gate_up", gate_up, (2 * inner, width)), ("down", down, (width, inner))):
+    for name, weight, shape in (("gate_up", gate_up, (into * inner, width)), ("down", down, (width, inner))):
         if tuple(weight[0].shape) != shape:
             raise ValueError(f"{name}: an expert's shape must be {list(shape)}, got {list(weight[0].shape)}")
         if weight[0].dtype != x.dtype or weight[0].device != x.device:

@@ -4,7 +4,7 @@ A row of projections has gates z, the inputs of a convolution, and a step dt for
 and silu make inputs x, and B and C of each group of heads. Of each head, with a state S [N, P]:
 
     dt = max(softplus(dt + dt_bias), least_step),  S = exp(dt * A) * S + outer(B, dt * x),  y = C @ S + D * x
-    out = norm(y * silu(z)), of each group
+    out = norm(y * silu(z)), of each group, or without a norm
 
 Source: "Transformers are SSMs" (arXiv 2405.21060), and `GraniteMoeHybridMambaLayer` in the library.
 Tokens are scanned one after the other, so that bits do not depend on chunks.
@@ -35,7 +35,7 @@ class Mamba2Weights:
         dt_bias: [H] float32.
         decays: [H] float32, A.
         direct: [H] float32, D.
-        norm: [I], in the dtype of rows.
+        norm: [I], in the dtype of rows; None: there is none.
         groups: G.
         state_width: N.
         eps: Of the norm.
@@ -47,20 +47,26 @@ class Mamba2Weights:
     dt_bias: torch.Tensor
     decays: torch.Tensor
     direct: torch.Tensor
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     groups: int
     state_width: int
     eps: float
     least_step: float = 0.0
 
+    @property
+    def inner(self) -> int:
+        """I."""
+        return self.taps.shape[1] - 2 * self.groups * self.state_width
+
     def compiled(self) -> cpu.Mamba2Weights:
         """What the CPU's kernels read, as long as these tensors are there."""
-        heads, inner = len(self.decays), len(self.norm)
+        heads = len(self.decays)
         return cpu.Mamba2Weights(
             self.taps.data_ptr(),
             None if self.bias is None else self.bias.data_ptr(),
-            *(each.data_ptr() for each in (self.dt_bias, self.decays, self.direct, self.norm)),
-            *(heads, inner // heads, self.groups, self.state_width, len(self.taps)),
+            *(each.data_ptr() for each in (self.dt_bias, self.decays, self.direct)),
+            None if self.norm is None else self.norm.data_ptr(),
+            *(heads, self.inner // heads, self.groups, self.state_width, len(self.taps)),
             *(self.eps, self.least_step),
         )
 
@@ -97,7 +103,7 @@ def mamba2_reference(
     at: StateRows,
 ) -> torch.Tensor:
     """See `mamba2`. In torch, of any device and dtype."""
-    inner, width, heads = len(weights.norm), weights.taps.shape[1], len(weights.decays)
+    inner, width, heads = weights.inner, weights.taps.shape[1], len(weights.decays)
     gates, raw, steps = torch.split(projected, [inner, width, heads], dim=1)
     convolved = silu_conv(raw, weights.taps, weights.bias, inputs, at)
     sizes = [inner, *[weights.groups * weights.state_width] * 2]
@@ -115,6 +121,8 @@ def mamba2_reference(
         state.add_(into[row][:, :, None] * (x[row] * dt[row][:, None])[:, None])
         y[row] = (out_of[row][:, None] @ state)[:, 0] + x[row] * weights.direct[:, None]
     gated = y.flatten(1) * functional.silu(gates.float())
+    if weights.norm is None:
+        return gated.to(projected.dtype)
     grouped = gated.view(rows, weights.groups, -1)
     normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + weights.eps)
     out: torch.Tensor = weights.norm.float() * normed.flatten(1)

@@ -135,6 +135,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         {"full_attn_idxs": [1], "layer_types": None, "block_multiple_of": 32, "conv_L_cache": 4},
     ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            **_QWEN_MOE,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+            "conv_bias": True,
+        },
+    ),
+    "lfm2_moe without a correction": (
+        "lfm2_moe",
+        {
+            **_QWEN_MOE,
+            "layer_types": ["conv", "conv", "full_attention"],
+            "num_hidden_layers": 3,
+            "num_dense_layers": 0,
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
+        },
+    ),
     "granite hybrid": (
         "granitemoehybrid",
         {
@@ -174,6 +195,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
         },
     ),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 24,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.6,
+            "ssm_multipliers": [0.7, 1.3, 0.6, 1.5, 0.8],
+            "ssm_in_multiplier": 0.9,
+            "ssm_out_multiplier": 1.4,
+            "mlp_multipliers": [0.5, 1.7],
+            "projectors_bias": True,
+        },
+    ),
+    "falcon_h1 with norms": (
+        "falcon_h1",
+        {
+            "mamba_d_ssm": None,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 24,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+        },
+    ),
     "nemotron_h": (
         "nemotron_h",
         {
@@ -190,6 +243,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
             # Above some of the steps of random weights.
             "time_step_min": 0.3,
+        },
+    ),
+    "nemotron_h with experts": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+            "head_dim": 32,
+            "mlp_bias": True,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 20,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80,
+            "moe_latent_size": 40,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
         },
     ),
     "nemotron_h without an mlp at its end": (

@@ -99,6 +99,10 @@ def _save_with_random_weights(
             noise = torch.randn(parameter.shape, generator=generator)
             # Norm weights lie around 1, so that mixing two of them up shows.
             parameter.copy_(1 + 0.3 * noise if parameter.dim() == 1 else WEIGHT_SCALE * noise)
+        # Corrections of routers.
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.to(getattr(torch, dtype))
     model.save_pretrained(directory, max_shard_size=max_shard_bytes or "50GB")
     return directory

@@ -44,7 +44,7 @@ struct Projection {
 struct Arguments {
   void* out;                     // [T, C] contiguous
   const void* x;                 // [T, C]
-  Projection gate_up, down;      // [2 * I, C] and [C, I]
+  Projection gate_up, down;      // [2 * I, C], or [I, C] without gates; and [C, I]
   const int64_t* expert_ids;     // [T, k]
   const float* expert_weights;   // [T, k]
   // Scratch: [T * k, 2 * I] and [T * k, I] by expert; [T * k, C] by pair, at first for the rows of x by expert.
@@ -209,7 +209,7 @@ template <typename Activation, typename T>
 bool run(const Arguments& a) {
   Groups groups;
   if (!groups.fill(a)) return false;
-  const int64_t pairs = a.tokens * a.choices, both_width = 2 * a.inner_width;
+  const int64_t pairs = a.tokens * a.choices, both_width = a.gate_up.outputs;
   const int64_t bytes = weight_bytes<T>(groups, a.gate_up) + weight_bytes<T>(groups, a.down) +
                         pairs * a.width * static_cast<int64_t>(sizeof(T));
   const T* x = static_cast<const T*>(a.x);
@@ -237,7 +237,7 @@ bool run(const Arguments& a) {
     project<T>(groups, a.gate_up, outer_rows, rounded, worker);
     worker.for_shares(pairs, [&](int64_t place) {
       T *row = inner + place * a.inner_width, *gate = both + place * both_width;
-      multiply_gate<Activation>(row, gate, gate + a.inner_width, a.inner_width);
+      multiply_gate<Activation>(row, gate, gate + both_width - a.inner_width, a.inner_width);
       inner_rows.plain[place] = row;
       if (a.down.has_plain) inner_rows.inputs[place] = as_inputs(inner_rows.plain[place], a.inner_copy, place, a.inner_width);
     });
@@ -263,3 +263,5 @@ QUIRE_EXPERTS(quire_experts_gelu_bf16, Gelu, quire::Bf16)
 QUIRE_EXPERTS(quire_experts_gelu_f32, Gelu, float)
 QUIRE_EXPERTS(quire_experts_clamped_swiglu_bf16, ClampedSwiglu, quire::Bf16)
 QUIRE_EXPERTS(quire_experts_clamped_swiglu_f32, ClampedSwiglu, float)
+QUIRE_EXPERTS(quire_experts_relu2_bf16, Relu, quire::Bf16)
+QUIRE_EXPERTS(quire_experts_relu2_f32, Relu, float)

@@ -79,7 +79,7 @@ def experts(
     (tokens, width), choices = x.shape, expert_ids.shape[1]
     pairs, inner_width = tokens * choices, down[0].shape[1]
     out = torch.empty(tokens, width, dtype=x.dtype)  # [T, C]
-    both = torch.empty(pairs, 2 * inner_width, dtype=x.dtype)  # [T * k, 2 * I]
+    both = torch.empty(pairs, gate_up[0].shape[0], dtype=x.dtype)  # [T * k, 2 * I], or [T * k, I]
     inner = torch.empty(pairs, inner_width, dtype=x.dtype)  # [T * k, I]
     results = torch.empty(pairs, width, dtype=x.dtype)  # [T * k, C]
     into, out_of = gate_up.projection, down.projection

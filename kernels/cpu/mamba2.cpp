@@ -38,13 +38,14 @@ struct Scan {
   }
 };
 
-// weight * rms_norm(y * silu(gate)), each group by itself.
+// weight * rms_norm(y * silu(gate)), each group by itself; without a norm y * silu(gate).
 template <typename T>
 void normalise(T* out, float* y, const T* gate, const Mamba2Weights& w) {
   const int64_t inner = w.inner(), width = inner / w.groups;
-  for_lanes(inner, [&](int64_t d, int count) {
-    store_lanes(y + d, load_lanes(y + d, count) * Silu::of(load_lanes(gate + d, count)), count);
-  });
+  const auto gated = [&](int64_t d, int count) { return load_lanes(y + d, count) * Silu::of(load_lanes(gate + d, count)); };
+  if (w.norm == nullptr)
+    return for_lanes(inner, [&](int64_t d, int count) { store_lanes(out + d, gated(d, count), count); });
+  for_lanes(inner, [&](int64_t d, int count) { store_lanes(y + d, gated(d, count), count); });
   for (int64_t first = 0; first < inner; first += width) {
     const float factor = inverse_rms(y + first, width, static_cast<float>(w.eps));
     const T* weight = static_cast<const T*>(w.norm) + first;

@@ -11,7 +11,7 @@ namespace quire {
 struct Mamba2Weights {
   const void *taps, *bias;                 // [L, D] and [D], or null; of the type of rows
   const float *dt_bias, *decays, *direct;  // [H]
-  const void* norm;                        // [I], of the type of rows
+  const void* norm;                        // [I], of the type of rows, or null
   int64_t heads, head_width, groups, state_width, num_taps;
   double eps, least_step;
 

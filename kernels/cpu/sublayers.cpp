@@ -44,6 +44,7 @@ struct Matrix {
   const void* bias;  // [outputs] or null
   int64_t outputs, inputs;
   const LoraTable* lora;  // or null
+  const float* scales;    // [outputs], which multiply the outputs, or null
 
   int64_t bytes(int64_t element_bytes) const {
     int64_t all = 0;
@@ -64,6 +65,7 @@ struct Sublayer {
   double scale;
   int64_t kind;
   int64_t activation;          // of a gated MLP
+  int64_t is_beside;           // it reads the rows that the sublayer before it has read, and its output is added to that
   Norm head_norm;              // [H + K, D]
   Norm query_norm, key_norm;   // of whole rows
   int64_t layer, rope, heads, kv_heads, width, window;  // rope: which rotations; -1: none
@@ -193,7 +195,8 @@ struct Run {
 
   // x: the output of the last sublayer, if there is one, becomes that of this one. residual: x is added to it.
   void run(const Sublayer& sublayer, bool has_x) {
-    const T* entered = enter(sublayer.before, sublayer.into.inputs, has_x);
+    const T* entered = sublayer.is_beside ? entered_before(sublayer.before)
+                                          : enter(sublayer.before, sublayer.into.inputs, has_x);
     if (sublayer.kind == kAttention) attend(sublayer, entered);
     else if (sublayer.kind == kShortConv) convolve(sublayer, entered);
     else if (sublayer.kind == kMamba2) scan(mamba2<T>, sublayer.mamba2(), sublayer, entered);
@@ -210,7 +213,12 @@ struct Run {
     add_rms_norm<T>({buffers.normed, has_x ? step.x : residual, has_x ? residual : nullptr, norm.weight, rows, width,
                      width, width, width, norm.wide_weight, norm.eps},
                     worker);
-    return norm.weight == nullptr ? residual : buffers.normed;
+    return entered_before(norm);
+  }
+
+  // What `enter` has returned.
+  const T* entered_before(const Norm& norm) const {
+    return norm.weight == nullptr ? static_cast<const T*>(step.residual) : buffers.normed;
   }
 
   void project(T* to, const Matrix& matrix, const T* from) {
@@ -231,6 +239,13 @@ struct Run {
     }
     if (lora != nullptr && matrix.lora != nullptr)
       add_lora<T>(to, from, matrix.inputs, matrix.inputs, *matrix.lora, *lora, buffers.lora, worker);
+    if (matrix.scales == nullptr) return;
+    worker.for_shares(rows, [&](int64_t row) {
+      T* y = to + row * matrix.outputs;
+      for_lanes(matrix.outputs, [&](int64_t d, int count) {
+        store_lanes(y + d, load_lanes(y + d, count) * load_lanes(matrix.scales + d, count), count);
+      });
+    });
   }
 
   // In place, of parts of rows that are `stride` elements apart.
@@ -276,6 +291,11 @@ struct Run {
   // The output of a sublayer, of what comes before its last product; after the last attention of a model, or what is
   // in its place, of the wanted rows only, which are copied to `gathered`.
   void project_wanted(const Sublayer& sublayer, const T* inner, T* gathered) {
+    const int64_t outputs = sublayer.out.outputs;
+    T* x = static_cast<T*>(step.x);
+    // Nothing is read any more of what has entered.
+    if (sublayer.is_beside)
+      worker.for_shares(rows, [&](int64_t row) { std::copy_n(x + row * outputs, outputs, buffers.normed + row * outputs); });
     if (sublayer.wanted_only) {
       const int64_t width = sublayer.out.inputs;
       worker.for_shares(step.num_wanted, [&](int64_t row) {
@@ -285,7 +305,16 @@ struct Run {
       if (lora != nullptr) lora = &wanted_lora;
       inner = gathered;
     }
-    if (rows > 0) project(static_cast<T*>(step.x), sublayer.out, inner);
+    if (rows == 0) return;
+    project(x, sublayer.out, inner);
+    if (!sublayer.is_beside) return;
+    worker.for_shares(rows, [&](int64_t row) {
+      const T* other = buffers.normed + (sublayer.wanted_only ? step.wanted[row] : row) * outputs;
+      T* own = x + row * outputs;
+      for_lanes(outputs, [&](int64_t d, int count) {
+        store_lanes(own + d, load_lanes(own + d, count) + load_lanes(other + d, count), count);
+      });
+    });
   }
 
   void attend(const Sublayer& sublayer, const T* entered) {

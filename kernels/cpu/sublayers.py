@@ -35,14 +35,14 @@ class Norm(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """A matrix in parts one after the other, its bias, and the adapters of its rows."""
+    """A matrix in parts one after the other, its bias, adapters of rows, and what multiplies outputs."""
 
     _fields_ = (
         *_fields(ctypes.c_void_p, "parts"),
         *_fields(ctypes.c_int64, "num_parts"),
         *_fields(ctypes.c_void_p, "bias"),
         *_fields(ctypes.c_int64, "outputs", "inputs"),
-        *_fields(ctypes.c_void_p, "lora"),
+        *_fields(ctypes.c_void_p, "lora", "scales"),
     )
 
 
@@ -57,7 +57,7 @@ class Sublayer(ctypes.Structure):
         *_fields(Norm, "before", "after"),
         *_fields(Matrix, "into", "out"),
         *_fields(ctypes.c_double, "scale"),
-        *_fields(ctypes.c_int64, "kind", "activation"),
+        *_fields(ctypes.c_int64, "kind", "activation", "is_beside"),
         *_fields(Norm, "head_norm", "query_norm", "key_norm"),
         *_fields(ctypes.c_int64, "layer", "rope", "heads", "kv_heads", "width", "window", "wanted_only"),
         *_fields(ctypes.c_int64, "has_gates"),

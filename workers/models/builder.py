@@ -19,13 +19,16 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder, Layer
 from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts, WithSharedExpert
+from workers.models.family import ExpertNames
 from workers.models.latent_attention import LatentAttention
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
+from workers.models.multipliers import factors
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.recurrent_parts import mixer_parts
 from workers.models.registry import FAMILIES
 from workers.models.shard import Group, Shard, Slice, row_parts, scaled
+from workers.models.side_by_side import SideBySide
 
 _OTHER_RANKS = "use another tensor_parallel, or the model in another format"
 # They take hardly any memory, and choose experts by small differences.
@@ -139,13 +142,14 @@ class _Parts:
         bias: bool,
         stored: Mapping[str, Slice] | None = None,
         inputs: tuple[range, ...] = (),
+        factors: tuple[tuple[int, float], ...] = (),
     ) -> Linear:
         """Projections of the same inputs, whose names in a checkpoint begin with `place`; see `Linear`."""
         rows = {f"{place}{name}.weight": part.num_rows for name, part in (stored or taken).items()}
         one = next(iter(taken.values()))
         matrix = self.matrix(rows, one.shape[1], one.columns)
         offsets = self.empty(sum(rows.values())) if bias else None
-        return Linear(taken, matrix, offsets, stored=stored, inputs=inputs)
+        return Linear(taken, matrix, offsets, stored=stored, inputs=inputs, factors=factors)
 
     def _into(
         self,
@@ -156,16 +160,19 @@ class _Parts:
         *,
         bias: bool,
         stored: Sequence[str] = (),
+        multipliers: Sequence[float] = (),
     ) -> Linear:
         """Projections of the hidden width to `sizes`, of which a rank has `parts`; one name: fused.
 
         `stored`: the names that files have for them, where that is not the model's own checkpoint.
+        `multipliers`: of their outputs.
         """
         return self._linear(
             place,
             self._rows(names, sizes, parts),
             bias=bias,
             stored=self._rows(stored, sizes, parts) if stored else None,
+            factors=factors([*map(len, parts)], multipliers),
         )
 
     def _rows(self, names: Sequence[str], sizes: Sequence[int], parts: Sequence[range]) -> dict[str, Slice]:
@@ -187,11 +194,13 @@ class _Parts:
         *,
         bias: bool,
         inputs: tuple[range, ...] = (),
+        multiplier: float = 1.0,
     ) -> Linear:
         """A projection of `size`, of which a rank has `part`, to the hidden width. Rank 0 adds the bias."""
         width = self._config.hidden_size
         taken = {name: Slice((width, size), (range(width),), part)}
-        return self._linear(place, taken, bias=bias and self._shard.is_first, inputs=inputs)
+        bias = bias and self._shard.is_first
+        return self._linear(place, taken, bias=bias, inputs=inputs, factors=factors([width], [multiplier]))
 
     def norm(self, name: str | None) -> Norm | None:
         if name is None:
@@ -222,8 +231,10 @@ class _Parts:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _mixer(self, index: int) -> Body:
-        if self._config.layers[index].recurrent:
-            return self._recurrent(index)
+        layer = self._config.layers[index]
+        if layer.recurrent:
+            mixer = self._recurrent(index)
+            return SideBySide(mixer, self._attention(index)) if layer.attention else mixer
         return self._attention(index) if self._config.latent is None else self._latent_attention(index)
 
     def _latent_attention(self, index: int) -> LatentAttention:
@@ -253,7 +264,7 @@ class _Parts:
         parts = mixer_parts(self._config)
         place = f"model.layers.{index}.{parts.place}"
         return parts.make(
-            into=self._linear(place, parts.into, bias=parts.bias, stored=parts.stored),
+            into=self._linear(place, parts.into, bias=parts.bias, stored=parts.stored, factors=parts.factors),
             output=self._back(
                 place,
                 "out_proj",
@@ -261,9 +272,11 @@ class _Parts:
                 range(parts.inner),
                 bias=parts.output_bias,
                 inputs=parts.inputs,
+                multiplier=self._config.multipliers.mixer,
             ),
             parameters={name: self.empty(*shape) for name, shape in parts.parameters.items()},
-            is_last=index == self._config.last_mixer,
+            # Attention beside it is.
+            is_last=index == self._config.last_mixer and not self._config.layers[index].attention,
         )
 
     def _attention(self, index: int) -> Attention:
@@ -288,6 +301,7 @@ class _Parts:
                 all_heads * width,
                 scaled(heads, width),
                 bias=config.attention_output_bias,
+                multiplier=config.multipliers.attended,
             ),
             head_norm=head_norm,
             row_norms=row_norms,
@@ -300,7 +314,8 @@ class _Parts:
         sizes = [count * width for count in counts]
         parts = [scaled(own, width) for own in (self._shard.heads, *[self._shard.kv_heads] * 2)]
         if not self._family.gated_attention:
-            return self._into(place, names, sizes, parts, bias=config.attention_bias)
+            multipliers = config.multipliers.qkv
+            return self._into(place, names, sizes, parts, bias=config.attention_bias, multipliers=multipliers)
         # The checkpoint has the query and the gate of a head together; here all gates come first.
         starts = range(0, 2 * sizes[0], 2 * width)[self._shard.heads.start : self._shard.heads.stop]
         rows = [range(start + first, start + first + width) for first in (width, 0) for start in starts]
@@ -320,8 +335,13 @@ class _Parts:
         part, bias = self._shard.part(width), config.mlp_bias
         stored = self._family.gguf_mlp_names if config.gguf_layout else ()
         count = 2 if self._family.gated_mlp else 1
-        gate_up = self._into(place, names, [width] * count, [part] * count, bias=bias, stored=stored)
-        down = self._back(place, self._family.mlp_down, width, part, bias=bias)
+        multipliers = [config.multipliers.gate, 1.0][-count:]
+        gate_up = self._into(
+            place, names, [width] * count, [part] * count, bias=bias, stored=stored, multipliers=multipliers
+        )
+        down = self._back(
+            place, self._family.mlp_down, width, part, bias=bias, multiplier=config.multipliers.down
+        )
         return GatedMlp(gate_up, down, config.activation, own)
 
     def _sparse(self, layer: int, index: int) -> Body:
@@ -345,11 +365,22 @@ class _Parts:
     def _wide(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
+    def _latent(self, layer: int, names: ExpertNames, size: int) -> tuple[Linear, Linear] | None:
+        """The projections to the width of experts and back."""
+        if not size:
+            return None
+        width, place, bias = self._config.hidden_size, f"model.layers.{layer}.", self._config.mlp_bias
+        into, back = (
+            {name: Slice.whole(*shape)}
+            for name, shape in zip(names.latent, ((size, width), (width, size)), strict=True)
+        )
+        return self._linear(place, into, bias=bias), self._linear(place, back, bias=bias)
+
     def _experts(self, layer: int, index: int) -> Experts:
         """Those of a layer, which has the number `index` among those with experts."""
         experts, names, width = self._config.experts, self._family.experts, self._config.hidden_size
         assert experts is not None and names is not None
-        size, place = experts.intermediate_size, f"model.layers.{layer}."
+        size, outer, place = experts.intermediate_size, experts.latent or width, f"model.layers.{layer}."
         part = self._shard.part(size)
 
         def matrices(rows: Mapping[str, int], inputs: int, taken: range) -> ExpertWeights:
@@ -364,7 +395,7 @@ class _Parts:
 
         biases = None
         if self._family.expert_biases:
-            sizes = (experts.count,), (experts.count, 2 * len(part)), (experts.count, width)
+            sizes = (experts.count,), (experts.count, 2 * len(part)), (experts.count, outer)
             router, into, out_of = (self.empty(*size) for size in sizes)
             biases = ExpertBiases(router, into, out_of, has_down=self._shard.is_first)
         return Experts(
@@ -373,7 +404,10 @@ class _Parts:
             index,
             biases=biases,
             router=self._router(f"{place}{names.router}.weight", experts.count, width),
-            correction=self._wide(experts.count) if self._family.sigmoid_routing else None,
-            gate_up=matrices({names.gate: len(part), names.up: len(part)}, width, range(width)),
-            down=matrices({names.down: width}, size, part),
+            correction=self._wide(experts.count) if experts.corrected else None,
+            latent=self._latent(layer, names, experts.latent),
+            gate_up=matrices(
+                {name: len(part) for name in (names.gate, names.up) if name}, outer, range(outer)
+            ),
+            down=matrices({names.down: outer}, size, part),
         )

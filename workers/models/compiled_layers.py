@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from workers.models.linear import Linear
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.scans import GatedDelta, Mamba2
 from workers.models.short_conv import ShortConv
+from workers.models.side_by_side import parts_of
 
 
 class Stage(Protocol):
@@ -80,14 +81,14 @@ class CompiledSublayers:
     ) -> None:
         """Take packed sublayers, for which there are kernels."""
         keep: list[object] = [model]
-        described = [_described(one, ropes, keep) for one in model]
-        dtype = _matrices(model[0].body)[0].weight.dtype
+        described = [each for one in model for each in _described(one, ropes, keep)]
+        dtype = _matrices(parts_of(model[0].body)[0])[0].weight.dtype
         self._sublayers = sublayers.Sublayers(described, dtype, memory, keep)
         self._ropes = tuple(ropes)
         self._kv: weakref.ref[KvTensors] | None = None
         # Where heads have a width without kernels, MLPs alone are compiled, and pages are not packed.
-        self._uses_pages = any(isinstance(one.body, Attention) for one in model)
-        last = model[-1].body
+        self._uses_pages = any(isinstance(part, Attention) for one in model for part in parts_of(one.body))
+        last = parts_of(model[-1].body)[-1]
         self._returns_wanted = isinstance(last, Attention | RecurrentMixer) and last.is_last
 
     def __call__(
@@ -120,11 +121,15 @@ class CompiledSublayers:
 
 
 def _can_compile(sublayer: Sublayer) -> bool:
-    body = sublayer.body
+    is_split = sublayer.group is not None
+    return all(_can_compile_body(body, is_split=is_split) for body in parts_of(sublayer.body))
+
+
+def _can_compile_body(body: Body, *, is_split: bool) -> bool:
     return (
         isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
-        and not (sublayer.group is not None and isinstance(body, Attention) and body.row_norms is not None)
+        and not (is_split and isinstance(body, Attention) and body.row_norms is not None)
         and all(matrix.weight.compiled is not None for matrix in _matrices(body))
         and (not isinstance(body, Attention) or can_pack_width(body.config.head_dim))
     )
@@ -139,15 +144,21 @@ def _matrices(body: Body) -> tuple[Linear, Linear]:
     return body.gate_up, body.down
 
 
-def _described(sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]) -> sublayers.Sublayer:
+def _described(
+    sublayer: Sublayer, ropes: Sequence[RopeSpec], keep: list[object]
+) -> Iterator[sublayers.Sublayer]:
     """The description refers to what is appended to `keep`, and to the tensors of the sublayer."""
-    body = sublayer.body
-    found = sublayers.Sublayer(
-        before=_norm(sublayer.before),
-        after=_norm(sublayer.after),
-        scale=sublayer.scale,
-        rope=-1,
-    )
+    parts = parts_of(sublayer.body)
+    for body in parts:
+        found = _of_body(body, ropes, keep)
+        found.before, found.is_beside, found.scale = _norm(sublayer.before), body is not parts[0], 1.0
+        if body is parts[-1]:
+            found.after, found.scale = _norm(sublayer.after), sublayer.scale
+        yield found
+
+
+def _of_body(body: Body, ropes: Sequence[RopeSpec], keep: list[object]) -> sublayers.Sublayer:
+    found = sublayers.Sublayer(rope=-1)
     found.into, found.out = (_matrix(matrix, keep) for matrix in _matrices(body))
     if isinstance(body, GatedMlp):
         found.activation = ACTIVATIONS.index(body.activation)
@@ -206,4 +217,5 @@ def _matrix(linear: Linear, keep: list[object]) -> sublayers.Matrix:
     assert compiled is not None
     parts = (MatrixPart * len(compiled))(*(MatrixPart(*part) for part in compiled))
     keep.append(parts)
-    return sublayers.Matrix(ctypes.addressof(parts), len(parts), bias, *linear.weight.shape, lora)
+    scales = None if linear.scales is None else linear.scales.data_ptr()
+    return sublayers.Matrix(ctypes.addressof(parts), len(parts), bias, *linear.weight.shape, lora, scales)

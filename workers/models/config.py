@@ -17,7 +17,7 @@ from kernels.gated_activation import GATE_LIMIT, SIGMOID_GAIN, UNGATED, Activati
 from kernels.rope import RopeSpec, rope_frequencies
 from workers.models.config_keys import settings_read
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.family import FULL, MLP, SLIDING, Family
+from workers.models.family import EXPERTS, FULL, MLP, SLIDING, Family
 from workers.models.files import errors_naming
 from workers.models.latent_settings import LatentConfig, latent_attention_scale, read_latent
 from workers.models.layer_settings import (
@@ -26,6 +26,7 @@ from workers.models.layer_settings import (
     read_layer_types,
     sparse_layers,
 )
+from workers.models.multipliers import ALL_ONE, Multipliers, read_multipliers
 from workers.models.recurrent_settings import RecurrentConfig, read_recurrent
 from workers.models.registry import family_of
 from workers.models.respelled import rope_layers
@@ -87,6 +88,7 @@ class ModelConfig:
         logits_divisor: Divides the logits.
         embedding_scale: Multiplies the embeddings.
         residual_scale: Multiplies the output of a sublayer before it is added to the residual stream.
+        multipliers: Of the outputs of projections.
         eos_token_ids: Tokens that end a text; empty if the model names none.
         bos_token_id: The token that starts a text; None if the model names none.
         dtype: The dtype that the config names for the weights; None if it names none.
@@ -121,6 +123,7 @@ class ModelConfig:
     logits_divisor: float = 1.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    multipliers: Multipliers = ALL_ONE
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None
@@ -235,6 +238,7 @@ class ModelConfig:
             logits_divisor=number(settings, "logits_scaling", 1.0),
             embedding_scale=_embedding_scale(settings, family, hidden_size),
             residual_scale=number(settings, "residual_multiplier", 1.0),
+            multipliers=read_multipliers(settings),
             eos_token_ids=token_ids(settings, "eos_token_id", vocab_size),
             bos_token_id=next(iter(token_ids(settings, "bos_token_id", vocab_size)), None),
             dtype=_dtype(settings),
@@ -259,8 +263,8 @@ def _layers(settings: Mapping[str, object], family: Family) -> tuple[LayerConfig
             rope=ropes[layer_type] if rotated and layer_type in ropes else None,
             sparse=is_sparse,
             attention=layer_type in (FULL, SLIDING),
-            recurrent=layer_type not in (FULL, SLIDING, MLP),
-            feed_forward=layer_type == MLP or not family.one_sublayer,
+            recurrent=family.side_by_side or layer_type not in (FULL, SLIDING, MLP, EXPERTS),
+            feed_forward=layer_type in (MLP, EXPERTS) or not family.one_sublayer,
         )
         for layer_type, rotated, is_sparse in zip(types, rope_layers(settings, count), sparse, strict=True)
     )

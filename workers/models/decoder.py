@@ -36,6 +36,7 @@ from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.shard import Shard, Slice
+from workers.models.side_by_side import parts_of
 from workers.models.steering import SteeredRows, SteeredStage, SteeringTable, pack_steering
 
 Layer = tuple[Sublayer, ...]
@@ -108,10 +109,10 @@ class Decoder:
         if config.latent is not None:
             of_layer = LayerKv(1, width, config.latent.latent, in_keys=True)
         self.state_shapes: tuple[StateShape, ...] = ()
-        for sublayer in self._sublayers():
-            if isinstance(sublayer.body, RecurrentMixer):
-                first, shapes = len(self.state_shapes), sublayer.body.state_shapes
-                sublayer.body.states = range(first, first + len(shapes))
+        for body in (part for sublayer in self._sublayers() for part in parts_of(sublayer.body)):
+            if isinstance(body, RecurrentMixer):
+                first, shapes = len(self.state_shapes), body.state_shapes
+                body.states = range(first, first + len(shapes))
                 self.state_shapes += shapes
         # A state is that after one text, and there is none of each branch.
         self.takes_trees = self.graphable = not self.state_shapes

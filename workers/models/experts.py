@@ -1,6 +1,7 @@
-"""A mixture of experts: a router chooses a few gated MLPs for each token.
+"""A mixture of experts: a router chooses a few MLPs for each token.
 
-Dimension letters: T tokens; C hidden width; I intermediate width of an expert; E experts.
+Dimension letters: T tokens; C hidden width; D width of the rows of experts, which is C but in some models; I
+intermediate width of an expert; E experts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route, route_in_groups
+from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route
 from kernels.gated_activation import sigmoid
 from kernels.linear import DenseWeight, linear
 from kernels.weight import Weight
@@ -44,7 +45,7 @@ class ExpertBiases:
 class Experts:
     """The sum of the chosen experts' outputs, weighted by the router."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a layer
         self,
         config: ModelConfig,
         part: range,
@@ -55,6 +56,7 @@ class Experts:
         down: ExpertWeights,
         biases: ExpertBiases | None = None,
         correction: torch.Tensor | None = None,
+        latent: tuple[Linear, Linear] | None = None,
     ) -> None:
         """Take ownership of parameters.
 
@@ -63,12 +65,13 @@ class Experts:
             part: The part of each expert's intermediate width that this rank has.
             index: The number of the layer among those with experts.
             router: [E, C].
-            gate_up: [E, 2 * I, C], rows of gate, then up; I: the width of `part`.
-            down: [E, C, I].
+            gate_up: [E, 2 * I, D], rows of gate, then up; I: the width of `part`. Without gates [E, I, D].
+            down: [E, D, I].
             biases: None: there are none.
-            correction: [E] float32, see `kernels.experts.GroupedRouting`; None: there is none.
+            correction: [E] float32, see `kernels.experts.route`; None: there is none.
+            latent: [D, C] and [C, D], before and after experts; None: D is C.
         """
-        self._correction = correction
+        self._correction, self._latent = correction, latent
         self.router = router
         self.gate_up = gate_up
         self.down = down
@@ -85,22 +88,24 @@ class Experts:
         """The target of each tensor of a checkpoint, by name."""
         whole = Slice.whole(*self.router.shape)
         yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, whole.shape, taken=whole)
-        size, width = self._config.intermediate_size, self.router.shape[1]
+        for name, projection in self.projections():
+            yield from projection.targets(prefix + name)
+        size, width = self._config.intermediate_size, matrix_of(self.down, 0).shape[0]
         rows = Slice((size, width), (self._part,), range(width))
         columns = Slice((width, size), (range(width),), self._part)
         names = self._names
         for index in range(self._config.count):
             gate_up, down = matrix_of(self.gate_up, index), matrix_of(self.down, index)
             for name, matrix, first, taken in (
-                (names.gate, gate_up, 0, rows),
-                (names.up, gate_up, len(self._part), rows),
+                *(((names.gate, gate_up, 0, rows),) if names.gate else ()),
+                (names.up, gate_up, len(self._part) if names.gate else 0, rows),
                 (names.down, down, 0, columns),
             ):
                 into, at = matrix.part(first)
                 target = LoadTarget(into, taken.shape, taken=taken, first=at)
                 yield f"{prefix}{name.format(index)}.weight", target
         if self._correction is not None:
-            name = f"{prefix}{self._names.router}.e_score_correction_bias"
+            name = f"{prefix}{self._names.correction}"
             yield name, LoadTarget(DenseWeight(self._correction), tuple(self._correction.shape))
         if self._biases is not None:
             yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(width, size))
@@ -125,14 +130,17 @@ class Experts:
                     yield f"{prefix}{name.format(index)}.bias", target
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
-        """None: experts take no adapters."""
-        yield from ()
+        """Those around experts, which take no adapters themselves."""
+        for projection in self._latent or ():
+            yield "", projection
 
     def pack(self) -> None:
         """Pack the filled weights in place."""
         self.router = self.router.packed()
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
+        for projection in self._latent or ():
+            projection.pack()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
@@ -144,13 +152,13 @@ class Experts:
         routing = context.routing
         given = None if routing is None else routing.given_of(self._index)
         count, normalized, rule = self._config.per_token, self._config.normalized, self._config.routing
-        if rule is None:
-            expert_ids, weights = route(logits, count, normalized, dtype, given)
-        else:
-            expert_ids, weights = route_in_groups(logits, count, normalized, rule, self._correction, given)
+        expert_ids, weights = route(logits, count, normalized, dtype, given, rule, self._correction)
         if routing is not None:
             routing.note(expert_ids)
-        return experts(
+        slots, invariant = context.lora_slots, context.batch_invariant
+        if self._latent is not None:
+            x = self._latent[0](x, slots, batch_invariant=invariant)  # [T, D]
+        result = experts(
             x,
             self.gate_up,
             self.down,
@@ -158,8 +166,9 @@ class Experts:
             weights,
             self._activation,
             biases=None if biases is None else (biases.gate_up, biases.down),
-            batch_invariant=context.batch_invariant,
+            batch_invariant=invariant,
         )
+        return result if self._latent is None else self._latent[1](result, slots, batch_invariant=invariant)
 
 
 class WithSharedExpert:
@@ -182,7 +191,8 @@ class WithSharedExpert:
         yield f"{prefix}{self._gate_name}.weight", LoadTarget(self._gate, whole.shape, taken=whole)
 
     def projections(self) -> Iterator[tuple[str, Linear]]:
-        """Those of the shared expert: the others take no adapters."""
+        """See `Body`."""
+        yield from self._experts.projections()
         yield from self._shared.projections()
 
     def pack(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-FULL, SLIDING, MLP = "full_attention", "sliding_attention", "mlp"
+FULL, SLIDING, MLP, EXPERTS = "full_attention", "sliding_attention", "mlp", "moe"
 RecurrentKind = Literal["short_conv", "mamba2", "gated_delta"]
 # The types of layers in configs.
 RECURRENT_TYPES: dict[RecurrentKind, str] = {
@@ -35,14 +35,17 @@ class ExpertNames:
 
     Attributes:
         router: Before "weight", or "bias".
-        gate: Likewise.
+        gate: Likewise; "": experts have no gate.
         up: Likewise.
         down: Likewise.
+        correction: See `kernels.experts.route`.
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
         stacked_parts: The rest of these names: of gate and up, and of down.
         by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
         shared: What the names of the expert that computes each token begin with; None: there is none.
+        latent: What the names of projections to a narrower width and back begin with, between which the other
+            experts are in a model that says so.
         shared_gate: Before "weight": its output is multiplied by the sigmoid of this product. "": it is not.
     """
 
@@ -50,10 +53,12 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    correction: str = "mlp.gate.e_score_correction_bias"
     stacked: str | None = None
     stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
     by_turns: bool = False
     shared: str | None = None
+    latent: tuple[str, str] = ("", "")
     shared_gate: str = ""
 
 
@@ -113,6 +118,7 @@ class Family:
         gguf_tiled: A GGUF file has the value heads of the gated delta rule in another order; see
             `GatedDeltaConfig`.
         gated_mlp: The MLP has a gate.
+        side_by_side: Each layer has a recurrent layer beside its attention.
         one_sublayer: Each layer is attention, what is in its place, or an MLP.
         renamed: What the names of tensors begin with, and what instead in checkpoints of other families. The
             first match counts.
@@ -121,7 +127,8 @@ class Family:
         expert_biases: The router and the projections of experts have biases.
         clamped_gate: The gate of experts is `clamped_swiglu`, which its config cannot change.
         sinks: Each head has a logit that is a term of the softmax and has no value.
-        sigmoid_routing: Experts are chosen by sigmoids, with a correction; see `kernels.experts`.
+        sigmoid_routing: Experts are chosen by sigmoids; see `kernels.experts`.
+        routing_eps: Added to the sum by which the weights of experts are divided.
         wide_router: The router and its product are float32.
         left_out: What the names of tensors begin with that a forward does not need; {} stands for the number
             of layers.
@@ -159,6 +166,7 @@ class Family:
     gguf_recurrent_names: tuple[str, ...] = ()
     gguf_tiled: bool = False
     gated_mlp: bool = True
+    side_by_side: bool = False
     one_sublayer: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     experts: ExpertNames | None = None
@@ -167,6 +175,7 @@ class Family:
     clamped_gate: bool = False
     sinks: bool = False
     sigmoid_routing: bool = False
+    routing_eps: float = 0.0
     wide_router: bool = False
     left_out: tuple[str, ...] = ()
     gated_attention: bool = False

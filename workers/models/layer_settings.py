@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kernels.experts import GroupedRouting
+from kernels.experts import BEST_SOFTMAX, RoutingRule
 from workers.models.errors import ModelError, UnsupportedError
-from workers.models.family import FULL, MLP, RECURRENT_TYPES, SLIDING, Family
+from workers.models.family import EXPERTS, FULL, MLP, RECURRENT_TYPES, SLIDING, Family
 from workers.models.values import boolean, integer, non_negative_integer, number
 
 
@@ -21,7 +21,9 @@ class ExpertsConfig:
         intermediate_size: The inner width of each.
         normalized: The weights of the chosen experts add up to one for each token.
         shared_size: The inner width of the expert that computes each token; 0: there is none.
-        routing: How they are chosen; None: those with the highest softmax.
+        latent: The width of the rows that they multiply, if it is not the hidden width; 0: it is.
+        routing: How they are chosen.
+        corrected: The router has a correction of the scores that choose; see `kernels.experts.route`.
     """
 
     count: int
@@ -29,7 +31,9 @@ class ExpertsConfig:
     intermediate_size: int
     normalized: bool
     shared_size: int = 0
-    routing: GroupedRouting | None = None
+    latent: int = 0
+    routing: RoutingRule = BEST_SOFTMAX
+    corrected: bool = False
 
 
 def read_layer_types(
@@ -41,7 +45,7 @@ def read_layer_types(
         # Without a window the type matters only if each type has its own rotary embedding.
         return family.layer_types(settings, layers) if windowed or family.rope_by_type else [FULL] * layers
     known = [FULL, SLIDING if family.recurrent is None else RECURRENT_TYPES[family.recurrent]]
-    known += [MLP] if family.one_sublayer else []
+    known += [MLP, EXPERTS] if family.one_sublayer else []
     if not isinstance(listed, list) or any(layer_type not in known for layer_type in listed):
         raise UnsupportedError(f"layer_types: each must be one of {', '.join(known)}, got {listed!r}")
     if len(listed) != layers:
@@ -63,7 +67,6 @@ def sparse_layers(settings: Mapping[str, object], family: Family, layers: int) -
 def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfig:
     """The experts, in the spelling of Qwen or of Mixtral. Raises ModelError."""
     is_qwen = "moe_intermediate_size" in settings
-    is_grouped = "routed_scaling_factor" in family.reads
     has_shared = family.experts is not None and family.experts.shared is not None
     # transformers 5 writes Qwen's number of experts under Mixtral's name too.
     name = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
@@ -77,19 +80,24 @@ def read_experts(settings: Mapping[str, object], family: Family) -> ExpertsConfi
         intermediate_size=integer(settings, "moe_intermediate_size" if is_qwen else "intermediate_size"),
         normalized=boolean(settings, "norm_topk_prob", default=not is_qwen),
         shared_size=non_negative_integer(settings, "shared_expert_intermediate_size") if has_shared else 0,
-        routing=_grouped_routing(settings, count, sigmoid=family.sigmoid_routing) if is_grouped else None,
+        latent=non_negative_integer(settings, "moe_latent_size") if settings.get("moe_latent_size") else 0,
+        routing=_routing(settings, count, family),
+        corrected=family.sigmoid_routing and boolean(settings, "use_expert_bias", default=True),
     )
 
 
-def _grouped_routing(settings: Mapping[str, object], count: int, *, sigmoid: bool) -> GroupedRouting:
-    """That of DeepSeek and GLM. Raises ModelError, or UnsupportedError."""
-    groups = best = 1
+def _routing(settings: Mapping[str, object], count: int, family: Family) -> RoutingRule:
+    """Groups are DeepSeek's. Raises ModelError, or UnsupportedError."""
+    if "routed_scaling_factor" not in family.reads:
+        return BEST_SOFTMAX
+    sigmoid, groups, best = family.sigmoid_routing, 1, 1
     method = settings.get("topk_method", "noaux_tc" if sigmoid else "greedy")
     known = ("noaux_tc",) if sigmoid else ("greedy", "group_limited_greedy")
     if method not in known:
         raise UnsupportedError(f"topk_method: must be one of {', '.join(known)}, got {method!r}")
     if method != "greedy":
-        groups, best = integer(settings, "n_group"), integer(settings, "topk_group")
+        groups, best = integer(settings, "n_group", 1), integer(settings, "topk_group", 1)
     if count % groups or best > groups or (groups > 1 and count // groups < 2):
         raise ModelError(f"n_group, topk_group: {groups} and {best} do not fit {count} experts")
-    return GroupedRouting(sigmoid, groups, best, float(number(settings, "routed_scaling_factor")))
+    scale = number(settings, "routed_scaling_factor")
+    return RoutingRule(sigmoid, groups, best, scale, family.routing_eps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -109,6 +110,8 @@ class Linear:
         inputs: Which of the projection's inputs in the model's own checkpoint are those of the weight, in
             order; empty: the same. Adapters are those of that checkpoint.
         lora: What adapters add; None: the model takes none.
+        factors: How many of the outputs, adapters included, are multiplied by what, one after the other;
+            empty: none are.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Linear:
         *,
         stored: Mapping[str, Slice] | None = None,
         inputs: tuple[range, ...] = (),
+        factors: tuple[tuple[int, float], ...] = (),
     ) -> None:
         """Take ownership of parameters, which are uninitialised until the targets are filled.
 
@@ -129,8 +133,9 @@ class Linear:
             stored: The same rows of the weight, in the order and under the names that the files have them,
                 where that is not the model's own checkpoint; None: it is.
             inputs: See above.
+            factors: See above.
         """
-        self.taken, self.inputs = taken, inputs
+        self.taken, self.inputs, self.factors = taken, inputs, factors
         self._stored = taken if stored is None else stored
         self.parts = {name: part.num_rows for name, part in taken.items()}
         self.weight = weight
@@ -152,6 +157,14 @@ class Linear:
         """Outputs and inputs of each projection in the checkpoint, by its name."""
         for name, taken in self.taken.items():
             yield name, taken.shape
+
+    @cached_property
+    def scales(self) -> torch.Tensor | None:
+        """[O] float32, what each output is multiplied by, or None."""
+        if not self.factors:
+            return None
+        counts, values = zip(*self.factors, strict=True)
+        return torch.tensor(values).repeat_interleave(torch.tensor(counts))
 
     def pack(self) -> None:
         """Pack the filled weight in place. The targets must not be used afterwards."""
@@ -177,4 +190,4 @@ class Linear:
         if lora_slots is not None:
             assert self.lora is not None, "the model takes adapters"
             add_lora(y, x, self.lora, lora_slots)
-        return y
+        return y if self.scales is None else (y.float() * self.scales).to(y.dtype)

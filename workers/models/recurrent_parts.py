@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from workers.models.config import ModelConfig
+from workers.models.multipliers import factors
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba2Config, ShortConvConfig
 from workers.models.scans import GatedDelta, Mamba2
@@ -27,6 +28,7 @@ class MixerParts:
         inner: The width from which `out_proj` projects back.
         bias: The projections of the hidden width have a bias.
         output_bias: That back to it has one.
+        factors: What the outputs of the projections of the hidden width are multiplied by; see `Linear`.
         parameters: The shapes of the other tensors, by name.
         make: The layer, of what `RecurrentMixer` takes, but for its place.
         stored: The projections as files have them, and the order of the inputs of `out_proj` in them, where
@@ -43,6 +45,7 @@ class MixerParts:
     make: Callable[..., RecurrentMixer]
     stored: Mapping[str, Slice] | None = None
     inputs: tuple[range, ...] = ()
+    factors: tuple[tuple[int, float], ...] = ()
 
 
 def mixer_parts(config: ModelConfig) -> MixerParts:
@@ -51,7 +54,7 @@ def mixer_parts(config: ModelConfig) -> MixerParts:
     if isinstance(sizes, ShortConvConfig):
         return _short_conv(place, sizes, width)
     if isinstance(sizes, Mamba2Config):
-        return _mamba2(place, sizes, width, config.rms_norm_eps)
+        return _mamba2(place, sizes, config)
     assert sizes is not None
     parts = _gated_delta(place, sizes, width, config.rms_norm_eps, config.family.recurrent_names)
     return _as_in_gguf(parts, sizes, config) if config.gguf_layout else parts
@@ -65,15 +68,24 @@ def _short_conv(place: str, sizes: ShortConvConfig, width: int) -> MixerParts:
     return MixerParts(place, into, width, sizes.bias, sizes.bias, shapes, partial(ShortConv, place))
 
 
-def _mamba2(place: str, sizes: Mamba2Config, width: int, eps: float) -> MixerParts:
+def _mamba2(place: str, sizes: Mamba2Config, config: ModelConfig) -> MixerParts:
     shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (sizes.convolved, 1, sizes.taps)}
     if sizes.conv_bias:
         shapes["conv1d.bias"] = (sizes.convolved,)
     shapes |= dict.fromkeys(("dt_bias", "A_log", "D"), (sizes.heads,))
-    shapes["norm.weight"] = (sizes.inner,)
-    into = {"in_proj": Slice.whole(sizes.inner + sizes.convolved + sizes.heads, width)}
-    make = partial(Mamba2, place, sizes, eps=eps)
-    return MixerParts(place, into, sizes.inner, sizes.bias, sizes.output_bias, shapes, make)
+    if sizes.has_norm:
+        shapes["norm.weight"] = (sizes.inner,)
+    counts = (*[sizes.inner] * 2, *[sizes.groups * sizes.state_width] * 2, sizes.heads)
+    return MixerParts(
+        place,
+        {"in_proj": Slice.whole(sum(counts), config.hidden_size)},
+        sizes.inner,
+        sizes.bias,
+        sizes.output_bias,
+        shapes,
+        partial(Mamba2, place, sizes, eps=config.rms_norm_eps),
+        factors=factors(counts, config.multipliers.mixed),
+    )
 
 
 def _gated_delta(

@@ -34,6 +34,7 @@ class Mamba2Config:
         bias: The projection of the hidden width has a bias.
         output_bias: That back to it has one.
         least_step: Of a step in time.
+        has_norm: What is gated is normalised.
     """
 
     heads: int
@@ -45,6 +46,7 @@ class Mamba2Config:
     bias: bool
     output_bias: bool
     least_step: float
+    has_norm: bool
 
     @property
     def inner(self) -> int:
@@ -120,6 +122,9 @@ def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
     limit = settings.get("time_step_limit")
     if limit is not None and (not isinstance(limit, list | tuple) or [*limit] not in _NO_LIMITS):
         raise UnsupportedError(f"time_step_limit: must be from 0 to infinity, got {limit!r}")
+    has_norm = boolean(settings, "mamba_rms_norm", default=True)
+    if has_norm and boolean(settings, "mamba_norm_before_gate", default=False):
+        raise UnsupportedError("mamba_norm_before_gate: must be false with mamba_rms_norm")
     bias = boolean(settings, "mamba_proj_bias", default=False)
     return Mamba2Config(
         heads=heads,
@@ -131,6 +136,7 @@ def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:
         bias=bias,
         output_bias=boolean(settings, "projectors_bias", default=bias),
         least_step=optional_number(settings, "time_step_min") or 0.0,
+        has_norm=has_norm,
     )
 
 

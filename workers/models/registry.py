@@ -17,10 +17,12 @@ from workers.models.respelled import (
     bamba_settings,
     delta_rule_settings,
     every_other_below_max_window_layers,
+    falcon_settings,
     full_every,
     granite_hybrid_settings,
     granite_moe_settings,
     latent_settings,
+    lfm2_moe_settings,
     lfm2_settings,
     nemotron_settings,
     qwen2_moe_settings,
@@ -176,6 +178,7 @@ _DEEPSEEK_V3 = Family(
     wide_routing=True,
     wide_router=True,
     sigmoid_routing=True,
+    routing_eps=1e-20,
     left_out=("model.layers.{}.",),  # for the prediction of several tokens
 )
 
@@ -219,6 +222,39 @@ _GRANITE_MOE_SHARED = replace(
     _GRANITE_MOE,
     defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
     reads=_GRANITE_MOE.reads | {"shared_intermediate_size"},
+)
+
+_LFM2_READS = names("layer_types norm_eps tie_embedding conv_bias conv_L_cache")
+_LFM2 = Family(
+    defaults=_defaults(
+        *(65536, 2560, 12288, 32, 32, 128_000, 1, 2),
+        num_key_value_heads=8,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        conv_bias=False,
+        conv_L_cache=3,
+        block_multiple_of=256,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=True,
+    ),
+    reads=_LFM2_READS
+    | names(
+        "full_attn_idxs block_ff_dim block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim"
+    ),
+    qkv_bias=False,
+    output_bias=False,
+    qk_norm="head",
+    norms=NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
+    respelled=lfm2_settings,
+    recurrent="short_conv",
+    recurrent_place="conv",
+    final_norm="embedding_norm",
+    qk_norm_names=("q_layernorm", "k_layernorm"),
+    attention_output="out_proj",
+    mlp="feed_forward",
+    mlp_names=("w1", "w3"),
+    mlp_down="w2",
 )
 
 FAMILIES: dict[str, Family] = {
@@ -364,36 +400,40 @@ FAMILIES: dict[str, Family] = {
         clamped_gate=True,
         sinks=True,
     ),
-    "lfm2": Family(
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
         defaults=_defaults(
-            *(65536, 2560, 12288, 32, 32, 128_000, 1, 2),
+            *(65536, 2048, 7168, 32, 32, 128_000, 1, 2),
             num_key_value_heads=8,
             norm_eps=1e-5,
-            rope_theta=1e6,
             tie_word_embeddings=True,
             conv_bias=False,
             conv_L_cache=3,
-            block_multiple_of=256,
-            block_ffn_dim_multiplier=1.0,
-            block_auto_adjust_ff_dim=True,
+            rope_theta=1e6,
+            num_experts=32,
+            num_experts_per_tok=4,
+            num_dense_layers=2,
+            moe_intermediate_size=1792,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.0,
         ),
-        reads=names(
-            "layer_types full_attn_idxs norm_eps tie_embedding conv_bias conv_L_cache block_ff_dim"
-            " block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim"
+        reads=_LFM2_READS
+        | names(
+            "num_experts num_local_experts num_experts_per_tok num_dense_layers moe_intermediate_size"
+            " norm_topk_prob routed_scaling_factor use_expert_bias"
         ),
-        qkv_bias=False,
-        output_bias=False,
-        qk_norm="head",
-        norms=NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
-        respelled=lfm2_settings,
-        recurrent="short_conv",
-        recurrent_place="conv",
-        final_norm="embedding_norm",
-        qk_norm_names=("q_layernorm", "k_layernorm"),
-        attention_output="out_proj",
-        mlp="feed_forward",
-        mlp_names=("w1", "w3"),
-        mlp_down="w2",
+        respelled=lfm2_moe_settings,
+        experts=ExpertNames(
+            "feed_forward.gate",
+            "feed_forward.experts.{}.w1",
+            "feed_forward.experts.{}.w3",
+            "feed_forward.experts.{}.w2",
+            correction="feed_forward.expert_bias",
+            stacked="feed_forward.experts.",
+        ),
+        sigmoid_routing=True,
+        routing_eps=1e-6,
     ),
     "granitemoe": _GRANITE_MOE,
     "granitemoeshared": _GRANITE_MOE_SHARED,
@@ -420,6 +460,31 @@ FAMILIES: dict[str, Family] = {
         final_norm="final_layernorm",
         mlp="feed_forward",
     ),
+    "falcon_h1": Family(
+        defaults=_defaults(
+            *(128000, 4096, 14336, 32, 32, 8192, 1, 2), num_key_value_heads=8, rms_norm_eps=1e-5
+        )
+        | _MAMBA2_DEFAULTS
+        | {
+            "mamba_d_ssm": 1024,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "projectors_bias": False,
+        },
+        reads=_MAMBA2_READS
+        | names(
+            "mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias lm_head_multiplier"
+            " embedding_multiplier mlp_multipliers key_multiplier attention_out_multiplier"
+            " attention_in_multiplier ssm_multipliers ssm_in_multiplier ssm_out_multiplier"
+        ),
+        mlp_bias=None,
+        norms=NormNames(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
+        respelled=falcon_settings,
+        recurrent="mamba2",
+        side_by_side=True,
+        final_norm="final_layernorm",
+        mlp="feed_forward",
+    ),
     "nemotron_h": Family(
         defaults=_defaults(
             *(131072, 4096, 21504, 1, 32, 4096, 1, 2),
@@ -436,11 +501,19 @@ FAMILIES: dict[str, Family] = {
             use_conv_bias=True,
             use_bias=False,
             time_step_min=0.001,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=7688,
+            moe_shared_expert_intermediate_size=7688,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.0,
         ),
         reads=names(
             "layer_types layers_block_type hybrid_override_pattern layer_norm_epsilon mamba_num_heads"
             " mamba_head_dim mamba_hidden_act ssm_state_size n_groups conv_kernel use_conv_bias use_bias"
             " time_step_min mamba_n_groups mamba_d_conv mamba_conv_bias mamba_dt_min sliding_window"
+            " n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size"
+            " moe_latent_size norm_topk_prob routed_scaling_factor n_group topk_group"
         ),
         qkv_bias=False,
         output_bias=False,
@@ -456,6 +529,19 @@ FAMILIES: dict[str, Family] = {
         mlp="mixer",
         mlp_names=("up_proj",),
         gated_mlp=False,
+        experts=ExpertNames(
+            "mixer.gate",
+            "",
+            "mixer.experts.{}.up_proj",
+            "mixer.experts.{}.down_proj",
+            correction="mixer.gate.e_score_correction_bias",
+            shared="mixer.shared_experts",
+            latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+        ),
+        wide_routing=True,
+        wide_router=True,
+        sigmoid_routing=True,
+        routing_eps=1e-20,
         one_sublayer=True,
         renamed=(
             ("backbone.embeddings.", "model.embed_tokens."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from workers.models.errors import ModelError
-from workers.models.family import FULL, MLP, RECURRENT_TYPES, SLIDING, LayerTypes
+from workers.models.family import EXPERTS, FULL, MLP, RECURRENT_TYPES, SLIDING, LayerTypes
 from workers.models.values import boolean, integer, non_negative_integer, number
 
 
@@ -76,6 +76,17 @@ def lfm2_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
             raise ModelError(f"full_attn_idxs: must be a list of layer numbers, got {full!r}")
         found["layer_types"] = [FULL if index in full else "conv" for index in range(layers)]
     return found
+
+
+def lfm2_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `Lfm2MoeConfig` of the library reads them."""
+    tied = settings.get("tie_embedding")
+    return {
+        **settings,
+        "rms_norm_eps": settings["norm_eps"],
+        "tie_word_embeddings": settings["tie_word_embeddings"] if tied is None else tied,
+        "mlp_only_layers": [*range(non_negative_integer(settings, "num_dense_layers"))],
+    }
 
 
 def qwen2_moe_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
@@ -161,8 +172,13 @@ def bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
+def falcon_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `FalconH1ForCausalLM` of the library reads them."""
+    return {**settings, "logits_scaling": 1.0 / number(settings, "lm_head_multiplier", 1.0)}
+
+
 # Letters of `hybrid_override_pattern`.
-_NEMOTRON_TYPES = {"M": "linear_attention", "*": FULL, "-": MLP, "E": "moe"}
+_NEMOTRON_TYPES = {"M": "linear_attention", "*": FULL, "-": MLP, "E": EXPERTS}
 # Old names of settings, which the library prefers, and names that other families have.
 _NEMOTRON_NAMES = (
     ("mamba_n_groups", "n_groups", "mamba_n_groups"),
@@ -183,7 +199,7 @@ def nemotron_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     listed = settings.get("layers_block_type") or settings.get("layer_types")
     pattern = settings.get("hybrid_override_pattern")
     if listed is None:
-        listed = [_NEMOTRON_TYPES.get(one, one) for one in pattern] if isinstance(pattern, str) else ["moe"]
+        listed = [_NEMOTRON_TYPES.get(one, one) for one in pattern] if isinstance(pattern, str) else [EXPERTS]
     if not isinstance(listed, list):
         raise ModelError(f"layers_block_type: must be a list of types of layers, got {listed!r}")
     spelled = {name: settings.get(old, settings[new]) for old, new, name in _NEMOTRON_NAMES}
@@ -194,6 +210,10 @@ def nemotron_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
         "mamba_expand": 1,
         "mamba_d_ssm": inner,
         "layer_types": [_OLD_TYPES.get(str(one), one) for one in listed],
+        "num_experts": settings["n_routed_experts"],
+        "num_local_experts": None,
+        "shared_expert_intermediate_size": settings["moe_shared_expert_intermediate_size"],
+        "mlp_only_layers": [index for index, kind in enumerate(listed) if kind != EXPERTS],
         "num_hidden_layers": len(listed),
         "no_rope_layers": [0] * len(listed),
     }

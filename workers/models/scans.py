@@ -65,7 +65,7 @@ class Scan(RecurrentMixer):
             "taps": named["conv1d.weight"][:, 0].t().contiguous(),
             "dt_bias": named["dt_bias"].float(),
             "decays": -torch.exp(named["A_log"].float()),
-            "norm": named["norm.weight"],
+            "norm": named.get("norm.weight"),
             "eps": self._eps,
         }
 
@@ -74,7 +74,7 @@ class Mamba2(Scan):
     """Mamba 2.
 
     Its parameters: conv1d.weight [D, 1, L], conv1d.bias [D] if there is one, dt_bias, A_log and D [H], and
-    norm.weight [I]. Rows of I + D + H become I.
+    norm.weight [I] if there is one. Rows of I + D + H become I.
     """
 
     _config: Mamba2Config

@@ -56,6 +56,11 @@ class _Experts(nn.Module):
 
     def __init__(self, stacked: Any) -> None:
         super().__init__()
+        self.gate = nn.ModuleList()
+        if not hasattr(stacked, "gate_up_proj"):
+            self.apply_gate = stacked.act_fn
+            self.up, self.down = (_projections(each, None) for each in (stacked.up_proj, stacked.down_proj))
+            return
         self.apply_gate, self.is_concatenated = stacked._apply_gate, stacked.is_concatenated  # noqa: SLF001
         matrices = stacked.gate_up_proj, stacked.down_proj
         gate_up, down = (each.transpose(1, 2) if stacked.is_transposed else each for each in matrices)
@@ -72,14 +77,16 @@ class _Experts(nn.Module):
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[T, C], experts [T, k] and their weights [T, k] -> [T, C], as the library computes it."""
         total = torch.zeros_like(x)
-        for expert, (gate, up, down) in enumerate(zip(self.gate, self.up, self.down, strict=True)):
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
             token, choice = torch.where(chosen == expert)
             if not len(token):
                 continue
             rows = x[token]
-            both = gate(rows), up(rows)  # [n, I] each
-            gate_up = torch.cat(both, 1) if self.is_concatenated else torch.stack(both, 2).flatten(1)
-            result = down(self.apply_gate(gate_up))
+            inner = up(rows)  # [n, I]
+            if self.gate:
+                both = self.gate[expert](rows), inner
+                inner = torch.cat(both, 1) if self.is_concatenated else torch.stack(both, 2).flatten(1)
+            result = down(self.apply_gate(inner))
             total.index_add_(0, token, (result * weights[token, choice, None]).to(total.dtype))
         return total
 

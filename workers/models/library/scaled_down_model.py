@@ -102,7 +102,7 @@ def _layers_of_each_kind(
     kinds = [repr(kind) for kind in zip(*lists, strict=True)] or [""] * layers
     of_each = sorted({kinds.index(kind) for kind in kinds})
     # If the first layers are dense, include one that is not.
-    dense = getattr(text, "first_k_dense_replace", 0) or 0
+    dense = max(getattr(text, name, 0) or 0 for name in ("first_k_dense_replace", "num_dense_layers"))
     count = max(2, of_each[-1] + 1, dense + 1) if of_each else 0
     if count <= _MAX_LAYERS or len(of_each) > _MAX_LAYERS or not any_of_them:
         return [*range(below)][: min(count, _MAX_LAYERS)]
