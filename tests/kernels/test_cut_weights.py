@@ -49,7 +49,9 @@ def filled(form: WeightFormat, taken: range) -> Weight:
     if form.name in FORMATS:
         weight.write_blocks(0, random_blocks(form.name, OUTPUTS, INPUTS))
     else:
-        weight.write_groups(0, *random_integers(form, OUTPUTS, INPUTS, signed=not form.zeros and not form.table))
+        weight.write_groups(
+            0, *random_integers(form, OUTPUTS, INPUTS, signed=not form.zeros and not form.table)
+        )
     return weight
 
 
