@@ -43,7 +43,7 @@ TABLES = (
 bitsandbytes NF4 times 28,776, and FP4 times 192. Of all factors up to 2^15 that is the one with which NF4's
 numbers are nearest to integers: none is off by more than 3.3e-5 of itself, a 59th of bfloat16's rounding."""
 WIDE_TABLES = range(3, 5)
-"""Those with numbers of 16 bits. A product has two passes: over their lower bytes, and over the upper ones."""
+"""Those with numbers of 16 bits. A product has two passes: over the lower bytes, and over the upper ones."""
 
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
