@@ -10,6 +10,7 @@ Dimension letters: n, T rows; I inputs; O outputs; G groups; H groups, or half g
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable
 
@@ -21,7 +22,7 @@ from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import ROUNDED_ROWS, Arguments, can_multiply, rounded_rows
 from kernels.dequantise import dequantised, factors, integers
 from kernels.gguf_blocks import parts_of
-from kernels.group_formats import GROUP_INPUTS, GroupFormat
+from kernels.group_formats import CHUNK_GROUPS, GROUP_INPUTS, WIDE_TABLES, GroupFormat
 from kernels.group_layout import Layout, Parts
 from kernels.quantisers import in_groups, quantise
 from kernels.weight import CompiledPart, Weight
@@ -102,12 +103,12 @@ class GroupedWeight(Weight):
     def write_groups(
         self, first: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Write rows of integers, without loss: scale * (value - zero).
+        """Write rows of integers, without loss: scale * (value - zero), or scale * table[value].
 
         Args:
             first: The first row.
-            values: [n, inputs of a whole row] int8 or, with zero points, uint8: one integer a byte, within
-                the format's bits.
+            values: [n, inputs of a whole row] int8 or, with zero points or a table, uint8: one integer a
+                byte, within the format's bits.
             scales: [n, groups of the format], of its dtype.
             zeros: Zero points like the values: [n, groups]; None: they are 0.
 
@@ -187,7 +188,8 @@ def _integers(
         raise ValueError(
             f"{form.name}: scales of {scales.dtype}, {given} zero points, are not of this format"
         )
-    if not is_signed and (values.dtype is not torch.uint8 or zeros is None):
+    is_unsigned = values.dtype is torch.uint8 and (form.zeros or form.table > 0)
+    if not is_unsigned and (not is_signed or form.table):
         raise ValueError(f"{form.name}: values of {values.dtype} are not of this format")
     moved = 1 << form.bits - 1 if is_signed else 0
     unsigned = functional.pad(values, (0, -values.shape[1] % GROUP_INPUTS)).view(torch.uint8) + moved
@@ -236,13 +238,19 @@ def grouped_reference(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor
     row_values = row_values.view(*row_scales.shape, -1)  # [T, H, 32 or 16]
     # What minima are multiplied by, rounded to float32: [T, H]
     row_sums = row_scales * row_values.sum(2)
+    planes = [(values, 1.0)]
+    if weight.form.table in WIDE_TABLES:
+        upper = ((values + 128) / 256).floor()
+        planes = [(values - 256 * upper, 1.0), (upper, 256.0)]
     sums = torch.zeros(len(x), len(weight))  # [T, O]
-    for group in range(scales.shape[1]):
-        # Exact: integers below 2^24.
-        whole = row_values[:, group] @ values[:, group].T
-        scale = row_scales[:, group, None] * scales[:, group]  # rounded to float32
-        # Products are exact in float64, so that the sum is rounded nearly as a fused one.
-        sums = (scale.double() * whole.double() + sums.double()).float()
-        if minima is not None:
-            sums = (minima[:, group].double() * row_sums[:, group, None].double() + sums.double()).float()
+    chunk = CHUNK_GROUPS * max(weight.form.subscales, 1)
+    for groups in torch.arange(scales.shape[1]).split(chunk):
+        for (plane, factor), group in itertools.product(planes, groups.tolist()):
+            # Exact: integers below 2^24.
+            whole = row_values[:, group] @ plane[:, group].T
+            scale = row_scales[:, group, None] * (factor * scales[:, group])  # rounded to float32
+            # Products are exact in float64, so that the sum is rounded nearly as a fused one.
+            sums = (scale.double() * whole.double() + sums.double()).float()
+            if minima is not None:
+                sums = (minima[:, group].double() * row_sums[:, group, None].double() + sums.double()).float()
     return (sums if bias is None else sums + bias.float()).to(x.dtype)

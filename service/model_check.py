@@ -23,10 +23,10 @@ from workers.common.tokenizer_ids import difference
 _MAX_CONFIG_BYTES = 1 << 20
 # A header of safetensors begins with its size. One that is larger is looked at in part.
 _SIZE_BYTES, _MAX_HEADER_BYTES = 8, 1 << 20
-# What only tensors say: GPTQ and AWQ; compressed-tensors; and 8-bit floats.
+# What only tensors say: GPTQ and AWQ; compressed-tensors; bitsandbytes; and 8-bit floats.
 _IN_HEADERS = (
     *(b'.qweight"', b'.qzeros"', b'.weight_packed"', b'.weight_scale_inv"'),
-    *(b'"F8_E4M3"', b'"F8_E5M2"'),
+    *(b'.weight.absmax"', b'.SCB"', b'"F8_E4M3"', b'"F8_E5M2"'),
 )
 _ADVICE = "use the original model, or one in a format of docs/models.md"
 # As workers read.

@@ -20,6 +20,20 @@ Tensors = dict[str, torch.Tensor]
 # Where AutoAWQ puts the outputs of a word: in its halves of bytes from the lowest on.
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 _FLOAT8_MOST = 448.0
+# Those that bitsandbytes 0.50.2 writes as quant_map.
+_TABLES = {
+    "nf4": [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    "fp4": [
+        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204,
+        0.25, 0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5,
+        -0.1666666716337204, -0.25,
+    ],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -342,3 +356,55 @@ def mxfp4(directory: Path) -> None:
     left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     config = {"quant_method": "mxfp4", "modules_to_not_convert": left}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"quantization_config": config}))
+
+
+def bitsandbytes(
+    directory: Path,
+    kind: str,
+    *,
+    block: int = 64,
+    nested: bool = False,
+    storage: torch.dtype = torch.uint8,
+    left: Iterable[str] = (),
+) -> Tensors:
+    """As transformers with bitsandbytes writes it. `kind`: "nf4", "fp4" or "int8"."""
+
+    def rows(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        most = weight.abs().amax(1)
+        values = (weight * (127 / most)[:, None]).round().to(torch.int8)
+        tensors = {"weight": values, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, values * most[:, None] / 127
+
+    def table(_: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, flat = torch.tensor(_TABLES[kind]), weight.flatten()
+        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
+        most = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "float32"}
+        state["shape"] = [*weight.shape]
+        tensors = {"weight.quant_map": codes, "weight.absmax": most}
+        if nested:
+            offset, levels = most.mean(), torch.linspace(-1, 1, 256)
+            outer = (most - offset).abs().amax().repeat(-(-len(most) // 256))
+            places = ((most - offset) / outer[0] * 127.5 + 127.5).round().to(torch.uint8)
+            most = levels[places.int()] * outer[0] + offset
+            tensors |= {"weight.absmax": places, "weight.nested_absmax": outer}
+            tensors["weight.nested_quant_map"] = levels
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
+        indices = (
+            (blocks / most[:, None])[:, :, None].sub(codes).abs().argmin(2).byte().flatten()[: len(flat)]
+        )
+        tensors["weight"] = (indices[::2] << 4 | indices[1::2]).view(storage)[:, None]
+        said = json.dumps(state).encode()
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor([*said], dtype=torch.uint8)
+        scales = most.repeat_interleave(block)[: len(flat)]
+        return tensors, (codes[indices.int()] * scales).view(weight.shape)
+
+    config = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": kind != "int8",
+        "load_in_8bit": kind == "int8",
+        "bnb_4bit_quant_type": kind if kind != "int8" else "fp4",
+        "bnb_4bit_use_double_quant": nested,
+        "llm_int8_skip_modules": ["lm_head", *left],
+    }
+    return rewrite(directory, config, rows if kind == "int8" else table, left=left)

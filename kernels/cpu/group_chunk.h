@@ -94,15 +94,31 @@ inline Pairs step_of_plane(const uint8_t* plane, int step) {
   return load<Pairs>(plane + step % kBits * kStepBytes) >> shift & mask;
 }
 
-// TABLES of kernels/group_formats.py, from the second on, with 128 added to each number.
-alignas(16) constexpr uint8_t kTables[][16] = {
-    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
-    {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116},
+// TABLES of kernels/group_formats.py, from the second on.
+constexpr int16_t kTables[][16] = {
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+    {-28776, -20034, -15110, -11364, -8185, -5317, -2620, 0, 2290, 4631, 7082, 9724, 12682, 16190, 20804, 28776},
+    {0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32, -48},
 };
 
-template <int kTable>
+// The lower or the upper bytes of a table, both with 128 added: a number is 256 * upper + lower, and both have signs.
+template <int kTable, bool kUpper>
+struct TableBytes {
+  alignas(16) uint8_t numbers[16];
+
+  constexpr TableBytes() : numbers() {
+    for (int i = 0; i < 16; i++) {
+      const int moved = kTables[kTable - 1][i] + 128;
+      numbers[i] = static_cast<uint8_t>(kUpper ? (moved >> 8) + 128 : moved & 255);
+    }
+  }
+};
+
+template <int kTable, bool kUpper>
 inline Pairs looked_up(Pairs places) {
-  constexpr const uint8_t(&numbers)[16] = kTables[kTable - 1];
+  static constexpr TableBytes<kTable, kUpper> kBytes;
+  constexpr const uint8_t(&numbers)[16] = kBytes.numbers;
 #if defined(__AVX512BW__) && !defined(QUIRE_INTRINSICS)
   return (Pairs)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(numbers)), (__m512i)places);
 #elif defined(__AVX2__) && !defined(QUIRE_INTRINSICS)
@@ -120,7 +136,7 @@ inline Pairs looked_up(Pairs places) {
 }
 
 // Values of a plane of kLow bits and, unless it has none, of kHigh bits above them: a byte each, as of 8 bits.
-template <int kLow, int kHigh, int kTable>
+template <int kLow, int kHigh, int kTable = 0, bool kUpper = false>
 inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to) {
   constexpr int64_t kBytes = (kLow + kHigh) * kStepBytes;
   for (int64_t group = 0; group < groups; group++, values += kBytes, to += 8 * kStepBytes) {
@@ -128,22 +144,27 @@ inline void unpack_planes(const uint8_t* values, int64_t groups, uint8_t* to) {
     for (int step = 0; step < 8; step++) {
       Pairs found = step_of_plane<kLow>(values, step);
       if constexpr (kHigh > 0) found |= step_of_plane<kHigh>(values + kLow * kStepBytes, step) << kLow;
-      if constexpr (kTable > 0) found = looked_up<kTable>(found);
+      if constexpr (kTable > 0) found = looked_up<kTable, kUpper>(found);
       std::memcpy(to + step * kStepBytes, &found, sizeof(found));
     }
   }
 }
 
-inline void unpack(const GroupFormat& format, const uint8_t* values, int64_t groups, uint8_t* to) {
+// `upper`: the upper bytes of a wide table.
+inline void unpack(const GroupFormat& format, const uint8_t* values, int64_t groups, uint8_t* to, bool upper = false) {
   switch (format.bits) {
-    case 2: return unpack_planes<2, 0, 0>(values, groups, to);
-    case 3: return unpack_planes<2, 1, 0>(values, groups, to);
-    case 5: return unpack_planes<4, 1, 0>(values, groups, to);
-    case 6: return unpack_planes<4, 2, 0>(values, groups, to);
-    default:
-      if (format.table == 1) return unpack_planes<4, 0, 1>(values, groups, to);
-      if (format.table == 2) return unpack_planes<4, 0, 2>(values, groups, to);
-      return unpack_planes<4, 0, 0>(values, groups, to);
+    case 2: return unpack_planes<2, 0>(values, groups, to);
+    case 3: return unpack_planes<2, 1>(values, groups, to);
+    case 5: return unpack_planes<4, 1>(values, groups, to);
+    case 6: return unpack_planes<4, 2>(values, groups, to);
+    default: break;
+  }
+  switch (format.table) {
+    case 1: return unpack_planes<4, 0, 1>(values, groups, to);
+    case 2: return unpack_planes<4, 0, 2>(values, groups, to);
+    case 3: return upper ? unpack_planes<4, 0, 3, true>(values, groups, to) : unpack_planes<4, 0, 3>(values, groups, to);
+    case 4: return upper ? unpack_planes<4, 0, 4, true>(values, groups, to) : unpack_planes<4, 0, 4>(values, groups, to);
+    default: return unpack_planes<4, 0>(values, groups, to);
   }
 }
 

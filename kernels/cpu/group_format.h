@@ -16,6 +16,7 @@ struct GroupFormat {
 
   enum { kFloat16, kBfloat16, kFloat32 };  // scale_kind
 
+  bool has_wide_table() const { return table >= 3; }
   int64_t halves() const { return subscales == 2 ? 2 : 1; }
   int64_t num_scales(int64_t groups) const { return (groups + span - 1) / span; }
   int64_t scale_bytes() const { return scale_kind == kFloat32 ? 4 : 2; }

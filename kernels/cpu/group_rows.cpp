@@ -10,7 +10,8 @@ namespace {
 void read_groups(float* to, const GroupFormat& format, const uint8_t* chunk, int64_t groups, int64_t output, int64_t inputs) {
   Factors factors;
   find_factors(format, chunk, groups, factors);
-  alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes];
+  alignas(64) uint8_t unpacked[kChunkGroups * 8 * kStepBytes], upper[sizeof(unpacked)];
+  if (format.has_wide_table()) unpack(format, chunk + format.values_at(groups), groups, upper, true);
   const uint8_t* values = chunk + format.values_at(groups);
   if (format.bits != 8) {
     unpack(format, values, groups, unpacked);
@@ -19,7 +20,9 @@ void read_groups(float* to, const GroupFormat& format, const uint8_t* chunk, int
   for (int64_t input = 0; input < inputs; input++) {
     const int64_t half = input / (kGroupInputs / format.halves());
     const float scale = factors.scales[half][output], extra = factors.extras[half][output];
-    const float value = static_cast<float>(values[input / 4 * kStepBytes + output * 4 + input % 4] - moved_by(format));
+    const int64_t place = input / 4 * kStepBytes + output * 4 + input % 4;
+    const int whole = values[place] - moved_by(format) + (format.has_wide_table() ? 256 * (upper[place] - 128) : 0);
+    const float value = static_cast<float>(whole);
     to[input] = format.minima ? scale * value + extra : scale * (value + (format.zeros ? extra : 0.0f));
   }
 }

@@ -247,11 +247,16 @@ void add_block(const GroupedProducts<T>& products, Sums* sums, const uint8_t* ch
     const int64_t taken = std::min(kChunkGroups, groups - group);
     const uint8_t *values = chunk + format.values_at(taken), *next = chunk + format.chunk_bytes(taken);
     find_factors(format, chunk, taken, factors);
-    if (!plain) unpack(format, values, taken, unpacked);
-    for (int64_t tile = 0; tile < tiles.count; tile++) {
-      const int64_t row = tile * tiles.size, size = std::min(tiles.size, products.count - row);
-      add(sums + row, plain ? values : unpacked, factors, products.rounded + row * groups + group * size, size, taken,
-          moved_by(format), next);
+    for (int pass = 0; pass <= format.has_wide_table(); pass++) {
+      if (!plain) unpack(format, values, taken, unpacked, pass == 1);
+      if (pass == 1)
+        for (int64_t i = 0; i < taken; i++)
+          for (float& scale : factors.scales[i]) scale *= 256.0f;
+      for (int64_t tile = 0; tile < tiles.count; tile++) {
+        const int64_t row = tile * tiles.size, size = std::min(tiles.size, products.count - row);
+        add(sums + row, plain ? values : unpacked, factors, products.rounded + row * groups + group * size, size, taken,
+            moved_by(format), next);
+      }
     }
     chunk = next;
   }

@@ -7,6 +7,9 @@
 //     sum = fma(scale of the weight * scale of the row, sum of the group, sum)
 //     sum = fma(minimum of the weight, scale of the row * sum of the row's values, sum)   if there are minima
 //
+// With a table of 16 bits there are two such sums over each chunk: of the lower bytes of its numbers, and of the upper ones
+// with 256 times the scale.
+//
 // So the bits of a result depend neither on the instruction set, nor on the other rows, nor on threads.
 #pragma once
 

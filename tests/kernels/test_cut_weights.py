@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.float8_weight import Float8Format, Float8Weight
-from kernels.group_formats import FORMATS, GroupFormat, integer_groups
+from kernels.group_formats import FORMATS, GroupFormat, integer_groups, table_groups
 from kernels.grouped_weight import GroupedWeight, grouped_reference
 from kernels.linear import linear
 from kernels.weight import Weight
@@ -21,6 +21,7 @@ FORMS: list[WeightFormat] = [
     *FORMATS.values(),
     *(integer_groups(4, group, torch.bfloat16, zeros=True) for group in (32, 64, 128, 256, 512, 0)),
     integer_groups(8, 0, torch.float32, zeros=False),
+    table_groups("nf4", 64),
     *map(Float8Format, (0, 32, 128, 768)),
 ]
 
@@ -48,7 +49,9 @@ def filled(form: WeightFormat, taken: range) -> Weight:
     if form.name in FORMATS:
         weight.write_blocks(0, random_blocks(form.name, OUTPUTS, INPUTS))
     else:
-        weight.write_groups(0, *random_integers(form, OUTPUTS, INPUTS, signed=not form.zeros))
+        weight.write_groups(
+            0, *random_integers(form, OUTPUTS, INPUTS, signed=not form.zeros and not form.table)
+        )
     return weight
 
 

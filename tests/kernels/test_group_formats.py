@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import gguf
@@ -10,7 +11,7 @@ import torch
 from gguf import quants
 
 from kernels.gguf_blocks import blocks_of, parts_of
-from kernels.group_formats import FORMATS, GroupFormat, integer_groups
+from kernels.group_formats import FORMATS, TABLES, GroupFormat, integer_groups, table_groups
 from kernels.grouped_weight import GroupedWeight
 from kernels.quantisers import QUANTISERS, quantise
 from workers.common.gguf.header import TYPES
@@ -124,6 +125,20 @@ def test_integers_are_scaled(form: GroupFormat, outputs: int, inputs: int) -> No
 
         whole = values.int() - (0 if zeros is None else spread(zeros.int()))
         assert torch.equal(weight.dense(), spread(scales.float()) * whole)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4"])
+@pytest.mark.parametrize("group", [32, 64, 256, 4096])
+def test_values_of_tables_of_16_bits_are_scaled(name: str, group: int) -> None:
+    form = table_groups(name, group)
+    values, scales, _ = random_integers(dataclasses.replace(form, zeros=True), 19, 4096, signed=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = empty(form, 19, 4096, dtype)
+        weight.write_groups(0, values, scales)
+        meant = torch.tensor(TABLES[form.table])[values.int()] * scales.repeat_interleave(group, dim=1)
+        assert torch.equal(weight.dense(), meant.to(dtype))
+    with pytest.raises(ValueError, match="int8 are not of this format"):
+        weight.write_groups(0, values.view(torch.int8), scales)
 
 
 def test_scales_of_mxfp4_are_powers_of_two_from_the_least_to_the_most() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kernels.cpu import library
 from kernels.dequantise import dequantised, factors, integers
-from kernels.group_formats import FORMATS, GroupFormat, integer_groups
+from kernels.group_formats import FORMATS, GroupFormat, integer_groups, table_groups
 from kernels.group_layout import Parts
 from kernels.grouped_weight import GroupedWeight, grouped_reference, round_rows
 from kernels.linear import linear
@@ -29,6 +29,8 @@ KINDS = [
     integer_groups(8, 0, torch.bfloat16, zeros=False),
     integer_groups(4, 128, torch.float16, zeros=True),
     integer_groups(4, 32, torch.bfloat16, zeros=False),
+    table_groups("nf4", 64),
+    table_groups("fp4", 0),
 ]
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 130, 300)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,17 @@ DIRECTORIES: dict[str, Make] = {
         directory, block=(128, 128), also=["lm_head", "model.embed_tokens"]
     ),
     "float8 with one scale": lambda directory: make.float8(directory, block=None),
+    "nf4": lambda directory: make.bitsandbytes(directory, "nf4", block=32),
+    "nf4 with nested scales, in part": lambda directory: make.bitsandbytes(
+        directory, "nf4", nested=True, left=["v_proj", "0.mlp.up_proj"]
+    ),
+    "fp4 as bfloat16": lambda directory: make.bitsandbytes(
+        directory, "fp4", block=128, storage=torch.bfloat16
+    ),
+    "llm.int8": lambda directory: make.bitsandbytes(directory, "int8"),
 }
+# Relative. NF4's numbers are rounded to integers; scales of bitsandbytes are divided by one, in float32.
+LOSSES = {"nf4": 3.4e-5, "fp4": 2**-22, "llm": 2**-22}
 
 
 def made(directory: Path, name: str, dtype: str = "float32") -> make.Tensors:
@@ -98,7 +109,8 @@ def test_the_weights_are_those_of_the_files_exactly(name: str, tmp_path: Path) -
     loaded = matrices(load_decoder(tmp_path))
     assert loaded.keys() == {tensor for tensor, values in meant.items() if values.dim() == 2}
     for tensor, values in loaded.items():
-        assert torch.equal(values, meant[tensor]), tensor
+        loss = LOSSES.get(re.split(r"\W", name)[0], 0.0)
+        torch.testing.assert_close(values, meant[tensor], rtol=loss, atol=0, msg=tensor)
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
@@ -153,7 +165,7 @@ def logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq in another order", "w8a8 with zero points and a head", "float8 in blocks"]
+    "name", ["gptq in another order", "w8a8 with zero points and a head", "float8 in blocks", "nf4"]
 )
 def test_bits_depend_on_nothing_else_in_the_batch(name: str, tmp_path: Path) -> None:
     """Nor on chunks; with adapters and without."""
@@ -228,7 +240,45 @@ def nan_byte(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def saying(**changes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a matrix of bitsandbytes says of itself."""
+
+    def change(said: torch.Tensor) -> torch.Tensor:
+        content = json.dumps(json.loads(bytes(said.tolist())) | changes)
+        return torch.tensor([*content.encode()], dtype=torch.uint8)
+
+    return change
+
+
+NF4, NESTED = "nf4", "nf4 with nested scales, in part"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 HOSTILE: list[tuple[str, Callable[[Tensors], None], str]] = [
+    (NF4, changed(STATE, lambda _: None), "bitsandbytes__nf4 is missing"),
+    (NF4, changed(STATE, lambda said: said[:-1]), "bitsandbytes__nf4 is not|not valid"),
+    (NF4, changed(STATE, lambda said: said.repeat(99)), "has more than 4096 bytes"),
+    (NF4, changed(STATE, saying(shape=[1 << 20, 1 << 20])), r"says \[1048576, 1048576\], which \S+ does not"),
+    (NF4, changed(STATE, saying(shape=[-96, -64])), "shape: must be two positive integers"),
+    (NF4, changed(STATE, saying(shape=[384, 16])), "shape: a row must have a multiple of 32, got 16"),
+    (NF4, changed(STATE, saying(blocksize=48)), "blocksize: must be one of 32, .*, got 48"),
+    (NF4, changed(STATE, saying(blocksize=64)), r"absmax has shape \[192\], but must have \[96\]"),
+    (NF4, changed(STATE, saying(quant_type="fp4")), "quant_type: must be nf4, got 'fp4'"),
+    (NF4, changed("weight.quant_map", lambda codes: codes.flip(0)), "is another table than that of bitsandb"),
+    (NF4, changed("weight.absmax", set_first(float("nan"))), r"weight\.absmax is not finite"),
+    (NF4, changed("weight.absmax", lambda _: None), r"up_proj\.weight"),
+    (
+        NF4,
+        changed("weight", lambda values: values[:-1]),
+        r"says \[96, 64\], which \S+up_proj\.weight does not",
+    ),
+    (NESTED, changed("weight.nested_absmax", lambda _: None), "nested_absmax is missing"),
+    (NESTED, changed("weight.nested_absmax", set_first(float("inf"))), "nested_absmax is not finite"),
+    (NESTED, changed("weight.nested_quant_map", lambda codes: codes[:255]), r"must have \[256\]"),
+    (NESTED, changed(STATE, saying(nested_offset="3")), "nested_offset: must be a number, got '3'"),
+    (NESTED, changed(STATE, saying(nested_offset=3e38)), r"absmax is not finite|too large"),
+    (NESTED, changed(STATE, saying(nested_blocksize=True)), "nested_blocksize: must be a positive integer"),
+    ("llm.int8", changed("SCB", lambda scales: scales[1:]), r"SCB has shape \[95\], but must have \[96\]"),
+    ("llm.int8", changed("SCB", lambda _: None), r"up_proj\.weight(_format is not part| must be one)"),
+    ("llm.int8", changed("weight_format", lambda order: order + 1), "weight_format must be 0"),
     ("gptq", changed("scales", lambda _: None), r"tensor .*up_proj\.scales is missing"),
     ("gptq", changed("qzeros", lambda _: None), r"tensor .*up_proj\.qzeros is missing"),
     ("gptq", changed("scales", set_first(float("nan"))), r"up_proj\.scales is not finite"),
@@ -322,6 +372,9 @@ def test_hostile_tensors_are_refused_by_name(
         ),
         ("float8 in blocks", {"weight_block_size": [32, 48]}, "has shape|scales must be of multiples of 32"),
         ("float8 in blocks", {"fmt": "e5m2"}, "fmt: must be e4m3 or float8_e4m3fn, got 'e5m2'"),
+        (NF4, {"load_in_4bit": False}, "load_in_4bit: either this or load_in_8bit must be true"),
+        (NF4, {"load_in_8bit": True}, "load_in_4bit: either this or load_in_8bit must be true"),
+        (NF4, {"bnb_4bit_quant_type": "nf3"}, "bnb_4bit_quant_type: must be fp4 or nf4, got 'nf3'"),
         ("float8 in blocks", {"quant_method": "quark"}, "quant_method must be one of .*, got 'quark'"),
         ("float8 in blocks", {"quant_method": "x" * 9999}, r"got 'x{59}\.\.\."),
     ],

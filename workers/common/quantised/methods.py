@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from workers.common.quantised import awq, compressed_tensors, fp8, gptq, mxfp4
+from workers.common.quantised import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from workers.common.quantised.scheme import NotUnderstood, Quantisation, shown
 
 SETTING: Final = "quantization_config"
@@ -14,6 +14,7 @@ _OTHER_SETTINGS: Final = ("compression_config", "quantization")
 _TEXT: Final = "text_config"
 METHODS: Final[Mapping[str, Callable[[Mapping[str, object]], Quantisation]]] = {
     "awq": awq.read,
+    bitsandbytes.BITSANDBYTES: bitsandbytes.read,
     "compressed-tensors": compressed_tensors.read,
     "fbgemm_fp8": fp8.read_fbgemm,
     "fp8": fp8.read,

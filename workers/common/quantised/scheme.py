@@ -31,6 +31,8 @@ class Layout(Enum):
     PACKED = "pack-quantized"
     BYTES = "int-quantized"
     FLOAT8 = "float-quantized"
+    TABLE = "bitsandbytes of 4 bits"
+    ROWS_OF_BYTES = "bitsandbytes of 8 bits"
 
 
 @dataclass(frozen=True, slots=True)

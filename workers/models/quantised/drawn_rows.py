@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.float8_weight import Float8Format
-from kernels.group_formats import GROUP_INPUTS, GroupFormat
+from kernels.group_formats import GROUP_INPUTS, TABLES, GroupFormat
 from kernels.weight_formats import PermutedFormat, WeightFormat
 from workers.models.quantised.matrix import Float8Rows, IntegerRows
 
@@ -31,6 +31,11 @@ def drawn_rows(
     order = torch.randperm(inputs, generator=generator) if isinstance(form, PermutedFormat) else None
     within = form.within if isinstance(form, PermutedFormat) else form
     levels = 1 << within.bits
+    if within.table:
+        # About that of a table's numbers beside the largest.
+        scales *= 2 / max(TABLES[within.table])
+        places = torch.randint(0, levels, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        return IntegerRows(places, scales, None, order, within.table)
     # The standard deviation of integers that are equally likely.
     scales = (scales * 12**0.5 / levels).to(within.scale_dtype)
     integers = torch.randint(0, levels, (outputs, inputs), generator=generator)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.float8_weight import Float8Weight
-from kernels.group_formats import GroupFormat, integer_groups
+from kernels.group_formats import TABLES, GroupFormat, integer_groups
 from kernels.grouped_weight import GroupedWeight
 from kernels.permuted_weight import PermutedWeight
 from kernels.weight import Weight
@@ -25,16 +25,18 @@ class IntegerRows:
     """Rows of a matrix of integers.
 
     Attributes:
-        values: [n, I] int8, or uint8 with zero points. In the order of the groups.
+        values: [n, I] int8, or uint8 with zero points or a table. In the order of the groups.
         scales: [n, S].
         zeros: [n, S] uint8 or int8 as the values; None: zero points are 0.
         order: [I] int64, the input of each column; None: as they are.
+        table: Which of `TABLES` has what values stand for; 0: they are numbers.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     order: torch.Tensor | None
+    table: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -46,11 +48,12 @@ class IntegerRows:
 
     def __getitem__(self, rows: slice) -> IntegerRows:
         zeros = None if self.zeros is None else self.zeros[rows]
-        return IntegerRows(self.values[rows], self.scales[rows], zeros, self.order)
+        return IntegerRows(self.values[rows], self.scales[rows], zeros, self.order, self.table)
 
     def dense(self, group: int) -> torch.Tensor:
         """What they stand for, with the inputs as they are in a row: [n, I] float32. `group`: its inputs."""
-        moved = self.values.float()
+        moved = torch.tensor(TABLES[self.table])[self.values.int()] if self.table else self.values
+        moved = moved.float()
         if self.zeros is not None:
             moved -= _spread(self.zeros.float(), group, moved)
         found = _spread(self.scales.float(), group, moved) * moved

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from workers.common.quantised.bitsandbytes import BITSANDBYTES
 from workers.common.quantised.mxfp4 import MXFP4
 from workers.common.quantised.scheme import Layout, Quantisation, Scheme
 from workers.models.checkpoint import StoredTensor, TensorEntry
 from workers.models.errors import ModelError
+from workers.models.quantised.bitsandbytes import bitsandbytes_tensors
 from workers.models.quantised.compressed import CompressedMatrix
 from workers.models.quantised.float8 import Float8Matrix
 from workers.models.quantised.gptq import AwqMatrix, GptqMatrix
@@ -50,6 +52,8 @@ def quantised_tensors(entries: Mapping[str, TensorEntry], said: Quantisation) ->
     """
     if said.method == MXFP4:
         return mxfp4_tensors(entries)
+    if said.method == BITSANDBYTES:
+        return bitsandbytes_tensors(entries, said)
     modules: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         module, _, part = name.rpartition(".")

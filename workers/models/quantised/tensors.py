@@ -77,6 +77,11 @@ def read_scales(entry: TensorEntry) -> torch.Tensor:
     scales = read(entry)
     if scales.dtype is torch.float8_e8m0fnu:
         scales = scales.float()
+    return checked_scales(entry, scales)
+
+
+def checked_scales(entry: TensorEntry, scales: torch.Tensor) -> torch.Tensor:
+    """What was made of a tensor; see `read_scales`. Raises ModelError."""
     if not (scales.float() * _MOST_VALUE).isfinite().all():
         raise ModelError(f"{entry.file}: tensor {entry.name} is not finite, or too large")
     return scales
