@@ -205,7 +205,7 @@ def test_a_draft_model_with_fewer_tokens_drafts_those_that_it_has(directory: Pat
     assert executor.capabilities().draft_model == "smaller"
     executor.warmup()
     drafting = executor.drafting
-    assert drafting is not None and drafting.engine.kv_table.usage().pages_total == 20
+    assert isinstance(drafting, Drafting) and drafting.engine.kv_table.usage().pages_total == 20
     worker = Worker(executor.engine)
     worker.loop._drafting = drafting
     bias = OutputSpec(sampling=Sampling(logit_bias={95: 100.0}), mask=TokenMask(allowed=(95, 96)))
