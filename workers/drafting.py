@@ -40,6 +40,10 @@ Tokens = NDArray[np.int64]
 class Drafts(Protocol):
     """What drafts behind a step: a draft model, or the model's own head (`head_drafting`)."""
 
+    @property
+    def tables(self) -> Sequence[KvTable]:
+        """Its own sequences and pages, beside those of the model."""
+
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
         """Sets the `drafts` of forwards that are complete: at most as many as each asks for.
 
@@ -75,6 +79,11 @@ class Drafting:
         self._step_tokens = step_tokens
         # Its sequences, the least recently used first.
         self._used: dict[int, None] = {}
+
+    @property
+    def tables(self) -> Sequence[KvTable]:
+        """See `Drafts`."""
+        return (self.engine.kv_table,)
 
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
         """See `Drafts`."""

@@ -31,8 +31,13 @@ class HeadDrafting:
         self._engine = engine
         self._max_seq_tokens = max_seq_tokens
 
+    @property
+    def tables(self) -> Sequence[KvTable]:
+        """See `Drafts`."""
+        return ()
+
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        """See `Drafting.draft`."""
+        """See `Drafts`."""
         begun: list[tuple[Forward, KvSequence]] = []
         try:
             for forward in forwards:

@@ -105,6 +105,7 @@ class StepLoop:
             adapters,
             replacement,
             kv_disk,
+            drafting,
         )
         self._integrity_checks = self._others.integrity_checks
         if adapters is not None:

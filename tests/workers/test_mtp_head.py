@@ -11,9 +11,10 @@ import pytest
 from tests.mtp_heads import LAYERS, MtpOracle, make_mtp_model
 from tests.workers.stepping import Worker
 from workers.common.draft_models import MTP_HEAD
-from workers.drafting import Drafts
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
+from workers.head_drafting import HeadDrafting
+from workers.kv.table import KvTable
 from workers.operations import Accept, Fork, Forward, Kind, Result, Truncate
 
 VOCAB = 97
@@ -28,11 +29,15 @@ class Drafted:
         self.executor = LlmExecutor.load(
             directory, draft=Path(MTP_HEAD), kv_pages=80, self_check=False, limits=StepLimits(512, 16)
         )
-        self.worker = Worker(self.executor.engine)
         drafting = self.executor.drafting
-        assert drafting is not None
-        self.worker.loop._drafting = _Unhurried(drafting)
+        assert isinstance(drafting, HeadDrafting)
+        # How quick this machine is does not matter.
+        self._draft, drafting.draft = drafting.draft, self._unhurried  # type: ignore[method-assign]
+        self.worker = Worker(self.executor.engine, drafting=drafting)
         self._op_ids = iter(range(1, 1 << 30))
+
+    def _unhurried(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
+        self._draft(forwards, table)
 
     def next_id(self) -> int:
         return next(self._op_ids)
@@ -40,16 +45,6 @@ class Drafted:
     def done(self, *forwards: Forward) -> list[Forward]:
         found = self.worker.answers(*forwards)
         return [answered(found[forward.op_id]) for forward in forwards]
-
-
-class _Unhurried(Drafts):
-    """How quick this machine is does not matter."""
-
-    def __init__(self, drafting: Drafts) -> None:
-        self._drafting = drafting
-
-    def draft(self, forwards: Sequence[Forward], table: object, until_ns: int | None = None) -> None:
-        self._drafting.draft(forwards, table)  # type: ignore[arg-type]
 
 
 def answered(result: Result) -> Forward:
