@@ -244,3 +244,23 @@ def test_an_integrity_check_finds_errors_in_the_pages_of_the_draft_model() -> No
     worker.drafting.engine.kv_table._pool._refcounts[9] += 1
     reports = worker.answers(CheckIntegrity(worker.next_id(), check_pages=True)).values()
     assert [one.intact for one in reports if isinstance(one, IntegrityReport)] == [False]
+
+
+def test_pages_of_a_draft_model_are_stored_as_those_of_the_model(directory: Path) -> None:
+    stored = {}
+    for kv_dtype in ("auto", "int8"):
+        executor = LlmExecutor.load(
+            directory / "model",
+            draft=directory / "smaller",
+            kv_pages=20,
+            kv_dtype=kv_dtype,
+            self_check=False,
+            limits=StepLimits(64, 16),
+        )
+        drafting = executor.drafting
+        assert isinstance(drafting, Drafting) and drafting.engine.kv.quantised == executor.engine.kv.quantised
+        stored[kv_dtype] = drafting.engine.kv.bytes_per_page
+        worker = Worker(executor.engine, drafting=drafting)
+        (found,) = worker.answers(Forward(1, 1, 0, [5, 6], draft_tokens=3)).values()
+        assert len(answered(found).drafts) == 3 or chosen(answered(found)) >= 90
+    assert stored["int8"] < stored["auto"]

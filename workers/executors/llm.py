@@ -149,11 +149,11 @@ class LlmExecutor(ModelExecutor):
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
         use_head_dtype(model, head_dtype)
-        served = Served(model)
+        served, asked_kv_dtype = Served(model), kv_dtype
         if dtype == kv_dtype == AUTO and description.quantization:
             kv_dtype = kv_dtype_of_quantised(model)
         drafting = load_draft_model(None if mtp_head else draft, text, dtype, device, self_check=self_check)
-        beside_bytes = 0 if drafting is None else page_bytes(drafting[0])
+        beside_bytes = 0 if drafting is None else page_bytes(drafting[0], asked_kv_dtype)
         kv = _pages(model, description, kv_pages, limits, ranks, beside_bytes, kv_dtype)
         own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
@@ -163,7 +163,8 @@ class LlmExecutor(ModelExecutor):
         executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
         if drafting is not None:
-            executor.use_draft_model(cls._drafting(*drafting, kv.num_pages, limits), limits.max_tokens)
+            drafter = cls._drafting(*drafting, kv.num_pages, limits, asked_kv_dtype)
+            executor.use_draft_model(drafter, limits.max_tokens)
         if mtp_head:
             executor.use_mtp_head()
         if device.type != "cuda" or backend == NATIVE:
@@ -174,10 +175,10 @@ class LlmExecutor(ModelExecutor):
 
     @classmethod
     def _drafting(
-        cls, model: Model, description: ModelDescription, num_pages: int, limits: StepLimits
+        cls, model: Model, description: ModelDescription, num_pages: int, limits: StepLimits, kv_dtype: str
     ) -> Self:
         """The executor of a draft model, with as many pages as the model for which it drafts."""
-        kv = allocate_pages(model, num_pages, AUTO_KV)
+        kv = allocate_pages(model, num_pages, kv_dtype)
         runner = new_runner(model, kv, limits, description.max_seq_len)
         return cls(description, _engine(model, description, kv, runner))
 
