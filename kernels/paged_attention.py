@@ -15,6 +15,8 @@ K key-value heads; G = H / K; D width of a key; V width of a value, in most mode
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kernels.attention_batch import AttentionBatch
@@ -82,6 +84,29 @@ def paged_attention(  # noqa: PLR0913 - keyword-only options of one formula
 
         return cuda.paged_attention(query, k_pages, v_pages, batch, scoring, batch_invariant=batch_invariant)
     return paged_attention_reference(query, k_pages, v_pages, batch, scoring)
+
+
+def paged_attention_without_first(
+    query: torch.Tensor, k_pages: Pages, v_pages: Pages | LeadingValues, batch: AttentionBatch, **options: Any
+) -> torch.Tensor:
+    """As `paged_attention` of one token of each item, which attends to all positions up to its own but 0."""
+    attended = [
+        paged_attention(
+            query[item : item + 1],
+            k_pages,
+            v_pages,
+            AttentionBatch(
+                page_tables=batch.page_tables[item : item + 1],
+                query_starts=batch.query_starts[:2],
+                context_lens=batch.context_lens[item : item + 1],
+                query_lens=batch.query_lens[item : item + 1],
+                context_lens_host=[context],
+            ),
+            **(options | {"sliding_window": context - 1}),
+        )
+        for item, context in enumerate(batch.context_lens_host)
+    ]
+    return torch.cat(attended)
 
 
 def _check(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.state_rows import StateRows
+from kernels.state_rows import StateRows, past_rows
 
 
 def short_conv(
@@ -67,23 +67,13 @@ def _convolved(
     """[T, C] -> [T, C]. Mutates `states`: writes those that are kept."""
     rows, length = torch.arange(len(inputs), device=inputs.device), len(taps)
     total, *others = (
-        _past_inputs(inputs, rows, length - 1 - tap, states, at).float() * taps[tap].float()
+        past_rows(inputs, rows, length - 1 - tap, states, at).float() * taps[tap].float()
         for tap in range(length)
     )
     for product in others:
         total = total + product
     if bias is not None:
         total = total + bias.float()
-    kept = [_past_inputs(inputs, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
+    kept = [past_rows(inputs, at.write_ends - 1, back, states, at) for back in range(length - 2, -1, -1)]
     states[at.write_slots] = torch.stack(kept, dim=1)
     return total.to(inputs.dtype)
-
-
-def _past_inputs(
-    inputs: torch.Tensor, rows: torch.Tensor, back: int, states: torch.Tensor, at: StateRows
-) -> torch.Tensor:
-    """Those of the tokens that are `back` before the tokens of these rows: [n] -> [n, C]."""
-    begins, sources, places = at.begins[rows], at.sources[rows], rows - back
-    in_state = states[sources.clamp(min=0), (states.shape[1] + places - begins).clamp(0, states.shape[1] - 1)]
-    in_state = in_state.masked_fill((sources < 0)[:, None], 0.0)
-    return torch.where((places >= begins)[:, None], inputs[places.clamp(min=0)], in_state)

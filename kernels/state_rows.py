@@ -42,3 +42,26 @@ def scanned_rows(states: torch.Tensor, at: StateRows) -> Iterator[tuple[int, tor
         yield row, state
         if row + 1 in kept:
             states[kept[row + 1]] = state
+
+
+def past_rows(
+    inputs: torch.Tensor, rows: torch.Tensor, back: int, states: torch.Tensor, at: StateRows
+) -> torch.Tensor:
+    """Those of the tokens that are `back` before the tokens of these rows: [n] -> [n, C].
+
+    `inputs`: [T, C]. `states`: [slots, B, C], the last B of them before an item, with B >= back.
+    """
+    begins, sources, places = at.begins[rows], at.sources[rows], rows - back
+    in_state = states[sources.clamp(min=0), (states.shape[1] + places - begins).clamp(0, states.shape[1] - 1)]
+    in_state = in_state.masked_fill((sources < 0)[:, None], 0.0)
+    return torch.where((places >= begins)[:, None], inputs[places.clamp(min=0)], in_state)
+
+
+def rows_before(inputs: torch.Tensor, states: torch.Tensor, at: StateRows) -> torch.Tensor:
+    """Of each row that of the token before; zeros for the first token of all: [T, C].
+
+    Mutates `states`, [slots, 1, C]: writes the rows that are kept.
+    """
+    found = past_rows(inputs, torch.arange(len(inputs), device=inputs.device), 1, states, at)
+    states[at.write_slots] = inputs[at.write_ends - 1][:, None]
+    return found

@@ -49,6 +49,7 @@ from service.setting_rules import (
 )
 from service.settings import Conflict, Port, Setting, declared, setting
 from workers.common.addresses import MAX_SOCKET_PATH_BYTES
+from workers.common.draft_models import MTP_HEAD
 
 # The group of their entry points.
 EXTENSIONS = "quire.extensions"
@@ -197,8 +198,11 @@ class Config:
     draft_model: str = setting(
         "",
         "directory or GGUF file of a smaller model with the same tokenizer, which drafts what speculative"
-        " decoding verifies",
-        Text(is_absolute_path, "must be an absolute path"),
+        f" decoding verifies; or {MTP_HEAD}: the model's own head for multi-token prediction does",
+        Text(
+            lambda value: value == MTP_HEAD or is_absolute_path(value),
+            f"must be an absolute path, or {MTP_HEAD}",
+        ),
     )
     no_self_check: str = setting(
         "off", "skip the comparison of the model with the transformers library at start", SWITCH

@@ -21,6 +21,7 @@ from service.model_names import (
 )
 from service.setting_rules import AUTO, MAX_PORT, is_private, overlap
 from service.settings import ENV_PREFIX, ConfigError, Conflict, Setting
+from workers.common.draft_models import MTP_HEAD
 from workers.common.trusted import require_trusted
 
 # Environment variables with the prefix that are not settings: the file, those of the client commands, and
@@ -182,8 +183,8 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     # On other hosts the model can be where this one has nothing.
     if not config.has_remote_workers and not is_model(config.model):
         yield ("model",), model_problem(config.model)
-    has_draft_model = config.has_remote_workers or is_directory_or_file(config.draft_model)
-    if config.draft_model and not has_draft_model:
+    is_file = config.draft_model not in ("", MTP_HEAD) and not config.has_remote_workers
+    if is_file and not is_directory_or_file(config.draft_model):
         yield ("draft_model",), model_problem(config.draft_model)
     starts_workers = any(one.starts_workers for one in config.extensions)
     if config.pool_listen and not (config.pool or starts_workers):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from service.config import UNQUANTISED, Config
 from service.model_names import SHIPPED_MODELS, other_format, shipped_model_dir
+from workers.common.draft_models import MTP_HEAD
 from workers.common.gguf import GgufError
 from workers.common.gguf.files import model_files
 from workers.common.gguf.header import Header, TensorInfo, read_header
@@ -160,7 +161,7 @@ def _gguf_header(file: Path, arrays: Collection[str]) -> Header:
 
 def _draft_problem(config: Config) -> str:
     """What keeps a model from being served with its draft model; "": nothing, or there is none."""
-    if not config.draft_model:
+    if config.draft_model in ("", MTP_HEAD):
         return ""
     model = shipped_model_dir(config.model) if config.model in SHIPPED_MODELS else Path(config.model)
     own, its = _tokenizer(model), _tokenizer(Path(config.draft_model))

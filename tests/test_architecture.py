@@ -43,6 +43,7 @@ WORKER_LAYERS = (
         "prefix_wait",
         "kv_disk",
         "drafting",
+        "head_drafting",
         "failures",
         "distribution",
         "extra_samples",

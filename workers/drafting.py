@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,26 @@ from workers.runners.base import DeviceLostError
 _log = get_logger(__name__)
 
 Tokens = NDArray[np.int64]
+
+
+class Drafts(Protocol):
+    """What drafts behind a step: a draft model, or the model's own head (`head_drafting`)."""
+
+    @property
+    def tables(self) -> Sequence[KvTable]:
+        """Its own sequences and pages, beside those of the model."""
+
+    def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
+        """Sets the `drafts` of forwards that are complete: at most as many as each asks for.
+
+        Args:
+            forwards: Of different sequences.
+            table: That of the model they ran on.
+            until_ns: After this time.monotonic_ns() no further token is drafted. None: all are.
+
+        Raises:
+            DeviceLostError: The device has failed.
+        """
 
 
 class Drafting:
@@ -59,17 +80,13 @@ class Drafting:
         # Its sequences, the least recently used first.
         self._used: dict[int, None] = {}
 
+    @property
+    def tables(self) -> Sequence[KvTable]:
+        """See `Drafts`."""
+        return (self.engine.kv_table,)
+
     def draft(self, forwards: Sequence[Forward], table: KvTable, until_ns: int | None = None) -> None:
-        """Sets the `drafts` of forwards that are complete: at most as many as each asks for.
-
-        Args:
-            forwards: Of different sequences.
-            table: That of the model they ran on.
-            until_ns: After this time.monotonic_ns() no further token is drafted. None: all are.
-
-        Raises:
-            DeviceLostError: The device has failed.
-        """
+        """See `Drafts`."""
         try:
             self._drop_unknown(table)
             begun = self._begin(forwards, table)
@@ -152,7 +169,7 @@ class Drafting:
         if self._vocab_size != self._target_vocab_size:
             mask = None
             sampling = None if sampling is None else replace(sampling, logit_bias={})
-        return GREEDY if sampling is None and mask is None else OutputSpec(sampling=sampling, mask=mask)
+        return choice_of(replace(output, sampling=sampling, mask=mask))
 
     def _find_pages(self, own: Forward, forwards: Sequence[Forward]) -> bool:
         """Begins a forward. If pages are missing, other sequences are dropped, the least recently used first.
@@ -211,6 +228,12 @@ class Drafting:
         """The position behind the last token of a draft."""
         first = own.position + len(own.token_ids)
         return min(first + forward.draft_tokens, self._max_seq_tokens)
+
+
+def choice_of(output: OutputSpec) -> OutputSpec:
+    """How a token is chosen, without what else is wanted of its row."""
+    sampling, mask = output.sampling, output.mask
+    return GREEDY if sampling is None and mask is None else OutputSpec(sampling=sampling, mask=mask)
 
 
 def _decodes_after(forwards: Sequence[Forward]) -> Decodes:

@@ -7,8 +7,9 @@ the next check.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from workers.executors.engine import Engine
+from workers.kv.table import KvTable
 from workers.logging import get_logger
 from workers.operations import IntegrityReport
 
@@ -18,8 +19,9 @@ _log = get_logger(__name__)
 class IntegrityChecks:
     """Owns the running check."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, tables: Sequence[KvTable]) -> None:
+        """`tables`: what is checked, one after the other."""
+        self._tables = tables
         # The running check, the commands it answers, and those for the next check.
         self._check: Iterator[None] | None = None
         self._checked_for: list[int] = []
@@ -42,7 +44,7 @@ class IntegrityChecks:
         """Check one more slice. Returns the answers after the last one."""
         if self._check is None:
             self._checked_for, self._next_checked_for = self._next_checked_for, []
-            self._check = self._engine.kv_table.check_integrity_in_slices()
+            self._check = chain.from_iterable(table.check_integrity_in_slices() for table in self._tables)
         intact = True
         try:
             next(self._check)

@@ -335,6 +335,8 @@ class Forward:
     # Of a decode: chosen tokens that were appended behind it before they were requested, see `prelaunch`.
     # Each has an output, too.
     appended: Sequence[int] = field(default=(), init=False)
+    # With `draft_tokens`, if the model has a head to draft with: the hidden row of each output.
+    hidden_rows: Sequence[Any] = field(default=(), init=False, repr=False)
     # What a draft model expects behind the token that was chosen after these.
     drafts: Sequence[int] = field(default=(), init=False)
     queue_ns: int = field(default=0, init=False)

@@ -9,6 +9,7 @@ from workers.adapters.table import AdapterTable
 from workers.adoption import keep_confirmed, report_sequences
 from workers.answers import Answers
 from workers.coalescing import CoalescingWindow
+from workers.drafting import Drafts
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -61,12 +62,14 @@ class OtherCommands:
         adapters: AdapterTable[Any] | None,
         replacement: WeightsReplacement[Any] | None,
         kv_disk: KvDisk | None,
+        drafting: Drafts | None,
     ) -> None:
-        """Take the parts of a step loop. None: it has no adapters, keeps its weights, stores no KV."""
+        """Take the parts of a step loop, which has those that are not None."""
         self._engine, self._scheduler, self._prelauncher = engine, scheduler, prelauncher
         self._window, self._answers, self._drawing = window, answers, drawing
         self._adapters, self._replacement, self._kv_disk = adapters, replacement, kv_disk
-        self.integrity_checks = IntegrityChecks(engine)
+        of_drafts = () if drafting is None else drafting.tables
+        self.integrity_checks = IntegrityChecks([engine.kv_table, *of_drafts])
 
     def carry_out(self, command: Command | Internal) -> None:
         """Carries out a command. An error ends the worker, if it may have left something half done."""

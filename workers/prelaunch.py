@@ -126,8 +126,9 @@ class Prelauncher:
         """
         sequences = decodes.sequences
         self._forget_expected(sequences)
-        following, is_followed = self._following(decodes), self._followed(decodes) & ~_ends(decodes)
-        is_expected = is_followed
+        # Also behind an end, where what runs already is dropped if another token is requested.
+        following, is_expected = self._following(decodes), self._followed(decodes)
+        is_followed = is_expected & ~_ends(decodes)
         if self.prelaunch_unrequested:
             # Whether a caller appends the chosen token is learned from each request.
             is_expected = decodes.columns[POSITION] + 1 < self._max_seq_tokens

@@ -23,7 +23,7 @@ from workers.adapters.table import AdapterTable
 from workers.answers import Answers, Emit
 from workers.coalescing import CoalescingWindow
 from workers.decodes import ADAPTER, NO_DECODES, PRELAUNCH, Decodes
-from workers.drafting import Drafting
+from workers.drafting import Drafts
 from workers.drawing import Drawing
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
@@ -68,7 +68,7 @@ class StepLoop:
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
         kv_disk: KvDisk | None = None,
-        drafting: Drafting | None = None,
+        drafting: Drafts | None = None,
     ) -> None:
         """`max_seq_tokens`: the longest sequence that fits the engine.
 
@@ -105,6 +105,7 @@ class StepLoop:
             adapters,
             replacement,
             kv_disk,
+            drafting,
         )
         self._integrity_checks = self._others.integrity_checks
         if adapters is not None:
@@ -470,7 +471,7 @@ class StepLoop:
         if drafting and self._drafting is not None:
             self._draft(drafting, self._drafting)
 
-    def _draft(self, forwards: Sequence[Forward], drafting: Drafting) -> None:
+    def _draft(self, forwards: Sequence[Forward], drafting: Drafts) -> None:
         """Answers forwards with drafts of what follows. Others wait for these as long as a step at most."""
         self._answers.flush()
         now_ns, has_others = time.monotonic_ns(), len(self._answers.answered) or len(self._scheduler)

@@ -334,6 +334,9 @@ class LocalRun:
         await self._turn()
         sample = item.sample(index)
         sample.cached_tokens = cached_tokens
+        if self._batch.keep_s and sample.spec.has_condition:
+            # Drafts are appended together: one that is resumed would not know where it had ended.
+            sample.drafter = None
         try:
             await self._generate(item, sample, cache, part)
         except QuireError as error:

@@ -56,6 +56,11 @@ class SampleSpec:
     # How its text is divided. None: it is not.
     reading: Reading | None = None
 
+    @property
+    def has_condition(self) -> bool:
+        """Whether the end depends on what is not in the journal: none may be appended behind such a token."""
+        return self.min_logprob is not None or self.max_entropy is not None
+
 
 class Sample:
     """One sample of an item, from its first token to its end."""
@@ -91,9 +96,7 @@ class Sample:
         """How many further requests follow from the tokens alone, if none of these ends the sample."""
         if self.matcher is not None or (self.drafter is not None and self.drafter.expects_draft):
             return 0
-        # Whether a condition was met is not in the journal: none may be appended behind such a token.
-        has_condition = self.spec.min_logprob is not None or self.spec.max_entropy is not None
-        most = 1 if has_condition or self.drafter is not None else MAX_PRELAUNCHED
+        most = 1 if self.spec.has_condition or self.drafter is not None else MAX_PRELAUNCHED
         return min(self.spec.max_tokens - self._num_tokens - 1, most, self._same_rules)
 
     @property

@@ -42,6 +42,8 @@ def output_of(token: int, options: types_pb2.OutputOptions) -> types_pb2.StepOut
     output = types_pb2.StepOutput(token_id=token)
     if options.logits:
         output.logits.data = bytes([token])
+    if options.logprob:
+        output.logprob = -float(token)
     if options.top_logprobs:
         output.top.token_ids.extend([token] * options.top_logprobs)
     return output

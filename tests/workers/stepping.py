@@ -9,6 +9,7 @@ from typing import Any
 from tests.workers.late_runner import LateRunner
 from workers.adapters.table import AdapterTable
 from workers.decodes import BATCH_ITEMS, CHOSEN, COMPUTE_NS, NO_DECODES, OP_ID, QUEUE_NS, Decodes
+from workers.drafting import Drafts
 from workers.executors.engine import Engine
 from workers.executors.replacement import WeightsReplacement
 from workers.executors.weightless import PagedAttentionExecutor
@@ -34,6 +35,7 @@ class Worker:
         adapters: AdapterTable[Any] | None = None,
         replacement: WeightsReplacement[Any] | None = None,
         kv_disk: KvDisk | None = None,
+        drafting: Drafts | None = None,
     ) -> None:
         self.engine = engine or PagedAttentionExecutor.create(kv_pages=pages).engine
         self.steps: list[list[int]] = []
@@ -48,6 +50,7 @@ class Worker:
             adapters=adapters,
             replacement=replacement,
             kv_disk=kv_disk,
+            drafting=drafting,
         )
         self._execute = self.engine.execute
         self.engine.execute = self._note  # type: ignore[method-assign]

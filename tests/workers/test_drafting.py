@@ -22,8 +22,10 @@ from workers.kv.table import KvTable
 from workers.operations import (
     GREEDY,
     Accept,
+    CheckIntegrity,
     Fork,
     Forward,
+    IntegrityReport,
     Kind,
     OutputSpec,
     Release,
@@ -53,7 +55,6 @@ class DraftingWorker(Worker):
     def __init__(
         self, *, pages: int = 200, draft_pages: int = 200, step_tokens: int = 4096, max_seq_tokens: int = 4096
     ) -> None:
-        super().__init__(pages=pages)
         model = PagedAttentionExecutor.create(kv_pages=draft_pages)
         vocab_size = model.info().vocab_size
         self.drafting = Unhurried(
@@ -62,7 +63,7 @@ class DraftingWorker(Worker):
             max_seq_tokens=max_seq_tokens,
             step_tokens=step_tokens,
         )
-        self.loop._drafting = self.drafting
+        super().__init__(pages=pages, drafting=self.drafting)
         self._op_ids = iter(range(1, 1 << 30))
         self.texts: dict[int, list[int]] = {}
 
@@ -205,9 +206,8 @@ def test_a_draft_model_with_fewer_tokens_drafts_those_that_it_has(directory: Pat
     assert executor.capabilities().draft_model == "smaller"
     executor.warmup()
     drafting = executor.drafting
-    assert drafting is not None and drafting.engine.kv_table.usage().pages_total == 20
-    worker = Worker(executor.engine)
-    worker.loop._drafting = drafting
+    assert isinstance(drafting, Drafting) and drafting.engine.kv_table.usage().pages_total == 20
+    worker = Worker(executor.engine, drafting=drafting)
     bias = OutputSpec(sampling=Sampling(logit_bias={95: 100.0}), mask=TokenMask(allowed=(95, 96)))
     (found,) = worker.answers(Forward(1, 1, 0, [5, 6], output=bias, draft_tokens=3)).values()
     assert not answered(found).drafts and chosen(answered(found)) == 95, "a token that it does not have"
@@ -234,3 +234,33 @@ def test_tokenizers_are_compared_token_by_token() -> None:
     assert "its token 'c'" in difference(
         ours, of('{"a": 0, "b": 1, "c": 3}', '{"content": "<end>", "id": 2}')
     )
+
+
+def test_an_integrity_check_finds_errors_in_the_pages_of_the_draft_model() -> None:
+    worker = DraftingWorker()
+    worker.done(worker.ask(1, [1, 2, 3], 4, GREEDY))
+    reports = worker.answers(CheckIntegrity(worker.next_id(), check_pages=True)).values()
+    assert [one.intact for one in reports if isinstance(one, IntegrityReport)] == [True]
+    worker.drafting.engine.kv_table._pool._refcounts[9] += 1
+    reports = worker.answers(CheckIntegrity(worker.next_id(), check_pages=True)).values()
+    assert [one.intact for one in reports if isinstance(one, IntegrityReport)] == [False]
+
+
+def test_pages_of_a_draft_model_are_stored_as_those_of_the_model(directory: Path) -> None:
+    stored = {}
+    for kv_dtype in ("auto", "int8"):
+        executor = LlmExecutor.load(
+            directory / "model",
+            draft=directory / "smaller",
+            kv_pages=20,
+            kv_dtype=kv_dtype,
+            self_check=False,
+            limits=StepLimits(64, 16),
+        )
+        drafting = executor.drafting
+        assert isinstance(drafting, Drafting) and drafting.engine.kv.quantised == executor.engine.kv.quantised
+        stored[kv_dtype] = drafting.engine.kv.bytes_per_page
+        worker = Worker(executor.engine, drafting=drafting)
+        (found,) = worker.answers(Forward(1, 1, 0, [5, 6], draft_tokens=3)).values()
+        assert len(answered(found).drafts) == 3 or chosen(answered(found)) >= 90
+    assert stored["int8"] < stored["auto"]

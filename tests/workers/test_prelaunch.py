@@ -665,3 +665,31 @@ def test_a_lost_device_ends_the_loop_while_a_step_is_in_flight(
     monkeypatch.setattr(place, at, lose)
     with pytest.raises(DeviceLostError):
         worker.round(decode(2, 7, 5, token))
+
+
+@pytest.mark.parametrize("unrequested", [True, False])
+def test_what_runs_behind_an_end_is_no_answer_to_another_token(*, unrequested: bool) -> None:
+    """Nor does it cut the text again, once it was not requested for a while."""
+
+    def of_decodes(worker: Worker, count: int, ends: frozenset[int]) -> list[int]:
+        output = dataclasses.replace(GREEDY, end_token_ids=ends)
+        tokens = [chosen(worker.answers(dataclasses.replace(prefill(1, 7), output=output))[1])]
+        while len(tokens) < count:
+            position = 4 + len(tokens)
+            request = dataclasses.replace(
+                decode(position, 7, position, tokens[-1]), output=output, prelaunch=16
+            )
+            tokens.append(chosen(worker.answers(request)[position]))
+        return tokens
+
+    tokens = of_decodes(Worker(), 4, frozenset())
+    ends, other = frozenset(tokens[-1:]), (tokens[-1] + 1) % 50
+    worker, plain = Worker(), Worker()
+    worker.loop._prelauncher.prelaunch_unrequested = unrequested
+    late = worker.compute_late()
+    assert of_decodes(worker, 4, ends) == tokens and late.launched_ahead
+    of_decodes(plain, 4, frozenset())
+    request = decode(20, 7, 8, other, told=False)
+    assert chosen(worker.answers(request)[20]) == chosen(plain.answers(request)[20])
+    worker.loop._prelauncher.drop_expired(1 << 62)
+    assert worker.lengths() == {7: 9}

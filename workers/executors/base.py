@@ -14,10 +14,12 @@ import numpy as np
 
 from workers.adapters.slots import LoraAdapterMetrics
 from workers.adapters.table import AdapterTable
-from workers.drafting import Drafting
+from workers.common.draft_models import MTP_HEAD
+from workers.drafting import Drafting, Drafts
 from workers.executors.engine import Engine
 from workers.executors.info import Capabilities, ExecutorStatus
 from workers.executors.replacement import WeightsReplacement
+from workers.head_drafting import HeadDrafting
 from workers.kv.table import PoolUsage
 from workers.kv_disk import KvDisk
 from workers.models.active_kernels import active_kernels, active_products
@@ -83,7 +85,7 @@ class ModelExecutor:
         # None: its KV is not stored.
         self.kv_disk: KvDisk | None = None
         # None: nothing is drafted. See `use_draft_model`.
-        self.drafting: Drafting | None = None
+        self.drafting: Drafts | None = None
         self._draft_model: ModelExecutor | None = None
         self.text = text or ModelText()
         self._model = model
@@ -108,6 +110,11 @@ class ModelExecutor:
             step_tokens=step_tokens,
         )
         self._capabilities = dataclasses.replace(self._capabilities, draft_model=model.model_id)
+
+    def use_mtp_head(self) -> None:
+        """Drafts with the model's own head for multi-token prediction from now on."""
+        self.drafting = HeadDrafting(self.engine, self._capabilities.kv_capacity_tokens)
+        self._capabilities = dataclasses.replace(self._capabilities, draft_model=MTP_HEAD)
 
     def warmup(self) -> None:
         """Runs a step of each kind, so that no caller waits for its first one. Needs one page.

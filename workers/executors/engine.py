@@ -49,6 +49,7 @@ from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutp
 from workers.prefix_wait import PrefixWaits
 from workers.row_outputs import TokenScores, add_captured, add_means, build_outputs, score_tokens
 from workers.runners.base import After, LaunchedStep, Runner, StepResult, raise_if_lost
+from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingError, SamplingRow
 from workers.token_trees import kept_path
 
@@ -188,6 +189,37 @@ class Engine:
             forward.kv = self._known(forward.sequence)
             forward.has_begun, forward.started_ns = True, decodes.started_ns
         return [Chunk(forward, 0, 1) for forward in forwards]
+
+    def reserve(self, sequence: KvSequence, count: int) -> None:
+        """Reserves slots behind a sequence, for drafts. Truncating it to its length gives them back.
+
+        Raises OutOfPages.
+        """
+        if copies := self.kv_table.reserve(sequence, count):
+            self._copy_pages(sequence, copies)
+
+    def draft(self, forwards: Sequence[Forward], hidden: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        """Runs the model's head for multi-token prediction over the last token of each forward.
+
+        Args:
+            forwards: With slots for their tokens. Nothing is appended.
+            hidden: [N, C] what the head goes on from, of each.
+
+        Returns:
+            The token that it expects behind each, and [N, C] for going on.
+        """
+        ends = [len(forward.token_ids) - 1 for forward in forwards]
+        chunks = [Chunk(forward, end, 1) for forward, end in zip(forwards, ends, strict=True)]
+        whole = [Chunk(forward, 0, end + 1) for forward, end in zip(forwards, ends, strict=True)]
+        assert isinstance(self.runner, EagerRunner)
+        self._step_begins(len(forwards), time.monotonic_ns())
+        try:
+            return self.runner.draft(pack(chunks, self.kv.page_size), sampling_rows(whole), hidden)
+        except Exception as error:
+            raise_if_lost(error)
+            raise
+        finally:
+            self._step_ends(0)
 
     def _copy_pages(self, sequence: KvSequence, copies: Sequence[tuple[int, int]]) -> None:
         try:
@@ -406,6 +438,9 @@ class Engine:
             if hidden is not None and hidden.mean and chunk.rows:
                 add_means(forward, outputs[first:last], chunk.output_rows)
             self._append(chunk, outputs[last - chunk.output_rows : last], items, paths)
+            if forward.draft_tokens and result.hidden is not None:
+                own = result.hidden[last - chunk.output_rows : last]
+                forward.hidden_rows = (*forward.hidden_rows, *own)
             if forward in scores:
                 indexes, found = scores[forward]
                 forward.add_scores(indexes, found.logprobs, found.is_argmax)
@@ -623,7 +658,8 @@ def _without_failed(
         first += chunk.rows
     if capture is not None:
         capture.keep(kept)
-    left = StepResult(result.logits[kept], result.chosen[kept])
+    hidden = None if result.hidden is None else result.hidden[kept]
+    left = StepResult(result.logits[kept], result.chosen[kept], hidden=hidden)
     return (
         good,
         decodes.take(is_kept),

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from workers.adapters.table import AdapterTable
+from workers.common.draft_models import MTP_HEAD
 from workers.executors.base import ModelExecutor
 from workers.executors.draft_model import load_draft_model
 from workers.executors.engine import Engine
@@ -105,12 +106,12 @@ class LlmExecutor(ModelExecutor):
         max_text_bytes: tokenizer.json and the chat template are omitted if they are larger.
         progress: called with (done_bytes, total_bytes) while weights are read.
         ranks: over which the model is split; None: this process runs all of it.
-        draft: a smaller model that drafts, as it is in its files; None: nothing is drafted.
+        draft: a smaller model that drafts, as it is in its files, or MTP_HEAD; None: nothing is drafted.
 
         Raises ModelError for a directory that cannot be served, KvSizingError if memory is too small.
         """
         device = _prepared(device)
-        limits = limits or StepLimits()
+        limits, mtp_head = limits or StepLimits(), draft == Path(MTP_HEAD)
         source = source_of(directory)
         source.check()
         choice = choose_backend(directory, backend, on_cuda=device.type == "cuda")
@@ -136,6 +137,7 @@ class LlmExecutor(ModelExecutor):
                     batch_invariant=batch_invariant,
                     group=group,
                     quantization=quantization,
+                    mtp_head=mtp_head,
                 )
                 description = on_all(description)
         except torch.OutOfMemoryError as error:
@@ -147,11 +149,11 @@ class LlmExecutor(ModelExecutor):
         if batch_invariant:
             _make_batch_invariant(model, directory, backend)
         use_head_dtype(model, head_dtype)
-        served = Served(model)
+        served, asked_kv_dtype = Served(model), kv_dtype
         if dtype == kv_dtype == AUTO and description.quantization:
             kv_dtype = kv_dtype_of_quantised(model)
-        drafting = load_draft_model(draft, text, dtype, device, self_check=self_check)
-        beside_bytes = 0 if drafting is None else page_bytes(drafting[0])
+        drafting = load_draft_model(None if mtp_head else draft, text, dtype, device, self_check=self_check)
+        beside_bytes = 0 if drafting is None else page_bytes(drafting[0], asked_kv_dtype)
         kv = _pages(model, description, kv_pages, limits, ranks, beside_bytes, kv_dtype)
         own = new_runner(model, kv, limits, description.max_seq_len, group)
         runner = own if ranks is None else LeadingRunner(own, ranks)
@@ -161,7 +163,10 @@ class LlmExecutor(ModelExecutor):
         executor = cls(described, engine, text, adapters, backend_reason=choice.reason)
         executor.ranks = ranks
         if drafting is not None:
-            executor.use_draft_model(cls._drafting(*drafting, kv.num_pages, limits), limits.max_tokens)
+            drafter = cls._drafting(*drafting, kv.num_pages, limits, asked_kv_dtype)
+            executor.use_draft_model(drafter, limits.max_tokens)
+        if mtp_head:
+            executor.use_mtp_head()
         if device.type != "cuda" or backend == NATIVE:
             executor.replacement = executor._new_replacement(
                 served, description, backend, dtype, quantization, head_dtype
@@ -170,10 +175,10 @@ class LlmExecutor(ModelExecutor):
 
     @classmethod
     def _drafting(
-        cls, model: Model, description: ModelDescription, num_pages: int, limits: StepLimits
+        cls, model: Model, description: ModelDescription, num_pages: int, limits: StepLimits, kv_dtype: str
     ) -> Self:
         """The executor of a draft model, with as many pages as the model for which it drafts."""
-        kv = allocate_pages(model, num_pages, AUTO_KV)
+        kv = allocate_pages(model, num_pages, kv_dtype)
         runner = new_runner(model, kv, limits, description.max_seq_len)
         return cls(description, _engine(model, description, kv, runner))
 
@@ -190,7 +195,7 @@ class LlmExecutor(ModelExecutor):
 
         `dtype` and the rest are the settings with which `served` was loaded.
         """
-        ranks = self.ranks
+        ranks, mtp_head = self.ranks, isinstance(served.model, Decoder) and bool(served.model.mtp_head)
 
         def read(source: Path) -> tuple[Model, ModelDescription]:
             other = choose_backend(source, backend)
@@ -209,6 +214,7 @@ class LlmExecutor(ModelExecutor):
                     pack=not on_gpu,
                     group=None if ranks is None else ranks.collectives,
                     quantization=quantization,
+                    mtp_head=mtp_head,
                 )
                 read_description = on_all(read_description)
             # With "auto" a worker that starts later takes the config's.

@@ -19,6 +19,7 @@ import torch
 from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
 from workers.common.adapter_files import content_digest
+from workers.common.draft_models import MTP_HEAD
 from workers.executors.memory import LoraLimits
 from workers.kv.sizing import KvSizingError
 from workers.machine_limits import available_bytes
@@ -142,20 +143,23 @@ def load_served(  # noqa: PLR0913 - the settings of a load
     pack: bool = True,
     group: Group | None = None,
     quantization: str | None = None,
+    mtp_head: bool = False,
 ) -> tuple[Model, ModelDescription]:
     """Load a directory with the backend from `choose_backend`; batch_invariant: for the self-check on a GPU.
 
     With `pack`, native weights are packed, if there are kernels. With a group a rank's part is loaded.
-    With `quantization`, a format, native weights are quantised. Messages have the `reason` of the choice.
+    With `quantization`, a format, native weights are quantised. `mtp_head`: see `plan_load`. Messages have
+    the `reason` of the choice.
 
     Raises KvSizingError if memory is too small, and ModelError, also if the self-check finds wrong results.
     """
     try:
         if backend == TRANSFORMERS:
-            if quantization is not None:
-                raise UnsupportedError("quantization needs a model that native code runs")
+            if quantization is not None or mtp_head:
+                asked = f"draft_model = {MTP_HEAD}" if mtp_head else "quantization"
+                raise UnsupportedError(f"{asked} needs a model that native code runs")
             return _load_library(directory, dtype, device, progress, self_check=self_check)
-        plan = plan_load(directory, dtype, device, group, quantization)
+        plan = plan_load(directory, dtype, device, group, quantization, mtp_head=mtp_head)
         if plan.is_quantised:
             use_bits_of_all_cpus()
         if self_check:
@@ -217,7 +221,8 @@ def _explained(error: ModelError, directory: Path, reason: str) -> ModelError:
 
 def _check_native(directory: Path, plan: LoadPlan, *, batch_invariant: bool) -> None:
     """Raises ModelError if native code and the library disagree for this config."""
-    checked = directory, plan.config, plan.dtype, plan.device
+    # The library has no heads for multi-token prediction.
+    checked = directory, plan.config.body, plan.dtype, plan.device
     quantization, forms = plan.quantization, plan.forms
 
     def key() -> str:

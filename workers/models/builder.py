@@ -23,6 +23,7 @@ from workers.models.family import ExpertNames
 from workers.models.latent_attention import LatentAttention
 from workers.models.layers import Attention, Body, GatedMlp, Norm, Sublayer
 from workers.models.linear import Linear
+from workers.models.mtp_head import MtpHead
 from workers.models.multipliers import factors
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.recurrent_parts import mixer_parts
@@ -72,9 +73,9 @@ def build_decoder(
     embedding = parts.of_vocabulary("model.embed_tokens.weight")
     lm_head = embedding if config.tie_word_embeddings else parts.of_vocabulary("lm_head.weight")
     layers = [parts.layer(index) for index in range(config.num_hidden_layers)]
-    final_norm = parts.norm(config.family.final_norm)
-    assert final_norm is not None
-    return Decoder(config, embedding, layers, final_norm, lm_head, shard)
+    final_norm = parts.named_norm(config.family.final_norm)
+    mtp_head = parts.mtp_head() if config.has_mtp_head else None
+    return Decoder(config, embedding, layers, final_norm, lm_head, shard, mtp_head)
 
 
 class _Parts:
@@ -203,8 +204,9 @@ class _Parts:
         return self._linear(place, taken, bias=bias, inputs=inputs, factors=factors([width], [multiplier]))
 
     def norm(self, name: str | None) -> Norm | None:
-        if name is None:
-            return None
+        return None if name is None else self.named_norm(name)
+
+    def named_norm(self, name: str) -> Norm:
         weight = self._norm_weight(self._config.hidden_size)
         return Norm(name, weight, self._config.rms_norm_eps, self._family.norm_offset)
 
@@ -220,6 +222,18 @@ class _Parts:
             mlp = self._sparse(index, sparse_before) if layers[index].sparse else self._mlp(index)
             made.append(self._sublayer(norms.before_mlp, mlp, norms.after_mlp))
         return tuple(made)
+
+    def mtp_head(self) -> MtpHead:
+        index, width = self._config.num_hidden_layers, self._config.hidden_size
+        projection = {"eh_proj": Slice.whole(width, 2 * width)}
+        return MtpHead(
+            self._linear(f"model.layers.{index}.", projection, bias=False),
+            self.named_norm("enorm"),
+            self.named_norm("hnorm"),
+            self.layer(index),
+            self.named_norm("shared_head.norm"),
+            feeds_normed=self._family.mtp_feeds_normed,
+        )
 
     def _sublayer(self, before: str | None, body: Body, after: str | None) -> Sublayer:
         scale, group = self._config.residual_scale, self._shard.group

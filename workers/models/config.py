@@ -73,7 +73,7 @@ class ModelConfig:
 
     Attributes:
         rotary_dim: How many elements of a head are rotated: the first ones.
-        layers: The settings of each layer.
+        layers: The settings of each layer. With `has_mtp_head` that of the head is one more, the last.
         experts: The experts of the sparse layers; None if there are none.
         latent: The widths of latent attention; None: attention is the usual one. With it there is one
             key-value head, and a head is as wide as what pages have of a token.
@@ -95,6 +95,7 @@ class ModelConfig:
         wrapper: The model_type of the multimodal model of which this is the text part; None: there is none.
         gguf_layout: Tensors have the names and the order of rows of GGUF files, where these differ; see
             `Family`.
+        has_mtp_head: The model drafts with its own head for multi-token prediction; see `with_mtp_head`.
     """
 
     model_type: str
@@ -129,6 +130,8 @@ class ModelConfig:
     dtype: str | None = None
     wrapper: str | None = None
     gguf_layout: bool = False
+    # Not a part of the fingerprint, since it changes no text.
+    has_mtp_head: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check that settings agree. Raises ModelError."""
@@ -139,7 +142,7 @@ class ModelConfig:
             )
         if self.rotary_dim % 2:
             raise ModelError(f"head_dim: must be even, got {self.head_dim}")
-        if len(self.layers) != self.num_hidden_layers:
+        if len(self.body_layers) != self.num_hidden_layers:
             raise ModelError(
                 f"layer_types: must have {self.num_hidden_layers} entries, got {len(self.layers)}"
             )
@@ -152,6 +155,28 @@ class ModelConfig:
                 raise ModelError(f"rope_parameters: {error}") from error
             if not all(map(math.isfinite, (*frequencies.tolist(), factor))):
                 raise ModelError(f"rope_parameters: the frequencies are not finite, got {rope}")
+
+    @property
+    def body_layers(self) -> tuple[LayerConfig, ...]:
+        """Those of the model without its head for multi-token prediction."""
+        return self.layers[:-1] if self.has_mtp_head else self.layers
+
+    @property
+    def with_mtp_head(self) -> ModelConfig:
+        """The config of the model with its head for multi-token prediction, a layer with full attention.
+
+        Raises UnsupportedError if there is no native code for one.
+        """
+        if not self.family.mtp_names:
+            raise UnsupportedError(f"a {self.model_type} model has no head for multi-token prediction")
+        attending = next(layer for layer in reversed(self.layers) if layer.attention)
+        own = dataclasses.replace(attending, sparse=self.layers[-1].sparse)
+        return dataclasses.replace(self, layers=(*self.layers, own), has_mtp_head=True)
+
+    @property
+    def body(self) -> ModelConfig:
+        """The config of the model without that head."""
+        return dataclasses.replace(self, layers=self.body_layers, has_mtp_head=False)
 
     @property
     def ropes(self) -> frozenset[RopeSpec]:

@@ -33,6 +33,7 @@ from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
 from workers.models.linear import Linear, LoadTarget
 from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
+from workers.models.mtp_head import MtpHead
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.shard import Shard, Slice
@@ -83,6 +84,7 @@ class Decoder:
         final_norm: Norm,
         lm_head: Weight,
         shard: Shard,
+        mtp_head: MtpHead | None = None,
     ) -> None:
         """Take ownership of parameters, all of one dtype and device.
 
@@ -93,12 +95,14 @@ class Decoder:
             final_norm: The norm before the head.
             lm_head: [V, C]; the same object as `embedding` if the two are tied.
             shard: The part of the model that the parameters are.
+            mtp_head: With which it drafts; None: it does not.
         """
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.embedding = embedding
         self.layers = list(layers)
+        self.mtp_head = mtp_head
         self.lm_head = lm_head
         # On a GPU the caller may set this. On the CPU it cannot be chosen: `pack` sets it.
         self.batch_invariant = False
@@ -114,6 +118,9 @@ class Decoder:
                 first, shapes = len(self.state_shapes), body.state_shapes
                 body.states = range(first, first + len(shapes))
                 self.state_shapes += shapes
+        if mtp_head is not None:
+            mtp_head.state = len(self.state_shapes)
+            self.state_shapes += (mtp_head.state_shape,)
         # A state is that after one text, and there is none of each branch.
         self.takes_trees = self.graphable = not self.state_shapes
         self.kv_layers = (of_layer,) * sum(layer.attention for layer in config.layers)
@@ -153,6 +160,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             for sublayer in layer:
                 found.update(sublayer.targets(f"model.layers.{index}."))
+        if self.mtp_head is not None:
+            found.update(self.mtp_head.targets(f"model.layers.{len(self.layers)}."))
         return found
 
     def _of_vocabulary(self, matrix: Weight) -> LoadTarget:
@@ -168,6 +177,8 @@ class Decoder:
             self.embedding = self.lm_head
         for sublayer in self._sublayers():
             sublayer.body.pack()
+        if self.mtp_head is not None:
+            self.mtp_head.pack()
         self._compile()
         is_packed = self.lm_head.compiled is not None
         # Heads of other widths are normalised, and may be attended to, in torch.
@@ -283,7 +294,10 @@ class Decoder:
         return [sublayer for layer in self.layers for sublayer in layer]
 
     def _parted(self) -> tuple[list[Sublayer], list[Sublayer]]:
-        """Those up to the last that reads other rows, which returns the wanted rows; and those after it."""
+        """Those up to the last that reads other rows, which returns the wanted rows; and those after it.
+
+        A head for multi-token prediction reads all rows of the last one.
+        """
         every = self._sublayers()
         reading = sum(len(layer) for layer in self.layers[: self.config.last_mixer]) + 1
         return every[:reading], every[reading:]
@@ -309,9 +323,7 @@ class Decoder:
         if self.state_shapes:
             inputs = with_tokens_before(inputs)
             states = state_rows(inputs.states, inputs.attention.query_lens)
-        residual = self._shard.embedded(inputs.token_ids, self.embedding.rows)
-        if self._embedding_scale != 1.0:
-            residual = residual * self._embedding_scale
+        residual = self._embedded(inputs)
         rotations = self._rotations(inputs.positions, kv)
         routing = last_routing = steered = None
         if inputs.experts is not None or capture is not None:
@@ -327,6 +339,11 @@ class Decoder:
         x: torch.Tensor | None = None
         for stage in of_all_rows:
             x, residual = stage(x, residual, context)
+        if self.mtp_head is not None:
+            hidden = self._hidden_with_head(self.mtp_head, x, residual, context)
+            if capture is not None:
+                capture.capture_last(len(self.layers), hidden)
+            return hidden
         # The last attention, or what is in its place, returned the wanted rows only.
         residual = residual.index_select(0, inputs.wanted_rows)  # [R, C]
         if not len(residual):
@@ -339,6 +356,40 @@ class Decoder:
         if capture is not None:
             capture.capture_last(len(self.layers), hidden)
         return hidden
+
+    def _embedded(self, inputs: ForwardInputs) -> torch.Tensor:
+        embedded = self._shard.embedded(inputs.token_ids, self.embedding.rows)
+        return embedded if self._embedding_scale == 1.0 else embedded * self._embedding_scale
+
+    def _hidden_with_head(
+        self, head: MtpHead, x: torch.Tensor | None, residual: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """The hidden rows of the wanted rows; what the head keeps of all rows is written."""
+        hidden = self._final_norm(residual) if x is None else self._final_norm.of_sum(x, residual)  # [T, C]
+        head.write(self._embedded(context.inputs), hidden, context)
+        return hidden.index_select(0, context.inputs.wanted_rows)
+
+    @torch.inference_mode()
+    def draft(
+        self, inputs: ForwardInputs, before: torch.Tensor, kv: KvTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the tokens behind one token of each item, by the head for multi-token prediction.
+
+        Mutates `kv`: writes the keys and values of the head.
+
+        Args:
+            inputs: One token of each item, all of whose rows are wanted.
+            before: [N, C] the hidden rows of the tokens before them, from `forward`; or the second result
+                for those.
+            kv: As for `forward`.
+
+        Returns:
+            [N, V], and [N, C] for the tokens behind these.
+        """
+        assert self.mtp_head is not None
+        context = ForwardContext(inputs, kv, self._rotations(inputs.positions, kv), self.batch_invariant)
+        rows, after = self.mtp_head(self._embedded(inputs), before, context)
+        return self.logits(rows), after
 
     def _stages(
         self, steered: SteeredRows | None, wanted_rows: torch.Tensor, capture: RowCapture | None
@@ -357,7 +408,7 @@ class Decoder:
         if steered is not None:
             of_wanted = steered.of(wanted_rows)
             for index, layer in self._ends.items():
-                rows = steered if index < of_all_rows - 1 else of_wanted
+                rows = steered if index < of_all_rows - (self.mtp_head is None) else of_wanted
                 stages[index] = SteeredStage(stages[index], rows, layer)
         if capture is not None and captures:
             for index, layer in self._begins.items():

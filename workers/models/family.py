@@ -132,6 +132,9 @@ class Family:
         wide_router: The router and its product are float32.
         left_out: What the names of tensors begin with that a forward does not need; {} stands for the number
             of layers.
+        mtp_names: What the names of those of a head for multi-token prediction begin with, and what instead
+            in checkpoints of DeepSeek. Empty: there is none, or no native code for it. See `mtp_head`.
+        mtp_feeds_normed: Such a head goes on from what its last norm returns, and not from what that gets.
         gated_attention: What is attended is multiplied by sigmoid(gate), and the projection of queries has
             the gates too, those of a head after its query.
     """
@@ -178,6 +181,8 @@ class Family:
     routing_eps: float = 0.0
     wide_router: bool = False
     left_out: tuple[str, ...] = ()
+    mtp_names: tuple[tuple[str, str], ...] = ()
+    mtp_feeds_normed: bool = True
     gated_attention: bool = False
 
     def renamed_tensor(self, name: str) -> str:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from kernels.cpu.kv_write import kv_write
 from kernels.linear import DenseWeight, linear
 from kernels.packed_pages import LeadingValues, PackedKeys, PackedValues
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import paged_attention, paged_attention_without_first
 from kernels.rms_norm import rms_norm
 from kernels.rope import apply_rope_reference
 from kernels.weight import Weight
@@ -69,6 +69,7 @@ class LatentAttention:
             latent_norm: [L].
         """
         self.index, self.is_last = index, index == config.last_mixer
+        self._is_mtp_head = index == config.num_hidden_layers
         self.into = into
         self.output = output
         self._query = query
@@ -151,7 +152,8 @@ class LatentAttention:
         plain, rotated = torch.split(queries, [self._sizes.plain, self._sizes.rotated], dim=2)
         absorbed = _by_head(plain, self._of_keys)  # [T, H, L]
         query = torch.cat((absorbed, self._turned(rotated, context)), dim=2)
-        attended = paged_attention(
+        attend = paged_attention_without_first if self._is_mtp_head else paged_attention
+        attended = attend(
             functional.pad(query, (0, missing)),
             keys,
             LeadingValues(keys, self._sizes.latent),

@@ -19,7 +19,7 @@ from torch.nn import functional
 from kernels.gated_activation import Activation, gated_activation, sigmoid
 from kernels.linear import DenseWeight
 from kernels.lora import RowSlots
-from kernels.paged_attention import paged_attention
+from kernels.paged_attention import paged_attention, paged_attention_without_first
 from kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from kernels.rope import RopeSpec
 from kernels.rope_kv_write import rope_kv_write
@@ -191,6 +191,7 @@ class Attention:
         self.config, self.layer, self.shard = config, config.layers[index], shard
         self.index = sum(layer.attention for layer in config.layers[:index])
         self.is_last = index == config.last_mixer
+        self._is_mtp_head = index == config.num_hidden_layers
         self._place = f"{config.family.attention}."
         self.qkv = qkv
         self.output = output
@@ -256,7 +257,8 @@ class Attention:
         self, query: torch.Tensor, gates: torch.Tensor | None, context: ForwardContext
     ) -> torch.Tensor:
         """[T, H, D] -> [T, H * D]. Queries are as wide as the pages."""
-        attended = paged_attention(
+        attend = paged_attention_without_first if self._is_mtp_head else paged_attention
+        attended = attend(
             query,
             *context.kv.layer(self.index),
             context.inputs.attention,

@@ -179,7 +179,9 @@ _DEEPSEEK_V3 = Family(
     wide_router=True,
     sigmoid_routing=True,
     routing_eps=1e-20,
-    left_out=("model.layers.{}.",),  # for the prediction of several tokens
+    left_out=("model.layers.{}.",),
+    mtp_names=(("model.layers.{}.", "model.layers.{}."),),
+    mtp_feeds_normed=False,
 )
 
 _MISTRAL = Family(
@@ -204,7 +206,14 @@ _QWEN_3_5 = Family(
     recurrent_place="linear_attn",
     recurrent_names=("in_proj_z", "in_proj_qkv", "in_proj_b", "in_proj_a"),
     gguf_tiled=True,
-    left_out=("mtp.",),  # for the prediction of several tokens
+    left_out=("mtp.",),
+    mtp_names=(
+        ("mtp.layers.0.", "model.layers.{}."),
+        ("mtp.fc.", "model.layers.{}.eh_proj."),
+        ("mtp.pre_fc_norm_embedding.", "model.layers.{}.enorm."),
+        ("mtp.pre_fc_norm_hidden.", "model.layers.{}.hnorm."),
+        ("mtp.norm.", "model.layers.{}.shared_head.norm."),
+    ),
     gated_attention=True,
 )
 
@@ -658,6 +667,7 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=None,
         sigmoid_routing=False,
         left_out=(),
+        mtp_names=(),
     ),
     "granite": Family(
         reads=_GRANITE_READS,

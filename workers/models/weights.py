@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +49,8 @@ _BIAS_SUFFIX = ".bias"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _MATRIX = 2
+# What a head for multi-token prediction shares with the model; some checkpoints have it twice.
+_OF_MODEL_IN_MTP_HEAD = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ def plan_load(
     quantization: str | None = None,
     *,
     in_memory: bool = True,
+    mtp_head: bool = False,
 ) -> LoadPlan:
     """Check a directory without reading its weights.
 
@@ -127,6 +130,7 @@ def plan_load(
         group: Only the part of `group.rank` is loaded; None: all of it.
         quantization: See `LoadPlan`.
         in_memory: Whether they have to fit into memory.
+        mtp_head: With the model's head for multi-token prediction.
 
     Raises:
         ModelError: The model is not supported or not complete, or cannot be split over the group; the message
@@ -135,6 +139,7 @@ def plan_load(
     """
     directory, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(directory)
+    config = config.with_mtp_head if mtp_head else config
     source = source_of(directory)
     entries = _of_text(source.tensors(), config)
     for note in source.notes():
@@ -217,7 +222,9 @@ def load_planned(
     # The hash of the parsed config: two spellings of a config give the same fingerprint. The KV of quantised
     # weights is another one.
     quantised = "" if plan.quantization is None else f" as {plan.quantization}"
-    digest = checkpoint.fingerprint(plan.entries, repr(config) + quantised)
+    head = f"model.layers.{config.num_hidden_layers}."  # which changes no text
+    of_body = {name: entry for name, entry in plan.entries.items() if not name.startswith(head)}
+    digest = checkpoint.fingerprint(of_body, repr(config.body) + quantised)
     if pack:
         decoder.pack()
     return decoder, ModelDescription(
@@ -235,8 +242,8 @@ def load_planned(
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         fingerprint=digest,
-        moe_layers=sum(layer.sparse for layer in config.layers),
-        moe_layer_ids=tuple(index for index, layer in enumerate(config.layers) if layer.sparse),
+        moe_layers=sum(layer.sparse for layer in config.body_layers),
+        moe_layer_ids=tuple(index for index, layer in enumerate(config.body_layers) if layer.sparse),
         num_experts=0 if config.experts is None else config.experts.count,
         experts_per_token=0 if config.experts is None else config.experts.per_token,
         quantization=plan.format_names,
@@ -323,17 +330,29 @@ def _of_text(entries: Mapping[str, StoredTensor], config: ModelConfig) -> dict[s
     left_out = tuple(prefix.format(config.num_hidden_layers) for prefix in config.family.left_out)
     for name, entry in entries.items() if config.wrapper is None else of_text_model(entries.items()):
         if name.startswith(left_out):
+            if config.has_mtp_head:
+                found.update(_of_mtp_head(name, entry, config))
             continue
         renamed = config.family.renamed_tensor(_PREFIX + name if name.startswith(_IN_BASE_MODELS) else name)
         if renamed in found:
             raise ModelError(f"{entry.file}: tensor {entry.name} is also there as {found[renamed].name}")
         found[renamed] = entry
+    if config.has_mtp_head and f"model.layers.{config.num_hidden_layers}.eh_proj.weight" not in found:
+        raise ModelError("the files have no head for multi-token prediction")
     if config.tie_word_embeddings and _HEAD in found and _EMBEDDING not in found:
         found[_EMBEDDING] = found.pop(_HEAD)
     names = config.family.experts
     if names is None or names.stacked is None or config.experts is None:
         return found
     return separated(found, names, config.experts.count, config.hidden_size)
+
+
+def _of_mtp_head(name: str, entry: StoredTensor, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
+    """A tensor of it, by its name in a checkpoint of DeepSeek."""
+    for before, after in config.family.mtp_names:
+        prefix = before.format(config.num_hidden_layers)
+        if name.startswith(prefix) and not name.endswith(_OF_MODEL_IN_MTP_HEAD):
+            yield after.format(config.num_hidden_layers) + name.removeprefix(prefix), entry
 
 
 def _targets(

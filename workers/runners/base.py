@@ -31,11 +31,13 @@ class StepResult:
         logits: [R, vocab] in the model's dtype or float32, on the runner's device.
         chosen: [R] int64, the chosen token of each row, on any device.
         failed: By row, why it has no chosen token.
+        hidden: [R, C] what a head for multi-token prediction goes on from. None: the model has none.
     """
 
     logits: torch.Tensor
     chosen: torch.Tensor
     failed: Mapping[int, SamplingError] = field(default_factory=dict)
+    hidden: torch.Tensor | None = None
 
 
 class LaunchedStep(Protocol):

@@ -9,6 +9,7 @@ import torch
 from workers import device_sampling, sampling
 from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
+from workers.models.decoder import Decoder
 from workers.models.inputs import ForwardInputs
 from workers.models.model import Model
 from workers.runners.base import After, StepResult
@@ -42,7 +43,23 @@ class EagerRunner:
         logits = self._model.logits(hidden)  # [R, vocab]
         if not logits.is_cuda:
             logits = logits.float()  # numpy has no bfloat16; converted once for all that follows
-        return choose_tokens(logits, rows)
+        result = choose_tokens(logits, rows)
+        if isinstance(self._model, Decoder) and self._model.mtp_head is not None:
+            result.hidden = hidden
+        return result
+
+    def draft(
+        self, inputs: ForwardInputs, rows: Sequence[SamplingRow], hidden: torch.Tensor
+    ) -> tuple[list[int], torch.Tensor]:
+        """The tokens that the model's head for multi-token prediction expects; see `Decoder.draft`.
+
+        Raises:
+            SamplingError: A row has no token.
+        """
+        assert isinstance(self._model, Decoder)
+        logits, after = self._model.draft(inputs, hidden, self._kv)
+        chosen: list[int] = _choose(logits.float(), rows).tolist()
+        return chosen, after
 
     def launch(
         self,

@@ -82,6 +82,7 @@ def prepared(
     max_draft_tokens: int = 0,
     *,
     has_draft_model: bool = False,
+    min_logprob: float | None = None,
 ) -> PreparedItem:
     spec = SampleSpec(
         item_id,
@@ -93,6 +94,7 @@ def prepared(
         with_logprobs=False,
         max_draft_tokens=max_draft_tokens,
         has_draft_model=has_draft_model,
+        min_logprob=min_logprob,
     )
     return PreparedItem(
         spec,
@@ -104,7 +106,7 @@ def prepared(
         is_large=False,
         deadline_s=None,
         new_matcher=None,
-        _output=types_pb2.OutputOptions(),
+        _output=types_pb2.OutputOptions(logprob=min_logprob is not None),
         _first_mask=None,
         _limits=RequestLimits(vocab_size=0, max_response_bytes=0),
     )
@@ -112,9 +114,11 @@ def prepared(
 
 def whole_text(item: PreparedItem) -> list[int]:
     """The expected tokens of each sample of an item."""
-    tokens = list(item.spec.prompt)
+    tokens, least = list(item.spec.prompt), item.spec.min_logprob
     found: list[int] = []
     while len(found) < item.spec.max_tokens and END not in found:
+        if found and least is not None and -found[-1] < least:
+            break
         found.append(next_token(tokens, None))
         tokens.append(found[-1])
     return found
@@ -168,6 +172,8 @@ class World:
                 self.rng.choice([1, 1, 3]),
                 self.rng.choice([0, 1, 5]),
                 has_draft_model=self.rng.random() < 0.5,
+                # As the toy model has it, the two last tokens of its vocabulary end a text.
+                min_logprob=self.rng.choice([None, 2.5 - VOCAB]),
             )
             for n in range(self.rng.randint(1, 4))
         ]
