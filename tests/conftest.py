@@ -78,6 +78,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--require: {', '.join(sorted(unknown))} is none of {', '.join(REQUIRED)}")
     if config.getoption("--as-shipped"):
         os.environ[AS_SHIPPED] = "1"
+    elif config.getoption("numprocesses", None):
+        # Here are the processes that fork for all of pytest's.
+        from tests.forks import for_a_soak
+
+        os.environ.update(for_a_soak())
     if "hypothesis" not in sys.modules:
         return
     seed = config.getoption("--explore")

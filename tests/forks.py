@@ -72,6 +72,7 @@ def fork_server(*modules: str) -> str:
     # Its standard input is closed.
     atexit.register(process.communicate)
     assert process.stdout is not None
+    # Its imports take seconds; who asks before waits for the answer.
     assert process.stdout.readline(), "the process that forks has failed"
     return path
 
@@ -103,16 +104,16 @@ def serve() -> None:
     """Until standard input ends."""
     # The current directory, which a fork changes.
     sys.path.remove("")
-    for module in sys.argv[2].split(","):
-        importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threads = list(Path("/proc/self/task").iterdir())
-    assert len(threads) == 1, f"{len(threads)} threads, of which only one would be in a fork"
-    gc.freeze()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(sys.argv[1])
     listener.listen()
-    print("ready", flush=True)
+    print("listens", flush=True)
+    for module in sys.argv[2].split(","):
+        importlib.import_module(module)
+    threads = list(Path("/proc/self/task").iterdir())
+    assert len(threads) == 1, f"{len(threads)} threads, of which only one would be in a fork"
+    gc.freeze()
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         selector.register(listener, selectors.EVENT_READ)
@@ -145,7 +146,7 @@ def _fork(connection: socket.socket) -> tuple[int, bool]:
 
     Returns whether it has to end with this connection, too.
     """
-    content, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+    content, files, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 4)
     if not content:
         connection.close()
         return 0, False
@@ -157,7 +158,7 @@ def _fork(connection: socket.socket) -> tuple[int, bool]:
         try:
             for number, file in enumerate(files):
                 os.dup2(file, number)
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            os.closerange(len(files), os.sysconf("SC_OPEN_MAX"))
             status = _become(**message)
         finally:
             os._exit(status)
@@ -265,7 +266,7 @@ class Forked:
         is_session: bool = False,
         namespace: str = "",
     ) -> None:
-        """`server`: see `fork_server`. `files`: standard input, output and error. `namespace`: network's."""
+        """`server`: see `fork_server`. `files`: from standard input on. `namespace`: network's."""
         self.returncode: int | None = None
         message = {
             "command": command, "env": env, "cwd": cwd, "is_session": is_session, "namespace": namespace
@@ -329,6 +330,27 @@ class ForkedWorker(Forked):
     def communicate(self) -> None:
         self.stdin.close()
         self.wait()
+
+
+class ForkedRank(Forked):
+    """What `RankProcesses` starts: with a socket beside its standard files. One thread waits for its end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int,
+        pass_fds: Sequence[int],
+        env: dict[str, str] | None = None,
+    ) -> None:
+        at, files = command.index("--questions") + 1, (stdin, 1, 2, *pass_fds)
+        command = [*command[:at], str(len(files) - 1), *command[at + 1 :]]
+        env = env or dict(os.environ)
+        super().__init__(fork_server(*WORKERS), command, env=env, cwd=str(Path.cwd()), files=files)
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 class _Child:

@@ -8,6 +8,8 @@ import graphlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,141 +81,31 @@ TOP_LEVEL = {
     "requirements.lock", "service", "tests", "workers",
 }  # fmt: skip
 
-# What each room of the gateway may import of the others. Nobody imports the command line. A list of what is
-# allowed has no form in import-linter: by its layers, as low as they can be, 895 pairs of rooms would be
-# allowed, and here 250 are.
-SERVICE_ROOMS = {
-    "service.errors": ("service.printable",),
-    "service.model_names": (),
-    "service.model_check": ("service.config", "service.model_names"),
-    "service.setting_rules": ("service.model_names",),
-    "service.settings": ("service.setting_rules",),
-    "service.config": ("service.model_names",),
-    "service.config_sources": ("service.config", "service.model_names"),
-    "service.outbound": (),
-    "service.printable": (),
-    "service.memory": (),
-    "service.running_clock": (),
-    "service.token_bucket": (),
-    "service.completion": (),
-    "service.logging": ("service.printable",),
-    "service.durable_file": ("service.logging",),
-    "service.uploads": ("service.errors",),
-    "service.fair_queue": ("service.caches.requests",),
-    "service.turns": ("service.caches.requests", "service.fair_queue"),
-    "service.budgets": ("service.caches.tenants", "service.config", "service.errors", "service.turns"),
-    "service.auth": (
-        "service.caches.tenants", "service.config", "service.errors", "service.handshakes",
-        "service.logging",
-    ),
-    "service.lease": (),
-    "service.caches": ("service.errors", "service.lease", "service.token_bucket"),
-    "service.journal": (
-        "service.caches.records", "service.caches.ledger", "service.caches.segments", "service.errors",
-        "service.logging",
-    ),
-    "service.dispatcher": (
-        "service.caches", "service.journal.base", "service.errors", "service.logging",
-    ),
-    "service.data_directory": ("service.config", "service.journal.segments"),
-    "service.shard": (
-        "service.caches.machine", "service.caches.reservations", "service.config", "service.data_directory",
-        "service.journal", "service.lease", "service.logging",
-    ),
-    "service.pool": (
-        "service.completion", "service.caches", "service.config", "service.dispatcher",
-        "service.durable_file", "service.errors", "service.handshakes", "service.journal.values",
-        "service.listening", "service.logging", "service.running_clock", "service.model_names",
-        "service.lease",
-    ),
-    "service.adapters": (
-        "service.caches.machine", "service.completion", "service.config", "service.errors",
-        "service.journal.values", "service.logging", "service.pool.supervisor", "service.uploads",
-    ),
-    "service.api": (
-        "service.adapters", "service.budgets", "service.caches.answers", "service.caches.requests",
-        "service.config", "service.dispatcher", "service.errors", "service.auth", "service.handshakes",
-        "service.logging", "service.memory", "service.pool.model_versions", "service.pool.supervisor",
-        "service.pool.wire", "service.printable", "service.running_clock", "service.turns",
-    ),
-    "service.text": (
-        "service.completion", "service.errors", "service.logging", "service.printable", "service.turns",
-    ),
-    "service.runtimes": (
-        "service.api", "service.budgets", "service.caches.keyed_answers", "service.caches.requests",
-        "service.caches.tenants", "service.completion", "service.config", "service.dispatcher",
-        "service.auth", "service.errors", "service.logging", "service.pool", "service.text",
-        "service.uploads", "service.model_names",
-    ),
-    "service.admin": (
-        "service.completion", "service.adapters", "service.api", "service.auth.authenticator",
-        "service.config", "service.errors", "service.pool.model_versions", "service.pool.rolling_restart",
-        "service.runtimes",
-    ),
-    # The border, and behind it the extensions: the core imports none of them, nor they each other.
-    "service.extension": (
-        "service.adapters.registry", "service.admin", "service.api", "service.auth.authenticator",
-        "service.caches.machine", "service.config", "service.dispatcher", "service.journal.values",
-        "service.logging", "service.pool.launcher", "service.pool.model_versions",
-        "service.pool.rolling_restart", "service.pool.supervisor", "service.runtimes.base",
-        "service.runtimes.executions", "service.runtimes.router", "service.shard", "service.text.text_model",
-    ),
-    # It also has the process of a gateway among several, which is that of the only one but for its extension.
-    "service.extensions.gateways": (
-        "service.completion", "service.admin", "service.api", "service.auth.authenticator",
-        "service.budgets", "service.cli.one_gateway", "service.config", "service.data_directory",
-        "service.durable_file", "service.errors", "service.extension", "service.journal", "service.lease",
-        "service.listening", "service.logging", "service.model_names", "service.pool.gpus",
-        "service.pool.pool_files", "service.caches.records", "service.shard",
-    ),
-    "service.extensions.metrics": (
-        "service.api", "service.caches", "service.config", "service.dispatcher", "service.errors",
-        "service.extension", "service.extensions.http", "service.logging",
-    ),
-    "service.extensions.openai": (
-        "service.api", "service.budgets", "service.config", "service.auth", "service.errors",
-        "service.extension", "service.extensions.http", "service.logging", "service.printable",
-        "service.runtimes", "service.text", "service.turns",
-    ),
-    "service.extensions.providers": (
-        "service.api", "service.caches.requests", "service.caches.tenants", "service.config",
-        "service.errors", "service.extension", "service.fair_queue", "service.journal.values",
-        "service.logging", "service.outbound", "service.printable", "service.runtimes", "service.text",
-        "service.token_bucket",
-    ),
-    "service.extensions.tracing": (
-        "service.api", "service.config", "service.extension", "service.logging", "service.outbound",
-    ),
-    "service.listening": (),
-    "service.handshakes": ("service.logging",),
-    "service.extensions.conformance": (
-        "service.caches.ledger", "service.caches.records", "service.journal",
-    ),
-    "service.extensions.http": ("service.handshakes", "service.listening"),
-    "service.core": (
-        "service.completion", "service.adapters", "service.api", "service.auth.authenticator",
-        "service.caches", "service.config", "service.dispatcher", "service.extension",
-        "service.journal.values", "service.pool", "service.runtimes.weight_uploads", "service.shard",
-        "service.uploads",
-    ),
-    "service.gateway": (
-        "service.completion", "service.admin", "service.api", "service.auth", "service.config",
-        "service.core", "service.data_directory", "service.listening", "service.logging", "service.memory",
-        "service.extension", "service.handshakes", "service.model_names", "service.pool.gpus",
-        "service.pool.pool_files", "service.runtimes", "service.shard", "service.text",
-    ),
-    "service.server": (
-        "service.auth.unix_socket", "service.config", "service.extension", "service.gateway",
-        "service.journal.base", "service.listening", "service.logging", "service.pool.launcher",
-        "service.runtimes.sources",
-    ),
-    "service.cli": (
-        "service.auth", "service.config", "service.config_sources", "service.data_directory",
-        "service.errors", "service.journal", "service.logging", "service.extension",
-        "service.pool.pool_files", "service.outbound", "service.printable", "service.gateway",
-        "service.server", "service.uploads", "service.model_names", "service.model_check",
-    ),
-}  # fmt: skip
+# Inside the gateway a package or module imports only what stands below it.
+SERVICE_LAYERS = (
+    {"extensions.gateways"},
+    {"cli"},
+    {"server"},
+    {"gateway"},
+    {"core", "extensions.metrics", "extensions.openai", "extensions.providers", "extensions.tracing"},
+    {"extension"},
+    {"admin"},
+    {"runtimes"},
+    {"api"},
+    {"adapters"},
+    {"budgets", "pool", "shard", "text"},
+    {
+        "auth", "config_sources", "data_directory", "dispatcher", "extensions.conformance", "model_check",
+        "turns",
+    },
+    {"config", "extensions.http", "fair_queue", "journal"},
+    {"caches", "durable_file", "handshakes", "settings", "uploads"},
+    {"errors", "logging", "setting_rules"},
+    {
+        "completion", "lease", "listening", "memory", "model_names", "outbound", "printable", "running_clock",
+        "token_bucket",
+    },
+)  # fmt: skip
 # What is true of the caches is plain data, whoever asks and whatever computes.
 WITHOUT_MESSAGES = (
     "service.caches",
@@ -379,99 +271,39 @@ def test_accounting_is_without_torch() -> None:
     assert found == []
 
 
-def test_layers_of_the_worker() -> None:
-    rank = {part: depth for depth, layer in enumerate(WORKER_LAYERS) for part in layer}
+def out_of_order(package: str, layers: Sequence[AbstractSet[str]], *, beside: bool) -> list[str]:
+    """Imports of what stands above; or beside, unless that may be."""
+    rank = {f"{package}.{part}": depth for depth, layer in enumerate(layers) for part in layer}
     wrong = []
-    for module, path in modules("workers").items():
-        if module == "workers":
+    for module, path in modules(package).items():
+        part = part_of(module)
+        if module in (package, "service.extensions"):
             continue
-        part = module.split(".")[1]
-        assert part in rank, f"{module} has no layer: give it one in WORKER_LAYERS"
-        for name in imports(path):
-            target = name.split(".")[1] if name.startswith("workers.") else part
-            if rank.get(target, 0) < rank[part]:
-                wrong.append(f"{module} imports {name}")
-    assert wrong == []
+        assert part in rank, f"{module} has no layer: give it one in tests/test_architecture.py"
+        used = {part_of(name) for name in imports_of(path)} & rank.keys() - {part}
+        wrong += [f"{module} imports {name}" for name in used if rank[name] < rank[part] + (not beside)]
+    return wrong
 
 
-def room_of(module: str) -> str:
+def part_of(module: str) -> str:
     return ".".join(module.split(".")[: 3 if within(module, "service.extensions") else 2])
 
 
-def test_rooms_of_the_gateway_use_each_other_in_one_direction() -> None:
-    known, uses = modules("service"), dict[str, set[str]]()
-    for module, path in known.items():
-        used = {room_of(name) for name in imports_of(path) if name in known and name != "service"}
-        uses.setdefault(room_of(module), set()).update(used - {room_of(module)})
-    graphlib.TopologicalSorter(uses).prepare()
+def test_layers_of_the_worker() -> None:
+    assert out_of_order("workers", WORKER_LAYERS, beside=True) == []
 
 
-def test_rooms_of_the_gateway() -> None:
-    wrong = []
-    for module, path in modules("service").items():
-        if module in ("service", "service.extensions"):
-            continue
-        room = room_of(module)
-        assert room in SERVICE_ROOMS, f"{module} is in no room: give it one in SERVICE_ROOMS"
-        allowed = (room, *SERVICE_ROOMS[room])
-        if "service.config" in allowed:
-            allowed += ("service.setting_rules", "service.settings")
-        wrong += [
-            f"{module} imports {name}"
-            for name in imports(path)
-            if within(name, "service") and not any(within(name, place) for place in allowed)
-        ]
-    assert wrong == []
+def test_layers_of_the_gateway() -> None:
+    assert out_of_order("service", SERVICE_LAYERS, beside=False) == []
+
+
+def test_the_core_knows_no_extension() -> None:
+    assert offenders("service", ("service.extensions",), ("service.extensions",)) == []
 
 
 def test_the_caches_know_no_messages() -> None:
-    elsewhere = tuple(room for room in SERVICE_ROOMS if room not in WITHOUT_MESSAGES)
-    wire = ("quire", "grpc", "grpc_status", "grpc_health", "google")
-    assert offenders("service", wire, elsewhere) == []
-
-
-# How the modules of the caches call an operation and a cache, as whose fields they set.
-OF_CACHES = {
-    "operation": "Operation",
-    "forward": "Operation",
-    "entry": "CacheEntry",
-    "suspect": "CacheEntry",
-}
-
-
-def stated_writers() -> dict[tuple[str, str], str]:
-    """The module that is to write a field once its object is made, by class and field, as entries.py says."""
-    path = ROOT / "service" / "caches" / "entries.py"
-    lines, stated = path.read_text().splitlines(), {}
-    for node in ast.parse(path.read_text()).body:
-        if not isinstance(node, ast.ClassDef) or node.name not in OF_CACHES.values():
-            continue
-        fields = (field for field in node.body if isinstance(field, ast.AnnAssign))
-        for field in fields:
-            above = [line for line in lines[node.lineno : field.lineno] if "# Written by " in line]
-            if above:
-                assert isinstance(field.target, ast.Name)
-                stated[node.name, field.target.id] = above[-1].split("Written by ")[1].split(".py")[0]
-    return stated
-
-
-def test_each_field_of_a_cache_or_an_operation_has_one_writer() -> None:
-    stated, wrong, written = stated_writers(), [], set()
-    for path in sorted((ROOT / "service").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
-                continue
-            of = str(getattr(node.value, "attr", "") or getattr(node.value, "id", ""))
-            field = (OF_CACHES.get(of, ""), node.attr)
-            if field == ("Operation", "state") and path.stem in MOVED_BY.values():
-                # The simulator checks which module writes which state.
-                continue
-            if "caches" in path.parts and of in OF_CACHES:
-                written.add(field)
-                if stated.get(field) != path.stem:
-                    wrong.append(f"{path.name}:{node.lineno} writes {of}.{node.attr}")
-    assert wrong == []
-    assert written == stated.keys() - NEVER_STORED, "and nobody else has to"
+    found = offenders("service", ("quire", "grpc", "grpc_status", "grpc_health", "google"))
+    assert [one for one in found if part_of(one.split()[0]) in WITHOUT_MESSAGES] == []
 
 
 def test_the_states_of_an_operation_are_described_as_they_are() -> None:
@@ -482,10 +314,6 @@ def test_the_states_of_an_operation_are_described_as_they_are() -> None:
         _, moved_by, _, *to = told[name]
         assert moved_by == MOVED_BY[state]
         assert set("".join(to).strip(" |").replace(",", "").split()) == {after.name for after in NEXT[state]}
-
-
-# Only what it holds changes.
-NEVER_STORED = {("CacheEntry", "waiting")}
 
 
 def test_only_the_pool_speaks_with_workers() -> None:

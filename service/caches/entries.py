@@ -1,7 +1,6 @@
 """The objects of the state machine: for each cache, request and worker, and for each kind of request.
 
 After the object is created, each field is written only by the module that is named above it.
-tests/test_architecture.py checks that.
 """
 
 from __future__ import annotations

@@ -6,19 +6,20 @@ rank, in place of `workers.follower`.
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.forks import ForkedRank
 from workers.executors.memory import StepLimits
 from workers.kv.tensors import KvTensors
 from workers.models.model import Model
 from workers.models.shard import Group
+from workers.runners import rank_processes
 from workers.runners.cuda_graph import CudaGraphRunner
 
 MAX_ROWS = 8
@@ -41,13 +42,12 @@ def _repeated(run: Callable[[], None]) -> Callable[[], None]:
 
 def start_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `RankProcesses` start this module."""
-    start = subprocess.Popen
 
-    def started(command: Sequence[str], **named: Any) -> Any:
+    def started(command: Sequence[str], **named: Any) -> ForkedRank:
         command = ["tests.workers.graph_ranks" if part == "workers.follower" else part for part in command]
-        return start(command, **named, env=os.environ | {"TRITON_INTERPRET": "1"})
+        return ForkedRank(command, **named, TRITON_INTERPRET="1")
 
-    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(rank_processes, "subprocess", SimpleNamespace(Popen=started))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.in_process import LlmExecutor
 from tests.families import settings_of
+from tests.forks import ForkedRank
 from tests.model_factory import (
     TinyModel,
     float32_losses,
@@ -55,6 +57,13 @@ PAGES = 200
 PATIENCE_S = 60
 WITH_LOGITS = OutputSpec(logits=DataType.F32)
 LORA = LoraLimits(max_adapters=2, max_rank=8, max_bytes=1 << 24)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forked() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_processes, "subprocess", SimpleNamespace(Popen=ForkedRank))
+        yield
 
 
 @pytest.fixture(scope="module")
