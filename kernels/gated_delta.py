@@ -8,6 +8,8 @@ values v of each value head. Of each value head, with the q and k of its key hea
     S = S + outer(k, sigmoid(b) * (v - k @ S)),  y = q @ S / sqrt(K)
     out = norm(y) * silu(z), of each head
 
+With decays of each element of a key (Kimi Linear) there is an a for each of them, and z has a sigmoid.
+
 Source: "Gated Delta Networks" (arXiv 2412.06464), and `Qwen3NextGatedDeltaNet` in the transformers library.
 Tokens are scanned one after the other, so that bits do not depend on chunks.
 
@@ -23,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
-from kernels.short_conv import silu_conv
+from kernels.short_conv import silu_conv_reference
 from kernels.state_rows import StateRows, scanned_rows
 
 # Added to the sum of squares of a query or key.
@@ -36,7 +38,7 @@ class GatedDeltaWeights:
 
     Attributes:
         taps: [L, D], of the convolution, in the dtype of rows.
-        dt_bias: [H] float32.
+        dt_bias: [H] float32; with decays of each element [H * K], and then J = H.
         decays: [H] float32, negative.
         norm: [V], in the dtype of rows.
         key_heads: J.
@@ -55,6 +57,11 @@ class GatedDeltaWeights:
     adjacent: int
     eps: float
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether each element of a key has a decay of its own."""
+        return len(self.dt_bias) > len(self.decays)
+
     def compiled(self) -> cpu.GatedDeltaWeights:
         """What the CPU's kernels read, as long as these tensors are there."""
         tensors = (self.taps, self.dt_bias, self.decays, self.norm)
@@ -67,6 +74,7 @@ class GatedDeltaWeights:
                 len(self.norm),
                 len(self.taps),
                 self.adjacent,
+                self.is_wide,
             ),
             self.eps,
         )
@@ -82,7 +90,7 @@ def gated_delta(
     """Run the rows of a batch. Mutates `inputs` and `states`: writes those that are kept.
 
     Args:
-        projected: [T, I + D + 2 * H] contiguous.
+        projected: [T, I + D + 2 * H] contiguous; with decays of each element [T, I + D + H + H * K].
         weights: The parameters.
         inputs: [slots, L - 1, D], the last inputs of the convolution.
         states: [slots, H, K, V] float32.
@@ -106,8 +114,10 @@ def gated_delta_reference(
     """See `gated_delta`. In torch, of any device and dtype."""
     heads, width, keys = len(weights.decays), len(weights.norm), weights.key_heads * weights.key_width
     inner = heads * width
-    gates, raw, betas, steps = torch.split(projected, [inner, 2 * keys + inner, heads, heads], dim=1)
-    convolved = silu_conv(raw, weights.taps, None, inputs, at).float()
+    gates, raw, betas, steps = torch.split(
+        projected, [inner, 2 * keys + inner, heads, len(weights.dt_bias)], dim=1
+    )
+    convolved = silu_conv_reference(raw, weights.taps, None, inputs, at).float()
     rows = len(projected)
     key_heads = torch.arange(heads, device=projected.device) // weights.adjacent % weights.key_heads  # [H]
     query, key = (
@@ -117,16 +127,18 @@ def gated_delta_reference(
     query = query * weights.key_width**-0.5
     value = convolved[:, 2 * keys :].view(rows, heads, width)  # [T, H, V]
     beta = torch.sigmoid(betas.float())
-    decay = torch.exp(functional.softplus(steps.float() + weights.dt_bias) * weights.decays)  # [T, H]
+    steps = functional.softplus(steps.float() + weights.dt_bias).view(rows, heads, -1)
+    decay = torch.exp(steps * weights.decays[:, None])  # [T, H, K], or [T, H, 1]
     y = torch.empty_like(value)
     for row, state in scanned_rows(states, at):  # [H, K, V]
-        state.mul_(decay[row][:, None, None])
+        state.mul_(decay[row][:, :, None])
         held = (key[row][:, None] @ state)[:, 0]  # [H, V]
         change = (value[row] - held) * beta[row][:, None]
         state.add_(key[row][:, :, None] * change[:, None])
         y[row] = (query[row][:, None] @ state)[:, 0]
     normed = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm.float()
-    out: torch.Tensor = normed.flatten(1) * functional.silu(gates.float())
+    opened = torch.sigmoid(gates.float()) if weights.is_wide else functional.silu(gates.float())
+    out: torch.Tensor = normed.flatten(1) * opened
     return out.to(projected.dtype)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from kernels.cpu import state_scan as cpu
-from kernels.short_conv import silu_conv
+from kernels.short_conv import silu_conv_reference
 from kernels.state_rows import StateRows, scanned_rows
 
 
@@ -105,7 +105,7 @@ def mamba2_reference(
     """See `mamba2`. In torch, of any device and dtype."""
     inner, width, heads = weights.inner, weights.taps.shape[1], len(weights.decays)
     gates, raw, steps = torch.split(projected, [inner, width, heads], dim=1)
-    convolved = silu_conv(raw, weights.taps, weights.bias, inputs, at)
+    convolved = silu_conv_reference(raw, weights.taps, weights.bias, inputs, at)
     sizes = [inner, *[weights.groups * weights.state_width] * 2]
     x, into, out_of = torch.split(convolved.float(), sizes, dim=1)
     rows = len(projected)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.cpu import state_scan as cpu
 from kernels.state_rows import StateRows, past_rows
 
 
@@ -44,6 +45,15 @@ def short_conv(
 
 
 def silu_conv(
+    raw: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor, at: StateRows
+) -> torch.Tensor:
+    """See `silu_conv_reference`; by the CPU's kernels, where they are. Rows may be apart."""
+    if cpu.can_scan(raw):
+        return cpu.silu_conv(raw, taps, bias, inputs, at)
+    return silu_conv_reference(raw, taps, bias, inputs, at)
+
+
+def silu_conv_reference(
     raw: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor, at: StateRows
 ) -> torch.Tensor:
     """A convolution without gates, and silu. Mutates `inputs`, which are its states as in `short_conv`.

@@ -227,6 +227,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_proj_bias": True,
         },
     ),
+    "jamba": (
+        "jamba",
+        {
+            "num_experts": 6,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 12,
+            "mamba_dt_rank": 5,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "jamba without experts": (
+        "jamba",
+        {
+            "num_experts": 1,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 2,
+            "num_hidden_layers": 3,
+            "mamba_conv_bias": False,
+        },
+    ),
     "nemotron_h": (
         "nemotron_h",
         {

@@ -216,13 +216,12 @@ def float32_losses(
 
 
 def hf_greedy(directory: Path, tokens: list[int], count: int) -> list[int]:
-    """The next `count` tokens that transformers finds most likely, end tokens ignored."""
-    model = hf_model(directory)
-    cache, fed, chosen = None, tokens, []
+    """The next `count` tokens that transformers finds most likely, end tokens ignored.
+
+    Without its cache: some families compute single tokens otherwise than prompts.
+    """
+    model, text = hf_model(directory), list(tokens)
     with torch.inference_mode():
         for _ in range(count):
-            result = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
-            cache = result.past_key_values
-            fed = [int(result.logits[0, -1].argmax())]
-            chosen += fed
-    return chosen
+            text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(tokens) :]

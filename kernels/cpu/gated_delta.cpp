@@ -19,30 +19,35 @@ void make_unit(float* out, const T* from, int64_t width, float scale) {
 }
 
 // One token of a head: what it has of `kVectors` * 16 columns of the state, or of `count` < 16.
+template <bool kWide>
 struct Columns {
   const float *key, *query;  // [K]
-  float* state;              // [K, V], from the first column on
+  const float* decays;       // [K], if each element of a key has its own
+  const float* from;         // the state before [K, V], from the first column on
+  float* to;                 // that after it
   int64_t key_width, head_width;
-  Floats decay, beta;
+  Floats decay, beta;        // if all have the same
 
   template <int kVectors>
   void run(const Floats* value, Floats* out, int count) const {
     Floats held[kVectors] = {}, sums[kVectors] = {};
     for (int64_t k = 0; k < key_width; k++)
-      for (int v = 0; v < kVectors; v++) held[v] = fused(load_lanes(place(k, v), count), splat(key[k]), held[v]);
+      for (int v = 0; v < kVectors; v++)
+        held[v] = fused(load_lanes(from + place(k, v), count), splat(kWide ? key[k] * decays[k] : key[k]), held[v]);
     Floats change[kVectors];
-    for (int v = 0; v < kVectors; v++) change[v] = (value[v] - held[v] * decay) * beta;
+    for (int v = 0; v < kVectors; v++) change[v] = (value[v] - (kWide ? held[v] : held[v] * decay)) * beta;
     for (int64_t k = 0; k < key_width; k++)
       for (int v = 0; v < kVectors; v++) {
-        const Floats next = fused(splat(key[k]), change[v], load_lanes(place(k, v), count) * decay);
-        store_lanes(place(k, v), next, count);
+        const Floats left = load_lanes(from + place(k, v), count) * (kWide ? splat(decays[k]) : decay);
+        const Floats next = fused(splat(key[k]), change[v], left);
+        store_lanes(to + place(k, v), next, count);
         sums[v] = fused(next, splat(query[k]), sums[v]);
       }
     for (int v = 0; v < kVectors; v++) out[v] = sums[v];
   }
 
  private:
-  float* place(int64_t k, int v) const { return state + k * head_width + v * kLanes; }
+  int64_t place(int64_t k, int v) const { return k * head_width + v * kLanes; }
 };
 
 template <typename T>
@@ -51,39 +56,45 @@ struct Scan {
   const GatedDeltaWeights& w;
   const ScanSpace<T>& space;
 
-  void step(int64_t row, int64_t h, float* state) const {
+  // exp(decays * softplus(a + dt_bias)), of the a with this number.
+  float decay(int64_t row, int64_t a, int64_t h) const {
+    const T* steps = projected + row * w.stride() + w.inner() + w.convolved() + w.heads;
+    return std::exp(softplus(load_one(steps + a) + w.dt_bias[a]) * w.decays[h]);
+  }
+
+  template <bool kWide>
+  void step(int64_t row, int64_t h, const float* from, float* to) const {
     const int64_t inner = w.inner(), width = w.convolved(), key_head = w.key_head_of(h);
-    const T* gates = projected + row * (inner + width + 2 * w.heads) + inner + width;  // beta, then a
-    const float beta = Sigmoid::of(splat(load_one(gates + h)))[0];
-    const float dt = softplus(load_one(gates + w.heads + h) + w.dt_bias[h]);
-    const float* query = space.unit + row * 2 * w.keys() + key_head * w.key_width;
-    Columns columns{query + w.keys(), query, state, w.key_width, w.head_width,
-                    splat(std::exp(dt * w.decays[h])), splat(beta)};
+    const float beta = Sigmoid::of(splat(load_one(projected + row * w.stride() + inner + width + h)))[0];
+    const float* query = space.unit + row * w.unit() + key_head * w.key_width;
+    const float* key = query + w.keys();
+    Columns<kWide> columns{key, query, key + w.keys(), from, to, w.key_width, w.head_width,
+                           splat(kWide ? 1.0f : decay(row, h, h)), splat(beta)};
     const T* value = space.convolved + row * width + 2 * w.keys() + h * w.head_width;
     float* y = space.scanned + row * inner + h * w.head_width;
     int64_t first = 0;
     // Several vectors at once, since each sum waits for its last term.
     for (; first + kTogether * kLanes <= w.head_width; first += kTogether * kLanes)
-      of_columns<kTogether>(columns, state + first, value + first, y + first, kLanes);
+      of_columns<kTogether>(columns, first, value, y, kLanes);
     for (; first < w.head_width; first += kLanes)
-      of_columns<1>(columns, state + first, value + first, y + first,
-                    static_cast<int>(std::min<int64_t>(kLanes, w.head_width - first)));
+      of_columns<1>(columns, first, value, y, static_cast<int>(std::min<int64_t>(kLanes, w.head_width - first)));
   }
 
  private:
   static constexpr int kTogether = 4;
 
-  template <int kVectors>
-  static void of_columns(Columns& columns, float* state, const T* value, float* y, int count) {
+  template <int kVectors, bool kWide>
+  static void of_columns(Columns<kWide> columns, int64_t first, const T* value, float* y, int count) {
     Floats values[kVectors], sums[kVectors];
-    for (int v = 0; v < kVectors; v++) values[v] = load_lanes(value + v * kLanes, count);
-    columns.state = state;
-    columns.run<kVectors>(values, sums, count);
-    for (int v = 0; v < kVectors; v++) store_lanes(y + v * kLanes, sums[v], count);
+    for (int v = 0; v < kVectors; v++) values[v] = load_lanes(value + first + v * kLanes, count);
+    columns.from += first;
+    columns.to += first;
+    columns.template run<kVectors>(values, sums, count);
+    for (int v = 0; v < kVectors; v++) store_lanes(y + first + v * kLanes, sums[v], count);
   }
 };
 
-// weight * rms_norm(y) * silu(gate), each head by itself.
+// weight * rms_norm(y) * silu(gate), or sigmoid(gate), each head by itself.
 template <typename T>
 void normalise(T* out, const float* y, const T* gate, const GatedDeltaWeights& w) {
   const T* weight = static_cast<const T*>(w.norm);
@@ -91,7 +102,8 @@ void normalise(T* out, const float* y, const T* gate, const GatedDeltaWeights& w
     const Floats factor = splat(inverse_rms(y + first, w.head_width, static_cast<float>(w.eps)));
     for_lanes(w.head_width, [&](int64_t d, int count) {
       const Floats normed = load_lanes(weight + d, count) * (load_lanes(y + first + d, count) * factor);
-      store_lanes(out + first + d, normed * Silu::of(load_lanes(gate + first + d, count)), count);
+      const Floats opening = load_lanes(gate + first + d, count);
+      store_lanes(out + first + d, normed * (w.is_wide ? Sigmoid::of(opening) : Silu::of(opening)), count);
     });
   }
 }
@@ -101,21 +113,31 @@ void normalise(T* out, const float* y, const T* gate, const GatedDeltaWeights& w
 template <typename T>
 void gated_delta(T* out, const T* projected, const GatedDeltaWeights& w, T* inputs, float* states,
                  const StateRows& at, int64_t rows, const ScanSpace<T>& space, const Worker& worker) {
-  const int64_t inner = w.inner(), width = w.convolved(), stride = inner + width + 2 * w.heads;
+  const int64_t inner = w.inner(), width = w.convolved(), stride = w.stride();
   CausalConv<T, PlainInput<T>>{space.convolved, static_cast<const T*>(w.taps), nullptr, inputs,
                                {projected, stride, inner}, at, rows, width, w.num_taps}
       .run(worker);
   const float query_scale = 1.0f / std::sqrt(static_cast<float>(w.key_width));
-  worker.for_shares(rows * 2 * w.key_heads, [&](int64_t task) {
-    const int64_t row = task / (2 * w.key_heads), head = task % (2 * w.key_heads);
-    make_unit(space.unit + row * 2 * w.keys() + head * w.key_width,
-              space.convolved + row * width + head * w.key_width, w.key_width, head < w.key_heads ? query_scale : 1.0f);
-  });
   const Scan<T> scan{projected, w, space};
+  const int64_t parts = w.unit() / w.key_width;  // queries, keys, and decays if they are wide
+  worker.for_shares(rows * parts, [&](int64_t task) {
+    const int64_t row = task / parts, head = task % parts;
+    float* unit = space.unit + row * w.unit() + head * w.key_width;
+    if (head >= 2 * w.key_heads) {
+      const int64_t h = head - 2 * w.key_heads;
+      for (int64_t k = 0; k < w.key_width; k++) unit[k] = scan.decay(row, h * w.key_width + k, h);
+      return;
+    }
+    make_unit(unit, space.convolved + row * width + head * w.key_width, w.key_width,
+              head < w.key_heads ? query_scale : 1.0f);
+  });
   const int64_t size = w.state_size();
   const std::unique_ptr<float[]> state(new float[size]);
   worker.for_shares(w.heads, [&](int64_t h) {
-    scan_rows(state.get(), size, states, w.heads, h, at, rows, [&](int64_t row) { scan.step(row, h, state.get()); });
+    scan_rows(state.get(), size, states, w.heads, h, at, rows, [&](int64_t row, const float* from, float* to) {
+      if (w.is_wide) scan.template step<true>(row, h, from, to);
+      else scan.template step<false>(row, h, from, to);
+    });
   });
   worker.for_shares(rows, [&](int64_t row) {
     normalise(out + row * inner, space.scanned + row * inner, projected + row * stride, w);

@@ -15,7 +15,7 @@ struct Scan {
   const Mamba2Weights& w;
   const ScanSpace<T>& space;
 
-  void step(int64_t row, int64_t h, float* state) const {
+  void step(int64_t row, int64_t h, const float* from, float* to) const {
     const int64_t inner = w.inner(), width = w.convolved(), group = h / (w.heads / w.groups);
     const T* x = space.convolved + row * width + h * w.head_width;
     const T* into = space.convolved + row * width + inner + group * w.state_width;
@@ -28,9 +28,9 @@ struct Scan {
       const Floats inputs = load_lanes(x + p, count), steps = inputs * splat(dt);
       Floats sum = inputs * splat(w.direct[h]);
       for (int64_t n = 0; n < w.state_width; n++) {
-        float* place = state + n * w.head_width + p;
-        const Floats next = fused(load_lanes(place, count), decay, steps * splat(load_one(into + n)));
-        store_lanes(place, next, count);
+        const int64_t place = n * w.head_width + p;
+        const Floats next = fused(load_lanes(from + place, count), decay, steps * splat(load_one(into + n)));
+        store_lanes(to + place, next, count);
         sum = fused(next, splat(load_one(out_of + n)), sum);
       }
       store_lanes(y + p, sum, count);
@@ -68,7 +68,8 @@ void mamba2(T* out, const T* projected, const Mamba2Weights& w, T* inputs, float
   const int64_t size = w.state_size();
   const std::unique_ptr<float[]> state(new float[size]);
   worker.for_shares(w.heads, [&](int64_t h) {
-    scan_rows(state.get(), size, states, w.heads, h, at, rows, [&](int64_t row) { scan.step(row, h, state.get()); });
+    scan_rows(state.get(), size, states, w.heads, h, at, rows,
+              [&](int64_t row, const float* from, float* to) { scan.step(row, h, from, to); });
   });
   worker.for_shares(rows, [&](int64_t row) {
     normalise(out + row * inner, space.scanned + row * inner, projected + row * stride, w);

@@ -64,21 +64,26 @@ inline void run_scan(const ScanArguments& a, int64_t threads, Kernel kernel) {
   run_together(threads_for(bytes, threads), [&](const Worker& worker) { kernel(worker, weights); });
 }
 
-// Runs step(row) on all rows with the state of head h of `heads`, in `state` [size], which it changes.
+// Calls step(row, from, to) for all rows, with the state of head h of `heads` before the row and the place of that after
+// it: the slot where it is kept, or `state` [size]. Both may be the same place.
 template <typename Step>
 inline void scan_rows(float* state, int64_t size, float* states, int64_t heads, int64_t h, const StateRows& at,
                       int64_t rows, Step step) {
+  const auto slot = [&](int64_t index) { return states + (index * heads + h) * size; };
+  // Those of an item are in order, as the items are.
   int64_t write = 0;
+  const auto is_kept = [&](int64_t row) { return write < at.count && at.write_ends[write] == row + 1; };
+  const float* from = state;
   for (int64_t row = 0; row < rows; row++) {
     if (row == at.begins[row]) {
       const int64_t source = at.sources[row];
       if (source < 0) std::fill_n(state, size, 0.0f);
-      else std::copy_n(states + (source * heads + h) * size, size, state);
+      from = source < 0 ? state : slot(source);
     }
-    step(row);
-    // Those of an item are in order, as the items are.
-    for (; write < at.count && at.write_ends[write] == row + 1; write++)
-      std::copy_n(state, size, states + (at.write_slots[write] * heads + h) * size);
+    float* to = is_kept(row) ? slot(at.write_slots[write++]) : state;
+    step(row, from, to);
+    from = to;
+    for (; is_kept(row); write++) std::copy_n(from, size, slot(at.write_slots[write]));
   }
 }
 

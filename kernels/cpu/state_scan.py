@@ -1,4 +1,4 @@
-"""Calls the compiled layers that scan rows, in mamba2.cpp and gated_delta.cpp."""
+"""Calls the compiled layers that scan rows, in mamba1.cpp, mamba2.cpp and gated_delta.cpp."""
 
 from __future__ import annotations
 
@@ -32,8 +32,25 @@ class GatedDeltaWeights(ctypes.Structure):
     kernel = "gated_delta"
     _fields_ = (
         *_fields(ctypes.c_void_p, "taps dt_bias decays norm"),
-        *_fields(ctypes.c_int64, "key_heads key_width heads head_width num_taps adjacent"),
+        *_fields(ctypes.c_int64, "key_heads key_width heads head_width num_taps adjacent is_wide"),
         ("eps", ctypes.c_double),
+    )
+
+
+class SiluConvWeights(ctypes.Structure):
+    """That of mamba1.cpp, likewise."""
+
+    kernel = "silu_conv"
+    _fields_ = (*_fields(ctypes.c_void_p, "taps bias"), *_fields(ctypes.c_int64, "width num_taps stride"))
+
+
+class Mamba1Weights(ctypes.Structure):
+    """That of mamba1.cpp, likewise."""
+
+    kernel = "mamba1"
+    _fields_ = (
+        *_fields(ctypes.c_void_p, "dt_bias decays direct"),
+        *_fields(ctypes.c_int64, "heads head_width state_width"),
     )
 
 
@@ -64,24 +81,56 @@ def scan(
     rows, inner, width = len(projected), weights.heads * weights.head_width, inputs.shape[-1]
     out = torch.empty(rows, inner, dtype=projected.dtype)
     convolved = torch.empty(rows, width, dtype=projected.dtype)
-    unit, scanned = torch.empty(rows, width - inner), torch.empty(rows, inner)
+    # Of the gated delta rule queries, keys, and decays if each element of a key has one.
+    unit, scanned = torch.empty(rows, 2 * (width - inner)), torch.empty(rows, inner)
+    _run(out, projected, weights, at, inputs, states, (convolved, unit, scanned))
+    return out
+
+
+def silu_conv(
+    raw: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor, at: StateRows
+) -> torch.Tensor:
+    """See `kernels.short_conv.silu_conv`. Requires `can_scan`."""
+    out = torch.empty(raw.shape, dtype=raw.dtype)
+    of_bias = None if bias is None else bias.data_ptr()
+    weights = SiluConvWeights(taps.data_ptr(), of_bias, raw.shape[1], len(taps), raw.stride(0))
+    _run(out, raw, weights, at, inputs)
+    return out
+
+
+def mamba1(rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at: StateRows) -> torch.Tensor:
+    """See `kernels.mamba1.mamba1`. Requires `can_scan`."""
+    out = torch.empty(len(rows), weights.heads * weights.head_width, dtype=rows.dtype)
+    _run(out, rows, weights, at, None, states)
+    return out
+
+
+def _run(
+    out: torch.Tensor,
+    projected: torch.Tensor,
+    weights: ScanWeights | SiluConvWeights | Mamba1Weights,
+    at: StateRows,
+    inputs: torch.Tensor | None = None,
+    states: torch.Tensor | None = None,
+    space: tuple[torch.Tensor, ...] = (),
+) -> None:
+    """Fills `out`. Mutates `inputs` and `states`."""
     arguments = _Arguments(
         out.data_ptr(),
         projected.data_ptr(),
         ctypes.addressof(weights),
-        inputs.data_ptr(),
-        states.data_ptr(),
+        None if inputs is None else inputs.data_ptr(),
+        None if states is None else states.data_ptr(),
         at.begins.data_ptr(),
         at.sources.data_ptr(),
         at.write_ends.data_ptr(),
         at.write_slots.data_ptr(),
         len(at.write_ends),
-        convolved.data_ptr(),
-        unit.data_ptr(),
-        scanned.data_ptr(),
-        rows,
     )
-    name = f"quire_{weights.kernel}_{SUFFIXES[projected.dtype]}"
-    run = library.function(name, (ctypes.c_void_p, ctypes.c_int64))
+    arguments.rows = len(projected)
+    for name, tensor in zip(("convolved", "unit", "scanned"), space, strict=False):
+        setattr(arguments, name, tensor.data_ptr())
+    run = library.function(
+        f"quire_{weights.kernel}_{SUFFIXES[projected.dtype]}", (ctypes.c_void_p, ctypes.c_int64)
+    )
     run(ctypes.addressof(arguments), torch.get_num_threads())
-    return out

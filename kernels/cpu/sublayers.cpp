@@ -147,7 +147,7 @@ struct Buffers {
       if (one.kind == kMamba2) convolved = std::max(convolved, one.mamba2().convolved());
       if (one.kind == kGatedDelta) {
         convolved = std::max(convolved, one.gated_delta().convolved());
-        unit = std::max(unit, 2 * one.gated_delta().keys());
+        unit = std::max(unit, one.gated_delta().unit());
       }
       if (one.kind == kMamba2 || one.kind == kGatedDelta) scanned = std::max(scanned, one.out.inputs);
     }

@@ -1,4 +1,4 @@
-"""Mamba 2 and the gated delta rule by the CPU's kernels, against the same in torch, and in chunks."""
+"""Mamba 1 and 2 and the gated delta rule by the CPU's kernels, against the same in torch, and in chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from kernels.gated_delta import GatedDeltaWeights, gated_delta, gated_delta_reference
+from kernels.mamba1 import Mamba1Weights, mamba1, mamba1_reference
 from kernels.mamba2 import Mamba2Weights, mamba2, mamba2_reference
+from kernels.short_conv import silu_conv, silu_conv_reference
 from kernels.state_rows import StateRows
 from tests.kernels.instruction_sets import need_compiled
 
@@ -51,7 +53,7 @@ def mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
 def bare_mamba2_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
     """Without a norm and a bias, and with steps that are not below 0.4."""
     made = mamba2_of(drawn, dtype)
-    weights = replace(made.weights, bias=None, least_step=0.4)
+    weights = replace(made.weights, bias=None, norm=None, least_step=0.4)
     return made._replace(weights=weights)
 
 
@@ -73,10 +75,60 @@ def gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype, adjac
     return Layer(gated_delta, gated_delta_reference, weights, *sizes)
 
 
+def wide_gated_delta_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
+    """With a decay of each element of a key."""
+    heads, width = 3, 84
+    made = gated_delta_of(drawn, dtype)
+    weights = replace(
+        made.weights,
+        taps=drawn(TAPS, 3 * heads * width).to(dtype),
+        dt_bias=drawn(heads * width),
+        decays=-drawn(heads).exp(),
+        key_heads=heads,
+        key_width=width,
+        adjacent=1,
+    )
+    inner = heads * width
+    return made._replace(
+        weights=weights, projected=5 * inner + heads, convolved=3 * inner, state=(heads, width, width)
+    )
+
+
+def mamba1_of(drawn: Callable[..., torch.Tensor], dtype: torch.dtype) -> Layer:
+    heads, width, state = 2, 20, 6
+    inner = heads * width
+    weights = Mamba1Weights(
+        dt_bias=drawn(inner), decays=-drawn(heads, state, width).exp(), direct=drawn(inner)
+    )
+    taps, bias = drawn(TAPS, inner).to(dtype), drawn(inner).to(dtype)
+
+    def run(
+        convolve: Callable[..., torch.Tensor],
+        scan: Callable[..., torch.Tensor],
+        rows: torch.Tensor,
+        weights: Mamba1Weights,
+        inputs: torch.Tensor,
+        states: torch.Tensor,
+        at: StateRows,
+    ) -> torch.Tensor:
+        x = convolve(rows[:, :inner], taps, bias, inputs, at)
+        return scan(torch.cat((x, rows[:, inner:]), dim=1), weights, states, at)
+
+    return Layer(
+        partial(run, silu_conv, mamba1),
+        partial(run, silu_conv_reference, mamba1_reference),
+        weights,
+        *(3 * inner + 2 * state, inner, (heads, state, width)),
+    )
+
+
 LAYERS = pytest.mark.parametrize(
     "layer_of",
-    [mamba2_of, bare_mamba2_of, gated_delta_of, partial(gated_delta_of, adjacent=1)],
-    ids=["mamba2", "bare mamba2", "gated delta", "tiled gated delta"],
+    [
+        *(mamba1_of, mamba2_of, bare_mamba2_of),
+        *(gated_delta_of, partial(gated_delta_of, adjacent=1), wide_gated_delta_of),
+    ],
+    ids=["mamba1", "mamba2", "bare mamba2", "gated delta", "tiled gated delta", "wide gated delta"],
 )
 
 

@@ -281,7 +281,7 @@ class _Parts:
             into=self._linear(place, parts.into, bias=parts.bias, stored=parts.stored, factors=parts.factors),
             output=self._back(
                 place,
-                "out_proj",
+                parts.output,
                 parts.inner,
                 range(parts.inner),
                 bias=parts.output_bias,
@@ -289,6 +289,9 @@ class _Parts:
                 multiplier=self._config.multipliers.mixer,
             ),
             parameters={name: self.empty(*shape) for name, shape in parts.parameters.items()},
+            within={
+                name: self._linear(place, {name: part}, bias=False) for name, part in parts.within.items()
+            },
             # Attention beside it is.
             is_last=index == self._config.last_mixer and not self._config.layers[index].attention,
         )

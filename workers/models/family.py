@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FULL, SLIDING, MLP, EXPERTS = "full_attention", "sliding_attention", "mlp", "moe"
-RecurrentKind = Literal["short_conv", "mamba2", "gated_delta"]
+RecurrentKind = Literal["short_conv", "mamba1", "mamba2", "gated_delta"]
 # The types of layers in configs.
 RECURRENT_TYPES: dict[RecurrentKind, str] = {
     "short_conv": "conv",
+    "mamba1": "linear_attention",
     "mamba2": "linear_attention",
     "gated_delta": "linear_attention",
 }

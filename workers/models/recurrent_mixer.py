@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from kernels.linear import DenseWeight
-from kernels.state_rows import StateRows
 from workers.kv.state_tensors import StateShape
 from workers.models.layers import ForwardContext
 from workers.models.linear import Linear, LoadTarget
@@ -32,6 +31,7 @@ class RecurrentMixer(ABC):
         into: Linear,
         output: Linear,
         parameters: Mapping[str, torch.Tensor],
+        within: Mapping[str, Linear],
         is_last: bool,
     ) -> None:
         """Take ownership of parameters.
@@ -41,12 +41,13 @@ class RecurrentMixer(ABC):
             into: [P, C].
             output: [C, I].
             parameters: The others, in the shapes and under the names of a checkpoint, without `place`.
+            within: Projections that `mix` needs, by their names in a checkpoint.
             is_last: See the attribute.
         """
         self.states, self.is_last = range(0), is_last
         self.into = into
         self.output = output
-        self.parameters = parameters
+        self.parameters, self.within = parameters, within
         self._place = place
 
     @property
@@ -55,7 +56,9 @@ class RecurrentMixer(ABC):
         """What is kept of a sequence."""
 
     @abstractmethod
-    def mix(self, projected: torch.Tensor, states: list[torch.Tensor], at: StateRows) -> torch.Tensor:
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
         """[T, P] -> [T, I]. Mutates `states`, which have these shapes for each slot: writes what is kept."""
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
@@ -68,20 +71,22 @@ class RecurrentMixer(ABC):
     def projections(self) -> Iterator[tuple[str, Linear]]:
         """See `Body`."""
         yield self._place, self.into
+        for projection in self.within.values():
+            yield self._place, projection
         yield self._place, self.output
 
     def pack(self) -> None:
         """Pack the filled weights for the matrix library."""
-        self.into.pack()
-        self.output.pack()
+        for _, projection in self.projections():
+            projection.pack()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]; in the last layer only the wanted rows. Writes the states that are kept."""
         lora_slots, invariant = context.lora_slots, context.batch_invariant
         projected = self.into(x, lora_slots, batch_invariant=invariant)
-        assert context.kv.states is not None and context.states is not None
+        assert context.kv.states is not None
         states = [context.kv.states.tensors[index] for index in self.states]
-        mixed = self.mix(projected, states, context.states)
+        mixed = self.mix(projected, states, context)
         if self.is_last:
             mixed, lora_slots = mixed.index_select(0, context.inputs.wanted_rows), context.wanted_lora_slots
         return self.output(mixed, lora_slots, batch_invariant=invariant)

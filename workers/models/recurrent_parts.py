@@ -1,19 +1,19 @@
 """What the recurrent layers of a model are made of, for the builder.
 
-Dimension letters: as in `kernels.mamba2` and `kernels.gated_delta`; C hidden width.
+Dimension letters: as in `kernels.mamba1`, `kernels.mamba2` and `kernels.gated_delta`; C hidden width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from workers.models.config import ModelConfig
 from workers.models.multipliers import factors
 from workers.models.recurrent_mixer import RecurrentMixer
-from workers.models.recurrent_settings import GatedDeltaConfig, Mamba2Config, ShortConvConfig
-from workers.models.scans import GatedDelta, Mamba2
+from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config, ShortConvConfig
+from workers.models.scans import GatedDelta, Mamba1, Mamba2
 from workers.models.shard import Slice
 from workers.models.short_conv import ShortConv
 
@@ -25,7 +25,7 @@ class MixerParts:
     Attributes:
         place: What the names of all begin with in a layer of a checkpoint.
         into: Its projections of the hidden width, by name.
-        inner: The width from which `out_proj` projects back.
+        inner: The width from which the output projects back.
         bias: The projections of the hidden width have a bias.
         output_bias: That back to it has one.
         factors: What the outputs of the projections of the hidden width are multiplied by; see `Linear`.
@@ -34,6 +34,8 @@ class MixerParts:
         stored: The projections as files have them, and the order of the inputs of `out_proj` in them, where
             that is not the model's own checkpoint; see `Linear`.
         inputs: See `stored`.
+        within: Projections in the layer, by name.
+        output: The name of that back.
     """
 
     place: str
@@ -46,6 +48,8 @@ class MixerParts:
     stored: Mapping[str, Slice] | None = None
     inputs: tuple[range, ...] = ()
     factors: tuple[tuple[int, float], ...] = ()
+    within: Mapping[str, Slice] = field(default_factory=dict)
+    output: str = "out_proj"
 
 
 def mixer_parts(config: ModelConfig) -> MixerParts:
@@ -55,6 +59,8 @@ def mixer_parts(config: ModelConfig) -> MixerParts:
         return _short_conv(place, sizes, width)
     if isinstance(sizes, Mamba2Config):
         return _mamba2(place, sizes, config)
+    if isinstance(sizes, Mamba1Config):
+        return _mamba1(place, sizes, config)
     assert sizes is not None
     parts = _gated_delta(place, sizes, width, config.rms_norm_eps, config.family.recurrent_names)
     return _as_in_gguf(parts, sizes, config) if config.gguf_layout else parts
@@ -85,6 +91,29 @@ def _mamba2(place: str, sizes: Mamba2Config, config: ModelConfig) -> MixerParts:
         shapes,
         partial(Mamba2, place, sizes, eps=config.rms_norm_eps),
         factors=factors(counts, config.multipliers.mixed),
+    )
+
+
+def _mamba1(place: str, sizes: Mamba1Config, config: ModelConfig) -> MixerParts:
+    inner, state = sizes.inner, sizes.state_width
+    shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (inner, 1, sizes.taps)}
+    if sizes.conv_bias:
+        shapes["conv1d.bias"] = (inner,)
+    shapes |= {"dt_proj.bias": (inner,), "A_log": (inner, state), "D": (inner,)}
+    widths = {"dt": sizes.rank, "b": state, "c": state}
+    shapes |= {f"{name}_layernorm.weight": (width,) for name, width in widths.items()}
+    return MixerParts(
+        place,
+        {"in_proj": Slice.whole(2 * inner, config.hidden_size)},
+        inner,
+        sizes.bias,
+        sizes.bias,
+        shapes,
+        partial(Mamba1, place, sizes, eps=config.rms_norm_eps),
+        within={
+            "x_proj": Slice.whole(sum(widths.values()), inner),
+            "dt_proj": Slice.whole(inner, sizes.rank),
+        },
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from workers.models.errors import ModelError, UnsupportedError
@@ -22,6 +22,32 @@ class ShortConvConfig:
 
     taps: int
     bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Config:
+    """Layers of Mamba 1 with norms of steps, B and C, as Jamba has them; see `kernels.mamba1`.
+
+    Attributes:
+        inner: The number of channels.
+        state_width: The width of the state of each.
+        rank: The width from which their steps are projected.
+        taps: How many tokens the convolution sees, the one itself included.
+        conv_bias: The convolution has a bias.
+        bias: The projections of the hidden width and back to it have a bias.
+    """
+
+    inner: int
+    state_width: int
+    rank: int
+    taps: int
+    conv_bias: bool
+    bias: bool
+
+    @property
+    def head_width(self) -> int:
+        """How many channels are one after the other in a state: a few vectors."""
+        return math.gcd(self.inner, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +115,7 @@ class GatedDeltaConfig:
         return 2 * self.key_heads * self.key_width + self.inner
 
 
-RecurrentConfig = ShortConvConfig | Mamba2Config | GatedDeltaConfig
+RecurrentConfig = ShortConvConfig | Mamba1Config | Mamba2Config | GatedDeltaConfig
 
 # The second as the library writes it.
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
@@ -97,12 +123,32 @@ _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 def read_recurrent(settings: Mapping[str, object], kind: RecurrentKind) -> RecurrentConfig:
     """The settings of recurrent layers. Raises ModelError, or UnsupportedError."""
-    return {"short_conv": _short_conv, "mamba2": _mamba2, "gated_delta": _gated_delta}[kind](settings)
+    readers: dict[RecurrentKind, Callable[[Mapping[str, object]], RecurrentConfig]] = {
+        "short_conv": _short_conv,
+        "mamba1": _mamba1,
+        "mamba2": _mamba2,
+        "gated_delta": _gated_delta,
+    }
+    return readers[kind](settings)
 
 
 def _short_conv(settings: Mapping[str, object]) -> RecurrentConfig:
     """Those of LFM2."""
     return ShortConvConfig(_taps(settings, "conv_L_cache"), boolean(settings, "conv_bias", default=False))
+
+
+def _mamba1(settings: Mapping[str, object]) -> RecurrentConfig:
+    """Those of Jamba."""
+    _check_silu(settings)
+    width, rank = integer(settings, "hidden_size"), settings.get("mamba_dt_rank")
+    return Mamba1Config(
+        inner=integer(settings, "mamba_expand") * width,
+        state_width=integer(settings, "mamba_d_state"),
+        rank=-(-width // 16) if rank == "auto" else integer(settings, "mamba_dt_rank"),
+        taps=_taps(settings, "mamba_d_conv"),
+        conv_bias=boolean(settings, "mamba_conv_bias", default=False),
+        bias=boolean(settings, "mamba_proj_bias", default=False),
+    )
 
 
 def _mamba2(settings: Mapping[str, object]) -> RecurrentConfig:

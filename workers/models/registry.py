@@ -21,6 +21,7 @@ from workers.models.respelled import (
     full_every,
     granite_hybrid_settings,
     granite_moe_settings,
+    jamba_settings,
     latent_settings,
     lfm2_moe_settings,
     lfm2_settings,
@@ -493,6 +494,43 @@ FAMILIES: dict[str, Family] = {
         side_by_side=True,
         final_norm="final_layernorm",
         mlp="feed_forward",
+    ),
+    "jamba": Family(
+        defaults=_defaults(
+            *(65536, 4096, 14336, 32, 32, 262144, 1, 2),
+            num_key_value_heads=8,
+            hidden_act="silu",
+            num_experts_per_tok=2,
+            num_experts=16,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            attn_layer_period=8,
+            attn_layer_offset=4,
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_dt_rank="auto",
+            mamba_conv_bias=True,
+        ),
+        reads=names(
+            "num_experts num_local_experts num_experts_per_tok expert_layer_period expert_layer_offset"
+            " attn_layer_period attn_layer_offset mamba_d_state mamba_d_conv mamba_expand mamba_dt_rank"
+            " mamba_conv_bias mamba_proj_bias layer_types"
+        ),
+        qkv_bias=False,
+        output_bias=False,
+        norms=NormNames(before_attention="input_layernorm", before_mlp="pre_ff_layernorm"),
+        respelled=jamba_settings,
+        recurrent="mamba1",
+        final_norm="final_layernorm",
+        mlp="feed_forward",
+        experts=ExpertNames(
+            "feed_forward.router",
+            "feed_forward.experts.{}.gate_proj",
+            "feed_forward.experts.{}.up_proj",
+            "feed_forward.experts.{}.down_proj",
+            stacked="feed_forward.experts.",
+        ),
     ),
     "nemotron_h": Family(
         defaults=_defaults(

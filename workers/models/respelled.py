@@ -172,6 +172,25 @@ def bamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
+def jamba_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `JambaConfig` of the library reads them."""
+    layers = range(integer(settings, "num_hidden_layers"))
+    full, sparse = (
+        (integer(settings, f"{name}_layer_period"), non_negative_integer(settings, f"{name}_layer_offset"))
+        for name in ("attn", "expert")
+    )
+    has_experts = integer(settings, "num_experts") > 1
+    return {
+        **settings,
+        "layer_types": [
+            FULL if index % full[0] == full[1] else RECURRENT_TYPES["mamba1"] for index in layers
+        ],
+        "mlp_only_layers": [i for i in layers if not has_experts or i % sparse[0] != sparse[1]],
+        "no_rope_layers": [0] * len(layers),
+        "norm_topk_prob": False,
+    }
+
+
 def falcon_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     """As `FalconH1ForCausalLM` of the library reads them."""
     return {**settings, "logits_scaling": 1.0 / number(settings, "lm_head_multiplier", 1.0)}

@@ -1,4 +1,4 @@
-"""Layers that scan a state of each head: Mamba 2, and the gated delta rule.
+"""Layers that scan a state of each head: Mamba 1 and 2, and the gated delta rule.
 
 Dimension letters: as in `kernels.mamba2` and `kernels.gated_delta`.
 """
@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from kernels.gated_delta import GatedDeltaWeights, gated_delta
+from kernels.mamba1 import Mamba1Weights, mamba1
 from kernels.mamba2 import Mamba2Weights, mamba2
-from kernels.state_rows import StateRows
+from kernels.rms_norm import rms_norm
+from kernels.short_conv import silu_conv
 from workers.kv.state_tensors import StateShape
+from workers.models.layers import ForwardContext
 from workers.models.linear import Linear
 from workers.models.recurrent_mixer import RecurrentMixer
-from workers.models.recurrent_settings import GatedDeltaConfig, Mamba2Config
+from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config
 
 
 class Scan(RecurrentMixer):
@@ -32,11 +35,14 @@ class Scan(RecurrentMixer):
         into: Linear,
         output: Linear,
         parameters: Mapping[str, torch.Tensor],
+        within: Mapping[str, Linear],
         eps: float,
         is_last: bool,
     ) -> None:
         """As `RecurrentMixer`; `eps`: of the norm."""
-        super().__init__(place, into=into, output=output, parameters=parameters, is_last=is_last)
+        super().__init__(
+            place, into=into, output=output, parameters=parameters, within=within, is_last=is_last
+        )
         self._config, self._eps = config, eps
 
     @property
@@ -70,6 +76,61 @@ class Scan(RecurrentMixer):
         }
 
 
+class Mamba1(RecurrentMixer):
+    """Mamba 1 with norms of steps, B and C.
+
+    Its parameters: conv1d.weight [I, 1, L], conv1d.bias [I] if there is one, dt_proj.bias and D [I], A_log
+    [I, N], and the weights of norms. Rows of 2 * I become I.
+    """
+
+    def __init__(self, place: str, config: Mamba1Config, *, eps: float, **parts: Any) -> None:
+        """As `RecurrentMixer`; `eps`: of the norms."""
+        super().__init__(place, **parts)
+        self._config, self._eps = config, eps
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What is kept of a sequence: the last inputs of the convolution, and the state of each channel."""
+        sizes, dtype = self._config, self.parameters["conv1d.weight"].dtype
+        heads = sizes.inner // sizes.head_width
+        return (
+            StateShape((sizes.taps - 1, sizes.inner), dtype),
+            StateShape((heads, sizes.state_width, sizes.head_width), torch.float32),
+        )
+
+    @cached_property
+    def _taps(self) -> torch.Tensor:
+        """[L, I]."""
+        return self.parameters["conv1d.weight"][:, 0].t().contiguous()
+
+    @cached_property
+    def _weights(self) -> Mamba1Weights:
+        decays = -torch.exp(self.parameters["A_log"].float())  # [I, N]
+        return Mamba1Weights(
+            dt_bias=self.parameters["dt_proj.bias"].float(),
+            decays=decays.view(-1, self._config.head_width, decays.shape[1]).transpose(1, 2).contiguous(),
+            direct=self.parameters["D"].float(),
+        )
+
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
+        """See `RecurrentMixer`."""
+        assert context.states is not None
+        slots, invariant = context.lora_slots, context.batch_invariant
+        raw, gates = projected.chunk(2, dim=1)  # [T, I] each
+        x = silu_conv(raw, self._taps, self.parameters.get("conv1d.bias"), states[0], context.states)
+        sizes = [self._config.rank, *[self._config.state_width] * 2]
+        parts = torch.split(self.within["x_proj"](x, slots, batch_invariant=invariant), sizes, dim=1)
+        steps, *others = (
+            rms_norm(part.contiguous(), self.parameters[f"{name}_layernorm.weight"], self._eps)
+            for name, part in zip(("dt", "b", "c"), parts, strict=True)
+        )
+        steps = self.within["dt_proj"](steps, slots, batch_invariant=invariant)  # [T, I]
+        rows = torch.cat((x, steps, gates, *others), dim=1)
+        return mamba1(rows, self._weights, states[1], context.states)
+
+
 class Mamba2(Scan):
     """Mamba 2.
 
@@ -95,9 +156,12 @@ class Mamba2(Scan):
             **self._shared_weights(),
         )
 
-    def mix(self, projected: torch.Tensor, states: list[torch.Tensor], at: StateRows) -> torch.Tensor:
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
         """See `RecurrentMixer`."""
-        return mamba2(projected, self.weights, states[0], states[1], at)
+        assert context.states is not None
+        return mamba2(projected, self.weights, states[0], states[1], context.states)
 
 
 class GatedDelta(Scan):
@@ -124,6 +188,9 @@ class GatedDelta(Scan):
             **self._shared_weights(),
         )
 
-    def mix(self, projected: torch.Tensor, states: list[torch.Tensor], at: StateRows) -> torch.Tensor:
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
         """See `RecurrentMixer`."""
-        return gated_delta(projected, self.weights, states[0], states[1], at)
+        assert context.states is not None
+        return gated_delta(projected, self.weights, states[0], states[1], context.states)

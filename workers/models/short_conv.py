@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 
 from kernels.short_conv import short_conv
-from kernels.state_rows import StateRows
 from workers.kv.state_tensors import StateShape
+from workers.models.layers import ForwardContext
 from workers.models.recurrent_mixer import RecurrentMixer
 
 
@@ -32,6 +32,9 @@ class ShortConv(RecurrentMixer):
         """[C], or None."""
         return self.parameters.get("conv.bias")
 
-    def mix(self, projected: torch.Tensor, states: list[torch.Tensor], at: StateRows) -> torch.Tensor:
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
         """See `RecurrentMixer`."""
-        return short_conv(projected, self.taps, self.bias, states[0], at)
+        assert context.states is not None
+        return short_conv(projected, self.taps, self.bias, states[0], context.states)

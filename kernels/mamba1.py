@@ -1,0 +1,77 @@
+"""Mamba 1 after its inner projections: the scan of a state, and the gate.
+
+Of each channel, with x, a step dt, a gate z and a state S [N], and with B and C of the row:
+
+    dt = softplus(dt + dt_bias),  S = exp(dt * A) * S + B * dt * x,  y = C @ S + D * x,  out = y * silu(z)
+
+Source: "Mamba" (arXiv 2312.00752), and `JambaMambaMixer` in the transformers library.
+Tokens are scanned one after the other, so that bits do not depend on chunks.
+
+Dimension letters: T rows; I channels, in H heads of P, so that a vector has those of adjacent channels; N
+width of a state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kernels.cpu import state_scan as cpu
+from kernels.state_rows import StateRows, scanned_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba1Weights:
+    """The parameters, all float32.
+
+    Attributes:
+        dt_bias: [I].
+        decays: [H, N, P], A.
+        direct: [I], D.
+    """
+
+    dt_bias: torch.Tensor
+    decays: torch.Tensor
+    direct: torch.Tensor
+
+    def compiled(self) -> cpu.Mamba1Weights:
+        """What the CPU's kernels read, as long as these tensors are there."""
+        heads, state_width, head_width = self.decays.shape
+        tensors = (self.dt_bias, self.decays, self.direct)
+        return cpu.Mamba1Weights(*(each.data_ptr() for each in tensors), heads, head_width, state_width)
+
+
+def mamba1(rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at: StateRows) -> torch.Tensor:
+    """Run the rows of a batch. Mutates `states`: writes those that are kept.
+
+    Args:
+        rows: [T, 3 * I + 2 * N] contiguous: x, dt, z, B, C.
+        weights: The parameters.
+        states: [slots, H, N, P] float32.
+        at: Which states the rows follow.
+
+    Returns:
+        [T, I]
+    """
+    if cpu.can_scan(rows):
+        return cpu.mamba1(rows, weights.compiled(), states, at)
+    return mamba1_reference(rows, weights, states, at)
+
+
+def mamba1_reference(
+    rows: torch.Tensor, weights: Mamba1Weights, states: torch.Tensor, at: StateRows
+) -> torch.Tensor:
+    """See `mamba1`. In torch, of any device and dtype."""
+    heads, state_width, head_width = weights.decays.shape
+    sizes = [*[heads * head_width] * 3, state_width, state_width]
+    x, steps, gates, into, out_of = torch.split(rows.float(), sizes, dim=1)
+    dt = functional.softplus(steps + weights.dt_bias)  # [T, I]
+    change, dt = (each.view(len(rows), heads, 1, -1) for each in (x * dt, dt))
+    y = torch.empty_like(x)
+    for row, state in scanned_rows(states, at):  # [H, N, P]
+        state.mul_(torch.exp(dt[row] * weights.decays))
+        state.add_(change[row] * into[row][:, None])
+        y[row] = (out_of[row][:, None] * state).sum(1).flatten()
+    return ((y + x * weights.direct) * functional.silu(gates)).to(rows.dtype)
