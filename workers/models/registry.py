@@ -176,7 +176,7 @@ _DEEPSEEK_V3 = Family(
     wide_routing=True,
     wide_router=True,
     sigmoid_routing=True,
-    left_out=("model.layers.{}.",),  # for the prediction of several tokens
+    left_out=("model.layers.{}.", "mtp."),  # for the prediction of several tokens
 )
 
 _MISTRAL = Family(
@@ -218,7 +218,8 @@ _GRANITE_MOE = Family(
 _GRANITE_MOE_SHARED = replace(
     _GRANITE_MOE,
     defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
-    reads=_GRANITE_MOE.reads | {"shared_intermediate_size"},
+    reads=_GRANITE_MOE.reads | names("shared_intermediate_size gguf_layout"),
+    gguf_mlp_names=("gate_linear", "up_linear"),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -402,10 +403,9 @@ FAMILIES: dict[str, Family] = {
         defaults={**_GRANITE_MOE.defaults, **_MAMBA2_DEFAULTS, "shared_intermediate_size": 1024},
         reads=_GRANITE_MOE_SHARED.reads
         | _MAMBA2_READS
-        | names("layer_types layers_block_type position_embedding_type gguf_layout"),
+        | names("layer_types layers_block_type position_embedding_type"),
         respelled=granite_hybrid_settings,
         recurrent="mamba2",
-        gguf_mlp_names=("gate_linear", "up_linear"),
     ),
     "bamba": Family(
         defaults=_defaults(
