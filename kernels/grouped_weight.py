@@ -244,8 +244,9 @@ def grouped_reference(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor
         planes = [(values - 256 * upper, 1.0), (upper, 256.0)]
     sums = torch.zeros(len(x), len(weight))  # [T, O]
     chunk = CHUNK_GROUPS * max(weight.form.subscales, 1)
-    for groups in torch.arange(scales.shape[1]).split(chunk):
-        for (plane, factor), group in itertools.product(planes, groups.tolist()):
+    for first in range(0, scales.shape[1], chunk):
+        groups = range(first, min(first + chunk, scales.shape[1]))
+        for (plane, factor), group in itertools.product(planes, groups):
             # Exact: integers below 2^24.
             whole = row_values[:, group] @ plane[:, group].T
             scale = row_scales[:, group, None] * (factor * scales[:, group])  # rounded to float32

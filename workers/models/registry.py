@@ -180,7 +180,7 @@ _DEEPSEEK_V3 = Family(
     wide_router=True,
     sigmoid_routing=True,
     routing_eps=1e-20,
-    left_out=("model.layers.{}.",),
+    left_out=("model.layers.{}.", "mtp."),
     mtp_names=(("model.layers.{}.", "model.layers.{}."),),
     mtp_feeds_normed=False,
 )
@@ -231,7 +231,8 @@ _GRANITE_MOE = Family(
 _GRANITE_MOE_SHARED = replace(
     _GRANITE_MOE,
     defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
-    reads=_GRANITE_MOE.reads | {"shared_intermediate_size"},
+    reads=_GRANITE_MOE.reads | names("shared_intermediate_size gguf_layout"),
+    gguf_mlp_names=("gate_linear", "up_linear"),
 )
 
 _LFM2_READS = names("layer_types norm_eps tie_embedding conv_bias conv_L_cache")
@@ -452,10 +453,9 @@ FAMILIES: dict[str, Family] = {
         defaults={**_GRANITE_MOE.defaults, **_MAMBA2_DEFAULTS, "shared_intermediate_size": 1024},
         reads=_GRANITE_MOE_SHARED.reads
         | _MAMBA2_READS
-        | names("layer_types layers_block_type position_embedding_type gguf_layout"),
+        | names("layer_types layers_block_type position_embedding_type"),
         respelled=granite_hybrid_settings,
         recurrent="mamba2",
-        gguf_mlp_names=("gate_linear", "up_linear"),
     ),
     "bamba": Family(
         defaults=_defaults(

@@ -38,10 +38,19 @@ _COMMON = {
 }  # fmt: skip
 # They say where a file is from.
 _WITHOUT_EFFECT = {"rope.scaling.finetuned", "tensor_data_layout", "attention.causal"}
-_EXPERTS = {"expert_count", "expert_used_count"}
+_EXPERTS = frozenset({"expert_count", "expert_used_count"})
 SHARED_EXPERT = "expert_shared_feed_forward_length"
 # Values without an effect: softmax, and no shared experts but those whose width is named.
 _ONLY = {"attention.causal": True, "expert_gating_func": 1, "expert_shared_count": 0}
+# Of latent attention, which has these with other values too.
+_LATENT = frozenset(
+    {
+        *_EXPERTS, WIDTH_OF_EXPERTS, MORE_LAYERS, "expert_gating_func", "expert_shared_count",
+        "expert_weights_scale", "expert_weights_norm", "expert_group_count", "expert_group_used_count",
+        "leading_dense_block_count", "attention.q_lora_rank", "attention.kv_lora_rank",
+        "attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +72,16 @@ class Architecture:
     recurrent_without_heads: bool = False
 
 
-GPT_OSS = "gpt-oss"
+GPT_OSS, LATENT = "gpt-oss", "deepseek2"
 _GEMMA_READS = frozenset({"attention.sliding_window", "final_logit_softcapping"})
 QWEN_EXPERTS = frozenset({*_EXPERTS, WIDTH_OF_EXPERTS, "expert_gating_func", "expert_shared_count"})
 _DELTA_RULE = SSM | {INTERVAL, RECURRENT_LAYERS, MORE_LAYERS}
-# Of images, which have positions in three dimensions. A text has the same in all.
+# Of images, which have positions in three dimensions, and states that are added behind some layers. A text
+# has the same position in all, and none of these states.
 _SECTIONS = frozenset({"rope.dimension_sections"})
+_IMAGES = _SECTIONS | {"n_deepstack_layers"}
+_SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+_WINDOWS = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 ARCHITECTURES = {
     "llama": Architecture(
         "llama",
@@ -87,17 +100,7 @@ ARCHITECTURES = {
     "lfm2": Architecture("lfm2", frozenset({"shortconv.l_cache"}), recurrent_without_heads=True),
     "granitehybrid": Architecture(
         "granitemoehybrid",
-        frozenset(
-            {
-                *SSM,
-                *_EXPERTS,
-                SHARED_EXPERT,
-                "attention.scale",
-                "embedding_scale",
-                "residual_scale",
-                "logit_scale",
-            }
-        ),
+        SSM | _EXPERTS | _SCALES | {SHARED_EXPERT},
         interleaved=True,
         recurrent_without_heads=True,
     ),
@@ -113,6 +116,21 @@ ARCHITECTURES = {
         "gpt_oss",
         frozenset({*_EXPERTS, WIDTH_OF_EXPERTS, "attention.sliding_window"}),
     ),
+    LATENT: Architecture("deepseek_v3", _LATENT),
+    "granite": Architecture("granite", _SCALES, interleaved=True),
+    "granitemoe": Architecture("granitemoeshared", _EXPERTS | _SCALES | {SHARED_EXPERT}, interleaved=True),
+    "olmo2": Architecture("olmo2", _WINDOWS | {"rope.freq_base_swa"}),
+    "smollm3": Architecture("smollm3", interleaved=True),
+    "arcee": Architecture("arcee", interleaved=True),
+    # What computes as another family does.
+    "exaone": Architecture("llama"),
+    "internlm2": Architecture("llama", interleaved=True),
+    "ernie4_5": Architecture("llama", interleaved=True),
+    "minicpm": Architecture("granite", _SCALES - {"attention.scale"}, interleaved=True),
+    "seed_oss": Architecture("qwen2"),
+    "qwen2vl": Architecture("qwen2", _SECTIONS),
+    "qwen3vl": Architecture("qwen3", _IMAGES),
+    "qwen3vlmoe": Architecture("qwen3_moe", QWEN_EXPERTS | _IMAGES),
 }
 
 
@@ -129,6 +147,7 @@ def architecture_of(metadata: Mapping[str, Value]) -> tuple[str, Architecture]:
 
 def check_keys(name: str, architecture: Architecture, own: Mapping[str, Value]) -> None:
     """Raises GgufError for a key that may change the model, and is not read."""
+    only = {} if name == LATENT else _ONLY
     for key, value in own.items():
-        if key not in _COMMON | _WITHOUT_EFFECT | architecture.reads or value != _ONLY.get(key, value):
+        if key not in _COMMON | _WITHOUT_EFFECT | architecture.reads or value != only.get(key, value):
             raise GgufError(f"{name}.{key}: is not supported, got {shown(value)}")

@@ -70,21 +70,9 @@ def _mamba2(
     assert isinstance(inner, int)
     if not isinstance(hidden, int) or hidden < 1 or inner % hidden:
         raise GgufError(f"{name}.ssm.inner_size: must be a multiple of {shown(hidden)}, got {inner}")
-    found = {
-        setting: own[key]
-        for setting, key in (
-            ("attention_multiplier", "attention.scale"),
-            ("embedding_multiplier", "embedding_scale"),
-            ("residual_multiplier", "residual_scale"),
-            ("logits_scaling", "logit_scale"),
-        )
-        if own.get(key)  # llama.cpp too takes 0 for 1
-    }
-    head_dim, width_of_mlp = settings["head_dim"], settings["intermediate_size"]
-    if "attention_multiplier" not in found and isinstance(head_dim, int) and head_dim > 0:
-        found["attention_multiplier"] = head_dim**-0.5  # as llama.cpp does; the library has another default
+    width_of_mlp = settings["intermediate_size"]
     return {
-        **found,
+        **granite_scales(own, settings["head_dim"]),
         "num_local_experts": own.get("expert_count", 0),
         "num_experts_per_tok": own.get("expert_used_count", 0),
         "shared_intermediate_size": own.get(SHARED_EXPERT, 0) if own.get("expert_count") else width_of_mlp,
@@ -101,6 +89,23 @@ def _mamba2(
         "layer_types": _layer_types(own, "linear_attention"),
         "gguf_layout": True,
     }
+
+
+def granite_scales(own: Mapping[str, Value], head_dim: object) -> dict[str, object]:
+    """What Granite multiplies by."""
+    found: dict[str, object] = {
+        setting: own[key]
+        for setting, key in (
+            ("attention_multiplier", "attention.scale"),
+            ("embedding_multiplier", "embedding_scale"),
+            ("residual_multiplier", "residual_scale"),
+            ("logits_scaling", "logit_scale"),
+        )
+        if own.get(key)  # llama.cpp too takes 0 for 1
+    }
+    if "attention_multiplier" not in found and isinstance(head_dim, int) and head_dim > 0:
+        found["attention_multiplier"] = head_dim**-0.5  # as llama.cpp does; the library has another default
+    return found
 
 
 def _short_conv(

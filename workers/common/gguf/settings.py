@@ -11,20 +11,18 @@ from typing import Any
 
 from workers.common.gguf import GgufError
 from workers.common.gguf.architectures import (
-    ARCHITECTURES,
     GPT_OSS,
     KV_HEADS,
+    LATENT,
     MORE_LAYERS,
     NEEDED,
-    QWEN_EXPERTS,
-    SHARED_EXPERT,
     WIDTH,
     WIDTH_OF_EXPERTS,
     architecture_of,
     check_keys,
 )
 from workers.common.gguf.header import TensorInfo, Value, shown
-from workers.common.gguf.recurrent import of_recurrent
+from workers.common.gguf.own_settings import of_architecture
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
@@ -91,7 +89,7 @@ def read_settings(
     settings["tie_word_embeddings"] = HEAD not in tensors
     settings["dtype"] = _dtype(tensors)
     settings |= _token_ids(metadata, _ENDS_OF_GPT_OSS if name == GPT_OSS else _ENDS)
-    settings |= _of_architecture(name, own, settings, tensors)
+    settings |= of_architecture(name, own, settings, tensors)
     settings |= _rope(name, own, settings, tensors, read_factors)
     return settings
 
@@ -126,7 +124,9 @@ def _layers(name: str, own: Mapping[str, Value]) -> Value:
 
 
 def _head_dim(name: str, own: Mapping[str, Value], heads: object, hidden: object) -> Value | None:
-    """The width of a head; None: it follows from others."""
+    """The width of a head, of latent attention what of it is rotated; None: it follows from others."""
+    if name == LATENT:
+        return own.get("rope.dimension_count")
     key_length, value_length = own.get("attention.key_length"), own.get("attention.value_length")
     if value_length is not None and value_length != key_length:
         got = f"{shown(value_length)} and {shown(key_length)}"
@@ -169,86 +169,6 @@ def _token_ids(metadata: Mapping[str, Value], ends: Collection[str]) -> dict[str
     }
 
 
-def _of_architecture(
-    name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
-) -> dict[str, object]:
-    """The settings that only files of this architecture have."""
-    window = own.get("attention.sliding_window") or None
-    match name:
-        case "llama":
-            return _llama(own, tensors, window)
-        case "gemma2" | "gemma3":
-            return _gemma(name, own, settings, window)
-        case "phi3":
-            return {"sliding_window": window}
-        case "gpt-oss":
-            return {
-                "num_local_experts": own.get("expert_count"),
-                "num_experts_per_tok": own.get("expert_used_count"),
-                "intermediate_size": own.get(WIDTH_OF_EXPERTS, settings["intermediate_size"]),
-                "sliding_window": window,
-                "rope_parameters": {"rope_type": "default"},  # if the file says nothing else
-            }
-    experts = _qwen_experts(name, own) if ARCHITECTURES[name].reads >= QWEN_EXPERTS else {}
-    return of_recurrent(name, own, settings, tensors) | experts
-
-
-def _qwen_experts(name: str, own: Mapping[str, Value]) -> dict[str, object]:
-    found: dict[str, object] = {
-        "num_experts": own.get("expert_count"),
-        "num_experts_per_tok": own.get("expert_used_count"),
-        "moe_intermediate_size": own.get(WIDTH_OF_EXPERTS),
-        # llama.cpp does so for each of them, but the first.
-        "norm_topk_prob": name != "qwen2moe",
-    }
-    if SHARED_EXPERT in ARCHITECTURES[name].reads:
-        found["shared_expert_intermediate_size"] = own.get(SHARED_EXPERT)
-    return found
-
-
-def _llama(
-    own: Mapping[str, Value], tensors: Mapping[str, TensorInfo], window: Value | None
-) -> dict[str, object]:
-    """Files of llama, mistral and mixtral have one architecture."""
-    if own.get("expert_count"):
-        return {
-            "model_type": "mixtral",
-            "num_local_experts": own["expert_count"],
-            "num_experts_per_tok": own.get("expert_used_count"),
-            "sliding_window": window,
-        }
-    if window is not None:
-        return {"model_type": "mistral", "sliding_window": window}
-    return {
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    }
-
-
-def _gemma(
-    name: str, own: Mapping[str, Value], settings: Mapping[str, Any], window: Value | None
-) -> dict[str, object]:
-    # Without the key llama.cpp takes the default for gemma2, as the config does, and none for gemma3.
-    found: dict[str, object] = {} if window is None and name == "gemma2" else {"sliding_window": window}
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if key in own:
-            found[key] = own[key]
-    # The file does not say it. llama.cpp knows the largest models, of 27 billion weights, by their layers.
-    largest = {"gemma2": 46, "gemma3": 62}[name]
-    heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
-    found["query_pre_attn_scalar"] = settings["head_dim"]
-    if layers == largest and isinstance(heads, int) and heads > 0:
-        found["query_pre_attn_scalar"] = settings["hidden_size"] // heads
-    if name == "gemma3":
-        pattern = own.get("attention.sliding_window_pattern", 6)
-        if isinstance(pattern, list):
-            found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
-        else:
-            found["sliding_window_pattern"] = pattern
-        found["rope_local_base_freq"] = own.get("rope.freq_base_swa", 10_000.0)
-    return found
-
-
 def _rope(
     name: str,
     own: Mapping[str, Value],
@@ -277,9 +197,7 @@ def _rope(
     if kind == "linear" and not factors:
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and not factors:
-        # As its makers have it: no file says so.
-        more = {"truncate": False} if name == GPT_OSS else {}
-        found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(own, original) | more
+        found["rope_scaling"] = {"rope_type": "yarn", "factor": factor} | _yarn(name, own, original)
     elif kind != "none":
         also = f" with {min(factors)}" if factors else ""
         raise GgufError(f"{name}.rope.scaling.type: is not supported{also}, got {shown(kind)}")
@@ -309,9 +227,15 @@ def _longrope(
     return found
 
 
-def _yarn(own: Mapping[str, Value], original: Value) -> dict[str, object]:
+def _yarn(name: str, own: Mapping[str, Value], original: Value) -> dict[str, object]:
     found: dict[str, object] = {"original_max_position_embeddings": original}
-    for name in ("beta_fast", "beta_slow"):
-        if f"rope.scaling.yarn_{name}" in own:
-            found[name] = own[f"rope.scaling.yarn_{name}"]
+    if name == GPT_OSS:
+        found["truncate"] = False  # as its makers have it: no file says so
+    scale = own.get("rope.scaling.yarn_log_multiplier")
+    if isinstance(scale, float):
+        # Both are the same in all models; files have a tenth of it.
+        found |= {"mscale": scale / 0.1, "mscale_all_dim": scale / 0.1}
+    for setting in ("beta_fast", "beta_slow"):
+        if f"rope.scaling.yarn_{setting}" in own:
+            found[setting] = own[f"rope.scaling.yarn_{setting}"]
     return found

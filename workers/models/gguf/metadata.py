@@ -16,8 +16,8 @@ from workers.common.gguf.settings import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTO
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
 
-# By the model_type of a config.
-_ARCHITECTURES = {each.model_type: name for name, each in ARCHITECTURES.items()} | {
+# By the model_type of a config: the first, since others may compute as it does.
+_ARCHITECTURES = {each.model_type: name for name, each in reversed(ARCHITECTURES.items())} | {
     "mistral": "llama",
     "ministral": "llama",
 }

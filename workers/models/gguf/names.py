@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.common.gguf.settings import EMBEDDING, HEAD
-from workers.models.family import SANDWICH_NORMS, ExpertNames, Family
+from workers.models.family import POST_NORMS, SANDWICH_NORMS, ExpertNames, Family
 
+# What newer files have in place of `kv_b_proj`; see `workers.models.gguf.latent_parts`.
+PARTS_OF_LATENTS = ("k_b", "v_b")
 _DELTA_RULE = {
     "attn_qkv": "in_proj_qkv",
     "attn_gate": "in_proj_z",
@@ -21,6 +23,15 @@ _DELTA_RULE = {
 }
 _SCAN = {"ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
 _OF_HEADS = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+_LATENT = {
+    "attn_q_a": "q_a_proj",
+    "attn_q_a_norm": "q_a_layernorm",
+    "attn_q_b": "q_b_proj",
+    "attn_kv_a_mqa": "kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "kv_a_layernorm",
+    "attn_kv_b": "kv_b_proj",
+    **{f"attn_{part}": part for part in PARTS_OF_LATENTS},
+}
 _SHORT_CONV = {f"shortconv.{part}": part for part in ("conv", "in_proj", "out_proj")}
 
 
@@ -63,6 +74,8 @@ def names_of(family: Family) -> Names:
     """Those of a family."""
     modules = _attention(family) | _norms(family) | _gated_mlp(family, family.mlp, "")
     whole = {"attn_sinks.weight": "self_attn.sinks"} if family.sinks else {}
+    if family.sigmoid_routing and family.experts is not None:
+        whole["exp_probs_b.bias"] = f"{family.experts.router}.e_score_correction_bias"
     match family.recurrent:
         case "short_conv":
             modules |= {ours: f"conv.{theirs}" for ours, theirs in _SHORT_CONV.items()}
@@ -96,12 +109,14 @@ def _attention(family: Family) -> dict[str, str]:
     names = dict(zip(files, family.attention_names, strict=True))
     names |= dict(zip(("attn_q_norm", "attn_k_norm"), family.qk_norm_names, strict=True))
     names["attn_output"] = family.attention_output
+    if "kv_lora_rank" in family.reads:
+        names |= _LATENT
     return {ours: f"self_attn.{theirs}" for ours, theirs in names.items()}
 
 
 def _norms(family: Family) -> dict[str, str]:
     norms = family.norms
-    if norms == SANDWICH_NORMS:
+    if norms in (SANDWICH_NORMS, POST_NORMS):
         places = {
             "attn_norm": norms.before_attention,
             "post_attention_norm": norms.after_attention,
@@ -109,12 +124,11 @@ def _norms(family: Family) -> dict[str, str]:
             "post_ffw_norm": norms.after_mlp,
         }
     else:
-        # The converters have followed one name or the other.
-        after = family.sinks or family.recurrent == "gated_delta"
-        places = {
-            "attn_norm": norms.before_attention,
-            "post_attention_norm" if after else "ffn_norm": norms.before_mlp,
-        }
+        # The converters have followed one name or the other; what is written has the last one.
+        either = ["post_attention_norm", "ffn_norm"]
+        if family.sinks or family.recurrent == "gated_delta":
+            either.reverse()
+        places = {"attn_norm": norms.before_attention, **dict.fromkeys(either, norms.before_mlp)}
     return {ours: theirs for ours, theirs in places.items() if theirs is not None}
 
 

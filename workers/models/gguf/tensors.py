@@ -16,6 +16,7 @@ from workers.common.gguf.settings import FACTORS
 from workers.models.checkpoint import Staging, StoredTensor, TensorEntry, read_parts
 from workers.models.errors import ModelError
 from workers.models.files import FileVersion
+from workers.models.gguf.latent_parts import with_merged_latents
 from workers.models.gguf.names import names_of
 from workers.models.registry import family_of
 
@@ -25,6 +26,7 @@ _DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 _STACKED = {"weight": 3, "bias": 2}
 _MATRIX = 2
 _MAX_DIGITS = 10
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _INTERLEAVED = ("attn_q", "attn_k")
 _NORM_OF_SCAN, _DECAYS = "ssm_norm", "ssm_a"
 
@@ -123,7 +125,7 @@ def stored_tensors(
                 if name in found:
                     raise ModelError(f"{header.path}: tensor {info.name} is there twice")
                 found[name] = replace(entry, **changes)
-    return found
+    return with_merged_latents(found)
 
 
 def _changes(
@@ -172,7 +174,7 @@ class _Entries:
 
     def __init__(self, settings: Mapping[str, object]) -> None:
         self._names = names_of(family_of(settings["model_type"]))
-        self._num_experts = settings.get("num_experts", settings.get("num_local_experts"))
+        self._num_experts = next(filter(None, map(settings.get, _EXPERT_COUNTS)), None)
         first, more = settings["num_hidden_layers"], settings.get("mtp_num_hidden_layers", 0)
         assert isinstance(more, int)
         self._not_read = range(first, first + more) if isinstance(first, int) else range(0)

@@ -91,11 +91,12 @@ class TableMatrix(QuantisedMatrix):
         super().__init__(values.name, [*tensors.entries.values()], (outputs, inputs))
         # A block may end within a row, and go on in the next one.
         self._group = math.gcd(self._said.block, inputs)
-        self._form = table_groups(kind, 0 if self._group == inputs else self._group)
-        _check_table(self._table, self._form.table)
+        form = table_groups(kind, 0 if self._group == inputs else self._group)
+        self._form, self._places = form, form.table
+        _check_table(self._table, form.table)
 
     def _parts(self, ranges: Sequence[range]) -> Iterator[tuple[int, IntegerRows]]:
-        table = self._form.table
+        table = self._places
         groups = torch.arange(0, math.prod(self.shape), self._group) // self._said.block
         scales = (self._absmax() / max(TABLES[table]))[groups].view(self.shape[0], -1)
         for rows in ranges:
@@ -170,7 +171,7 @@ def _read_state(entry: TensorEntry, kind: str) -> _State:
         raise _wrong(entry.file, where, f"shape: a row must have a multiple of {GROUP_INPUTS}", sizes[1])
     if nested is not None and (type(nested) is not int or not 0 < nested < _MAX_DIMENSION):
         raise _wrong(entry.file, where, "nested_blocksize: must be a positive integer", nested)
-    if type(offset) not in (int, float):
+    if not isinstance(offset, int | float):
         raise _wrong(entry.file, where, "nested_offset: must be a number", offset)
     if said.get("quant_type") != kind:
         raise _wrong(entry.file, where, f"quant_type: must be {kind}", said.get("quant_type"))
