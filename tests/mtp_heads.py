@@ -17,14 +17,20 @@ from tests.model_factory import WEIGHT_SCALE, hf_model, hf_states, make_family_m
 
 _FILE = "model-mtp.safetensors"
 # By the name of a model in `tests.families`: which of the library's layers is as the head's one.
-LAYERS = {"qwen3_5": 1, "qwen3_next": 1, "deepseek_v3": 3}
+LAYERS = {
+    "qwen3_5": 1,
+    "qwen3_5 with experts": 1,
+    "qwen3_next": 1,
+    "deepseek_v3": 3,
+    "glm4_moe_lite": 3,
+}
 
 
 class _Names:
     """The names of the tensors in a checkpoint."""
 
     def __init__(self, name: str, layers: int) -> None:
-        self.is_deepseek = name.startswith("deepseek")
+        self.is_deepseek = not name.startswith("qwen")
         self.layer = f"model.layers.{layers}." if self.is_deepseek else "mtp.layers.0."
         prefix = self.layer if self.is_deepseek else "mtp."
         self.projection, self.of_embedding, self.of_hidden, self.norm = (

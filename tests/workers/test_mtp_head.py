@@ -5,16 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.families import settings_of
+from tests.model_factory import make_family_model
 from tests.mtp_heads import LAYERS, MtpOracle, make_mtp_model
+from tests.workers.packing import new_packer, poisoned_pages, random_texts, rows_in_chunks
 from tests.workers.stepping import Worker
+from tests.workers.test_families import assert_same
 from workers.common.draft_models import MTP_HEAD
 from workers.executors.llm import LlmExecutor
 from workers.executors.memory import StepLimits
 from workers.head_drafting import HeadDrafting
 from workers.kv.table import KvTable
+from workers.models.errors import ModelError
+from workers.models.weights import load_planned, plan_load
 from workers.operations import Accept, Fork, Forward, Kind, Result, Truncate
 
 VOCAB = 97
@@ -25,10 +32,9 @@ MAX_RELATIVE_ERROR = 1e-4
 class Drafted:
     """A worker, and the logits of what it has drafted last."""
 
-    def __init__(self, directory: Path) -> None:
-        self.executor = LlmExecutor.load(
-            directory, draft=Path(MTP_HEAD), kv_pages=80, self_check=False, limits=StepLimits(512, 16)
-        )
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        settings |= {"kv_pages": 80, "self_check": False, "limits": StepLimits(512, 16)}
+        self.executor = LlmExecutor.load(directory, draft=Path(MTP_HEAD), **settings)
         drafting = self.executor.drafting
         assert isinstance(drafting, HeadDrafting)
         # How quick this machine is does not matter.
@@ -68,6 +74,15 @@ def check(oracle: MtpOracle, text: Sequence[int], drafts: Sequence[int]) -> None
         assert logits.max() - logits[token] <= 2 * MAX_RELATIVE_ERROR * logits.abs().max()
 
 
+def test_the_model_computes_the_same_with_it(made: tuple[str, Path]) -> None:
+    """Logits, and the hidden states of all layers, in chunks."""
+    _, directory = made
+    decoder, _ = load_planned(plan_load(directory, mtp_head=True), pack=True)
+    layers, texts = decoder.config.num_hidden_layers, random_texts(2, (1, 33, 70))
+    found = rows_in_chunks(decoder, texts, poisoned_pages(decoder), new_packer(1), random.Random(1), layers)
+    assert_same(directory, texts, found)
+
+
 def test_drafts_are_those_of_the_head(made: tuple[str, Path]) -> None:
     name, directory = made
     drafted, oracle = Drafted(directory), MtpOracle(directory, name)
@@ -77,6 +92,7 @@ def test_drafts_are_those_of_the_head(made: tuple[str, Path]) -> None:
     check(oracle, [*text, chosen(forward)], forward.drafts)
 
 
+@pytest.mark.parametrize("made", ["qwen3_next", "deepseek_v3"], indirect=True)
 def test_whatever_happens_to_a_sequence_the_head_follows(made: tuple[str, Path]) -> None:
     """Drafts are kept and rejected, in steps with callers that draft nothing; prefixes are reused."""
     name, directory = made
@@ -137,3 +153,22 @@ def test_whatever_happens_to_a_sequence_the_head_follows(made: tuple[str, Path])
     assert rejected and reused
     drafted.executor.shutdown()
     assert not drafted.executor.cache_metrics_snapshot().pages_referenced
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quantization": "q8_0"}, {"dtype": "bfloat16", "kv_dtype": "int8"}], ids=str
+)
+def test_weights_and_pages_of_other_formats(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of the head as of the model."""
+    directory = make_mtp_model(tmp_path, "qwen3_next")
+    drafted = Drafted(directory, **settings)
+    (forward,) = drafted.done(Forward(drafted.next_id(), 1, 0, list(range(40)), draft_tokens=4))
+    assert len(forward.drafts) == 4
+
+
+def test_what_has_no_head_is_refused_by_name(tmp_path: Path) -> None:
+    without = make_family_model(tmp_path / "without", *settings_of("qwen3_next"))
+    with pytest.raises(ModelError, match="files have no head for multi-token prediction"):
+        Drafted(without)
+    with pytest.raises(ModelError, match="a llama model has no head"):
+        Drafted(make_family_model(tmp_path / "llama", *settings_of("llama")))

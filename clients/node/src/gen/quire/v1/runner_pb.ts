@@ -1474,8 +1474,8 @@ export enum SpeculationMethod {
   PROMPT_LOOKUP = 1,
 
   /**
-   * What a smaller model chooses with the same settings and draws. The server has to have one
-   * (ExecutorCapabilities.draft_model), otherwise the item fails with UNSUPPORTED_BY_EXECUTOR.
+   * What a smaller model, or the model's own head, chooses with the same settings and draws. The server has to have
+   * one (ExecutorCapabilities.draft_model), otherwise the item fails with UNSUPPORTED_BY_EXECUTOR.
    *
    * @generated from enum value: SPECULATION_METHOD_DRAFT_MODEL = 2;
    */

@@ -965,7 +965,8 @@ export type ExecutorCapabilities = Message<"quire.v1.ExecutorCapabilities"> & {
   backendReason: string;
 
   /**
-   * The name of the model that drafts for Speculation, of the same tokenizer. Empty: there is none.
+   * The name of the model that drafts for Speculation, of the same tokenizer; "mtp": the model's own head for
+   * multi-token prediction. Empty: nothing drafts.
    *
    * @generated from field: string draft_model = 22;
    */
