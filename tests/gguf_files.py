@@ -26,7 +26,12 @@ NAMES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
     "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe", **recurrent.NAMES,
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2",
+    "olmo2": "olmo2", "olmo3": "olmo2", "smollm3": "smollm3", "arcee": "arcee", "granite": "granite",
+    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
 }  # fmt: skip
+# Of which the converters change the order of rows of queries and keys.
+_INTERLEAVED = ("llama", "smollm3", "arcee", "granite", "granitemoe", "internlm2", "ernie4_5", "minicpm")
 PRE_TOKENIZER = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3moe": "qwen2"}
 _GEMMA = ("gemma", "gemma2", "gemma3")
 # The converters never write these in another type.
@@ -49,6 +54,7 @@ def write_gguf(
     tokenizer: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     max_shard_tensors: int = 0,
+    architecture: str = "",
 ) -> Path:
     """Write the model of a directory, with random weights, as a file; returns it, or the first of several.
 
@@ -59,9 +65,10 @@ def write_gguf(
         tokenizer: Metadata below tokenizer.ggml.
         metadata: More metadata; None: a key is left out.
         max_shard_tensors: The most tensors in a file; 0: there is one.
+        architecture: One whose models compute as this one; "": its own.
     """
     config = AutoConfig.from_pretrained(model)
-    name = NAMES[config.model_type]
+    name = architecture or NAMES[config.model_type]
     writer = gguf.GGUFWriter(path, name, split_max_tensors=max_shard_tensors)
     of_architecture = recurrent.metadata if name in recurrent.NAMES.values() else _metadata
     keys = {f"{name}.{key}": value for key, value in of_architecture(name, config).items()}
@@ -101,8 +108,17 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     if name != "phi3":
         found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
     window = getattr(config, "sliding_window", None)
-    if window is not None and name in ("llama", "gemma2", "gemma3", "phi3", "gpt-oss"):
+    if window is not None and name in ("llama", "gemma2", "gemma3", "phi3", "gpt-oss", "olmo2"):
         found["attention.sliding_window"] = window
+    if "sliding_attention" in rope:
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    if name in ("granite", "granitemoe", "minicpm"):
+        found |= {
+            "attention.scale": config.attention_multiplier if name != "minicpm" else None,
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+        }
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, key, None) is not None:
             found[key] = getattr(config, key)
@@ -110,7 +126,36 @@ def _metadata(name: str, config: PreTrainedConfig) -> dict[str, Any]:
         found |= {"rope.scaling.type": full["rope_type"], "rope.scaling.factor": float(full["factor"])}
     if "original_max_position_embeddings" in full and full.get("rope_type") != "llama3":
         found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
-    return found | _experts(name, config)
+    return found | (_latent(config, rope) if name == "deepseek2" else _experts(name, config))
+
+
+def _latent(config: PreTrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """As `DeepseekV2Model` of conversion/deepseek.py."""
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    dense = getattr(config, "mlp_layer_types", []).count("dense") or config.first_k_dense_replace
+    found = {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": width,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+        "leading_dense_block_count": dense,
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }
+    if config.model_type != "deepseek_v2":
+        found |= {"expert_gating_func": 2, "expert_weights_norm": config.norm_topk_prob}
+    if rope.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return found
 
 
 def _experts(name: str, config: PreTrainedConfig) -> dict[str, Any]:
@@ -118,10 +163,12 @@ def _experts(name: str, config: PreTrainedConfig) -> dict[str, Any]:
     if not experts:
         return {}
     found = {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
-    if name in ("qwen2moe", "qwen3moe"):
+    if name in ("qwen2moe", "qwen3moe", "qwen3vlmoe"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
     if name == "qwen2moe":
         found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if name == "granitemoe" and getattr(config, "shared_intermediate_size", 0):
+        found["expert_shared_feed_forward_length"] = config.shared_intermediate_size
     if name == "gpt-oss":
         found["expert_feed_forward_length"] = config.intermediate_size
     return found
@@ -165,17 +212,34 @@ def _changed(
         return recurrent.tensors(name, config, tensor, values)
     if name in _GEMMA and tensor.endswith("norm.weight"):
         values = values + 1
-    if name == "llama" and ".q_proj." in tensor:
+    if name in _INTERLEAVED and ".q_proj." in tensor:
         values = _interleaved(values, config.num_attention_heads)
-    if name == "llama" and ".k_proj." in tensor:
+    if name in _INTERLEAVED and ".k_proj." in tensor:
         values = _interleaved(values, config.num_key_value_heads)
-    return [(tensor, values)]
+    if ".kv_b_proj." in tensor:
+        heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, others = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        keys_name, values_name = (tensor.replace("kv_b", part) for part in ("k_b", "v_b"))
+        return [(keys_name, keys.swapaxes(1, 2)), (values_name, others)]
+    if ".shared_mlp.input_linear." in tensor:
+        gate, up = np.split(values, 2)
+        layer = tensor.split(".")[2]
+        return [(f"blk.{layer}.ffn_gate_shexp.weight", gate), (f"blk.{layer}.ffn_up_shexp.weight", up)]
+    known = tensor.replace("e_score_correction_bias", "e_score_correction.bias")
+    return [(known.replace("block_sparse_moe.experts", "mlp.experts"), values)]
 
 
 def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
     experts = FAMILIES[config.model_type].experts
     entries = read_entries(model)
-    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
+    count = next(
+        (
+            found
+            for key in ("num_local_experts", "num_experts", "n_routed_experts")
+            if (found := getattr(config, key, 0))
+        ),
+        0,
+    )
     if experts is None or experts.stacked is None or not count:
         return entries
     return separated(entries, experts, count, config.hidden_size)

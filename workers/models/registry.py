@@ -377,7 +377,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         # In the old spelling the library uses `rope_theta` for the full layers only.
         defaults=_OLMO_DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
-        reads=names("sliding_window layer_types"),
+        reads=names("sliding_window layer_types rope_local_base_freq"),
         qk_norm="row",
         norms=POST_NORMS,
         wide_norms=True,

@@ -56,8 +56,9 @@ def of_architecture(
                 "rope_parameters": {"rope_type": "default"},  # if the file says nothing else
             }
         case _:
-            found = of_recurrent(name, own, settings, tensors)
-    return found | (_qwen_experts(name, own) if ARCHITECTURES[name].reads >= QWEN_EXPERTS else {})
+            experts = _qwen_experts(name, own) if ARCHITECTURES[name].reads >= QWEN_EXPERTS else {}
+            found = of_recurrent(name, own, settings, tensors) | experts
+    return found
 
 
 def _qwen_experts(name: str, own: Mapping[str, Value]) -> dict[str, object]:

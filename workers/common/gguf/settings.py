@@ -233,8 +233,9 @@ def _yarn(name: str, own: Mapping[str, Value], original: Value) -> dict[str, obj
         found["truncate"] = False  # as its makers have it: no file says so
     scale = own.get("rope.scaling.yarn_log_multiplier")
     if isinstance(scale, float):
-        # Both are the same in all models; files have a tenth of it.
-        found |= {"mscale": scale / 0.1, "mscale_all_dim": scale / 0.1}
+        # Both are the same in all models, and have few digits; files have a tenth of it in float32.
+        both = round(10 * scale, 6)
+        found |= {"mscale": both, "mscale_all_dim": both}
     for setting in ("beta_fast", "beta_slow"):
         if f"rope.scaling.yarn_{setting}" in own:
             found[setting] = own[f"rope.scaling.yarn_{setting}"]
