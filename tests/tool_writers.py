@@ -31,7 +31,11 @@ TOOLS: list[dict[str, Any]] = [
     },
     {
         "type": "function",
-        "function": {"name": "stop", "description": "Ends", "parameters": {"type": "object", "properties": {}}},
+        "function": {
+            "name": "stop",
+            "description": "Ends",
+            "parameters": {"type": "object", "properties": {}},
+        },
     },
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/runner.proto.
  */
 export const file_quire_v1_runner: GenFile = /*@__PURE__*/
-  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKeBgoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEiYKBWNhY2hlGBQgASgLMhUucXVpcmUudjEuQ2FjaGVQcm9tcHRIABIqCghzYW1wbGluZxgFIAEoCzIYLnF1aXJlLnYxLlNhbXBsaW5nUGFyYW1zEhIKCm1heF90b2tlbnMYBiABKA0SDAoEc3RvcBgHIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgIIAMoDRISCgppZ25vcmVfZW9zGAkgASgIEhAKCGxvZ3Byb2JzGAogASgIEhQKDHRvcF9sb2dwcm9icxgLIAEoDRIJCgFuGAwgASgNEigKCmNvbnN0cmFpbnQYDSABKAsyFC5xdWlyZS52MS5Db25zdHJhaW50EhMKC3Rva2Vuc19vbmx5GA4gASgIEioKB3RpbWVvdXQYDyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoMbWF4X2Nvc3RfdXNkGBAgASgBSAGIAQESEgoKYWRhcHRlcl9pZBgRIAEoCRIYChBzYW1wbGVkX2xvZ3Byb2JzGBIgASgIEhIKCmNhY2hlX3NhbHQYEyABKAkSGAoLbWluX2xvZ3Byb2IYFSABKAJIAogBARImCgZoaWRkZW4YFiABKAsyFi5xdWlyZS52MS5IaWRkZW5TdGF0ZXMSKgoLc3BlY3VsYXRpb24YFyABKAsyFS5xdWlyZS52MS5TcGVjdWxhdGlvbhIYCgttYXhfZW50cm9weRgYIAEoAkgDiAEBEh4KFnNwZWNpYWxfdG9rZW5zX2luX3RleHQYGSABKAgSEgoKbWluX3Rva2VucxgaIAEoDRIRCgliYWRfd29yZHMYGyADKAlCCAoGcHJvbXB0Qg8KDV9tYXhfY29zdF91c2RCDgoMX21pbl9sb2dwcm9iQg4KDF9tYXhfZW50cm9weSJuCgtTcGVjdWxhdGlvbhIrCgZtZXRob2QYASABKA4yGy5xdWlyZS52MS5TcGVjdWxhdGlvbk1ldGhvZBIdChBtYXhfZHJhZnRfdG9rZW5zGAIgASgNSACIAQFCEwoRX21heF9kcmFmdF90b2tlbnMiIAoLVG9rZW5Qcm9tcHQSEQoJdG9rZW5faWRzGAEgAygNIlYKC0NhY2hlUHJvbXB0EhAKCGNhY2hlX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRIVCghwb3NpdGlvbhgDIAEoDUgAiAEBQgsKCV9wb3NpdGlvbiKsAQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAkSFgoOdmFyaWFibGVzX2pzb24YBCABKAkSHQoVY29udGludWVfbGFzdF9tZXNzYWdlGAUgASgIEh4KFm9taXRfZ2VuZXJhdGlvbl9wcm9tcHQYBiABKAgi0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kIt8DCgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAkSKQoIa3ZfY2FjaGUYDSABKAsyFy5xdWlyZS52MS5LdkNhY2hlSGFuZGxlEiUKBmhpZGRlbhgOIAMoCzIVLnF1aXJlLnYxLlRva2VuSGlkZGVuEhwKD3dlaWdodHNfdmVyc2lvbhgPIAEoBEgBiAEBQhAKDl9maW5pc2hfcmVhc29uQhIKEF93ZWlnaHRzX3ZlcnNpb24iLwoLVG9rZW5IaWRkZW4SIAoGc3RhdGVzGAEgAygLMhAucXVpcmUudjEuVGVuc29yIrABCgxUb2tlbkxvZ3Byb2ISFAoHbG9ncHJvYhgBIAEoAkgAiAEBEiIKA3RvcBgCIAEoCzIVLnF1aXJlLnYxLlRvcExvZ3Byb2JzEhwKD3NhbXBsZWRfbG9ncHJvYhgDIAEoAkgBiAEBEhgKC3RleHRfb2Zmc2V0GAQgASgNSAKIAQFCCgoIX2xvZ3Byb2JCEgoQX3NhbXBsZWRfbG9ncHJvYkIOCgxfdGV4dF9vZmZzZXQivgEKBVVzYWdlEhQKDGlucHV0X3Rva2VucxgBIAEoDRIVCg1vdXRwdXRfdG9rZW5zGAIgASgNEhgKEHJlYXNvbmluZ190b2tlbnMYAyABKA0SFQoNY2FjaGVkX3Rva2VucxgEIAEoDRIVCghjb3N0X3VzZBgFIAEoAUgAiAEBEhQKDGRyYWZ0X3Rva2VucxgGIAEoDRIdChVhY2NlcHRlZF9kcmFmdF90b2tlbnMYByABKA1CCwoJX2Nvc3RfdXNkIpUCCgpSYXRlTGltaXRzEiAKE3JlcXVlc3RzX3Blcl9taW51dGUYASABKAFIAIgBARIeChF0b2tlbnNfcGVyX21pbnV0ZRgCIAEoAUgBiAEBEhsKDm1heF9jb25jdXJyZW50GAMgASgNSAKIAQESGgoNcmVxdWVzdHNfbGVmdBgEIAEoAUgDiAEBEhgKC3Rva2Vuc19sZWZ0GAUgASgBSASIAQESDwoHcnVubmluZxgGIAEoDUIWChRfcmVxdWVzdHNfcGVyX21pbnV0ZUIUChJfdG9rZW5zX3Blcl9taW51dGVCEQoPX21heF9jb25jdXJyZW50QhAKDl9yZXF1ZXN0c19sZWZ0Qg4KDF90b2tlbnNfbGVmdCJoCgtUb2tlblByaWNlcxIRCglpbnB1dF91c2QYASABKAESEgoKb3V0cHV0X3VzZBgCIAEoARIdChBjYWNoZWRfaW5wdXRfdXNkGAMgASgBSACIAQFCEwoRX2NhY2hlZF9pbnB1dF91c2Qi9wIKB1J1bnRpbWUSDAoEbmFtZRgBIAEoCRIrCgxydW50aW1lX2tpbmQYAiABKA4yFS5xdWlyZS52MS5SdW50aW1lS2luZBI0Cg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmRIAIgBARIQCghwcm92aWRlchgEIAEoCRIQCghtb2RlbF9pZBgFIAEoCRITCgtmaW5nZXJwcmludBgGIAEoCRIpCgtyYXRlX2xpbWl0cxgHIAEoCzIULnF1aXJlLnYxLlJhdGVMaW1pdHMSLAoHYnJlYWtlchgIIAEoDjIWLnF1aXJlLnYxLkJyZWFrZXJTdGF0ZUgBiAEBEiUKBnByaWNlcxgJIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJpY2VzEg8KB3Ryb3VibGUYCiABKAkSEgoKZXhlY3V0aW9ucxgLIAEoDUIRCg9fdHJhbnNwb3J0X2tpbmRCCgoIX2JyZWFrZXIiLAoWQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJIiwKF0NhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEhEKCWNhbmNlbGxlZBgBIAEoCCIVChNMaXN0UnVudGltZXNSZXF1ZXN0IjsKFExpc3RSdW50aW1lc1Jlc3BvbnNlEiMKCHJ1bnRpbWVzGAEgAygLMhEucXVpcmUudjEuUnVudGltZSLAAQoMRW1iZWRSZXF1ZXN0EiQKBmlucHV0cxgBIAMoCzIULnF1aXJlLnYxLkVtYmVkSW5wdXQSEgoKYWRhcHRlcl9pZBgCIAEoCRISCgpjYWNoZV9zYWx0GAMgASgJEiQKCHByaW9yaXR5GAQgASgOMhIucXVpcmUudjEuUHJpb3JpdHkSFwoKZGltZW5zaW9ucxgFIAEoDUgAiAEBEhQKDHVubm9ybWFsaXplZBgGIAEoCEINCgtfZGltZW5zaW9ucyJOCgpFbWJlZElucHV0EicKBnRva2VucxgBIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJvbXB0SAASDgoEdGV4dBgCIAEoCUgAQgcKBWlucHV0IjgKDUVtYmVkUmVzcG9uc2USJwoKZW1iZWRkaW5ncxgBIAMoCzITLnF1aXJlLnYxLkVtYmVkZGluZyJICglFbWJlZGRpbmcSDgoGdmFsdWVzGAEgAygCEhQKDGlucHV0X3Rva2VucxgCIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAMgASgNIkwKE0VzdGltYXRlQ29zdFJlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIkCgVpdGVtcxgCIAMoCzIVLnF1aXJlLnYxLkV4ZWN1dGVJdGVtIkEKFEVzdGltYXRlQ29zdFJlc3BvbnNlEikKCWVzdGltYXRlcxgBIAMoCzIWLnF1aXJlLnYxLkNvc3RFc3RpbWF0ZSKzAQoMQ29zdEVzdGltYXRlEg8KB3J1bnRpbWUYASABKAkSFAoMaW5wdXRfdG9rZW5zGAIgASgEEhkKEW1heF9vdXRwdXRfdG9rZW5zGAMgASgEEhkKDG1heF9jb3N0X3VzZBgEIAEoAUgAiAEBEhIKCmlzX2NvdW50ZWQYBSABKAgSIQoFZXJyb3IYBiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0IPCg1fbWF4X2Nvc3RfdXNkKoYBCg1Sb3V0aW5nUG9saWN5Eh4KGlJPVVRJTkdfUE9MSUNZX1VOU1BFQ0lGSUVEEAASGAoUUk9VVElOR19QT0xJQ1lfT1JERVIQARIeChpST1VUSU5HX1BPTElDWV9MT0NBTF9GSVJTVBACEhsKF1JPVVRJTkdfUE9MSUNZX0NIRUFQRVNUEAMqgQEKEVNwZWN1bGF0aW9uTWV0aG9kEiIKHlNQRUNVTEFUSU9OX01FVEhPRF9VTlNQRUNJRklFRBAAEiQKIFNQRUNVTEFUSU9OX01FVEhPRF9QUk9NUFRfTE9PS1VQEAESIgoeU1BFQ1VMQVRJT05fTUVUSE9EX0RSQUZUX01PREVMEAIqfAoIQ2hhdFJvbGUSGQoVQ0hBVF9ST0xFX1VOU1BFQ0lGSUVEEAASFAoQQ0hBVF9ST0xFX1NZU1RFTRABEhIKDkNIQVRfUk9MRV9VU0VSEAISFwoTQ0hBVF9ST0xFX0FTU0lTVEFOVBADEhIKDkNIQVRfUk9MRV9UT09MEAQqjgIKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRklOSVNIX1JFQVNPTl9TVE9QEAESGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAhIgChxGSU5JU0hfUkVBU09OX0NPTlRFTlRfRklMVEVSEAMSHAoYRklOSVNIX1JFQVNPTl9UT09MX0NBTExTEAQSFwoTRklOSVNIX1JFQVNPTl9FUlJPUhAFEhsKF0ZJTklTSF9SRUFTT05fQ0FOQ0VMTEVEEAYSGgoWRklOSVNIX1JFQVNPTl9VTkxJS0VMWRAHEhsKF0ZJTklTSF9SRUFTT05fVU5DRVJUQUlOEAgqjgEKDVRyYW5zcG9ydEtpbmQSHgoaVFJBTlNQT1JUX0tJTkRfVU5TUEVDSUZJRUQQABIcChhUUkFOU1BPUlRfS0lORF9MT0NBTF9DUFUQARIcChhUUkFOU1BPUlRfS0lORF9MT0NBTF9HUFUQAhIhCh1UUkFOU1BPUlRfS0lORF9SRU1PVEVfTkVUV09SSxADKqsBCgtSdW50aW1lS2luZBIcChhSVU5USU1FX0tJTkRfVU5TUEVDSUZJRUQQABIWChJSVU5USU1FX0tJTkRfTE9DQUwQARIcChhSVU5USU1FX0tJTkRfT1BFTkFJX0NIQVQQAhIjCh9SVU5USU1FX0tJTkRfT1BFTkFJX0NPTVBMRVRJT05TEAMSIwofUlVOVElNRV9LSU5EX0FOVEhST1BJQ19NRVNTQUdFUxAEKnwKDEJyZWFrZXJTdGF0ZRIdChlCUkVBS0VSX1NUQVRFX1VOU1BFQ0lGSUVEEAASGAoUQlJFQUtFUl9TVEFURV9DTE9TRUQQARIWChJCUkVBS0VSX1NUQVRFX09QRU4QAhIbChdCUkVBS0VSX1NUQVRFX0hBTEZfT1BFThADMoYDChJNb2RlbFJ1bm5lclNlcnZpY2USQAoHRXhlY3V0ZRIYLnF1aXJlLnYxLkV4ZWN1dGVSZXF1ZXN0GhkucXVpcmUudjEuRXhlY3V0ZVJlc3BvbnNlMAESVgoPQ2FuY2VsRXhlY3V0aW9uEiAucXVpcmUudjEuQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBohLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEk0KDExpc3RSdW50aW1lcxIdLnF1aXJlLnYxLkxpc3RSdW50aW1lc1JlcXVlc3QaHi5xdWlyZS52MS5MaXN0UnVudGltZXNSZXNwb25zZRJNCgxFc3RpbWF0ZUNvc3QSHS5xdWlyZS52MS5Fc3RpbWF0ZUNvc3RSZXF1ZXN0Gh4ucXVpcmUudjEuRXN0aW1hdGVDb3N0UmVzcG9uc2USOAoFRW1iZWQSFi5xdWlyZS52MS5FbWJlZFJlcXVlc3QaFy5xdWlyZS52MS5FbWJlZFJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
+  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCLLBgoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEiYKBWNhY2hlGBQgASgLMhUucXVpcmUudjEuQ2FjaGVQcm9tcHRIABIqCghzYW1wbGluZxgFIAEoCzIYLnF1aXJlLnYxLlNhbXBsaW5nUGFyYW1zEhIKCm1heF90b2tlbnMYBiABKA0SDAoEc3RvcBgHIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgIIAMoDRISCgppZ25vcmVfZW9zGAkgASgIEhAKCGxvZ3Byb2JzGAogASgIEhQKDHRvcF9sb2dwcm9icxgLIAEoDRIJCgFuGAwgASgNEigKCmNvbnN0cmFpbnQYDSABKAsyFC5xdWlyZS52MS5Db25zdHJhaW50EhMKC3Rva2Vuc19vbmx5GA4gASgIEioKB3RpbWVvdXQYDyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoMbWF4X2Nvc3RfdXNkGBAgASgBSAGIAQESEgoKYWRhcHRlcl9pZBgRIAEoCRIYChBzYW1wbGVkX2xvZ3Byb2JzGBIgASgIEhIKCmNhY2hlX3NhbHQYEyABKAkSGAoLbWluX2xvZ3Byb2IYFSABKAJIAogBARImCgZoaWRkZW4YFiABKAsyFi5xdWlyZS52MS5IaWRkZW5TdGF0ZXMSKgoLc3BlY3VsYXRpb24YFyABKAsyFS5xdWlyZS52MS5TcGVjdWxhdGlvbhIYCgttYXhfZW50cm9weRgYIAEoAkgDiAEBEh4KFnNwZWNpYWxfdG9rZW5zX2luX3RleHQYGSABKAgSEgoKbWluX3Rva2VucxgaIAEoDRIRCgliYWRfd29yZHMYGyADKAkSKwoMYW5zd2VyX3BhcnRzGBwgASgLMhUucXVpcmUudjEuQW5zd2VyUGFydHNCCAoGcHJvbXB0Qg8KDV9tYXhfY29zdF91c2RCDgoMX21pbl9sb2dwcm9iQg4KDF9tYXhfZW50cm9weSJzCgtBbnN3ZXJQYXJ0cxIpCgt0b29sX2Nob2ljZRgBIAEoDjIULnF1aXJlLnYxLlRvb2xDaG9pY2USEAoIZnVuY3Rpb24YAiABKAkSEwoLc2luZ2xlX2NhbGwYAyABKAgSEgoKdG9vbHNfanNvbhgEIAEoCSJuCgtTcGVjdWxhdGlvbhIrCgZtZXRob2QYASABKA4yGy5xdWlyZS52MS5TcGVjdWxhdGlvbk1ldGhvZBIdChBtYXhfZHJhZnRfdG9rZW5zGAIgASgNSACIAQFCEwoRX21heF9kcmFmdF90b2tlbnMiIAoLVG9rZW5Qcm9tcHQSEQoJdG9rZW5faWRzGAEgAygNIlYKC0NhY2hlUHJvbXB0EhAKCGNhY2hlX2lkGAEgASgJEhEKCXRva2VuX2lkcxgCIAMoDRIVCghwb3NpdGlvbhgDIAEoDUgAiAEBQgsKCV9wb3NpdGlvbiKsAQoEQ2hhdBInCghtZXNzYWdlcxgBIAMoCzIVLnF1aXJlLnYxLkNoYXRNZXNzYWdlEhAKCHRlbXBsYXRlGAIgASgJEhIKCnRvb2xzX2pzb24YAyABKAkSFgoOdmFyaWFibGVzX2pzb24YBCABKAkSHQoVY29udGludWVfbGFzdF9tZXNzYWdlGAUgASgIEh4KFm9taXRfZ2VuZXJhdGlvbl9wcm9tcHQYBiABKAgi0wEKC0NoYXRNZXNzYWdlEiAKBHJvbGUYASABKA4yEi5xdWlyZS52MS5DaGF0Um9sZRIUCgdjb250ZW50GAIgASgJSACIAQESJgoKdG9vbF9jYWxscxgDIAMoCzISLnF1aXJlLnYxLlRvb2xDYWxsEhQKDHRvb2xfY2FsbF9pZBgEIAEoCRIMCgRuYW1lGAUgASgJEh4KEXJlYXNvbmluZ19jb250ZW50GAYgASgJSAGIAQFCCgoIX2NvbnRlbnRCFAoSX3JlYXNvbmluZ19jb250ZW50IksKCFRvb2xDYWxsEg0KBWluZGV4GAEgASgNEgoKAmlkGAIgASgJEgwKBG5hbWUYAyABKAkSFgoOYXJndW1lbnRzX2pzb24YBCABKAkicQoKQ29uc3RyYWludBIVCgtqc29uX3NjaGVtYRgBIAEoCUgAEg8KBXJlZ2V4GAIgASgJSAASDgoEbGFyaxgDIAEoCUgAEiMKBG1hc2sYBCABKAsyEy5xdWlyZS52MS5Ub2tlbk1hc2tIAEIGCgRraW5kIkMKDlNhbXBsZVByb2dyZXNzEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNImUKD0V4ZWN1dGVSZXNwb25zZRIrCgdzdGFydGVkGAEgASgLMhoucXVpcmUudjEuRXhlY3V0aW9uU3RhcnRlZBIlCgZjaHVua3MYAiADKAsyFS5xdWlyZS52MS5TYW1wbGVDaHVuayLIAQoQRXhlY3V0aW9uU3RhcnRlZBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESDgoGcmVhc29uGAQgASgJEhAKCG1vZGVsX2lkGAUgASgJEhMKC2ZpbmdlcnByaW50GAYgASgJEg8KB3Jlc3VtZWQYByABKAhCEQoPX3RyYW5zcG9ydF9raW5kIvUECgtTYW1wbGVDaHVuaxIPCgdpdGVtX2lkGAEgASgJEg4KBnNhbXBsZRgCIAEoDRIQCghwb3NpdGlvbhgDIAEoDRIRCgl0b2tlbl9pZHMYBCADKA0SDAoEdGV4dBgFIAEoCRIoCghsb2dwcm9icxgGIAMoCzIWLnF1aXJlLnYxLlRva2VuTG9ncHJvYhImCgp0b29sX2NhbGxzGAcgAygLMhIucXVpcmUudjEuVG9vbENhbGwSMgoNZmluaXNoX3JlYXNvbhgIIAEoDjIWLnF1aXJlLnYxLkZpbmlzaFJlYXNvbkgAiAEBEgwKBHN0b3AYCSABKAkSIQoFZXJyb3IYCiABKAsyEi5nb29nbGUucnBjLlN0YXR1cxIeCgV1c2FnZRgLIAEoCzIPLnF1aXJlLnYxLlVzYWdlEg8KB3J1bnRpbWUYDCABKAkSKQoIa3ZfY2FjaGUYDSABKAsyFy5xdWlyZS52MS5LdkNhY2hlSGFuZGxlEiUKBmhpZGRlbhgOIAMoCzIVLnF1aXJlLnYxLlRva2VuSGlkZGVuEhwKD3dlaWdodHNfdmVyc2lvbhgPIAEoBEgBiAEBEhkKEXJlYXNvbmluZ19jb250ZW50GBAgASgJEkIKD21hbGZvcm1lZF9jYWxscxgRIAMoCzIpLnF1aXJlLnYxLlNhbXBsZUNodW5rLk1hbGZvcm1lZENhbGxzRW50cnkaNQoTTWFsZm9ybWVkQ2FsbHNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAk6AjgBQhAKDl9maW5pc2hfcmVhc29uQhIKEF93ZWlnaHRzX3ZlcnNpb24iLwoLVG9rZW5IaWRkZW4SIAoGc3RhdGVzGAEgAygLMhAucXVpcmUudjEuVGVuc29yIrABCgxUb2tlbkxvZ3Byb2ISFAoHbG9ncHJvYhgBIAEoAkgAiAEBEiIKA3RvcBgCIAEoCzIVLnF1aXJlLnYxLlRvcExvZ3Byb2JzEhwKD3NhbXBsZWRfbG9ncHJvYhgDIAEoAkgBiAEBEhgKC3RleHRfb2Zmc2V0GAQgASgNSAKIAQFCCgoIX2xvZ3Byb2JCEgoQX3NhbXBsZWRfbG9ncHJvYkIOCgxfdGV4dF9vZmZzZXQivgEKBVVzYWdlEhQKDGlucHV0X3Rva2VucxgBIAEoDRIVCg1vdXRwdXRfdG9rZW5zGAIgASgNEhgKEHJlYXNvbmluZ190b2tlbnMYAyABKA0SFQoNY2FjaGVkX3Rva2VucxgEIAEoDRIVCghjb3N0X3VzZBgFIAEoAUgAiAEBEhQKDGRyYWZ0X3Rva2VucxgGIAEoDRIdChVhY2NlcHRlZF9kcmFmdF90b2tlbnMYByABKA1CCwoJX2Nvc3RfdXNkIpUCCgpSYXRlTGltaXRzEiAKE3JlcXVlc3RzX3Blcl9taW51dGUYASABKAFIAIgBARIeChF0b2tlbnNfcGVyX21pbnV0ZRgCIAEoAUgBiAEBEhsKDm1heF9jb25jdXJyZW50GAMgASgNSAKIAQESGgoNcmVxdWVzdHNfbGVmdBgEIAEoAUgDiAEBEhgKC3Rva2Vuc19sZWZ0GAUgASgBSASIAQESDwoHcnVubmluZxgGIAEoDUIWChRfcmVxdWVzdHNfcGVyX21pbnV0ZUIUChJfdG9rZW5zX3Blcl9taW51dGVCEQoPX21heF9jb25jdXJyZW50QhAKDl9yZXF1ZXN0c19sZWZ0Qg4KDF90b2tlbnNfbGVmdCJoCgtUb2tlblByaWNlcxIRCglpbnB1dF91c2QYASABKAESEgoKb3V0cHV0X3VzZBgCIAEoARIdChBjYWNoZWRfaW5wdXRfdXNkGAMgASgBSACIAQFCEwoRX2NhY2hlZF9pbnB1dF91c2Qi9wIKB1J1bnRpbWUSDAoEbmFtZRgBIAEoCRIrCgxydW50aW1lX2tpbmQYAiABKA4yFS5xdWlyZS52MS5SdW50aW1lS2luZBI0Cg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmRIAIgBARIQCghwcm92aWRlchgEIAEoCRIQCghtb2RlbF9pZBgFIAEoCRITCgtmaW5nZXJwcmludBgGIAEoCRIpCgtyYXRlX2xpbWl0cxgHIAEoCzIULnF1aXJlLnYxLlJhdGVMaW1pdHMSLAoHYnJlYWtlchgIIAEoDjIWLnF1aXJlLnYxLkJyZWFrZXJTdGF0ZUgBiAEBEiUKBnByaWNlcxgJIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJpY2VzEg8KB3Ryb3VibGUYCiABKAkSEgoKZXhlY3V0aW9ucxgLIAEoDUIRCg9fdHJhbnNwb3J0X2tpbmRCCgoIX2JyZWFrZXIiLAoWQ2FuY2VsRXhlY3V0aW9uUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJIiwKF0NhbmNlbEV4ZWN1dGlvblJlc3BvbnNlEhEKCWNhbmNlbGxlZBgBIAEoCCIVChNMaXN0UnVudGltZXNSZXF1ZXN0IjsKFExpc3RSdW50aW1lc1Jlc3BvbnNlEiMKCHJ1bnRpbWVzGAEgAygLMhEucXVpcmUudjEuUnVudGltZSLAAQoMRW1iZWRSZXF1ZXN0EiQKBmlucHV0cxgBIAMoCzIULnF1aXJlLnYxLkVtYmVkSW5wdXQSEgoKYWRhcHRlcl9pZBgCIAEoCRISCgpjYWNoZV9zYWx0GAMgASgJEiQKCHByaW9yaXR5GAQgASgOMhIucXVpcmUudjEuUHJpb3JpdHkSFwoKZGltZW5zaW9ucxgFIAEoDUgAiAEBEhQKDHVubm9ybWFsaXplZBgGIAEoCEINCgtfZGltZW5zaW9ucyJOCgpFbWJlZElucHV0EicKBnRva2VucxgBIAEoCzIVLnF1aXJlLnYxLlRva2VuUHJvbXB0SAASDgoEdGV4dBgCIAEoCUgAQgcKBWlucHV0IjgKDUVtYmVkUmVzcG9uc2USJwoKZW1iZWRkaW5ncxgBIAMoCzITLnF1aXJlLnYxLkVtYmVkZGluZyJICglFbWJlZGRpbmcSDgoGdmFsdWVzGAEgAygCEhQKDGlucHV0X3Rva2VucxgCIAEoDRIVCg1jYWNoZWRfdG9rZW5zGAMgASgNIkwKE0VzdGltYXRlQ29zdFJlcXVlc3QSDwoHcnVudGltZRgBIAEoCRIkCgVpdGVtcxgCIAMoCzIVLnF1aXJlLnYxLkV4ZWN1dGVJdGVtIkEKFEVzdGltYXRlQ29zdFJlc3BvbnNlEikKCWVzdGltYXRlcxgBIAMoCzIWLnF1aXJlLnYxLkNvc3RFc3RpbWF0ZSKzAQoMQ29zdEVzdGltYXRlEg8KB3J1bnRpbWUYASABKAkSFAoMaW5wdXRfdG9rZW5zGAIgASgEEhkKEW1heF9vdXRwdXRfdG9rZW5zGAMgASgEEhkKDG1heF9jb3N0X3VzZBgEIAEoAUgAiAEBEhIKCmlzX2NvdW50ZWQYBSABKAgSIQoFZXJyb3IYBiABKAsyEi5nb29nbGUucnBjLlN0YXR1c0IPCg1fbWF4X2Nvc3RfdXNkKoYBCg1Sb3V0aW5nUG9saWN5Eh4KGlJPVVRJTkdfUE9MSUNZX1VOU1BFQ0lGSUVEEAASGAoUUk9VVElOR19QT0xJQ1lfT1JERVIQARIeChpST1VUSU5HX1BPTElDWV9MT0NBTF9GSVJTVBACEhsKF1JPVVRJTkdfUE9MSUNZX0NIRUFQRVNUEAMqWQoKVG9vbENob2ljZRIbChdUT09MX0NIT0lDRV9VTlNQRUNJRklFRBAAEhQKEFRPT0xfQ0hPSUNFX05PTkUQARIYChRUT09MX0NIT0lDRV9SRVFVSVJFRBACKoEBChFTcGVjdWxhdGlvbk1ldGhvZBIiCh5TUEVDVUxBVElPTl9NRVRIT0RfVU5TUEVDSUZJRUQQABIkCiBTUEVDVUxBVElPTl9NRVRIT0RfUFJPTVBUX0xPT0tVUBABEiIKHlNQRUNVTEFUSU9OX01FVEhPRF9EUkFGVF9NT0RFTBACKnwKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEKo4CCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEEhcKE0ZJTklTSF9SRUFTT05fRVJST1IQBRIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAGEhoKFkZJTklTSF9SRUFTT05fVU5MSUtFTFkQBxIbChdGSU5JU0hfUkVBU09OX1VOQ0VSVEFJThAIKo4BCg1UcmFuc3BvcnRLaW5kEh4KGlRSQU5TUE9SVF9LSU5EX1VOU1BFQ0lGSUVEEAASHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfQ1BVEAESHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfR1BVEAISIQodVFJBTlNQT1JUX0tJTkRfUkVNT1RFX05FVFdPUksQAyqrAQoLUnVudGltZUtpbmQSHAoYUlVOVElNRV9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSUlVOVElNRV9LSU5EX0xPQ0FMEAESHAoYUlVOVElNRV9LSU5EX09QRU5BSV9DSEFUEAISIwofUlVOVElNRV9LSU5EX09QRU5BSV9DT01QTEVUSU9OUxADEiMKH1JVTlRJTUVfS0lORF9BTlRIUk9QSUNfTUVTU0FHRVMQBCp8CgxCcmVha2VyU3RhdGUSHQoZQlJFQUtFUl9TVEFURV9VTlNQRUNJRklFRBAAEhgKFEJSRUFLRVJfU1RBVEVfQ0xPU0VEEAESFgoSQlJFQUtFUl9TVEFURV9PUEVOEAISGwoXQlJFQUtFUl9TVEFURV9IQUxGX09QRU4QAzKGAwoSTW9kZWxSdW5uZXJTZXJ2aWNlEkAKB0V4ZWN1dGUSGC5xdWlyZS52MS5FeGVjdXRlUmVxdWVzdBoZLnF1aXJlLnYxLkV4ZWN1dGVSZXNwb25zZTABElYKD0NhbmNlbEV4ZWN1dGlvbhIgLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QaIS5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXNwb25zZRJNCgxMaXN0UnVudGltZXMSHS5xdWlyZS52MS5MaXN0UnVudGltZXNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVzcG9uc2USTQoMRXN0aW1hdGVDb3N0Eh0ucXVpcmUudjEuRXN0aW1hdGVDb3N0UmVxdWVzdBoeLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlc3BvbnNlEjgKBUVtYmVkEhYucXVpcmUudjEuRW1iZWRSZXF1ZXN0GhcucXVpcmUudjEuRW1iZWRSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
 
 /**
  * @generated from message quire.v1.ExecuteRequest
@@ -303,6 +303,14 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
    * @generated from field: repeated string bad_words = 27;
    */
   badWords: string[];
+
+  /**
+   * Divide each sample into text, thoughts and tool calls. Unset: what the model writes is its text. A provider divides
+   * them by itself.
+   *
+   * @generated from field: quire.v1.AnswerParts answer_parts = 28;
+   */
+  answerParts?: AnswerParts | undefined;
 };
 
 /**
@@ -311,6 +319,50 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
  */
 export const ExecuteItemSchema: GenMessage<ExecuteItem> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 1);
+
+/**
+ * How samples are divided. How the model writes thoughts and calls is seen in its chat template, or set by the
+ * server's `reasoning_parser` and `tool_call_parser`. A sample with a constraint has no thoughts: where the prompt
+ * begins them, they are ended there.
+ *
+ * @generated from message quire.v1.AnswerParts
+ */
+export type AnswerParts = Message<"quire.v1.AnswerParts"> & {
+  /**
+   * Unset: the model decides whether it calls tools.
+   *
+   * @generated from field: quire.v1.ToolChoice tool_choice = 1;
+   */
+  toolChoice: ToolChoice;
+
+  /**
+   * With TOOL_CHOICE_REQUIRED: the name of the function to call, once. Empty: any, one or several times.
+   *
+   * @generated from field: string function = 2;
+   */
+  function: string;
+
+  /**
+   * A sample has at most one call.
+   *
+   * @generated from field: bool single_call = 3;
+   */
+  singleCall: boolean;
+
+  /**
+   * As Chat.tools_json, for prompts that are no chat. Empty: those of the chat.
+   *
+   * @generated from field: string tools_json = 4;
+   */
+  toolsJson: string;
+};
+
+/**
+ * Describes the message quire.v1.AnswerParts.
+ * Use `create(AnswerPartsSchema)` to create a new message.
+ */
+export const AnswerPartsSchema: GenMessage<AnswerParts> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 2);
 
 /**
  * Drafts of the next tokens, which one step verifies together. How many are drafted at a time follows from how many
@@ -340,7 +392,7 @@ export type Speculation = Message<"quire.v1.Speculation"> & {
  * Use `create(SpeculationSchema)` to create a new message.
  */
 export const SpeculationSchema: GenMessage<Speculation> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 2);
+  messageDesc(file_quire_v1_runner, 3);
 
 /**
  * @generated from message quire.v1.TokenPrompt
@@ -359,7 +411,7 @@ export type TokenPrompt = Message<"quire.v1.TokenPrompt"> & {
  * Use `create(TokenPromptSchema)` to create a new message.
  */
 export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 3);
+  messageDesc(file_quire_v1_runner, 4);
 
 /**
  * Tokens to append to a cache, and to generate after. Each generated token is appended with the next step, so that the
@@ -404,7 +456,7 @@ export type CachePrompt = Message<"quire.v1.CachePrompt"> & {
  * Use `create(CachePromptSchema)` to create a new message.
  */
 export const CachePromptSchema: GenMessage<CachePrompt> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 4);
+  messageDesc(file_quire_v1_runner, 5);
 
 /**
  * @generated from message quire.v1.Chat
@@ -460,7 +512,7 @@ export type Chat = Message<"quire.v1.Chat"> & {
  * Use `create(ChatSchema)` to create a new message.
  */
 export const ChatSchema: GenMessage<Chat> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 5);
+  messageDesc(file_quire_v1_runner, 6);
 
 /**
  * @generated from message quire.v1.ChatMessage
@@ -514,7 +566,7 @@ export type ChatMessage = Message<"quire.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 6);
+  messageDesc(file_quire_v1_runner, 7);
 
 /**
  * A tool call. A stream sends it in parts: first the id and the name, then `arguments_json` in pieces.
@@ -553,7 +605,7 @@ export type ToolCall = Message<"quire.v1.ToolCall"> & {
  * Use `create(ToolCallSchema)` to create a new message.
  */
 export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 7);
+  messageDesc(file_quire_v1_runner, 8);
 
 /**
  * A constraint on the generated text. Only tokens that can lead to an allowed text are sampled.
@@ -605,7 +657,7 @@ export type Constraint = Message<"quire.v1.Constraint"> & {
  * Use `create(ConstraintSchema)` to create a new message.
  */
 export const ConstraintSchema: GenMessage<Constraint> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 8);
+  messageDesc(file_quire_v1_runner, 9);
 
 /**
  * How much of a sample the client has received.
@@ -636,7 +688,7 @@ export type SampleProgress = Message<"quire.v1.SampleProgress"> & {
  * Use `create(SampleProgressSchema)` to create a new message.
  */
 export const SampleProgressSchema: GenMessage<SampleProgress> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 9);
+  messageDesc(file_quire_v1_runner, 10);
 
 /**
  * @generated from message quire.v1.ExecuteResponse
@@ -661,7 +713,7 @@ export type ExecuteResponse = Message<"quire.v1.ExecuteResponse"> & {
  * Use `create(ExecuteResponseSchema)` to create a new message.
  */
 export const ExecuteResponseSchema: GenMessage<ExecuteResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 10);
+  messageDesc(file_quire_v1_runner, 11);
 
 /**
  * The accepted execution and the chosen runtime.
@@ -720,7 +772,7 @@ export type ExecutionStarted = Message<"quire.v1.ExecutionStarted"> & {
  * Use `create(ExecutionStartedSchema)` to create a new message.
  */
 export const ExecutionStartedSchema: GenMessage<ExecutionStarted> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 11);
+  messageDesc(file_quire_v1_runner, 12);
 
 /**
  * The next part of one sample. The last chunk of a sample has a finish_reason.
@@ -753,7 +805,9 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
   tokenIds: number[];
 
   /**
-   * Whole characters only. A possible beginning of a stop text is held back until it is known whether it is one.
+   * Whole characters only. A possible beginning of a stop text is held back until it is known whether it is one. With
+   * ExecuteItem.answer_parts without thoughts and calls; parts of calls that earlier chunks have begun come before it, other
+   * calls after it.
    *
    * @generated from field: string text = 5;
    */
@@ -828,6 +882,21 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
    * @generated from field: optional uint64 weights_version = 15;
    */
   weightsVersion?: bigint | undefined;
+
+  /**
+   * More of the thoughts, with ExecuteItem.answer_parts. They come before `text`.
+   *
+   * @generated from field: string reasoning_content = 16;
+   */
+  reasoningContent: string;
+
+  /**
+   * Calls that turned out to be malformed, or were cut off, by their indexes: all the text of each. They are no calls, and
+   * what was sent of their arguments is no JSON.
+   *
+   * @generated from field: map<uint32, string> malformed_calls = 17;
+   */
+  malformedCalls: { [key: number]: string };
 };
 
 /**
@@ -835,7 +904,7 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
  * Use `create(SampleChunkSchema)` to create a new message.
  */
 export const SampleChunkSchema: GenMessage<SampleChunk> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 12);
+  messageDesc(file_quire_v1_runner, 13);
 
 /**
  * Hidden states of the row that a token was chosen from.
@@ -856,7 +925,7 @@ export type TokenHidden = Message<"quire.v1.TokenHidden"> & {
  * Use `create(TokenHiddenSchema)` to create a new message.
  */
 export const TokenHiddenSchema: GenMessage<TokenHidden> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 13);
+  messageDesc(file_quire_v1_runner, 14);
 
 /**
  * @generated from message quire.v1.TokenLogprob
@@ -896,7 +965,7 @@ export type TokenLogprob = Message<"quire.v1.TokenLogprob"> & {
  * Use `create(TokenLogprobSchema)` to create a new message.
  */
 export const TokenLogprobSchema: GenMessage<TokenLogprob> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 14);
+  messageDesc(file_quire_v1_runner, 15);
 
 /**
  * @generated from message quire.v1.Usage
@@ -913,7 +982,7 @@ export type Usage = Message<"quire.v1.Usage"> & {
   outputTokens: number;
 
   /**
-   * The output tokens that the provider does not return.
+   * The output tokens of thoughts: with ExecuteItem.answer_parts, or those that a provider does not return.
    *
    * @generated from field: uint32 reasoning_tokens = 3;
    */
@@ -951,7 +1020,7 @@ export type Usage = Message<"quire.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 15);
+  messageDesc(file_quire_v1_runner, 16);
 
 /**
  * A provider's rate limits and the remaining budget. Unset: no limit.
@@ -997,7 +1066,7 @@ export type RateLimits = Message<"quire.v1.RateLimits"> & {
  * Use `create(RateLimitsSchema)` to create a new message.
  */
 export const RateLimitsSchema: GenMessage<RateLimits> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 16);
+  messageDesc(file_quire_v1_runner, 17);
 
 /**
  * US dollars per million tokens.
@@ -1028,7 +1097,7 @@ export type TokenPrices = Message<"quire.v1.TokenPrices"> & {
  * Use `create(TokenPricesSchema)` to create a new message.
  */
 export const TokenPricesSchema: GenMessage<TokenPrices> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 17);
+  messageDesc(file_quire_v1_runner, 18);
 
 /**
  * @generated from message quire.v1.Runtime
@@ -1107,7 +1176,7 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
  * Use `create(RuntimeSchema)` to create a new message.
  */
 export const RuntimeSchema: GenMessage<Runtime> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 18);
+  messageDesc(file_quire_v1_runner, 19);
 
 /**
  * @generated from message quire.v1.CancelExecutionRequest
@@ -1124,7 +1193,7 @@ export type CancelExecutionRequest = Message<"quire.v1.CancelExecutionRequest"> 
  * Use `create(CancelExecutionRequestSchema)` to create a new message.
  */
 export const CancelExecutionRequestSchema: GenMessage<CancelExecutionRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 19);
+  messageDesc(file_quire_v1_runner, 20);
 
 /**
  * @generated from message quire.v1.CancelExecutionResponse
@@ -1144,7 +1213,7 @@ export type CancelExecutionResponse = Message<"quire.v1.CancelExecutionResponse"
  * Use `create(CancelExecutionResponseSchema)` to create a new message.
  */
 export const CancelExecutionResponseSchema: GenMessage<CancelExecutionResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 20);
+  messageDesc(file_quire_v1_runner, 21);
 
 /**
  * @generated from message quire.v1.ListRuntimesRequest
@@ -1157,7 +1226,7 @@ export type ListRuntimesRequest = Message<"quire.v1.ListRuntimesRequest"> & {
  * Use `create(ListRuntimesRequestSchema)` to create a new message.
  */
 export const ListRuntimesRequestSchema: GenMessage<ListRuntimesRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 21);
+  messageDesc(file_quire_v1_runner, 22);
 
 /**
  * @generated from message quire.v1.ListRuntimesResponse
@@ -1174,7 +1243,7 @@ export type ListRuntimesResponse = Message<"quire.v1.ListRuntimesResponse"> & {
  * Use `create(ListRuntimesResponseSchema)` to create a new message.
  */
 export const ListRuntimesResponseSchema: GenMessage<ListRuntimesResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 22);
+  messageDesc(file_quire_v1_runner, 23);
 
 /**
  * @generated from message quire.v1.EmbedRequest
@@ -1225,7 +1294,7 @@ export type EmbedRequest = Message<"quire.v1.EmbedRequest"> & {
  * Use `create(EmbedRequestSchema)` to create a new message.
  */
 export const EmbedRequestSchema: GenMessage<EmbedRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 23);
+  messageDesc(file_quire_v1_runner, 24);
 
 /**
  * @generated from message quire.v1.EmbedInput
@@ -1256,7 +1325,7 @@ export type EmbedInput = Message<"quire.v1.EmbedInput"> & {
  * Use `create(EmbedInputSchema)` to create a new message.
  */
 export const EmbedInputSchema: GenMessage<EmbedInput> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 24);
+  messageDesc(file_quire_v1_runner, 25);
 
 /**
  * @generated from message quire.v1.EmbedResponse
@@ -1275,7 +1344,7 @@ export type EmbedResponse = Message<"quire.v1.EmbedResponse"> & {
  * Use `create(EmbedResponseSchema)` to create a new message.
  */
 export const EmbedResponseSchema: GenMessage<EmbedResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 25);
+  messageDesc(file_quire_v1_runner, 26);
 
 /**
  * @generated from message quire.v1.Embedding
@@ -1306,7 +1375,7 @@ export type Embedding = Message<"quire.v1.Embedding"> & {
  * Use `create(EmbeddingSchema)` to create a new message.
  */
 export const EmbeddingSchema: GenMessage<Embedding> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 26);
+  messageDesc(file_quire_v1_runner, 27);
 
 /**
  * @generated from message quire.v1.EstimateCostRequest
@@ -1330,7 +1399,7 @@ export type EstimateCostRequest = Message<"quire.v1.EstimateCostRequest"> & {
  * Use `create(EstimateCostRequestSchema)` to create a new message.
  */
 export const EstimateCostRequestSchema: GenMessage<EstimateCostRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 27);
+  messageDesc(file_quire_v1_runner, 28);
 
 /**
  * @generated from message quire.v1.EstimateCostResponse
@@ -1347,7 +1416,7 @@ export type EstimateCostResponse = Message<"quire.v1.EstimateCostResponse"> & {
  * Use `create(EstimateCostResponseSchema)` to create a new message.
  */
 export const EstimateCostResponseSchema: GenMessage<EstimateCostResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 28);
+  messageDesc(file_quire_v1_runner, 29);
 
 /**
  * The maximum cost of a batch on one runtime.
@@ -1399,7 +1468,7 @@ export type CostEstimate = Message<"quire.v1.CostEstimate"> & {
  * Use `create(CostEstimateSchema)` to create a new message.
  */
 export const CostEstimateSchema: GenMessage<CostEstimate> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 29);
+  messageDesc(file_quire_v1_runner, 30);
 
 /**
  * How a runtime is chosen for a request that does not name one.
@@ -1441,6 +1510,37 @@ export const RoutingPolicySchema: GenEnum<RoutingPolicy> = /*@__PURE__*/
   enumDesc(file_quire_v1_runner, 0);
 
 /**
+ * @generated from enum quire.v1.ToolChoice
+ */
+export enum ToolChoice {
+  /**
+   * @generated from enum value: TOOL_CHOICE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The prompt has no tools, and what looks like a call is text.
+   *
+   * @generated from enum value: TOOL_CHOICE_NONE = 1;
+   */
+  NONE = 1,
+
+  /**
+   * A sample is one call or several, each valid under the schema of its function, by a grammar in place of the item's
+   * constraint. At most 64 KiB of schemas for the server's own workers. Also of a model whose chat template knows no tools.
+   *
+   * @generated from enum value: TOOL_CHOICE_REQUIRED = 2;
+   */
+  REQUIRED = 2,
+}
+
+/**
+ * Describes the enum quire.v1.ToolChoice.
+ */
+export const ToolChoiceSchema: GenEnum<ToolChoice> = /*@__PURE__*/
+  enumDesc(file_quire_v1_runner, 1);
+
+/**
  * @generated from enum quire.v1.SpeculationMethod
  */
 export enum SpeculationMethod {
@@ -1470,7 +1570,7 @@ export enum SpeculationMethod {
  * Describes the enum quire.v1.SpeculationMethod.
  */
 export const SpeculationMethodSchema: GenEnum<SpeculationMethod> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 1);
+  enumDesc(file_quire_v1_runner, 2);
 
 /**
  * @generated from enum quire.v1.ChatRole
@@ -1506,7 +1606,7 @@ export enum ChatRole {
  * Describes the enum quire.v1.ChatRole.
  */
 export const ChatRoleSchema: GenEnum<ChatRole> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 2);
+  enumDesc(file_quire_v1_runner, 3);
 
 /**
  * @generated from enum quire.v1.FinishReason
@@ -1576,7 +1676,7 @@ export enum FinishReason {
  * Describes the enum quire.v1.FinishReason.
  */
 export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 3);
+  enumDesc(file_quire_v1_runner, 4);
 
 /**
  * Of workers until the first one is ready: where they are expected to compute. Unset: workers of other hosts, of which
@@ -1610,7 +1710,7 @@ export enum TransportKind {
  * Describes the enum quire.v1.TransportKind.
  */
 export const TransportKindSchema: GenEnum<TransportKind> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 4);
+  enumDesc(file_quire_v1_runner, 5);
 
 /**
  * @generated from enum quire.v1.RuntimeKind
@@ -1654,7 +1754,7 @@ export enum RuntimeKind {
  * Describes the enum quire.v1.RuntimeKind.
  */
 export const RuntimeKindSchema: GenEnum<RuntimeKind> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 5);
+  enumDesc(file_quire_v1_runner, 6);
 
 /**
  * @generated from enum quire.v1.BreakerState
@@ -1689,7 +1789,7 @@ export enum BreakerState {
  * Describes the enum quire.v1.BreakerState.
  */
 export const BreakerStateSchema: GenEnum<BreakerState> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 6);
+  enumDesc(file_quire_v1_runner, 7);
 
 /**
  * Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control
