@@ -23,7 +23,7 @@ from service.errors import (
 from service.logging import get_logger
 from service.text import tasks
 from service.text.bounded_json import check_chat
-from service.text.chat_template import ChatTemplates
+from service.text.chat_template import ChatTemplates, TemplateError
 from service.text.chats import prompt_of
 from service.text.constraints import Constraints, Matcher
 from service.text.task_pool import TaskPool
@@ -106,6 +106,15 @@ class TextModel:
         text = await prompt_of(self._templates, template, chat, self._tenant())
         # The template has written the special tokens.
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
+
+    async def encode_pair(self, query: str, document: str, *, max_tokens: int, field: str) -> Sequence[int]:
+        """The tokens of a query and a document, as the template of a cross-encoder has them. As `encode`."""
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        try:
+            text = await self._templates.render(self._ready().chat_template, messages, tenant=self._tenant())
+        except TemplateError as error:
+            raise InvalidArgument("BAD_CHAT", field, str(error)) from None
+        return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field=field)
 
     async def constraint(
         self, kind: str, grammar: str, end_ids: frozenset[int], vocab_size: int

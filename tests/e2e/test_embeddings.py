@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.chat_templates import byte_tokenizer
 from tests.e2e.test_openai import HttpGateway
-from tests.model_factory import TinyModel, hf_states, make_model
+from tests.model_factory import TinyModel, hf_logits, hf_states, make_model
 
 # Longer ones than a step, so that chunks are pooled; 1 is the shortest.
 STEP_TOKENS, PAGES = 32, 512
@@ -178,6 +178,52 @@ def test_documents_are_ordered_by_their_cosine(served: tuple[HttpGateway, str]) 
         ):
             answer = http.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), path
+
+
+# As that of Qwen3-Reranker, with the names of roles that sentence-transformers and vLLM have.
+RERANKER = (
+    "{% for role in ('query', 'document') %}<{{ role }}>"
+    "{{ messages | selectattr('role', 'eq', role) | map(attribute='content') | first }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Yes or no?{% endif %}"
+)
+YES, NO = 57, 45
+
+
+def test_a_model_that_reads_both_texts(tmp_path: Path) -> None:
+    """How likely it says yes, as the logits of the transformers library have it."""
+    directory = make_model(tmp_path / "judge", TinyModel(vocab_size=300))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), chat_template=RERANKER)  # type: ignore[no-untyped-call]
+    tokenizer.save_pretrained(directory)
+    types = [f"sentence_transformers.{name}" for name in ("Transformer", "cross_encoder.LogitScore")]
+    paths = ["", "1_LogitScore"]
+    modules = [{"idx": n, "path": paths[n], "type": types[n]} for n in range(2)]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / paths[1]).mkdir()
+    settings = directory / paths[1] / "config.json"
+    settings.write_text(json.dumps({"true_token_id": YES, "false_token_id": NO}))
+    documents, wanted = TEXTS[:4], list[float]()
+    for document in documents:
+        prompt = f"<query>fox\n<document>{document}\nYes or no?"
+        logits = hf_logits(directory, byte_tokenizer().encode(prompt).ids)[-1]
+        wanted.append(torch.sigmoid(logits[YES] - logits[NO]).item())
+    flags = ["--dtype", "float32", "--kv-pages", str(PAGES), "--openai-listen", "127.0.0.1:0"]
+    with (
+        HttpGateway(model=str(directory), flags=flags) as gateway,
+        httpx2.Client(base_url=f"http://127.0.0.1:{gateway.port}", timeout=60) as http,
+    ):
+        asked: dict[str, Any] = {"model": "local", "query": "fox", "documents": documents}
+        answer = http.post("/v1/rerank", json=asked).json()
+        found = {each["index"]: each["relevance_score"] for each in answer["results"]}
+        assert [found[n] for n in range(len(wanted))] == pytest.approx(wanted, abs=1e-5)
+        assert list(found) == sorted(found, key=lambda index: -wanted[index])
+        assert answer["usage"]["prompt_tokens"] > sum(map(len, documents))
+        texts = {"model": "local", "text_1": ["fox"] * 4, "text_2": documents}
+        scores = http.post("/score", json=texts).json()["data"]
+        assert [each["score"] for each in scores] == [found[n] for n in range(len(wanted))]
+        long = http.post("/rerank", json={**asked, "documents": ["a", "b" * 2_000]})
+        assert (long.status_code, long.json()["error"]["param"]) == (400, "documents[1]")
+        refused = http.post("/v1/embeddings", json={"model": "local", "input": "a"})
+        assert f"LogitScore:{YES}:{NO}" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,16 @@ _MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
+# Of models that read two texts and say whether one answers the other.
+_LOGITS = "LogitScore"
 # Whoever asks for a vector says whether its length is 1.
 _WITHOUT_EFFECT = ("Transformer", "Normalize")
 
 
 def read_pooling(directory: Path) -> str:
     """The pooling that a model's files name, with what follows it after a plus sign: "mean+Dense".
+
+    Of a cross-encoder "LogitScore", and behind colons its tokens for yes and for no.
 
     Empty: they name none. "unknown", with a warning in the log: they cannot be read.
     """
@@ -55,13 +59,16 @@ def _named(directory: Path, module: object) -> str:
     kind = str(module["type"]).rpartition(".")[2]
     if kind in _WITHOUT_EFFECT:
         return ""
-    if kind != "Pooling":
+    if kind not in ("Pooling", _LOGITS):
         return kind
     path = module.get("path")
     if not isinstance(path, str) or Path(path).name != path:
         raise ModelError("a module has no directory below the model's")
     file = directory / path / "config.json"
     settings = parse_object(read_file(file, _MAX_FILE_BYTES), file)
+    if kind == _LOGITS:
+        ids = [settings.get(name) for name in ("true_token_id", "false_token_id")]
+        return ":".join([kind, *(str(each) for each in ids if isinstance(each, int))])
     if isinstance(settings.get("pooling_mode"), str):
         return str(settings["pooling_mode"])
     return "+".join(name for mode, name in _MODES.items() if settings.get(mode) is True)

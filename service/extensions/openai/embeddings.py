@@ -1,6 +1,7 @@
 """OpenAI's /v1/embeddings, and with them what Jina, Cohere and vLLM have to compare texts: rerank and score.
 
-All are one Embed. Two texts are as similar as the cosine of their vectors.
+Two texts are as similar as the cosine of their vectors, of one Embed; or, by a model that reads both of them
+(`cross_encoder`), as likely as it says yes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.server_state import ServerState
 from service.errors import InvalidArgument, SequenceTooLong
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.cross_encoder import CrossEncoder
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.generation import JSON, ForwardContext, ResponseBody, until_disconnected
 from service.extensions.openai.models import Models
@@ -29,8 +31,8 @@ from service.runtimes.embedding import MAX_INPUTS, Embedder
 
 # The parts of a JSON text. Others run between two: some are empty, behind what takes long.
 Pieces: TypeAlias = Iterator[str]
-# An answer's pieces, once the vectors are there.
-Answer: TypeAlias = Callable[[Sequence[runner_pb2.Embedding]], Pieces]
+# An answer's pieces, once the vectors and the scores of pairs are there.
+Answer: TypeAlias = Callable[[Sequence[runner_pb2.Embedding], Iterable[float]], Pieces]
 _FORMATS = ("float", "base64")
 
 
@@ -41,11 +43,13 @@ class EmbeddingRequest:
     Attributes:
         names: Of the request's fields that have the inputs, by their index.
         answer: Makes the answer of the vectors.
+        pairs: Which inputs are compared.
     """
 
     embed: runner_pb2.EmbedRequest
     names: Sequence[str]
     answer: Answer
+    pairs: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +60,7 @@ class EmbeddingHandler:
     models: Models
     state: ServerState
     embedder: Embedder
+    cross_encoder: CrossEncoder
     body_reader: BodyReader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,13 +73,17 @@ class EmbeddingHandler:
         request = self.parse(Fields(value), self.models)
         with ForwardContext() as context:
             try:
-                response = await self.embedder.embed(request.embed, context)
+                if request.pairs and self.cross_encoder.is_served:
+                    found, scores = await self.cross_encoder.judge(request.embed, request.pairs, context)
+                else:
+                    found = (await self.embedder.embed(request.embed, context)).embeddings
+                    scores = (_cosine(found[one], found[other]) for one, other in request.pairs)
             except InvalidArgument as error:
                 raise InvalidArgument(error.reason, _param(error.field, request), error.message) from None
             except SequenceTooLong as error:
                 raise SequenceTooLong(error.wanted, error.limit, _param(error.field, request)) from None
             body = ResponseBody(send, [JSON])
-            await body.write(request.answer(response.embeddings))
+            await body.write(request.answer(found, scores))
             await body.end()
 
 
@@ -97,7 +106,7 @@ def embeddings(fields: Fields, models: Models) -> EmbeddingRequest:
     is_list = isinstance(fields.raw("input"), list) and not isinstance(fields.raw("input")[0], int)
     names = [f"input[{index}]" if is_list else "input" for index in range(len(given))]
 
-    def answer(found: Sequence[runner_pb2.Embedding]) -> Pieces:
+    def answer(found: Sequence[runner_pb2.Embedding], _: Iterable[float]) -> Pieces:
         yield f'{{"object":"list","model":{json.dumps(model)},"data":['
         for index, each in enumerate(found):
             vector = json.dumps(_base64(each.values)) if encoding == "base64" else _numbers(each.values)
@@ -124,10 +133,10 @@ def rerank(fields: Fields, models: Models) -> EmbeddingRequest:
     fields.refuse_others(IGNORED)
     names = ["query", *(f"documents[{index}]" for index in range(len(documents)))]
 
-    def answer(found: Sequence[runner_pb2.Embedding]) -> Pieces:
+    def answer(found: Sequence[runner_pb2.Embedding], each_score: Iterable[float]) -> Pieces:
         scores = list[float]()
-        for each in found[1:]:
-            scores.append(_cosine(found[0], each))
+        for each in each_score:
+            scores.append(each)
             yield ""
         yield f'{{"id":"rerank-{uuid.uuid4().hex}","model":{json.dumps(model)},"results":['
         for place, index in enumerate(sorted(range(len(scores)), key=lambda at: -scores[at])[:most]):
@@ -136,7 +145,7 @@ def rerank(fields: Fields, models: Models) -> EmbeddingRequest:
             yield ("," if place else "") + json.dumps(result)
         yield f'],"usage":{json.dumps(_usage(found))}}}'
 
-    return EmbeddingRequest(embed, names, answer)
+    return EmbeddingRequest(embed, names, answer, [(0, index) for index in range(1, len(texts))])
 
 
 def score(fields: Fields, models: Models) -> EmbeddingRequest:
@@ -150,17 +159,16 @@ def score(fields: Fields, models: Models) -> EmbeddingRequest:
     names = [f"text_1[{index}]" for index in range(len(left))]
     names += [f"text_2[{index}]" for index in range(len(right))]
 
-    def answer(found: Sequence[runner_pb2.Embedding]) -> Pieces:
-        firsts, seconds = found[: len(left)], found[len(left) :]
+    def answer(found: Sequence[runner_pb2.Embedding], scores: Iterable[float]) -> Pieces:
         head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
         yield json.dumps({**head, "model": model})[:-1] + ',"data":['
-        for index, each in enumerate(seconds):
-            similarity = _cosine(firsts[index % len(firsts)], each)
+        for index, similarity in enumerate(scores):
             comma = "," if index else ""
             yield comma + json.dumps({"index": index, "object": "score", "score": similarity})
         yield f'],"usage":{json.dumps(_usage(found))}}}'
 
-    return EmbeddingRequest(embed, names, answer)
+    pairs = [(index % len(left), len(left) + index) for index in range(len(right))]
+    return EmbeddingRequest(embed, names, answer, pairs)
 
 
 def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str, int]:

@@ -21,6 +21,7 @@ from service.extensions.http.server import HttpServer
 from service.extensions.openai import page, requests
 from service.extensions.openai.anthropic_messages import MessageResponse, messages
 from service.extensions.openai.bodies import BodyReader
+from service.extensions.openai.cross_encoder import CrossEncoder
 from service.extensions.openai.embeddings import EmbeddingHandler, embeddings, rerank, score
 from service.extensions.openai.generate import GenerateResponse, generate
 from service.extensions.openai.generation import CompletionHandler
@@ -80,7 +81,8 @@ class OpenAiFront(Extension):
         shared = parts.runner.executions, self._models, self._state, text, self.bodies, parts.api.Forward
         by_tokens = GenerateResponse, False
         tokens = Tokens(self._models, self._state, text)
-        embedder = Embedder(self._state, text, parts.api.BatchForward)
+        of_texts = self._state, text, parts.api.BatchForward
+        embedder, cross_encoder = Embedder(*of_texts), CrossEncoder(*of_texts)
         comparing = {
             "/v1/embeddings": embeddings,
             **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
@@ -118,7 +120,7 @@ class OpenAiFront(Extension):
             *(
                 Route(
                     path,
-                    EmbeddingHandler(parse, self._models, self._state, embedder, self.bodies),
+                    EmbeddingHandler(parse, self._models, self._state, embedder, cross_encoder, self.bodies),
                     methods=["POST"],
                 )
                 for path, parse in comparing.items()

@@ -24,12 +24,16 @@ def test_others_run_while_documents_are_compared() -> None:
     documents = [str(index) for index in range(NUM)]
     body = {"model": "m", "query": "q", "documents": documents, "top_n": 3}
     request = rerank(Fields(body), LOCAL)
-    found = [runner_pb2.Embedding(values=[rng.random(), rng.random()]) for _ in range(NUM + 1)]
-    pieces = list(request.answer(found))
+    vectors = [runner_pb2.Embedding(values=[rng.random(), rng.random()]) for _ in range(NUM + 1)]
+    cosines = (
+        sum(a * b for a, b in zip(vectors[one].values, vectors[other].values, strict=True))
+        for one, other in request.pairs
+    )
+    pieces = list(request.answer(vectors, cosines))
     assert len(pieces) > NUM, "the event loop has a chance between two"
     results = json.loads("".join(pieces))["results"]
-    query = found[0].values
+    query = vectors[0].values
     best = sorted(
-        range(NUM), key=lambda at: -sum(a * b for a, b in zip(query, found[at + 1].values, strict=True))
+        range(NUM), key=lambda at: -sum(a * b for a, b in zip(query, vectors[at + 1].values, strict=True))
     )
     assert [each["index"] for each in results] == best[:3]

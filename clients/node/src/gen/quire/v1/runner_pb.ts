@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file quire/v1/runner.proto.
  */
 export const file_quire_v1_runner: GenFile = /*@__PURE__*/
-  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCKvBgoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEiYKBWNhY2hlGBQgASgLMhUucXVpcmUudjEuQ2FjaGVQcm9tcHRIABIqCghzYW1wbGluZxgFIAEoCzIYLnF1aXJlLnYxLlNhbXBsaW5nUGFyYW1zEhIKCm1heF90b2tlbnMYBiABKA0SDAoEc3RvcBgHIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgIIAMoDRISCgppZ25vcmVfZW9zGAkgASgIEhAKCGxvZ3Byb2JzGAogASgIEhQKDHRvcF9sb2dwcm9icxgLIAEoDRIJCgFuGAwgASgNEigKCmNvbnN0cmFpbnQYDSABKAsyFC5xdWlyZS52MS5Db25zdHJhaW50EhMKC3Rva2Vuc19vbmx5GA4gASgIEioKB3RpbWVvdXQYDyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoMbWF4X2Nvc3RfdXNkGBAgASgBSAGIAQESEgoKYWRhcHRlcl9pZBgRIAEoCRIYChBzYW1wbGVkX2xvZ3Byb2JzGBIgASgIEhIKCmNhY2hlX3NhbHQYEyABKAkSGAoLbWluX2xvZ3Byb2IYFSABKAJIAogBARImCgZoaWRkZW4YFiABKAsyFi5xdWlyZS52MS5IaWRkZW5TdGF0ZXMSKgoLc3BlY3VsYXRpb24YFyABKAsyFS5xdWlyZS52MS5TcGVjdWxhdGlvbhIYCgttYXhfZW50cm9weRgYIAEoAkgDiAEBEh4KFnNwZWNpYWxfdG9rZW5zX2luX3RleHQYGSABKAgSEgoKbWluX3Rva2VucxgaIAEoDRIRCgliYWRfd29yZHMYGyADKAkSDwoHZXhwZXJ0cxgcIAEoCEIICgZwcm9tcHRCDwoNX21heF9jb3N0X3VzZEIOCgxfbWluX2xvZ3Byb2JCDgoMX21heF9lbnRyb3B5Im4KC1NwZWN1bGF0aW9uEisKBm1ldGhvZBgBIAEoDjIbLnF1aXJlLnYxLlNwZWN1bGF0aW9uTWV0aG9kEh0KEG1heF9kcmFmdF90b2tlbnMYAiABKA1IAIgBAUITChFfbWF4X2RyYWZ0X3Rva2VucyIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVgoLQ2FjaGVQcm9tcHQSEAoIY2FjaGVfaWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygNEhUKCHBvc2l0aW9uGAMgASgNSACIAQFCCwoJX3Bvc2l0aW9uIqwBCgRDaGF0EicKCG1lc3NhZ2VzGAEgAygLMhUucXVpcmUudjEuQ2hhdE1lc3NhZ2USEAoIdGVtcGxhdGUYAiABKAkSEgoKdG9vbHNfanNvbhgDIAEoCRIWCg52YXJpYWJsZXNfanNvbhgEIAEoCRIdChVjb250aW51ZV9sYXN0X21lc3NhZ2UYBSABKAgSHgoWb21pdF9nZW5lcmF0aW9uX3Byb21wdBgGIAEoCCLTAQoLQ2hhdE1lc3NhZ2USIAoEcm9sZRgBIAEoDjISLnF1aXJlLnYxLkNoYXRSb2xlEhQKB2NvbnRlbnQYAiABKAlIAIgBARImCgp0b29sX2NhbGxzGAMgAygLMhIucXVpcmUudjEuVG9vbENhbGwSFAoMdG9vbF9jYWxsX2lkGAQgASgJEgwKBG5hbWUYBSABKAkSHgoRcmVhc29uaW5nX2NvbnRlbnQYBiABKAlIAYgBAUIKCghfY29udGVudEIUChJfcmVhc29uaW5nX2NvbnRlbnQiSwoIVG9vbENhbGwSDQoFaW5kZXgYASABKA0SCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIWCg5hcmd1bWVudHNfanNvbhgEIAEoCSJxCgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASIwoEbWFzaxgEIAEoCzITLnF1aXJlLnYxLlRva2VuTWFza0gAQgYKBGtpbmQiQwoOU2FtcGxlUHJvZ3Jlc3MSDwoHaXRlbV9pZBgBIAEoCRIOCgZzYW1wbGUYAiABKA0SEAoIcG9zaXRpb24YAyABKA0iZQoPRXhlY3V0ZVJlc3BvbnNlEisKB3N0YXJ0ZWQYASABKAsyGi5xdWlyZS52MS5FeGVjdXRpb25TdGFydGVkEiUKBmNodW5rcxgCIAMoCzIVLnF1aXJlLnYxLlNhbXBsZUNodW5rIsgBChBFeGVjdXRpb25TdGFydGVkEhIKCnJlcXVlc3RfaWQYASABKAkSDwoHcnVudGltZRgCIAEoCRI0Cg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmRIAIgBARIOCgZyZWFzb24YBCABKAkSEAoIbW9kZWxfaWQYBSABKAkSEwoLZmluZ2VycHJpbnQYBiABKAkSDwoHcmVzdW1lZBgHIAEoCEIRCg9fdHJhbnNwb3J0X2tpbmQi8AMKC1NhbXBsZUNodW5rEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNEhEKCXRva2VuX2lkcxgEIAMoDRIMCgR0ZXh0GAUgASgJEigKCGxvZ3Byb2JzGAYgAygLMhYucXVpcmUudjEuVG9rZW5Mb2dwcm9iEiYKCnRvb2xfY2FsbHMYByADKAsyEi5xdWlyZS52MS5Ub29sQ2FsbBIyCg1maW5pc2hfcmVhc29uGAggASgOMhYucXVpcmUudjEuRmluaXNoUmVhc29uSACIAQESDAoEc3RvcBgJIAEoCRIhCgVlcnJvchgKIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzEh4KBXVzYWdlGAsgASgLMg8ucXVpcmUudjEuVXNhZ2USDwoHcnVudGltZRgMIAEoCRIpCghrdl9jYWNoZRgNIAEoCzIXLnF1aXJlLnYxLkt2Q2FjaGVIYW5kbGUSJQoGaGlkZGVuGA4gAygLMhUucXVpcmUudjEuVG9rZW5IaWRkZW4SHAoPd2VpZ2h0c192ZXJzaW9uGA8gASgESAGIAQESDwoHZXhwZXJ0cxgQIAMoDEIQCg5fZmluaXNoX3JlYXNvbkISChBfd2VpZ2h0c192ZXJzaW9uIi8KC1Rva2VuSGlkZGVuEiAKBnN0YXRlcxgBIAMoCzIQLnF1aXJlLnYxLlRlbnNvciKwAQoMVG9rZW5Mb2dwcm9iEhQKB2xvZ3Byb2IYASABKAJIAIgBARIiCgN0b3AYAiABKAsyFS5xdWlyZS52MS5Ub3BMb2dwcm9icxIcCg9zYW1wbGVkX2xvZ3Byb2IYAyABKAJIAYgBARIYCgt0ZXh0X29mZnNldBgEIAEoDUgCiAEBQgoKCF9sb2dwcm9iQhIKEF9zYW1wbGVkX2xvZ3Byb2JCDgoMX3RleHRfb2Zmc2V0Ir4BCgVVc2FnZRIUCgxpbnB1dF90b2tlbnMYASABKA0SFQoNb3V0cHV0X3Rva2VucxgCIAEoDRIYChByZWFzb25pbmdfdG9rZW5zGAMgASgNEhUKDWNhY2hlZF90b2tlbnMYBCABKA0SFQoIY29zdF91c2QYBSABKAFIAIgBARIUCgxkcmFmdF90b2tlbnMYBiABKA0SHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGAcgASgNQgsKCV9jb3N0X3VzZCKVAgoKUmF0ZUxpbWl0cxIgChNyZXF1ZXN0c19wZXJfbWludXRlGAEgASgBSACIAQESHgoRdG9rZW5zX3Blcl9taW51dGUYAiABKAFIAYgBARIbCg5tYXhfY29uY3VycmVudBgDIAEoDUgCiAEBEhoKDXJlcXVlc3RzX2xlZnQYBCABKAFIA4gBARIYCgt0b2tlbnNfbGVmdBgFIAEoAUgEiAEBEg8KB3J1bm5pbmcYBiABKA1CFgoUX3JlcXVlc3RzX3Blcl9taW51dGVCFAoSX3Rva2Vuc19wZXJfbWludXRlQhEKD19tYXhfY29uY3VycmVudEIQCg5fcmVxdWVzdHNfbGVmdEIOCgxfdG9rZW5zX2xlZnQiaAoLVG9rZW5QcmljZXMSEQoJaW5wdXRfdXNkGAEgASgBEhIKCm91dHB1dF91c2QYAiABKAESHQoQY2FjaGVkX2lucHV0X3VzZBgDIAEoAUgAiAEBQhMKEV9jYWNoZWRfaW5wdXRfdXNkIvcCCgdSdW50aW1lEgwKBG5hbWUYASABKAkSKwoMcnVudGltZV9raW5kGAIgASgOMhUucXVpcmUudjEuUnVudGltZUtpbmQSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESEAoIcHJvdmlkZXIYBCABKAkSEAoIbW9kZWxfaWQYBSABKAkSEwoLZmluZ2VycHJpbnQYBiABKAkSKQoLcmF0ZV9saW1pdHMYByABKAsyFC5xdWlyZS52MS5SYXRlTGltaXRzEiwKB2JyZWFrZXIYCCABKA4yFi5xdWlyZS52MS5CcmVha2VyU3RhdGVIAYgBARIlCgZwcmljZXMYCSABKAsyFS5xdWlyZS52MS5Ub2tlblByaWNlcxIPCgd0cm91YmxlGAogASgJEhIKCmV4ZWN1dGlvbnMYCyABKA1CEQoPX3RyYW5zcG9ydF9raW5kQgoKCF9icmVha2VyIiwKFkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSIsChdDYW5jZWxFeGVjdXRpb25SZXNwb25zZRIRCgljYW5jZWxsZWQYASABKAgiFQoTTGlzdFJ1bnRpbWVzUmVxdWVzdCI7ChRMaXN0UnVudGltZXNSZXNwb25zZRIjCghydW50aW1lcxgBIAMoCzIRLnF1aXJlLnYxLlJ1bnRpbWUiwAEKDEVtYmVkUmVxdWVzdBIkCgZpbnB1dHMYASADKAsyFC5xdWlyZS52MS5FbWJlZElucHV0EhIKCmFkYXB0ZXJfaWQYAiABKAkSEgoKY2FjaGVfc2FsdBgDIAEoCRIkCghwcmlvcml0eRgEIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5EhcKCmRpbWVuc2lvbnMYBSABKA1IAIgBARIUCgx1bm5vcm1hbGl6ZWQYBiABKAhCDQoLX2RpbWVuc2lvbnMiTgoKRW1iZWRJbnB1dBInCgZ0b2tlbnMYASABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAiABKAlIAEIHCgVpbnB1dCI4Cg1FbWJlZFJlc3BvbnNlEicKCmVtYmVkZGluZ3MYASADKAsyEy5xdWlyZS52MS5FbWJlZGRpbmciSAoJRW1iZWRkaW5nEg4KBnZhbHVlcxgBIAMoAhIUCgxpbnB1dF90b2tlbnMYAiABKA0SFQoNY2FjaGVkX3Rva2VucxgDIAEoDSJMChNFc3RpbWF0ZUNvc3RSZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkSJAoFaXRlbXMYAiADKAsyFS5xdWlyZS52MS5FeGVjdXRlSXRlbSJBChRFc3RpbWF0ZUNvc3RSZXNwb25zZRIpCgllc3RpbWF0ZXMYASADKAsyFi5xdWlyZS52MS5Db3N0RXN0aW1hdGUiswEKDENvc3RFc3RpbWF0ZRIPCgdydW50aW1lGAEgASgJEhQKDGlucHV0X3Rva2VucxgCIAEoBBIZChFtYXhfb3V0cHV0X3Rva2VucxgDIAEoBBIZCgxtYXhfY29zdF91c2QYBCABKAFIAIgBARISCgppc19jb3VudGVkGAUgASgIEiEKBWVycm9yGAYgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNCDwoNX21heF9jb3N0X3VzZCqGAQoNUm91dGluZ1BvbGljeRIeChpST1VUSU5HX1BPTElDWV9VTlNQRUNJRklFRBAAEhgKFFJPVVRJTkdfUE9MSUNZX09SREVSEAESHgoaUk9VVElOR19QT0xJQ1lfTE9DQUxfRklSU1QQAhIbChdST1VUSU5HX1BPTElDWV9DSEVBUEVTVBADKoEBChFTcGVjdWxhdGlvbk1ldGhvZBIiCh5TUEVDVUxBVElPTl9NRVRIT0RfVU5TUEVDSUZJRUQQABIkCiBTUEVDVUxBVElPTl9NRVRIT0RfUFJPTVBUX0xPT0tVUBABEiIKHlNQRUNVTEFUSU9OX01FVEhPRF9EUkFGVF9NT0RFTBACKnwKCENoYXRSb2xlEhkKFUNIQVRfUk9MRV9VTlNQRUNJRklFRBAAEhQKEENIQVRfUk9MRV9TWVNURU0QARISCg5DSEFUX1JPTEVfVVNFUhACEhcKE0NIQVRfUk9MRV9BU1NJU1RBTlQQAxISCg5DSEFUX1JPTEVfVE9PTBAEKo4CCgxGaW5pc2hSZWFzb24SHQoZRklOSVNIX1JFQVNPTl9VTlNQRUNJRklFRBAAEhYKEkZJTklTSF9SRUFTT05fU1RPUBABEhgKFEZJTklTSF9SRUFTT05fTEVOR1RIEAISIAocRklOSVNIX1JFQVNPTl9DT05URU5UX0ZJTFRFUhADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEEhcKE0ZJTklTSF9SRUFTT05fRVJST1IQBRIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAGEhoKFkZJTklTSF9SRUFTT05fVU5MSUtFTFkQBxIbChdGSU5JU0hfUkVBU09OX1VOQ0VSVEFJThAIKo4BCg1UcmFuc3BvcnRLaW5kEh4KGlRSQU5TUE9SVF9LSU5EX1VOU1BFQ0lGSUVEEAASHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfQ1BVEAESHAoYVFJBTlNQT1JUX0tJTkRfTE9DQUxfR1BVEAISIQodVFJBTlNQT1JUX0tJTkRfUkVNT1RFX05FVFdPUksQAyqrAQoLUnVudGltZUtpbmQSHAoYUlVOVElNRV9LSU5EX1VOU1BFQ0lGSUVEEAASFgoSUlVOVElNRV9LSU5EX0xPQ0FMEAESHAoYUlVOVElNRV9LSU5EX09QRU5BSV9DSEFUEAISIwofUlVOVElNRV9LSU5EX09QRU5BSV9DT01QTEVUSU9OUxADEiMKH1JVTlRJTUVfS0lORF9BTlRIUk9QSUNfTUVTU0FHRVMQBCp8CgxCcmVha2VyU3RhdGUSHQoZQlJFQUtFUl9TVEFURV9VTlNQRUNJRklFRBAAEhgKFEJSRUFLRVJfU1RBVEVfQ0xPU0VEEAESFgoSQlJFQUtFUl9TVEFURV9PUEVOEAISGwoXQlJFQUtFUl9TVEFURV9IQUxGX09QRU4QAzKGAwoSTW9kZWxSdW5uZXJTZXJ2aWNlEkAKB0V4ZWN1dGUSGC5xdWlyZS52MS5FeGVjdXRlUmVxdWVzdBoZLnF1aXJlLnYxLkV4ZWN1dGVSZXNwb25zZTABElYKD0NhbmNlbEV4ZWN1dGlvbhIgLnF1aXJlLnYxLkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QaIS5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXNwb25zZRJNCgxMaXN0UnVudGltZXMSHS5xdWlyZS52MS5MaXN0UnVudGltZXNSZXF1ZXN0Gh4ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVzcG9uc2USTQoMRXN0aW1hdGVDb3N0Eh0ucXVpcmUudjEuRXN0aW1hdGVDb3N0UmVxdWVzdBoeLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlc3BvbnNlEjgKBUVtYmVkEhYucXVpcmUudjEuRW1iZWRSZXF1ZXN0GhcucXVpcmUudjEuRW1iZWRSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
+  fileDesc("ChVxdWlyZS92MS9ydW5uZXIucHJvdG8SCHF1aXJlLnYxIr8CCg5FeGVjdXRlUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgJEg8KB3J1bnRpbWUYAiABKAkSLAoGcG9saWN5GAMgASgOMhcucXVpcmUudjEuUm91dGluZ1BvbGljeUgAiAEBEiQKBWl0ZW1zGAQgAygLMhUucXVpcmUudjEuRXhlY3V0ZUl0ZW0SLgoMcmVzdW1lX2FmdGVyGAUgAygLMhgucXVpcmUudjEuU2FtcGxlUHJvZ3Jlc3MSJwoEa2VlcBgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIZCgxtYXhfY29zdF91c2QYByABKAFIAYgBARIkCghwcmlvcml0eRgIIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5QgkKB19wb2xpY3lCDwoNX21heF9jb3N0X3VzZCLcBgoLRXhlY3V0ZUl0ZW0SDwoHaXRlbV9pZBgBIAEoCRInCgZ0b2tlbnMYAiABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAyABKAlIABIeCgRjaGF0GAQgASgLMg4ucXVpcmUudjEuQ2hhdEgAEiYKBWNhY2hlGBQgASgLMhUucXVpcmUudjEuQ2FjaGVQcm9tcHRIABIqCghzYW1wbGluZxgFIAEoCzIYLnF1aXJlLnYxLlNhbXBsaW5nUGFyYW1zEhIKCm1heF90b2tlbnMYBiABKA0SDAoEc3RvcBgHIAMoCRIWCg5zdG9wX3Rva2VuX2lkcxgIIAMoDRISCgppZ25vcmVfZW9zGAkgASgIEhAKCGxvZ3Byb2JzGAogASgIEhQKDHRvcF9sb2dwcm9icxgLIAEoDRIJCgFuGAwgASgNEigKCmNvbnN0cmFpbnQYDSABKAsyFC5xdWlyZS52MS5Db25zdHJhaW50EhMKC3Rva2Vuc19vbmx5GA4gASgIEioKB3RpbWVvdXQYDyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGQoMbWF4X2Nvc3RfdXNkGBAgASgBSAGIAQESEgoKYWRhcHRlcl9pZBgRIAEoCRIYChBzYW1wbGVkX2xvZ3Byb2JzGBIgASgIEhIKCmNhY2hlX3NhbHQYEyABKAkSGAoLbWluX2xvZ3Byb2IYFSABKAJIAogBARImCgZoaWRkZW4YFiABKAsyFi5xdWlyZS52MS5IaWRkZW5TdGF0ZXMSKgoLc3BlY3VsYXRpb24YFyABKAsyFS5xdWlyZS52MS5TcGVjdWxhdGlvbhIYCgttYXhfZW50cm9weRgYIAEoAkgDiAEBEh4KFnNwZWNpYWxfdG9rZW5zX2luX3RleHQYGSABKAgSEgoKbWluX3Rva2VucxgaIAEoDRIRCgliYWRfd29yZHMYGyADKAkSKwoMYW5zd2VyX3BhcnRzGBwgASgLMhUucXVpcmUudjEuQW5zd2VyUGFydHMSDwoHZXhwZXJ0cxgdIAEoCEIICgZwcm9tcHRCDwoNX21heF9jb3N0X3VzZEIOCgxfbWluX2xvZ3Byb2JCDgoMX21heF9lbnRyb3B5InMKC0Fuc3dlclBhcnRzEikKC3Rvb2xfY2hvaWNlGAEgASgOMhQucXVpcmUudjEuVG9vbENob2ljZRIQCghmdW5jdGlvbhgCIAEoCRITCgtzaW5nbGVfY2FsbBgDIAEoCBISCgp0b29sc19qc29uGAQgASgJIm4KC1NwZWN1bGF0aW9uEisKBm1ldGhvZBgBIAEoDjIbLnF1aXJlLnYxLlNwZWN1bGF0aW9uTWV0aG9kEh0KEG1heF9kcmFmdF90b2tlbnMYAiABKA1IAIgBAUITChFfbWF4X2RyYWZ0X3Rva2VucyIgCgtUb2tlblByb21wdBIRCgl0b2tlbl9pZHMYASADKA0iVgoLQ2FjaGVQcm9tcHQSEAoIY2FjaGVfaWQYASABKAkSEQoJdG9rZW5faWRzGAIgAygNEhUKCHBvc2l0aW9uGAMgASgNSACIAQFCCwoJX3Bvc2l0aW9uIqwBCgRDaGF0EicKCG1lc3NhZ2VzGAEgAygLMhUucXVpcmUudjEuQ2hhdE1lc3NhZ2USEAoIdGVtcGxhdGUYAiABKAkSEgoKdG9vbHNfanNvbhgDIAEoCRIWCg52YXJpYWJsZXNfanNvbhgEIAEoCRIdChVjb250aW51ZV9sYXN0X21lc3NhZ2UYBSABKAgSHgoWb21pdF9nZW5lcmF0aW9uX3Byb21wdBgGIAEoCCLTAQoLQ2hhdE1lc3NhZ2USIAoEcm9sZRgBIAEoDjISLnF1aXJlLnYxLkNoYXRSb2xlEhQKB2NvbnRlbnQYAiABKAlIAIgBARImCgp0b29sX2NhbGxzGAMgAygLMhIucXVpcmUudjEuVG9vbENhbGwSFAoMdG9vbF9jYWxsX2lkGAQgASgJEgwKBG5hbWUYBSABKAkSHgoRcmVhc29uaW5nX2NvbnRlbnQYBiABKAlIAYgBAUIKCghfY29udGVudEIUChJfcmVhc29uaW5nX2NvbnRlbnQiSwoIVG9vbENhbGwSDQoFaW5kZXgYASABKA0SCgoCaWQYAiABKAkSDAoEbmFtZRgDIAEoCRIWCg5hcmd1bWVudHNfanNvbhgEIAEoCSJxCgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASIwoEbWFzaxgEIAEoCzITLnF1aXJlLnYxLlRva2VuTWFza0gAQgYKBGtpbmQiQwoOU2FtcGxlUHJvZ3Jlc3MSDwoHaXRlbV9pZBgBIAEoCRIOCgZzYW1wbGUYAiABKA0SEAoIcG9zaXRpb24YAyABKA0iZQoPRXhlY3V0ZVJlc3BvbnNlEisKB3N0YXJ0ZWQYASABKAsyGi5xdWlyZS52MS5FeGVjdXRpb25TdGFydGVkEiUKBmNodW5rcxgCIAMoCzIVLnF1aXJlLnYxLlNhbXBsZUNodW5rIsgBChBFeGVjdXRpb25TdGFydGVkEhIKCnJlcXVlc3RfaWQYASABKAkSDwoHcnVudGltZRgCIAEoCRI0Cg50cmFuc3BvcnRfa2luZBgDIAEoDjIXLnF1aXJlLnYxLlRyYW5zcG9ydEtpbmRIAIgBARIOCgZyZWFzb24YBCABKAkSEAoIbW9kZWxfaWQYBSABKAkSEwoLZmluZ2VycHJpbnQYBiABKAkSDwoHcmVzdW1lZBgHIAEoCEIRCg9fdHJhbnNwb3J0X2tpbmQihgUKC1NhbXBsZUNodW5rEg8KB2l0ZW1faWQYASABKAkSDgoGc2FtcGxlGAIgASgNEhAKCHBvc2l0aW9uGAMgASgNEhEKCXRva2VuX2lkcxgEIAMoDRIMCgR0ZXh0GAUgASgJEigKCGxvZ3Byb2JzGAYgAygLMhYucXVpcmUudjEuVG9rZW5Mb2dwcm9iEiYKCnRvb2xfY2FsbHMYByADKAsyEi5xdWlyZS52MS5Ub29sQ2FsbBIyCg1maW5pc2hfcmVhc29uGAggASgOMhYucXVpcmUudjEuRmluaXNoUmVhc29uSACIAQESDAoEc3RvcBgJIAEoCRIhCgVlcnJvchgKIAEoCzISLmdvb2dsZS5ycGMuU3RhdHVzEh4KBXVzYWdlGAsgASgLMg8ucXVpcmUudjEuVXNhZ2USDwoHcnVudGltZRgMIAEoCRIpCghrdl9jYWNoZRgNIAEoCzIXLnF1aXJlLnYxLkt2Q2FjaGVIYW5kbGUSJQoGaGlkZGVuGA4gAygLMhUucXVpcmUudjEuVG9rZW5IaWRkZW4SHAoPd2VpZ2h0c192ZXJzaW9uGA8gASgESAGIAQESGQoRcmVhc29uaW5nX2NvbnRlbnQYECABKAkSQgoPbWFsZm9ybWVkX2NhbGxzGBEgAygLMikucXVpcmUudjEuU2FtcGxlQ2h1bmsuTWFsZm9ybWVkQ2FsbHNFbnRyeRIPCgdleHBlcnRzGBIgAygMGjUKE01hbGZvcm1lZENhbGxzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgJOgI4AUIQCg5fZmluaXNoX3JlYXNvbkISChBfd2VpZ2h0c192ZXJzaW9uIi8KC1Rva2VuSGlkZGVuEiAKBnN0YXRlcxgBIAMoCzIQLnF1aXJlLnYxLlRlbnNvciKwAQoMVG9rZW5Mb2dwcm9iEhQKB2xvZ3Byb2IYASABKAJIAIgBARIiCgN0b3AYAiABKAsyFS5xdWlyZS52MS5Ub3BMb2dwcm9icxIcCg9zYW1wbGVkX2xvZ3Byb2IYAyABKAJIAYgBARIYCgt0ZXh0X29mZnNldBgEIAEoDUgCiAEBQgoKCF9sb2dwcm9iQhIKEF9zYW1wbGVkX2xvZ3Byb2JCDgoMX3RleHRfb2Zmc2V0Ir4BCgVVc2FnZRIUCgxpbnB1dF90b2tlbnMYASABKA0SFQoNb3V0cHV0X3Rva2VucxgCIAEoDRIYChByZWFzb25pbmdfdG9rZW5zGAMgASgNEhUKDWNhY2hlZF90b2tlbnMYBCABKA0SFQoIY29zdF91c2QYBSABKAFIAIgBARIUCgxkcmFmdF90b2tlbnMYBiABKA0SHQoVYWNjZXB0ZWRfZHJhZnRfdG9rZW5zGAcgASgNQgsKCV9jb3N0X3VzZCKVAgoKUmF0ZUxpbWl0cxIgChNyZXF1ZXN0c19wZXJfbWludXRlGAEgASgBSACIAQESHgoRdG9rZW5zX3Blcl9taW51dGUYAiABKAFIAYgBARIbCg5tYXhfY29uY3VycmVudBgDIAEoDUgCiAEBEhoKDXJlcXVlc3RzX2xlZnQYBCABKAFIA4gBARIYCgt0b2tlbnNfbGVmdBgFIAEoAUgEiAEBEg8KB3J1bm5pbmcYBiABKA1CFgoUX3JlcXVlc3RzX3Blcl9taW51dGVCFAoSX3Rva2Vuc19wZXJfbWludXRlQhEKD19tYXhfY29uY3VycmVudEIQCg5fcmVxdWVzdHNfbGVmdEIOCgxfdG9rZW5zX2xlZnQiaAoLVG9rZW5QcmljZXMSEQoJaW5wdXRfdXNkGAEgASgBEhIKCm91dHB1dF91c2QYAiABKAESHQoQY2FjaGVkX2lucHV0X3VzZBgDIAEoAUgAiAEBQhMKEV9jYWNoZWRfaW5wdXRfdXNkIvcCCgdSdW50aW1lEgwKBG5hbWUYASABKAkSKwoMcnVudGltZV9raW5kGAIgASgOMhUucXVpcmUudjEuUnVudGltZUtpbmQSNAoOdHJhbnNwb3J0X2tpbmQYAyABKA4yFy5xdWlyZS52MS5UcmFuc3BvcnRLaW5kSACIAQESEAoIcHJvdmlkZXIYBCABKAkSEAoIbW9kZWxfaWQYBSABKAkSEwoLZmluZ2VycHJpbnQYBiABKAkSKQoLcmF0ZV9saW1pdHMYByABKAsyFC5xdWlyZS52MS5SYXRlTGltaXRzEiwKB2JyZWFrZXIYCCABKA4yFi5xdWlyZS52MS5CcmVha2VyU3RhdGVIAYgBARIlCgZwcmljZXMYCSABKAsyFS5xdWlyZS52MS5Ub2tlblByaWNlcxIPCgd0cm91YmxlGAogASgJEhIKCmV4ZWN1dGlvbnMYCyABKA1CEQoPX3RyYW5zcG9ydF9raW5kQgoKCF9icmVha2VyIiwKFkNhbmNlbEV4ZWN1dGlvblJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSIsChdDYW5jZWxFeGVjdXRpb25SZXNwb25zZRIRCgljYW5jZWxsZWQYASABKAgiFQoTTGlzdFJ1bnRpbWVzUmVxdWVzdCI7ChRMaXN0UnVudGltZXNSZXNwb25zZRIjCghydW50aW1lcxgBIAMoCzIRLnF1aXJlLnYxLlJ1bnRpbWUiwAEKDEVtYmVkUmVxdWVzdBIkCgZpbnB1dHMYASADKAsyFC5xdWlyZS52MS5FbWJlZElucHV0EhIKCmFkYXB0ZXJfaWQYAiABKAkSEgoKY2FjaGVfc2FsdBgDIAEoCRIkCghwcmlvcml0eRgEIAEoDjISLnF1aXJlLnYxLlByaW9yaXR5EhcKCmRpbWVuc2lvbnMYBSABKA1IAIgBARIUCgx1bm5vcm1hbGl6ZWQYBiABKAhCDQoLX2RpbWVuc2lvbnMiTgoKRW1iZWRJbnB1dBInCgZ0b2tlbnMYASABKAsyFS5xdWlyZS52MS5Ub2tlblByb21wdEgAEg4KBHRleHQYAiABKAlIAEIHCgVpbnB1dCI4Cg1FbWJlZFJlc3BvbnNlEicKCmVtYmVkZGluZ3MYASADKAsyEy5xdWlyZS52MS5FbWJlZGRpbmciSAoJRW1iZWRkaW5nEg4KBnZhbHVlcxgBIAMoAhIUCgxpbnB1dF90b2tlbnMYAiABKA0SFQoNY2FjaGVkX3Rva2VucxgDIAEoDSJMChNFc3RpbWF0ZUNvc3RSZXF1ZXN0Eg8KB3J1bnRpbWUYASABKAkSJAoFaXRlbXMYAiADKAsyFS5xdWlyZS52MS5FeGVjdXRlSXRlbSJBChRFc3RpbWF0ZUNvc3RSZXNwb25zZRIpCgllc3RpbWF0ZXMYASADKAsyFi5xdWlyZS52MS5Db3N0RXN0aW1hdGUiswEKDENvc3RFc3RpbWF0ZRIPCgdydW50aW1lGAEgASgJEhQKDGlucHV0X3Rva2VucxgCIAEoBBIZChFtYXhfb3V0cHV0X3Rva2VucxgDIAEoBBIZCgxtYXhfY29zdF91c2QYBCABKAFIAIgBARISCgppc19jb3VudGVkGAUgASgIEiEKBWVycm9yGAYgASgLMhIuZ29vZ2xlLnJwYy5TdGF0dXNCDwoNX21heF9jb3N0X3VzZCqGAQoNUm91dGluZ1BvbGljeRIeChpST1VUSU5HX1BPTElDWV9VTlNQRUNJRklFRBAAEhgKFFJPVVRJTkdfUE9MSUNZX09SREVSEAESHgoaUk9VVElOR19QT0xJQ1lfTE9DQUxfRklSU1QQAhIbChdST1VUSU5HX1BPTElDWV9DSEVBUEVTVBADKlkKClRvb2xDaG9pY2USGwoXVE9PTF9DSE9JQ0VfVU5TUEVDSUZJRUQQABIUChBUT09MX0NIT0lDRV9OT05FEAESGAoUVE9PTF9DSE9JQ0VfUkVRVUlSRUQQAiqBAQoRU3BlY3VsYXRpb25NZXRob2QSIgoeU1BFQ1VMQVRJT05fTUVUSE9EX1VOU1BFQ0lGSUVEEAASJAogU1BFQ1VMQVRJT05fTUVUSE9EX1BST01QVF9MT09LVVAQARIiCh5TUEVDVUxBVElPTl9NRVRIT0RfRFJBRlRfTU9ERUwQAip8CghDaGF0Um9sZRIZChVDSEFUX1JPTEVfVU5TUEVDSUZJRUQQABIUChBDSEFUX1JPTEVfU1lTVEVNEAESEgoOQ0hBVF9ST0xFX1VTRVIQAhIXChNDSEFUX1JPTEVfQVNTSVNUQU5UEAMSEgoOQ0hBVF9ST0xFX1RPT0wQBCqOAgoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEiAKHEZJTklTSF9SRUFTT05fQ09OVEVOVF9GSUxURVIQAxIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBBIXChNGSU5JU0hfUkVBU09OX0VSUk9SEAUSGwoXRklOSVNIX1JFQVNPTl9DQU5DRUxMRUQQBhIaChZGSU5JU0hfUkVBU09OX1VOTElLRUxZEAcSGwoXRklOSVNIX1JFQVNPTl9VTkNFUlRBSU4QCCqOAQoNVHJhbnNwb3J0S2luZBIeChpUUkFOU1BPUlRfS0lORF9VTlNQRUNJRklFRBAAEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0NQVRABEhwKGFRSQU5TUE9SVF9LSU5EX0xPQ0FMX0dQVRACEiEKHVRSQU5TUE9SVF9LSU5EX1JFTU9URV9ORVRXT1JLEAMqqwEKC1J1bnRpbWVLaW5kEhwKGFJVTlRJTUVfS0lORF9VTlNQRUNJRklFRBAAEhYKElJVTlRJTUVfS0lORF9MT0NBTBABEhwKGFJVTlRJTUVfS0lORF9PUEVOQUlfQ0hBVBACEiMKH1JVTlRJTUVfS0lORF9PUEVOQUlfQ09NUExFVElPTlMQAxIjCh9SVU5USU1FX0tJTkRfQU5USFJPUElDX01FU1NBR0VTEAQqfAoMQnJlYWtlclN0YXRlEh0KGUJSRUFLRVJfU1RBVEVfVU5TUEVDSUZJRUQQABIYChRCUkVBS0VSX1NUQVRFX0NMT1NFRBABEhYKEkJSRUFLRVJfU1RBVEVfT1BFThACEhsKF0JSRUFLRVJfU1RBVEVfSEFMRl9PUEVOEAMyhgMKEk1vZGVsUnVubmVyU2VydmljZRJACgdFeGVjdXRlEhgucXVpcmUudjEuRXhlY3V0ZVJlcXVlc3QaGS5xdWlyZS52MS5FeGVjdXRlUmVzcG9uc2UwARJWCg9DYW5jZWxFeGVjdXRpb24SIC5xdWlyZS52MS5DYW5jZWxFeGVjdXRpb25SZXF1ZXN0GiEucXVpcmUudjEuQ2FuY2VsRXhlY3V0aW9uUmVzcG9uc2USTQoMTGlzdFJ1bnRpbWVzEh0ucXVpcmUudjEuTGlzdFJ1bnRpbWVzUmVxdWVzdBoeLnF1aXJlLnYxLkxpc3RSdW50aW1lc1Jlc3BvbnNlEk0KDEVzdGltYXRlQ29zdBIdLnF1aXJlLnYxLkVzdGltYXRlQ29zdFJlcXVlc3QaHi5xdWlyZS52MS5Fc3RpbWF0ZUNvc3RSZXNwb25zZRI4CgVFbWJlZBIWLnF1aXJlLnYxLkVtYmVkUmVxdWVzdBoXLnF1aXJlLnYxLkVtYmVkUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration, file_google_rpc_status, file_quire_v1_types]);
 
 /**
  * @generated from message quire.v1.ExecuteRequest
@@ -305,10 +305,18 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
   badWords: string[];
 
   /**
+   * Divide each sample into text, thoughts and tool calls. Unset: what the model writes is its text. A provider divides
+   * them by itself.
+   *
+   * @generated from field: quire.v1.AnswerParts answer_parts = 28;
+   */
+  answerParts?: AnswerParts | undefined;
+
+  /**
    * Return the experts of each token whose row a token was chosen from, as OutputOptions.experts does: those of the
    * prompt's last token, and of all generated ones but the last. Only this server's own runtime can.
    *
-   * @generated from field: bool experts = 28;
+   * @generated from field: bool experts = 29;
    */
   experts: boolean;
 };
@@ -319,6 +327,50 @@ export type ExecuteItem = Message<"quire.v1.ExecuteItem"> & {
  */
 export const ExecuteItemSchema: GenMessage<ExecuteItem> = /*@__PURE__*/
   messageDesc(file_quire_v1_runner, 1);
+
+/**
+ * How samples are divided. How the model writes thoughts and calls is seen in its chat template, or set by the
+ * server's `reasoning_parser` and `tool_call_parser`. A sample with a constraint has no thoughts: where the prompt
+ * begins them, they are ended there.
+ *
+ * @generated from message quire.v1.AnswerParts
+ */
+export type AnswerParts = Message<"quire.v1.AnswerParts"> & {
+  /**
+   * Unset: the model decides whether it calls tools.
+   *
+   * @generated from field: quire.v1.ToolChoice tool_choice = 1;
+   */
+  toolChoice: ToolChoice;
+
+  /**
+   * With TOOL_CHOICE_REQUIRED: the name of the function to call, once. Empty: any, one or several times.
+   *
+   * @generated from field: string function = 2;
+   */
+  function: string;
+
+  /**
+   * A sample has at most one call.
+   *
+   * @generated from field: bool single_call = 3;
+   */
+  singleCall: boolean;
+
+  /**
+   * As Chat.tools_json, for prompts that are no chat. Empty: those of the chat.
+   *
+   * @generated from field: string tools_json = 4;
+   */
+  toolsJson: string;
+};
+
+/**
+ * Describes the message quire.v1.AnswerParts.
+ * Use `create(AnswerPartsSchema)` to create a new message.
+ */
+export const AnswerPartsSchema: GenMessage<AnswerParts> = /*@__PURE__*/
+  messageDesc(file_quire_v1_runner, 2);
 
 /**
  * Drafts of the next tokens, which one step verifies together. How many are drafted at a time follows from how many
@@ -348,7 +400,7 @@ export type Speculation = Message<"quire.v1.Speculation"> & {
  * Use `create(SpeculationSchema)` to create a new message.
  */
 export const SpeculationSchema: GenMessage<Speculation> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 2);
+  messageDesc(file_quire_v1_runner, 3);
 
 /**
  * @generated from message quire.v1.TokenPrompt
@@ -367,7 +419,7 @@ export type TokenPrompt = Message<"quire.v1.TokenPrompt"> & {
  * Use `create(TokenPromptSchema)` to create a new message.
  */
 export const TokenPromptSchema: GenMessage<TokenPrompt> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 3);
+  messageDesc(file_quire_v1_runner, 4);
 
 /**
  * Tokens to append to a cache, and to generate after. Each generated token is appended with the next step, so that the
@@ -412,7 +464,7 @@ export type CachePrompt = Message<"quire.v1.CachePrompt"> & {
  * Use `create(CachePromptSchema)` to create a new message.
  */
 export const CachePromptSchema: GenMessage<CachePrompt> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 4);
+  messageDesc(file_quire_v1_runner, 5);
 
 /**
  * @generated from message quire.v1.Chat
@@ -468,7 +520,7 @@ export type Chat = Message<"quire.v1.Chat"> & {
  * Use `create(ChatSchema)` to create a new message.
  */
 export const ChatSchema: GenMessage<Chat> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 5);
+  messageDesc(file_quire_v1_runner, 6);
 
 /**
  * @generated from message quire.v1.ChatMessage
@@ -522,7 +574,7 @@ export type ChatMessage = Message<"quire.v1.ChatMessage"> & {
  * Use `create(ChatMessageSchema)` to create a new message.
  */
 export const ChatMessageSchema: GenMessage<ChatMessage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 6);
+  messageDesc(file_quire_v1_runner, 7);
 
 /**
  * A tool call. A stream sends it in parts: first the id and the name, then `arguments_json` in pieces.
@@ -561,7 +613,7 @@ export type ToolCall = Message<"quire.v1.ToolCall"> & {
  * Use `create(ToolCallSchema)` to create a new message.
  */
 export const ToolCallSchema: GenMessage<ToolCall> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 7);
+  messageDesc(file_quire_v1_runner, 8);
 
 /**
  * A constraint on the generated text. Only tokens that can lead to an allowed text are sampled.
@@ -613,7 +665,7 @@ export type Constraint = Message<"quire.v1.Constraint"> & {
  * Use `create(ConstraintSchema)` to create a new message.
  */
 export const ConstraintSchema: GenMessage<Constraint> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 8);
+  messageDesc(file_quire_v1_runner, 9);
 
 /**
  * How much of a sample the client has received.
@@ -644,7 +696,7 @@ export type SampleProgress = Message<"quire.v1.SampleProgress"> & {
  * Use `create(SampleProgressSchema)` to create a new message.
  */
 export const SampleProgressSchema: GenMessage<SampleProgress> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 9);
+  messageDesc(file_quire_v1_runner, 10);
 
 /**
  * @generated from message quire.v1.ExecuteResponse
@@ -669,7 +721,7 @@ export type ExecuteResponse = Message<"quire.v1.ExecuteResponse"> & {
  * Use `create(ExecuteResponseSchema)` to create a new message.
  */
 export const ExecuteResponseSchema: GenMessage<ExecuteResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 10);
+  messageDesc(file_quire_v1_runner, 11);
 
 /**
  * The accepted execution and the chosen runtime.
@@ -728,7 +780,7 @@ export type ExecutionStarted = Message<"quire.v1.ExecutionStarted"> & {
  * Use `create(ExecutionStartedSchema)` to create a new message.
  */
 export const ExecutionStartedSchema: GenMessage<ExecutionStarted> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 11);
+  messageDesc(file_quire_v1_runner, 12);
 
 /**
  * The next part of one sample. The last chunk of a sample has a finish_reason.
@@ -761,7 +813,9 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
   tokenIds: number[];
 
   /**
-   * Whole characters only. A possible beginning of a stop text is held back until it is known whether it is one.
+   * Whole characters only. A possible beginning of a stop text is held back until it is known whether it is one. With
+   * ExecuteItem.answer_parts without thoughts and calls; parts of calls that earlier chunks have begun come before it, other
+   * calls after it.
    *
    * @generated from field: string text = 5;
    */
@@ -838,10 +892,25 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
   weightsVersion?: bigint | undefined;
 
   /**
+   * More of the thoughts, with ExecuteItem.answer_parts. They come before `text`.
+   *
+   * @generated from field: string reasoning_content = 16;
+   */
+  reasoningContent: string;
+
+  /**
+   * Calls that turned out to be malformed, or were cut off, by their indexes: all the text of each. They are no calls, and
+   * what was sent of their arguments is no JSON.
+   *
+   * @generated from field: map<uint32, string> malformed_calls = 17;
+   */
+  malformedCalls: { [key: number]: string };
+
+  /**
    * One for each token, with ExecuteItem.experts: StepOutput.experts of the row that it was chosen from. Missing for tokens that a
    * restarted server has read from its journal.
    *
-   * @generated from field: repeated bytes experts = 16;
+   * @generated from field: repeated bytes experts = 18;
    */
   experts: Uint8Array[];
 };
@@ -851,7 +920,7 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
  * Use `create(SampleChunkSchema)` to create a new message.
  */
 export const SampleChunkSchema: GenMessage<SampleChunk> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 12);
+  messageDesc(file_quire_v1_runner, 13);
 
 /**
  * Hidden states of the row that a token was chosen from.
@@ -872,7 +941,7 @@ export type TokenHidden = Message<"quire.v1.TokenHidden"> & {
  * Use `create(TokenHiddenSchema)` to create a new message.
  */
 export const TokenHiddenSchema: GenMessage<TokenHidden> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 13);
+  messageDesc(file_quire_v1_runner, 14);
 
 /**
  * @generated from message quire.v1.TokenLogprob
@@ -912,7 +981,7 @@ export type TokenLogprob = Message<"quire.v1.TokenLogprob"> & {
  * Use `create(TokenLogprobSchema)` to create a new message.
  */
 export const TokenLogprobSchema: GenMessage<TokenLogprob> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 14);
+  messageDesc(file_quire_v1_runner, 15);
 
 /**
  * @generated from message quire.v1.Usage
@@ -929,7 +998,7 @@ export type Usage = Message<"quire.v1.Usage"> & {
   outputTokens: number;
 
   /**
-   * The output tokens that the provider does not return.
+   * The output tokens of thoughts: with ExecuteItem.answer_parts, or those that a provider does not return.
    *
    * @generated from field: uint32 reasoning_tokens = 3;
    */
@@ -967,7 +1036,7 @@ export type Usage = Message<"quire.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 15);
+  messageDesc(file_quire_v1_runner, 16);
 
 /**
  * A provider's rate limits and the remaining budget. Unset: no limit.
@@ -1013,7 +1082,7 @@ export type RateLimits = Message<"quire.v1.RateLimits"> & {
  * Use `create(RateLimitsSchema)` to create a new message.
  */
 export const RateLimitsSchema: GenMessage<RateLimits> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 16);
+  messageDesc(file_quire_v1_runner, 17);
 
 /**
  * US dollars per million tokens.
@@ -1044,7 +1113,7 @@ export type TokenPrices = Message<"quire.v1.TokenPrices"> & {
  * Use `create(TokenPricesSchema)` to create a new message.
  */
 export const TokenPricesSchema: GenMessage<TokenPrices> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 17);
+  messageDesc(file_quire_v1_runner, 18);
 
 /**
  * @generated from message quire.v1.Runtime
@@ -1123,7 +1192,7 @@ export type Runtime = Message<"quire.v1.Runtime"> & {
  * Use `create(RuntimeSchema)` to create a new message.
  */
 export const RuntimeSchema: GenMessage<Runtime> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 18);
+  messageDesc(file_quire_v1_runner, 19);
 
 /**
  * @generated from message quire.v1.CancelExecutionRequest
@@ -1140,7 +1209,7 @@ export type CancelExecutionRequest = Message<"quire.v1.CancelExecutionRequest"> 
  * Use `create(CancelExecutionRequestSchema)` to create a new message.
  */
 export const CancelExecutionRequestSchema: GenMessage<CancelExecutionRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 19);
+  messageDesc(file_quire_v1_runner, 20);
 
 /**
  * @generated from message quire.v1.CancelExecutionResponse
@@ -1160,7 +1229,7 @@ export type CancelExecutionResponse = Message<"quire.v1.CancelExecutionResponse"
  * Use `create(CancelExecutionResponseSchema)` to create a new message.
  */
 export const CancelExecutionResponseSchema: GenMessage<CancelExecutionResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 20);
+  messageDesc(file_quire_v1_runner, 21);
 
 /**
  * @generated from message quire.v1.ListRuntimesRequest
@@ -1173,7 +1242,7 @@ export type ListRuntimesRequest = Message<"quire.v1.ListRuntimesRequest"> & {
  * Use `create(ListRuntimesRequestSchema)` to create a new message.
  */
 export const ListRuntimesRequestSchema: GenMessage<ListRuntimesRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 21);
+  messageDesc(file_quire_v1_runner, 22);
 
 /**
  * @generated from message quire.v1.ListRuntimesResponse
@@ -1190,7 +1259,7 @@ export type ListRuntimesResponse = Message<"quire.v1.ListRuntimesResponse"> & {
  * Use `create(ListRuntimesResponseSchema)` to create a new message.
  */
 export const ListRuntimesResponseSchema: GenMessage<ListRuntimesResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 22);
+  messageDesc(file_quire_v1_runner, 23);
 
 /**
  * @generated from message quire.v1.EmbedRequest
@@ -1241,7 +1310,7 @@ export type EmbedRequest = Message<"quire.v1.EmbedRequest"> & {
  * Use `create(EmbedRequestSchema)` to create a new message.
  */
 export const EmbedRequestSchema: GenMessage<EmbedRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 23);
+  messageDesc(file_quire_v1_runner, 24);
 
 /**
  * @generated from message quire.v1.EmbedInput
@@ -1272,7 +1341,7 @@ export type EmbedInput = Message<"quire.v1.EmbedInput"> & {
  * Use `create(EmbedInputSchema)` to create a new message.
  */
 export const EmbedInputSchema: GenMessage<EmbedInput> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 24);
+  messageDesc(file_quire_v1_runner, 25);
 
 /**
  * @generated from message quire.v1.EmbedResponse
@@ -1291,7 +1360,7 @@ export type EmbedResponse = Message<"quire.v1.EmbedResponse"> & {
  * Use `create(EmbedResponseSchema)` to create a new message.
  */
 export const EmbedResponseSchema: GenMessage<EmbedResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 25);
+  messageDesc(file_quire_v1_runner, 26);
 
 /**
  * @generated from message quire.v1.Embedding
@@ -1322,7 +1391,7 @@ export type Embedding = Message<"quire.v1.Embedding"> & {
  * Use `create(EmbeddingSchema)` to create a new message.
  */
 export const EmbeddingSchema: GenMessage<Embedding> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 26);
+  messageDesc(file_quire_v1_runner, 27);
 
 /**
  * @generated from message quire.v1.EstimateCostRequest
@@ -1346,7 +1415,7 @@ export type EstimateCostRequest = Message<"quire.v1.EstimateCostRequest"> & {
  * Use `create(EstimateCostRequestSchema)` to create a new message.
  */
 export const EstimateCostRequestSchema: GenMessage<EstimateCostRequest> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 27);
+  messageDesc(file_quire_v1_runner, 28);
 
 /**
  * @generated from message quire.v1.EstimateCostResponse
@@ -1363,7 +1432,7 @@ export type EstimateCostResponse = Message<"quire.v1.EstimateCostResponse"> & {
  * Use `create(EstimateCostResponseSchema)` to create a new message.
  */
 export const EstimateCostResponseSchema: GenMessage<EstimateCostResponse> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 28);
+  messageDesc(file_quire_v1_runner, 29);
 
 /**
  * The maximum cost of a batch on one runtime.
@@ -1415,7 +1484,7 @@ export type CostEstimate = Message<"quire.v1.CostEstimate"> & {
  * Use `create(CostEstimateSchema)` to create a new message.
  */
 export const CostEstimateSchema: GenMessage<CostEstimate> = /*@__PURE__*/
-  messageDesc(file_quire_v1_runner, 29);
+  messageDesc(file_quire_v1_runner, 30);
 
 /**
  * How a runtime is chosen for a request that does not name one.
@@ -1457,6 +1526,37 @@ export const RoutingPolicySchema: GenEnum<RoutingPolicy> = /*@__PURE__*/
   enumDesc(file_quire_v1_runner, 0);
 
 /**
+ * @generated from enum quire.v1.ToolChoice
+ */
+export enum ToolChoice {
+  /**
+   * @generated from enum value: TOOL_CHOICE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The prompt has no tools, and what looks like a call is text.
+   *
+   * @generated from enum value: TOOL_CHOICE_NONE = 1;
+   */
+  NONE = 1,
+
+  /**
+   * A sample is one call or several, each valid under the schema of its function, by a grammar in place of the item's
+   * constraint. At most 64 KiB of schemas for the server's own workers. Also of a model whose chat template knows no tools.
+   *
+   * @generated from enum value: TOOL_CHOICE_REQUIRED = 2;
+   */
+  REQUIRED = 2,
+}
+
+/**
+ * Describes the enum quire.v1.ToolChoice.
+ */
+export const ToolChoiceSchema: GenEnum<ToolChoice> = /*@__PURE__*/
+  enumDesc(file_quire_v1_runner, 1);
+
+/**
  * @generated from enum quire.v1.SpeculationMethod
  */
 export enum SpeculationMethod {
@@ -1486,7 +1586,7 @@ export enum SpeculationMethod {
  * Describes the enum quire.v1.SpeculationMethod.
  */
 export const SpeculationMethodSchema: GenEnum<SpeculationMethod> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 1);
+  enumDesc(file_quire_v1_runner, 2);
 
 /**
  * @generated from enum quire.v1.ChatRole
@@ -1522,7 +1622,7 @@ export enum ChatRole {
  * Describes the enum quire.v1.ChatRole.
  */
 export const ChatRoleSchema: GenEnum<ChatRole> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 2);
+  enumDesc(file_quire_v1_runner, 3);
 
 /**
  * @generated from enum quire.v1.FinishReason
@@ -1592,7 +1692,7 @@ export enum FinishReason {
  * Describes the enum quire.v1.FinishReason.
  */
 export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 3);
+  enumDesc(file_quire_v1_runner, 4);
 
 /**
  * Of workers until the first one is ready: where they are expected to compute. Unset: workers of other hosts, of which
@@ -1626,7 +1726,7 @@ export enum TransportKind {
  * Describes the enum quire.v1.TransportKind.
  */
 export const TransportKindSchema: GenEnum<TransportKind> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 4);
+  enumDesc(file_quire_v1_runner, 5);
 
 /**
  * @generated from enum quire.v1.RuntimeKind
@@ -1670,7 +1770,7 @@ export enum RuntimeKind {
  * Describes the enum quire.v1.RuntimeKind.
  */
 export const RuntimeKindSchema: GenEnum<RuntimeKind> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 5);
+  enumDesc(file_quire_v1_runner, 6);
 
 /**
  * @generated from enum quire.v1.BreakerState
@@ -1705,7 +1805,7 @@ export enum BreakerState {
  * Describes the enum quire.v1.BreakerState.
  */
 export const BreakerStateSchema: GenEnum<BreakerState> = /*@__PURE__*/
-  enumDesc(file_quire_v1_runner, 6);
+  enumDesc(file_quire_v1_runner, 7);
 
 /**
  * Generates whole texts: the request is a batch of prompts, the response a stream of what is generated. To control

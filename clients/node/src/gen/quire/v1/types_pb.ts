@@ -769,7 +769,8 @@ export type ModelDescription = Message<"quire.v1.ModelDescription"> & {
   /**
    * How the model's files say that hidden states become an embedding, by the names of sentence-transformers:
    * "lasttoken", "mean", "cls", or another one, which Embed refuses. Empty: they do not say, as those of a model that was
-   * trained to write. Embed then takes the last token's.
+   * trained to write. Embed then takes the last token's. "LogitScore:YES:NO", which Embed refuses, too: the model reads two
+   * texts, and says by one of these two tokens whether the second answers the first.
    *
    * @generated from field: string pooling = 22;
    */
