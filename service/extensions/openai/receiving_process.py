@@ -1,4 +1,4 @@
-"""The process that receives what a trainer broadcasts, as the gateway sees it. See `workers.weight_receiver`."""
+"""The process that receives what a trainer broadcasts, as the gateway sees it: `workers.weight_receiver`."""
 
 from __future__ import annotations
 
