@@ -170,6 +170,7 @@ SERVICE_ROOMS = {
         "service.extension", "service.extensions.http", "service.logging",
     ),
     "service.extensions.openai": (
+        "service.admin", "service.completion",
         "service.api", "service.budgets", "service.config", "service.auth", "service.errors",
         "service.extension", "service.extensions.http", "service.logging", "service.printable",
         "service.runtimes", "service.text", "service.turns",

@@ -64,7 +64,9 @@ def announced(weights: dict[str, torch.Tensor]) -> list[Announced]:
     ]
 
 
-@pytest.mark.parametrize(("packed_bytes", "packs"), [(0, None), (13, (1, 2, 1)), (14, (1, 3)), (1 << 20, (4,))])
+@pytest.mark.parametrize(
+    ("packed_bytes", "packs"), [(0, None), (13, (1, 2, 1)), (14, (1, 3)), (1 << 20, (4,))]
+)
 def test_files_have_what_was_broadcast(
     tmp_path: Path, packed_bytes: int, packs: tuple[int, ...] | None
 ) -> None:
