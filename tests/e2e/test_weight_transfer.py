@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from service.auth.tokens import Role, new_token
+from tests.client.pages import blocks
 from tests.e2e import broadcasting_trainer
 from tests.e2e.broadcasting_trainer import TIMEOUT_S, free_port, joined
 from tests.e2e.test_adapters import Text
+from tests.e2e.test_auth import Guarded
 from tests.e2e.test_openai import HttpGateway
 from tests.e2e.test_replace_weights import described, replace
 from tests.e2e.test_upload_weights import kept
@@ -144,7 +146,8 @@ def test_weights_that_cannot_be_served_are_refused(
     if kind == "missing":
         del weights["model.norm.weight"]
     elif kind == "large":
-        weights["more"] = torch.zeros(3 * sum(each.nbytes for each in weights.values()) // 4)
+        # Twice the bytes of the served ones are allowed, and a megabyte.
+        weights["more"] = torch.zeros(sum(each.nbytes for each in weights.values()) // 2 + (1 << 18))
     with joined(address_of(gateway)) as trainer:
         answer = trainer.push(weights)
     assert answer["code"] == ("bad_weights" if kind == "large" else "load_failed")
@@ -169,21 +172,40 @@ def test_calls_out_of_order_and_bad_fields(gateway: HttpGateway) -> None:
     assert call(gateway, "/get_world_size") == (200, {"world_size": 1})
 
 
+class GuardedHttp(Guarded):
+    port = HttpGateway.port
+
+
 def test_only_operators_push_weights(models: list[Path], tmp_path: Path) -> None:
-    tokens = {role: new_token(role.value, [role]) for role in (Role.CALL, Role.ADMINISTER)}
-    file = tmp_path / "tokens"
-    file.write_text("\n".join(["[tokens]", *(line for _, line in tokens.values())]))
-    operator = tokens[Role.ADMINISTER][0]
-    flags = [*FLAGS, *TRANSFER, "--tokens", str(file)]
-    with HttpGateway(model=str(models[0]), flags=flags, token=operator) as gateway:
+    operator, line = new_token("boss", [Role.ADMINISTER])
+    flags = [*FLAGS, *TRANSFER]
+    with GuardedHttp(tmp_path, *flags, model=str(models[0]), quotas=[line]) as gateway:
+        address = f"127.0.0.1:{gateway.port}"
         for path in ("/pause", "/start_weight_update", "/is_paused"):
-            assert call(gateway, path)[0] == 401
-            status, answer = call(gateway, path, authorization=f"Bearer {tokens[Role.CALL][0]}")
+            assert broadcasting_trainer.call(address, path)[0] == 401
+            own = f"Bearer {gateway.tokens['alice']}"
+            status, answer = broadcasting_trainer.call(address, path, authorization=own)
             assert (status, answer["error"]["code"]) == (403, "role_missing")
-        with joined(address_of(gateway), operator) as trainer:
+        with joined(address, operator) as trainer:
             assert trainer.push(weights_of(models[1]))["message"] == DONE
 
 
 def test_a_server_without_the_setting_has_none(models: list[Path]) -> None:
     with HttpGateway(model=str(models[0]), flags=FLAGS) as gateway:
         assert call(gateway, "/pause")[0] == 404
+
+
+def test_the_trainer_of_the_manual(tmp_path: Path) -> None:
+    (program,) = [each.text for each in blocks("docs/training.md", "python") if "dist.broadcast" in each.text]
+    with HttpGateway(model="adder", flags=[*FLAGS, *TRANSFER]) as gateway:
+        for old, new in {
+            "http://127.0.0.1:8000": f"http://{address_of(gateway)}",
+            "29511": str(free_port()),
+            '"workers/': f'"{ROOT}/workers/',
+        }.items():
+            assert old in program
+            program = program.replace(old, new)
+        done = subprocess.run(
+            [sys.executable, "-c", program], timeout=TIMEOUT_S, check=False, capture_output=True, text=True
+        )
+        assert done.stdout.strip() == described(gateway).fingerprint, done.stderr
