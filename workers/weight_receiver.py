@@ -30,10 +30,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import distributed
 
-from workers.models.checkpoint import DTYPES
-
 Report: TypeAlias = Callable[[dict[str, object]], None]
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# In headers of safetensors files.
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Where vLLM's trainers leave what the ranks of an NCCL group have to know.
 _UNIQUE_ID_KEY = "broadcast_from/0/0"
 _UNIQUE_ID_BYTES = 128
@@ -178,7 +177,7 @@ def _header(tensors: Iterable[Announced]) -> bytes:
     for tensor in tensors:
         begin, end = end, end + tensor.nbytes
         entries[tensor.name] = {
-            "dtype": _NAMES[tensor.torch_dtype],
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

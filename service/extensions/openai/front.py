@@ -28,7 +28,6 @@ from service.extensions.openai.generation import CompletionHandler
 from service.extensions.openai.middleware import HEALTH, MESSAGES, Middleware
 from service.extensions.openai.models import Models
 from service.extensions.openai.responses_api import ResponsesResponse, earlier_messages, responses
-from service.extensions.openai.settings import OpenAiSettings
 from service.extensions.openai.stored_responses import StoredResponseHandler, StoredResponses
 from service.extensions.openai.tokenize import BodyHandler, Tokens
 from service.extensions.openai.weight_transfer import NONE, WeightTransfer
@@ -53,8 +52,12 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(self, settings: OpenAiSettings) -> None:
-        self.listen, self._settings = settings.openai_listen, settings
+    def __init__(
+        self, listen: str, logprobs_mode: str, parsers: tuple[str, str], experts_form: str, backend: str
+    ) -> None:
+        """`parsers`: of tool calls and of thoughts. `backend`: by which trainers broadcast weights."""
+        self.listen, self._logprobs_mode, self._parsers = listen, logprobs_mode, parsers
+        self._experts_form, self._backend = experts_form, backend
         self._transfer: WeightTransfer | None = None
 
     def attach(self, parts: GatewayParts) -> None:
@@ -72,8 +75,8 @@ class OpenAiFront(Extension):
         self.server = HttpServer(self.app, self.listen, limits, tls=tls, is_shared=config.gateways > 1)
 
     def _routes(self, parts: GatewayParts) -> Router:
-        is_processed = self._settings.openai_logprobs_mode == "processed_logprobs"
-        form = self._settings.openai_routed_experts
+        is_processed = self._logprobs_mode == "processed_logprobs"
+        form = self._experts_form
         of_tokens = functools.partial(generate, is_processed=is_processed, experts_form=form)
         completion = functools.partial(requests.completion, experts_form=form)
         chat = functools.partial(requests.chat, experts_form=form)
@@ -134,11 +137,10 @@ class OpenAiFront(Extension):
                 "/inference/v1/generate", CompletionHandler(of_tokens, *shared, *by_tokens), methods=["POST"]
             ),
         ]
-        backend = self._settings.openai_weight_transfer
         # As in gRPC: without tokens, for callers of this machine.
         is_safe = parts.authenticator is not None or is_private(self.listen)
-        if backend != NONE and parts.admin is not None and is_safe:
-            self._transfer = WeightTransfer(parts.admin, backend, self._state.config.message_timeout_s)
+        if self._backend != NONE and parts.admin is not None and is_safe:
+            self._transfer = WeightTransfer(parts.admin, self._backend, self._state.config.message_timeout_s)
             routes += self._transfer.routes(self.bodies)
         return Router(routes, redirect_slashes=False)
 
