@@ -52,11 +52,9 @@ class OpenAiFront(Extension):
 
     port_for = "HTTP"
 
-    def __init__(
-        self, listen: str, logprobs_mode: str, parsers: tuple[str, str], experts_form: str, backend: str
-    ) -> None:
-        """`parsers`: of tool calls and of thoughts. `backend`: by which trainers broadcast weights."""
-        self.listen, self._logprobs_mode, self._parsers = listen, logprobs_mode, parsers
+    def __init__(self, listen: str, logprobs_mode: str, experts_form: str, backend: str) -> None:
+        """`backend`: by which trainers broadcast weights."""
+        self.listen, self._logprobs_mode = listen, logprobs_mode
         self._experts_form, self._backend = experts_form, backend
         self._transfer: WeightTransfer | None = None
 

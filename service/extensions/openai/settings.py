@@ -46,11 +46,9 @@ class OpenAiSettings(ExtensionSettings):
             return None
         from service.extensions.openai.front import OpenAiFront  # noqa: PLC0415 - its libraries take time
 
-        parsers = self.tool_call_parser, self.reasoning_parser
         return OpenAiFront(
             self.openai_listen,
             self.openai_logprobs_mode,
-            parsers,
             self.openai_routed_experts,
             self.openai_weight_transfer,
         )
