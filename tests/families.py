@@ -324,6 +324,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_LATENT, "n_group": 3, "topk_group": 2, "rope_parameters": _LATENT_YARN, "attention_bias": True},
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **{name: value for name, value in _LATENT.items() if name != "n_routed_experts"},
+            "q_lora_rank": None,
+            "num_experts": 6,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "linear_head_dim": 24,
+            "linear_num_heads": 3,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
+    "kimi_linear with latent queries": (
+        "kimi_linear",
+        {
+            **{name: value for name, value in _LATENT.items() if name != "n_routed_experts"},
+            "num_experts": 6,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "linear_head_dim": 32,
+            "linear_num_heads": 2,
+        },
+    ),
     "deepseek_v2": (
         "deepseek_v2",
         {

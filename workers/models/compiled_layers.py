@@ -128,6 +128,7 @@ def _can_compile(sublayer: Sublayer) -> bool:
 def _can_compile_body(body: Body, *, is_split: bool) -> bool:
     return (
         isinstance(body, Attention | ShortConv | Mamba2 | GatedDelta | GatedMlp)
+        and not (isinstance(body, RecurrentMixer) and body.within)
         # In a group the norm of a row needs the other ranks in the middle of the sublayer.
         and not (is_split and isinstance(body, Attention) and body.row_norms is not None)
         and all(matrix.weight.compiled is not None for matrix in _matrices(body))

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FULL, SLIDING, MLP, EXPERTS = "full_attention", "sliding_attention", "mlp", "moe"
-RecurrentKind = Literal["short_conv", "mamba1", "mamba2", "gated_delta"]
+RecurrentKind = Literal["short_conv", "mamba1", "mamba2", "gated_delta", "kimi_delta"]
 # The types of layers in configs.
 RECURRENT_TYPES: dict[RecurrentKind, str] = {
     "short_conv": "conv",
     "mamba1": "linear_attention",
     "mamba2": "linear_attention",
     "gated_delta": "linear_attention",
+    "kimi_delta": "linear_attention",
 }
 
 LayerTypes = Callable[[Mapping[str, object], int], list[str]]
@@ -121,8 +122,8 @@ class Family:
         gated_mlp: The MLP has a gate.
         side_by_side: Each layer has a recurrent layer beside its attention.
         one_sublayer: Each layer is attention, what is in its place, or an MLP.
-        renamed: What the names of tensors begin with, and what instead in checkpoints of other families. The
-            first match counts.
+        renamed: Parts of the names of tensors, and what is instead in checkpoints of other families, or in
+            the library. The first match counts.
         experts: The names of the experts' tensors; None: no layer has experts.
         wide_routing: The router's weights of experts stay float32.
         expert_biases: The router and the projections of experts have biases.
@@ -189,6 +190,6 @@ class Family:
     def renamed_tensor(self, name: str) -> str:
         """The name of a tensor as it would be in checkpoints of other families."""
         for before, after in self.renamed:
-            if name.startswith(before):
-                return after + name.removeprefix(before)
+            if before in name:
+                return name.replace(before, after, 1)
         return name

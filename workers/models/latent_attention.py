@@ -68,7 +68,8 @@ class LatentAttention:
             output: [C, H * V].
             latent_norm: [L].
         """
-        self.index, self.is_last = index, index == config.last_mixer
+        self.index = sum(layer.attention for layer in config.layers[:index])
+        self.is_last = index == config.last_mixer
         self._is_mtp_head = index == config.num_hidden_layers
         self.into = into
         self.output = output
@@ -164,10 +165,11 @@ class LatentAttention:
         return _by_head(attended, self._of_values).flatten(1)
 
     def _turned(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Rotated by the positions: [T, H, R] -> [T, H, R]."""
+        """Rotated by the positions, if the layer rotates: [T, H, R] -> [T, H, R]."""
+        if self._rope is None:
+            return x
         if self._sizes.interleaved:
             x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
-        assert self._rope is not None
         return apply_rope_reference(x, context.rotations[self._rope])
 
 

@@ -13,7 +13,8 @@ from workers.models.config import ModelConfig
 from workers.models.multipliers import factors
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config, ShortConvConfig
-from workers.models.scans import GatedDelta, Mamba1, Mamba2
+from workers.models.scans import FORGET as _FORGET
+from workers.models.scans import GatedDelta, KimiDelta, Mamba1, Mamba2
 from workers.models.shard import Slice
 from workers.models.short_conv import ShortConv
 
@@ -62,6 +63,8 @@ def mixer_parts(config: ModelConfig) -> MixerParts:
     if isinstance(sizes, Mamba1Config):
         return _mamba1(place, sizes, config)
     assert sizes is not None
+    if sizes.is_wide:
+        return _kimi_delta(place, sizes, config)
     parts = _gated_delta(place, sizes, width, config.rms_norm_eps, config.family.recurrent_names)
     return _as_in_gguf(parts, sizes, config) if config.gguf_layout else parts
 
@@ -126,6 +129,27 @@ def _gated_delta(
     into = _projections(sizes, width, names)
     make = partial(GatedDelta, place, sizes, eps=eps)
     return MixerParts(place, into, sizes.inner, False, False, shapes, make)
+
+
+def _kimi_delta(place: str, sizes: GatedDeltaConfig, config: ModelConfig) -> MixerParts:
+    inner, width = sizes.inner, sizes.head_width
+    shapes: dict[str, tuple[int, ...]] = {f"{name}_conv1d.weight": (inner, 1, sizes.taps) for name in "qkv"}
+    shapes |= {f"{_FORGET}dt_bias": (inner,), f"{_FORGET}A_log": (1, 1, sizes.heads, 1)}
+    shapes["o_norm.weight"] = (width,)
+    rows = {f"{name}_proj": inner for name in "qkv"}
+    rows |= {f"{_FORGET}f_a_proj": width, "g_a_proj": width, "b_proj": sizes.heads}
+    within = (f"{_FORGET}f_b_proj", "g_b_proj")
+    return MixerParts(
+        place,
+        {name: Slice.whole(count, config.hidden_size) for name, count in rows.items()},
+        inner,
+        False,
+        False,
+        shapes,
+        partial(KimiDelta, place, sizes, eps=config.rms_norm_eps),
+        within={name: Slice.whole(inner, width) for name in within},
+        output="o_proj",
+    )
 
 
 def _projections(sizes: GatedDeltaConfig, width: int, names: Sequence[str]) -> dict[str, Slice]:

@@ -95,6 +95,7 @@ class GatedDeltaConfig:
         taps: How many tokens the convolution sees, the one itself included.
         tiled: The first value heads of all key heads come before all second ones, as in GGUF files, and not
             those of a key head one after the other.
+        is_wide: Each element of a key has a decay of its own, as in Kimi Linear.
     """
 
     key_heads: int
@@ -103,6 +104,7 @@ class GatedDeltaConfig:
     head_width: int
     taps: int
     tiled: bool = False
+    is_wide: bool = False
 
     @property
     def inner(self) -> int:
@@ -128,6 +130,7 @@ def read_recurrent(settings: Mapping[str, object], kind: RecurrentKind) -> Recur
         "mamba1": _mamba1,
         "mamba2": _mamba2,
         "gated_delta": _gated_delta,
+        "kimi_delta": _kimi_delta,
     }
     return readers[kind](settings)
 
@@ -202,6 +205,14 @@ def _gated_delta(settings: Mapping[str, object]) -> RecurrentConfig:
         head_width=integer(settings, "linear_value_head_dim"),
         taps=_taps(settings, "linear_conv_kernel_dim"),
     )
+
+
+def _kimi_delta(settings: Mapping[str, object]) -> RecurrentConfig:
+    """Those of Kimi Linear."""
+    heads, width = integer(settings, "linear_num_heads"), integer(settings, "linear_head_dim")
+    _check_silu(settings)
+    taps = _taps(settings, "linear_conv_kernel_dim")
+    return GatedDeltaConfig(heads, width, heads, width, taps, is_wide=True)
 
 
 def _check_silu(settings: Mapping[str, object]) -> None:

@@ -22,6 +22,7 @@ from workers.models.respelled import (
     granite_hybrid_settings,
     granite_moe_settings,
     jamba_settings,
+    kimi_settings,
     latent_settings,
     lfm2_moe_settings,
     lfm2_settings,
@@ -155,6 +156,7 @@ _LATENT_READS = names(
     " num_experts num_local_experts num_experts_per_tok n_shared_experts moe_intermediate_size"
     " first_k_dense_replace norm_topk_prob routed_scaling_factor n_group topk_group"
 )
+_KIMI_FORGET = ("f_a_proj.", "f_b_proj.", "dt_bias", "A_log")
 _DEEPSEEK_V3 = Family(
     defaults=_defaults(
         *(129280, 7168, 18432, 61, 128, 4096, 0, 1),
@@ -684,6 +686,48 @@ FAMILIES: dict[str, Family] = {
             topk_group=1,
         ),
         reads=_LATENT_READS - {"first_k_dense_replace"} | {"rope_interleave", "mlp_layer_types"},
+    ),
+    "kimi_linear": replace(
+        _DEEPSEEK_V3,
+        defaults=_defaults(
+            *(163840, 2304, 9216, 27, 32, 1048576, 163584, 163586),
+            rms_norm_eps=1e-5,
+            hidden_act="silu",
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            num_experts=256,
+            num_experts_per_tok=8,
+            n_shared_experts=1,
+            moe_intermediate_size=1024,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.446,
+            linear_head_dim=128,
+            linear_num_heads=32,
+            linear_conv_kernel_dim=4,
+        ),
+        reads=_LATENT_READS
+        | names(
+            "mlp_layer_types layer_types linear_attn_config linear_head_dim linear_num_heads"
+            " linear_conv_kernel_dim model_max_length moe_renormalize num_expert_group num_experts_per_token"
+            " num_shared_experts"
+        ),
+        respelled=kimi_settings,
+        recurrent="kimi_delta",
+        recurrent_place="self_attn",
+        experts=replace(
+            _DEEPSEEK_EXPERTS,
+            gate="mlp.experts.{}.w1",
+            up="mlp.experts.{}.w3",
+            down="mlp.experts.{}.w2",
+        ),
+        renamed=(
+            (".block_sparse_moe.", ".mlp."),
+            *((f".self_attn.{name}", f".self_attn.forget_gate.{name}") for name in _KIMI_FORGET),
+        ),
+        left_out=(),
     ),
     "deepseek_v2": replace(
         _DEEPSEEK_V3,

@@ -142,6 +142,39 @@ def latent_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
+# Other names of settings in the configs of Kimi Linear.
+_KIMI_NAMES = (
+    ("model_max_length", "max_position_embeddings"),
+    ("moe_renormalize", "norm_topk_prob"),
+    ("num_expert_group", "n_group"),
+    ("num_experts_per_token", "num_experts_per_tok"),
+    ("num_shared_experts", "n_shared_experts"),
+)
+# In `linear_attn_config` of published ones.
+_KIMI_LINEAR_NAMES = (
+    ("head_dim", "linear_head_dim"),
+    ("num_heads", "linear_num_heads"),
+    ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+)
+
+
+def kimi_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """As `KimiLinearConfig` of the library reads them. No layer has a rotation."""
+    layers, linear = range(integer(settings, "num_hidden_layers")), settings.get("linear_attn_config") or {}
+    if not isinstance(linear, Mapping):
+        raise ModelError(f"linear_attn_config: must be an object, got {linear!r}")
+    found = dict(settings)
+    found |= {ours: settings[theirs] for theirs, ours in _KIMI_NAMES if settings.get(theirs) is not None}
+    found |= {ours: linear[theirs] for theirs, ours in _KIMI_LINEAR_NAMES if theirs in linear}
+    if settings.get("layer_types") is None:
+        full = linear.get("full_attn_layers")  # counted from 1
+        full = full if isinstance(full, list) else [index + 1 for index in layers if index and index % 4 == 0]
+        found["layer_types"] = [
+            FULL if index + 1 in full else RECURRENT_TYPES["kimi_delta"] for index in layers
+        ]
+    return latent_settings(found | {"no_rope_layers": [0] * len(layers)})
+
+
 # Of layers in the configs of Granite 4; see `layer_types` in the library's configuration_utils.py.
 _OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
 

@@ -6,7 +6,7 @@ Dimension letters: as in `kernels.mamba2` and `kernels.gated_delta`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +23,15 @@ from workers.models.linear import Linear
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config
 
+# What the names of parameters of decays begin with in Kimi Linear.
+FORGET = "forget_gate."
+
 
 class Scan(RecurrentMixer):
     """A convolution, and a state of each head, which is float32."""
+
+    # What the names of parameters of decays begin with, and that of the norm.
+    _decays = _norm = ""
 
     def __init__(
         self,
@@ -58,20 +64,25 @@ class Scan(RecurrentMixer):
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         """What is kept of a sequence: the last inputs of the convolution, and the state of each head."""
-        sizes, dtype = self._config, self.parameters["conv1d.weight"].dtype
+        sizes, dtype = self._config, self._convolutions[0].dtype
         return (
             StateShape((sizes.taps - 1, sizes.convolved), dtype),
             StateShape((sizes.heads, *self._head_state), torch.float32),
         )
 
+    @property
+    def _convolutions(self) -> Sequence[torch.Tensor]:
+        """The weights of those that are one after the other: [D, 1, L] in all."""
+        return (self.parameters["conv1d.weight"],)
+
     def _shared_weights(self) -> dict[str, Any]:
         """What both kinds have."""
         named = self.parameters
         return {
-            "taps": named["conv1d.weight"][:, 0].t().contiguous(),
-            "dt_bias": named["dt_bias"].float(),
-            "decays": -torch.exp(named["A_log"].float()),
-            "norm": named.get("norm.weight"),
+            "taps": torch.cat([*self._convolutions])[:, 0].t().contiguous(),
+            "dt_bias": named[f"{self._decays}dt_bias"].float(),
+            "decays": -torch.exp(named[f"{self._decays}A_log"].float()).flatten(),
+            "norm": named.get(f"{self._norm}norm.weight"),
             "eps": self._eps,
         }
 
@@ -194,3 +205,30 @@ class GatedDelta(Scan):
         """See `RecurrentMixer`."""
         assert context.states is not None
         return gated_delta(projected, self.weights, states[0], states[1], context.states)
+
+
+class KimiDelta(GatedDelta):
+    """The gated delta rule with a decay of each element of a key, and gates of few inputs.
+
+    Its parameters: q_conv1d.weight, k_conv1d.weight and v_conv1d.weight [I, 1, L], dt_bias [I], A_log
+    [1, 1, H, 1], and o_norm.weight [V]. Rows of 3 * I + 2 * V + H become I.
+    """
+
+    _decays, _norm = FORGET, "o_"
+
+    @property
+    def _convolutions(self) -> Sequence[torch.Tensor]:
+        return [self.parameters[f"{name}_conv1d.weight"] for name in "qkv"]
+
+    def mix(
+        self, projected: torch.Tensor, states: list[torch.Tensor], context: ForwardContext
+    ) -> torch.Tensor:
+        """See `RecurrentMixer`."""
+        sizes, slots, invariant = self._config, context.lora_slots, context.batch_invariant
+        widths = [sizes.convolved, *[sizes.head_width] * 2, sizes.heads]
+        qkv, *narrow, betas = torch.split(projected, widths, dim=1)
+        steps, gates = (
+            self.within[name](part.contiguous(), slots, batch_invariant=invariant)
+            for name, part in zip((f"{FORGET}f_b_proj", "g_b_proj"), narrow, strict=True)
+        )
+        return super().mix(torch.cat((gates, qkv, betas, steps), dim=1), states, context)
