@@ -15,16 +15,19 @@ class Split:
 
     Attributes:
         pattern: A regular expression whose matches are the parts; "": that of GPT-2.
+        before: What is a part of its own before: matches of these, one after the other.
         digits: Each digit is a part of its own before.
-        whole: A part that is a token is not merged from others. If a file does not say whether a first token
-            is added, it is then.
+        whole: A part that is a token is not merged from others.
         nfc: Texts are normalized before.
+        bos: If a file does not say whether a first token is added, it is.
     """
 
     pattern: str = ""
+    before: tuple[str, ...] = ()
     digits: bool = False
     whole: bool = False
     nfc: bool = False
+    bos: bool = False
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -33,7 +36,7 @@ _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-_LLAMA3 = Split(_WORDS + r"|\p{N}{1,3}" + _REST, whole=True)
+_LLAMA3 = Split(_WORDS + r"|\p{N}{1,3}" + _REST, whole=True, bos=True)
 _DBRX = Split(_LLAMA3.pattern)
 _QWEN2 = Split(_WORDS + r"|\p{N}" + _REST, nfc=True)
 _QWEN35 = Split(
@@ -46,23 +49,49 @@ _TEKKEN = Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     + _REST_WITH_SLASH,
     whole=True,
+    bos=True,
 )
 _GPT4O = Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _REST_WITH_SLASH
 )
 _GPT2, _DIGITS = Split(), Split(digits=True)
+_GLM4 = Split(_LLAMA3.pattern, whole=True)
+_SEED = Split(_WORDS + r"|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+_DEEPSEEK = Split(
+    r"\p{N}+",
+    before=(
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    ),
+)
+_DEEPSEEK3 = Split(
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    before=(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+)
+# Chinese characters are apart.
+_CASED, _SMALL = (f"[{each[1:-1]}&&[^\\p{{Han}}]]" for each in (_UPPER, _LOWER))
+_KIMI2 = Split(
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_CASED}*{_SMALL}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_CASED}+{_SMALL}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}" + _REST
+)
 
 SPLITS = {
-    "default": _GPT2, "gpt-2": _GPT2,
+    "default": _GPT2, "gpt-2": _GPT2, "olmo": _GPT2, "granite-docling": _GPT2,
     "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "pixtral": _LLAMA3,
     "lfm2": _LLAMA3,
-    "dbrx": _DBRX, "smaug-bpe": _DBRX,
+    "dbrx": _DBRX, "smaug-bpe": _DBRX, "chatglm-bpe": _DBRX,
+    "glm4": _GLM4, "seed-coder": _SEED, "kimi-k2": _KIMI2,
+    "deepseek-llm": _DEEPSEEK, "deepseek-v3": _DEEPSEEK3,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2,
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
-    "smollm": _DIGITS,
+    "smollm": _DIGITS, "refact": _DIGITS, "exaone": _DIGITS,
 }  # fmt: skip
 
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"

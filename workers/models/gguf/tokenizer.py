@@ -117,7 +117,7 @@ def _byte_level(
         "decoder": _BYTE_LEVEL | {"use_regex": True},
         "model": _bpe(vocabulary, merges) | {"ignore_merges": split.whole},
     }
-    return parts, split.whole
+    return parts, split.bos
 
 
 def split_steps(split: Split) -> list[dict[str, Any]]:
@@ -125,10 +125,11 @@ def split_steps(split: Split) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     if split.digits:
         steps.append({"type": "Digits", "individual_digits": True})
-    if split.pattern:
-        steps.append(
-            {"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False}
-        )
+    steps += [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in (*split.before, split.pattern)
+        if pattern
+    ]
     steps.append(_BYTE_LEVEL | {"use_regex": not split.pattern})
     return steps
 
