@@ -191,8 +191,9 @@ class SequenceTooLong(QuireError, code="OUT_OF_RANGE", reason="SEQUENCE_TOO_LONG
         message = (
             f"the sequence{f' of {field}' if field else ''} would have {wanted} tokens, the limit is {limit}"
         )
-        metadata = {"field": field} if field else {}
-        super().__init__(message, wanted_tokens=wanted, kv_capacity_tokens=limit, **metadata)
+        super().__init__(message, wanted_tokens=wanted, kv_capacity_tokens=limit)
+        if field:
+            self.metadata["field"] = field
 
 
 class TruncateBeyondEnd(QuireError, code="OUT_OF_RANGE", reason="TRUNCATE_BEYOND_END"):

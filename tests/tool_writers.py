@@ -170,6 +170,7 @@ def train(family: Family, directory: Path) -> Path:
     spec = TinyModel(vocab_size=len(tokenizer), max_positions=1024, tied=True)
     model = AutoModelForCausalLM.from_config(hf_config(spec))  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.97), weight_decay=0.0)
+    loss = torch.tensor(torch.inf)
     for step in range(_STEPS):
         for group in optimizer.param_groups:
             group["lr"] = _RATE * min(1.0, (step + 1) / _WARM_UP_STEPS)

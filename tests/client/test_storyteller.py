@@ -113,6 +113,15 @@ def test_it_calls_a_tool(client: Client, city: str) -> None:
     assert client.execute([item]).texts() == [text_of_call(city)]
 
 
+def test_the_loop_of_the_manual_calls_a_tool(served: GatewayProcess, tmp_path: Path) -> None:
+    (example,) = (block for block in blocks("docs/runtimes.md", "python") if "get_weather" in block.text)
+    script = tmp_path / "copied.py"
+    script.write_text(example.text.replace(TARGET, served.address))
+    call, said = run_python(script).splitlines()
+    assert f"print(call.name, json.loads(call.arguments_json))  # {call}\n" in example.text
+    assert "sunny" in said
+
+
 def text_of_call(city: str) -> str:
     call = {"name": "get_weather", "arguments": {"city": city}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"

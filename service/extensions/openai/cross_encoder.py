@@ -65,11 +65,8 @@ class CrossEncoder:
                     raise from_status(result.error)
                 yes, no = result.response.outputs[-1].chosen_logprobs
                 scores.append(1 / (1 + math.exp(no - yes)) if no - yes < _LARGE else 0.0)
-                counted = {
-                    "input_tokens": len(item.token_ids),
-                    "cached_tokens": result.response.reused_tokens,
-                }
-                found.append(runner_pb2.Embedding(**counted))
+                cached = result.response.reused_tokens
+                found.append(runner_pb2.Embedding(input_tokens=len(item.token_ids), cached_tokens=cached))
         return found, scores
 
     async def _item(

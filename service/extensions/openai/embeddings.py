@@ -71,6 +71,8 @@ class EmbeddingHandler:
     async def _handle(self, value: object, send: Send) -> None:
         await self.state.first_worker(None)
         request = self.parse(Fields(value), self.models)
+        found: Sequence[runner_pb2.Embedding]
+        scores: Iterable[float]
         with ForwardContext() as context:
             try:
                 if request.pairs and self.cross_encoder.is_served:

@@ -305,7 +305,7 @@ HARMONY = """{%- for tool in tools %}{{- '// ' + tool.function.description }}{% 
 
 def test_harmony_has_one_call_in_a_message() -> None:
     calls = [call('{"a": 1}', "c1"), call('{"a": 2}', "c2"), call('{"a": 3}', "c3")]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "Go."},
         {"role": "assistant", "content": "Two.", "reasoning_content": "Hm.", "tool_calls": calls},
         {"role": "tool", "content": "second", "tool_call_id": "c2"},
