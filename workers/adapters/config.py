@@ -26,7 +26,7 @@ _MAX_ALPHA = 1e12
 _READ = names(
     """
     peft_type task_type bias r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights
-    target_modules exclude_modules layers_to_transform layers_pattern
+    target_modules target_parameters exclude_modules layers_to_transform layers_pattern
     """
 )
 # Without effect at any value: the origin of the file, training, and settings of what is refused by itself.
@@ -45,7 +45,6 @@ _REFUSED = {
     "lora_bias": "an adapter with biases is not supported: train without",
     "trainable_token_indices": f"an adapter with embeddings is not supported: {MERGE}",
     "fan_in_fan_out": "transposed weights are not supported: no model that has adapters here has them",
-    "target_parameters": f"parameters, such as those of experts, cannot have an adapter: {MERGE}",
     "layer_replication": f"an adapter that repeats layers is not supported: {MERGE}",
     "alora_invocation_tokens": "an adapter that begins at certain tokens (aLoRA) is not supported",
     "megatron_config": "adapters of Megatron's layers are not supported: convert it to plain LoRA",

@@ -119,7 +119,7 @@ def ranked_adapters(
     served: Served, limits: LoraLimits, ranks: RankGroup, runner: Runner
 ) -> AdapterTable[RankedLora]:
     """The adapters of a model that is split over ranks."""
-    modules = served.model.lora_modules()
+    modules, stacks = served.model.lora_modules(), served.model.lora_stacks()
     slots = RankedSlots(ModelSlots(served, limits, on_made(runner)), ranks)
     keys = itertools.count()
 
@@ -127,7 +127,7 @@ def ranked_adapters(
         slots.find_room(limits)
         key = next(keys)
         # The other ranks read it after this one, so that all have the same files.
-        adapter = read_source(source, modules, limits)
+        adapter = read_source(source, modules, limits, stacks=stacks)
         with ranks.asking(
             "read_adapter",
             directory=source.directory,

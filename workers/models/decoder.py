@@ -31,8 +31,16 @@ from workers.models.config import ModelConfig
 from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
-from workers.models.linear import Linear, LoadTarget
-from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
+from workers.models.linear import LoadTarget
+from workers.models.lora import (
+    BaseMatrix,
+    ExpertProjection,
+    ExpertStack,
+    LoraWeights,
+    PackedLora,
+    Projection,
+    pack_lora,
+)
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.shard import Shard, Slice
@@ -202,6 +210,14 @@ class Decoder:
             for name, shape in projection.modules()
         }
 
+    def lora_stacks(self) -> dict[str, ExpertStack]:
+        """See `Model.lora_stacks`."""
+        return {
+            prefix + projection.name: projection.stack(prefix)
+            for prefix, projection in self._projections()
+            if isinstance(projection, ExpertProjection)
+        }
+
     def base_matrices(self) -> dict[str, BaseMatrix]:
         """The embedding and the head; none in a group, where a rank has a part of them."""
         if self._shard.group is not None:
@@ -265,10 +281,10 @@ class Decoder:
         added = [None] * len(projections) if packed is None else packed.projections
         for (_, projection), pairs in zip(projections, added, strict=True):
             assert projection.lora is not None
-            projection.lora.set(slot, pairs)
+            projection.lora.set(slot, pairs)  # type: ignore[arg-type]  # what its `pairs_of` has made
         self._steering.set(slot, None if packed is None else packed.steering)
 
-    def _projections(self) -> list[tuple[str, Linear]]:
+    def _projections(self) -> list[tuple[str, Projection]]:
         """Those that may have adapters, with what the names of their modules begin with."""
         return [
             (f"model.layers.{index}.{name}", projection)

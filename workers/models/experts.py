@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.expert_lora import ExpertAdapters
 from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route, route_in_groups
 from kernels.gated_activation import sigmoid
 from kernels.linear import DenseWeight, linear
+from kernels.lora import RowSlots
+from kernels.lora_pairs import SortedRows
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext, GatedMlp
-from workers.models.linear import Linear, LoadTarget
+from workers.models.linear import LoadTarget
+from workers.models.lora import ExpertProjection, Projection
 from workers.models.shard import Slice
 
 
@@ -80,15 +84,21 @@ class Experts:
         self._wide_routing = config.family.wide_routing
         self._index = index
         self._part = part
+        size, width = self._config.intermediate_size, router.shape[1]
+        self._rows = Slice((size, width), (part,), range(width))
+        self._columns = Slice((width, size), (range(width),), part)
+        names, count, by_turns = self._names, self._config.count, self._names.by_turns
+        into, out_of = ({names.gate: self._rows, names.up: self._rows}, {names.down: self._columns})
+        self._into = ExpertProjection(f"{names.module}.gate_up_proj", into, count, width, by_turns=by_turns)
+        self._out_of = ExpertProjection(
+            f"{names.module}.down_proj", out_of, count, len(part), by_turns=by_turns
+        )
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
         whole = Slice.whole(*self.router.shape)
         yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, whole.shape, taken=whole)
-        size, width = self._config.intermediate_size, self.router.shape[1]
-        rows = Slice((size, width), (self._part,), range(width))
-        columns = Slice((width, size), (range(width),), self._part)
-        names = self._names
+        rows, columns, names = self._rows, self._columns, self._names
         for index in range(self._config.count):
             gate_up, down = matrix_of(self.gate_up, index), matrix_of(self.down, index)
             for name, matrix, first, taken in (
@@ -103,7 +113,7 @@ class Experts:
             name = f"{prefix}{self._names.router}.e_score_correction_bias"
             yield name, LoadTarget(DenseWeight(self._correction), tuple(self._correction.shape))
         if self._biases is not None:
-            yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(width, size))
+            yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(*columns.shape))
 
     def _bias_targets(
         self, prefix: str, biases: ExpertBiases, rows: Slice, whole: Slice
@@ -124,9 +134,11 @@ class Experts:
                     target = LoadTarget(bias, taken.shape[:1], taken=taken, first=first)
                     yield f"{prefix}{name.format(index)}.bias", target
 
-    def projections(self) -> Iterator[tuple[str, Linear]]:
-        """None: experts take no adapters."""
-        yield from ()
+    def projections(self) -> Iterator[tuple[str, Projection]]:
+        """See `Body`. None on a GPU, where there are no kernels for adapters of experts."""
+        if self.router.device.type == "cpu":
+            yield "", self._into
+            yield "", self._out_of
 
     def pack(self) -> None:
         """Pack the filled weights in place."""
@@ -159,7 +171,14 @@ class Experts:
             self._activation,
             biases=None if biases is None else (biases.gate_up, biases.down),
             batch_invariant=context.batch_invariant,
+            lora=None if context.lora_slots is None else self._adapters(context.lora_slots),
         )
+
+    def _adapters(self, slots: RowSlots) -> ExpertAdapters | None:
+        into, out_of = self._into.lora, self._out_of.lora
+        if isinstance(slots, SortedRows) or into is None or out_of is None:
+            return None
+        return ExpertAdapters(into, out_of, slots)
 
 
 class WithSharedExpert:
@@ -181,8 +200,9 @@ class WithSharedExpert:
         whole = Slice.whole(*self._gate.shape)
         yield f"{prefix}{self._gate_name}.weight", LoadTarget(self._gate, whole.shape, taken=whole)
 
-    def projections(self) -> Iterator[tuple[str, Linear]]:
-        """Those of the shared expert: the others take no adapters."""
+    def projections(self) -> Iterator[tuple[str, Projection]]:
+        """See `Body`."""
+        yield from self._experts.projections()
         yield from self._shared.projections()
 
     def pack(self) -> None:
