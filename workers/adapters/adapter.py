@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from workers.adapters.config import CONFIG_FILE, LoraSettings, read_settings
+from workers.adapters.config import CONFIG_FILE, MERGE, LoraSettings, read_settings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.steering import read_steering, read_strength
 from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pairs
@@ -49,6 +49,7 @@ def read_adapter(
     base: Mapping[str, BaseMatrix] = MappingProxyType({}),
     stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
     steering_shape: tuple[int, int] | None = None,
+    takes_dora: bool = False,
 ) -> Adapter:
     """Read a directory. Takes `max_bytes` of memory and a few MiB.
 
@@ -60,6 +61,7 @@ def read_adapter(
         base: The matrices of the model that the adapter may repeat, by the names of their tensors.
         stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
         steering_shape: The layers and the hidden size for steering vectors; None: it takes none.
+        takes_dora: The model takes adapters of DoRA.
 
     Raises:
         AdapterError: The adapter is not supported, does not fit the model, or changed while it was read.
@@ -70,7 +72,9 @@ def read_adapter(
         vectors = read_steering(directory, steering_shape, strength=strength, max_bytes=max_bytes)
         return _unchanged(directory, Adapter({}, 0, before, vectors))
     settings = read_settings(directory)
-    pairs = find_pairs(directory, modules, base, stacks, settings.targets)
+    if settings.is_dora and not takes_dora:
+        raise AdapterError(f"{CONFIG_FILE}: use_dora: DoRA needs --device cpu and one rank, or {MERGE}")
+    pairs = find_pairs(directory, modules, base, stacks, settings)
     with errors_of_file(directory / CONFIG_FILE):
         _check_targets(settings, pairs, modules, stacks)
         scales = {module: _scale(settings, pair, max_rank) for module, pair in pairs.items()}
@@ -132,7 +136,11 @@ def _check_targets(
                 " them, so name it or remove them"
             )
     example = next(iter(pairs.values())).name
-    of_experts = {module for stack in stacks.values() for expert in stack.modules for module in expert}
+    of_experts = {*stacks} | {
+        module for stack in stacks.values() for expert in stack.modules for module in expert
+    }
+    if settings.is_dora and not of_experts.isdisjoint(pairs):
+        raise AdapterError(f"use_dora: DoRA of experts is not supported: {MERGE}")
     if of_experts.isdisjoint(pairs):
         # To the library that saved it they were no modules.
         modules = {module: shape for module, shape in modules.items() if module not in of_experts}

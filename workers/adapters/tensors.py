@@ -8,14 +8,13 @@ Dimension letters: r rank; I inputs; O outputs; E experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from workers.adapters.config import MERGE
+from workers.adapters.config import MERGE, LoraSettings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.targets import Targets
 from workers.models.checkpoint import DTYPES, TensorEntry, name_of, read_header, read_parts
@@ -29,13 +28,15 @@ _MAX_HEADER_BYTES, _HEADER_BYTES_OF_MODULE = 4 << 20, 512
 _PREFIX = "base_model.model."
 # Also with the name of the adapter in memory, which PEFT reads and other writers leave in.
 _SUFFIXES = {f".lora_{part}{name}.weight": part for part in "AB" for name in ("", ".default")}
+# A vector of DoRA, as PEFT saves it, has no suffix.
+_MAGNITUDE = "magnitude"
+_SUFFIXES |= {f".lora_magnitude_vector{end}": _MAGNITUDE for end in ("", ".weight", ".default.weight")}
 # PEFT's names of a whole module that is saved beside the adapter.
 _OF_WHOLE_MODULES = (".modules_to_save.default", ".modules_to_save", ".original_module", ".base_layer")
 # What it puts around a module for each of its parameters that is adapted, but for the last one.
 _WRAPPED = ".base_layer"
 # Parts of names of tensors that are not of plain LoRA, and what they are.
 _OTHER_TENSORS = {
-    "lora_magnitude_vector": "a tensor of DoRA, which is not supported",
     "lora_embedding_": "an adapter of an embedding, which is not supported",
     "trainable_tokens": "an adapter of an embedding, which is not supported",
     "embed_tokens.": "a whole embedding that differs from the model's, which is not supported",
@@ -46,9 +47,9 @@ _OTHER_TENSORS = {
     "_proj.weight": f"of a whole module, which is not supported: {MERGE}",
 }
 _OTHER_MODULES = {
-    "experts": "experts, on a GPU or in such a model,",
-    "mlp.gate": "routers",
-    "block_sparse_moe.gate": "routers",
+    "experts": "experts (on a GPU, or of a model without them)",
+    "mlp.gate": "routers (on a GPU, or of a model without them)",
+    "block_sparse_moe.gate": "routers (on a GPU, or of a model without them)",
     "embed_tokens": "embeddings",
     "lm_head": "the output layer",
 }
@@ -61,8 +62,8 @@ class PairEntries:
     Attributes:
         name: That of the module or parameter in the file, without PEFT's prefix.
         shape: Its outputs and inputs.
-        stack: What a parameter with a matrix of each expert has; None: it is a module.
-        parts: The tensors by "A" and "B".
+        stack: What a parameter has; None: it is a module.
+        parts: The tensors: "A", "B" and, of DoRA, "magnitude".
     """
 
     name: str
@@ -82,8 +83,9 @@ class PairEntries:
 
     @property
     def size_bytes(self) -> int:
-        """In memory, as float32."""
-        return 4 * sum(math.prod(entry.shape) for entry in self.parts.values())
+        """In memory, as float32, at most: kernels fill up ranks to multiples of 16, and larger ones of 32."""
+        unit = 16 if self.rank <= 16 else 32
+        return 4 * self.experts * -(-self.rank // unit) * unit * sum(self.shape)
 
 
 def find_pairs(
@@ -91,7 +93,7 @@ def find_pairs(
     modules: Mapping[str, tuple[int, int]],
     base: Mapping[str, BaseMatrix],
     stacks: Mapping[str, ExpertStack],
-    targets: Targets,
+    settings: LoraSettings,
 ) -> dict[str, PairEntries]:
     """The pairs in adapter_model.safetensors, by the name of the module or parameter in the model.
 
@@ -103,7 +105,7 @@ def find_pairs(
         modules: The outputs and inputs of each module that may have an adapter.
         base: The matrices of the model that an adapter may repeat, by the names of their tensors.
         stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
-        targets: What the config names.
+        settings: What the config says.
 
     Raises:
         AdapterError: The file is not safetensors, or has a tensor that the model cannot have.
@@ -118,13 +120,13 @@ def find_pairs(
             name, part = _split(tensor)
             if name.startswith(LEFT_OUT):
                 continue
-            key, found = _place(name, modules, stacks, targets)
+            key, found = _place(name, modules, stacks, settings.targets)
             pair = pairs.setdefault(key, found)
             if pair.name != found.name or part in pair.parts:
                 raise AdapterError(f"tensor {quoted(tensor)}: is there twice, under different names")
             pair.parts[part] = entry
         for pair in pairs.values():
-            _check_pair(pair)
+            _check_pair(pair, is_dora=settings.is_dora)
         if not pairs:
             raise AdapterError("has no tensor of a LoRA adapter")
         return pairs
@@ -137,15 +139,17 @@ def name_in_file(module: str, like: str) -> str:
 
 
 def read_pairs(module: str, pair: PairEntries, scale: float) -> Iterator[tuple[str, LoraPair]]:
-    """Read the tensors of a module, or of those of a parameter, as float32, B times `scale`.
+    """Read the tensors of a module, or of all modules of a parameter, as float32, B times `scale`.
 
     Raises:
         AdapterError: The file cannot be read or has changed, or a value is not finite.
     """
     with errors_of_file(pair.parts["A"].file), torch.inference_mode():
         a, b = read_scaled(pair.parts["A"], 1.0), read_scaled(pair.parts["B"], scale)
+        entry = pair.parts.get(_MAGNITUDE)
+        magnitude = None if entry is None else read_scaled(entry, 1.0)
     if pair.stack is None:
-        yield module, LoraPair(a, b)
+        yield module, LoraPair(a, b, magnitude)
         return
     of_experts = b.view(len(b), -1, pair.experts).permute(2, 0, 1).contiguous()  # [E, O, r]
     for names, own_a, own_b in zip(pair.stack.modules, a.chunk(pair.experts), of_experts, strict=True):
@@ -185,7 +189,7 @@ def _repeats(tensor: str, entry: TensorEntry, base: Mapping[str, BaseMatrix]) ->
 
 
 def _split(tensor: str) -> tuple[str, str]:
-    """The module's name in the file, and "A" or "B". Raises AdapterError."""
+    """The module's name in the file, and which of its tensors it is. Raises AdapterError."""
     suffix = next((suffix for suffix in _SUFFIXES if tensor.endswith(suffix)), None)
     if suffix is None or not tensor.startswith(_PREFIX):
         kinds = (kind for part, kind in _OTHER_TENSORS.items() if part in tensor)
@@ -205,7 +209,7 @@ def _place(
         renamed = after + name.removeprefix(before)
         if not name.startswith(before):
             continue
-        if renamed in modules:
+        if renamed in modules and not targets.has_parameter(f"{name}.weight"):
             return renamed, PairEntries(name, modules[renamed])
         parameter = _parameter(renamed, before, after, stacks, targets)
         if parameter is not None:
@@ -248,9 +252,15 @@ def _parameter(
     return named[-2 if name.endswith(_WRAPPED) else -1]
 
 
-def _check_pair(pair: PairEntries) -> None:
-    """Raises AdapterError unless it has an A [E * r, I] and a B [O, r * E] of a dtype that is known."""
+def _check_pair(pair: PairEntries, *, is_dora: bool) -> None:
+    """Raises AdapterError unless it has an A [E * r, I] and a B [O, r * E] of a dtype that is known.
+
+    And a vector [O] of DoRA, where the config says so.
+    """
     outputs, inputs = pair.shape
+    if is_dora != (_MAGNITUDE in pair.parts):
+        has = "has no" if is_dora else "has a"
+        raise AdapterError(f"use_dora: module {quoted(pair.name)} {has} lora_magnitude_vector")
     for part in "AB":
         if part not in pair.parts:
             raise AdapterError(
@@ -263,10 +273,10 @@ def _check_pair(pair: PairEntries) -> None:
                 f"tensor {quoted(entry.name)}: must be one of {known}, got {quoted(entry.dtype)}"
             )
         ranks = pair.parts["A"].shape[0] if pair.parts["A"].shape else 0
-        wanted = (ranks, inputs) if part == "A" else (outputs, ranks)
+        wanted = {"A": (ranks, inputs), "B": (outputs, ranks), _MAGNITUDE: (outputs,)}[part]
         if entry.shape != wanted or not ranks or ranks % pair.experts:
             rank = "rank" if pair.stack is None else f"rank * {pair.experts}"
-            asked = f"[{rank}, {inputs}]" if part == "A" else f"[{outputs}, {ranks}]"
+            asked = f"[{rank}, {inputs}]" if part == "A" else [*wanted]
             raise AdapterError(
                 f"tensor {quoted(entry.name)}: has shape {list(entry.shape)}, but the model asks for {asked}:"
                 " check that the adapter is for this model"

@@ -183,6 +183,8 @@ def read_source(
     base: Mapping[str, BaseMatrix] = MappingProxyType({}),
     stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
     steering_shape: tuple[int, int] | None = None,
+    *,
+    takes_dora: bool = False,
 ) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
@@ -194,6 +196,7 @@ def read_source(
         base=base,
         stacks=stacks,
         steering_shape=steering_shape,
+        takes_dora=takes_dora,
     )
     if source.digest:
         try:

@@ -90,6 +90,10 @@ class ModelSlots:
             self._on_made()
         return self._model.max_lora_slots
 
+    def fits(self, packed: PackedLora) -> bool:
+        """See `Slots.fits`."""
+        return packed.made_for is None or packed.made_for() is self._model
+
     def set_lora(self, slot: int, packed: PackedLora | None) -> None:
         """See `Slots.set_lora`."""
         self._model.set_lora(slot, packed)
@@ -115,6 +119,7 @@ def adapter_table(served: Served, limits: LoraLimits, runner: Runner) -> Adapter
             base=model.base_matrices(),
             stacks=stacks,
             steering_shape=model.steering_shape,
+            takes_dora=model.takes_dora,
         )
         packed = model.pack_lora(adapter.weights, adapter.steering)
         return LoadedAdapter(packed, adapter.rank, packed.bytes)

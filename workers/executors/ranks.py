@@ -109,6 +109,10 @@ class RankedSlots:
         except AdapterError as error:
             raise DeviceLostError(f"slots for adapters are not on all ranks: {error}") from error
 
+    def fits(self, packed: RankedLora) -> bool:
+        """See `Slots.fits`."""
+        return self._own.fits(packed.packed)
+
     def set_lora(self, slot: int, packed: RankedLora | None) -> None:
         """See `Slots.set_lora`."""
         self._own.set_lora(slot, None if packed is None else packed.packed)

@@ -8,6 +8,7 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -212,11 +213,14 @@ class Decoder:
 
     def lora_stacks(self) -> dict[str, ExpertStack]:
         """See `Model.lora_stacks`."""
-        return {
-            prefix + projection.name: projection.stack(prefix)
-            for prefix, projection in self._projections()
-            if isinstance(projection, ExpertProjection)
-        }
+        stacks = {}
+        for prefix, projection in self._projections():
+            if isinstance(projection, ExpertProjection):
+                stacks[prefix + projection.name] = projection.stack(prefix)
+            elif projection.parameter is not None:
+                (name,) = projection.parts
+                stacks[prefix + projection.parameter] = ExpertStack(((prefix + name,),))
+        return stacks
 
     def base_matrices(self) -> dict[str, BaseMatrix]:
         """The embedding and the head; none in a group, where a rank has a part of them."""
@@ -229,6 +233,11 @@ class Decoder:
         shape = self.config.vocab_size, self.config.hidden_size
         named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
         return {name: BaseMatrix(shape, partial(rows, matrix)) for name, matrix in named.items()}
+
+    @property
+    def takes_dora(self) -> bool:
+        """See `Model.takes_dora`. A rank has not all of a row, and a GPU no kernel."""
+        return self.device.type == "cpu" and self._shard.group is None
 
     @property
     def steering_shape(self) -> tuple[int, int] | None:
@@ -263,6 +272,8 @@ class Decoder:
         """Convert an adapter for `set_lora`. On any thread. Raises ValueError; see `workers.models.lora`."""
         on_cpu = self.device.type == "cpu"
         packed = pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
+        if any(pair.magnitude is not None for pair in weights.values()):
+            packed = replace(packed, made_for=weakref.ref(self))
         vectors = pack_steering(steering, self.steering_shape, self.dtype)
         if vectors is None:
             return packed

@@ -108,6 +108,7 @@ class Linear:
         bias: [O], or None.
         inputs: Which of the projection's inputs in the model's own checkpoint are those of the weight, in
             order; empty: the same. Adapters are those of that checkpoint.
+        parameter: That of the library which PEFT adapts in place of the module; None: it adapts the module.
         lora: What adapters add; None: the model takes none.
     """
 
@@ -119,6 +120,7 @@ class Linear:
         *,
         stored: Mapping[str, Slice] | None = None,
         inputs: tuple[range, ...] = (),
+        parameter: str | None = None,
     ) -> None:
         """Take ownership of parameters, which are uninitialised until the targets are filled.
 
@@ -129,8 +131,9 @@ class Linear:
             stored: The same rows of the weight, in the order and under the names that the files have them,
                 where that is not the model's own checkpoint; None: it is.
             inputs: See above.
+            parameter: See above.
         """
-        self.taken, self.inputs = taken, inputs
+        self.taken, self.inputs, self.parameter = taken, inputs, parameter
         self._stored = taken if stored is None else stored
         self.parts = {name: part.num_rows for name, part in taken.items()}
         self.weight = weight

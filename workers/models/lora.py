@@ -5,6 +5,7 @@ A model has slots, and a forward the slot of each row (`ForwardInputs.lora_slots
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +19,8 @@ from workers.models.errors import UnsupportedError
 from workers.models.linear import Linear
 from workers.models.shard import Slice
 
+# Whose norms are computed at a time.
+_NORMED_ROWS = 1024
 # Of the modules of a projection in a message.
 _MOST_NAMED = 3
 _REFUSAL = "adapters need a model that native code runs"
@@ -30,18 +33,20 @@ class LoraPair:
     Attributes:
         a: [r, I], on the CPU, in float32 or the model's dtype.
         b: [O, r], likewise. It includes the adapter's scale, multiplied in float32.
+        magnitude: [O], likewise: the norm that each row of W + B A is scaled to (DoRA); None: rows stay.
     """
 
     a: torch.Tensor
     b: torch.Tensor
+    magnitude: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """A parameter of the library that has a matrix of each expert, all of which PEFT adapts together.
+    """A parameter of the library that PEFT adapts, such as one with a matrix of each expert.
 
     Attributes:
-        modules: For each expert the modules whose outputs its matrix has, by their names in the checkpoint.
+        modules: For each matrix the modules whose outputs it has, by their names in the checkpoint.
         by_turns: Their outputs take turns.
     """
 
@@ -126,11 +131,13 @@ class PackedLora:
         projections: What it adds to each projection of the model, in their order; None: nothing.
         bytes: Its memory.
         steering: [L, C] what it adds behind each layer; None: nothing.
+        made_for: The model whose weights it depends on (DoRA); None: it depends on none.
     """
 
     projections: tuple[LoraPairs | ExpertPairs | None, ...]
     bytes: int
     steering: torch.Tensor | None = None
+    made_for: weakref.ref[object] | None = None
 
 
 def pack_lora(
@@ -141,7 +148,7 @@ def pack_lora(
     *,
     pack: bool,
 ) -> PackedLora:
-    """Convert an adapter for a model, of which only shapes are read.
+    """Convert an adapter for a model, of which weights are read only for DoRA.
 
     Args:
         weights: The adapter. Not modified, and not used afterwards.
@@ -166,7 +173,7 @@ def pack_lora(
             raise ValueError(f"{' or '.join([*present][:_MOST_NAMED])}: {error}") from error
     if left:
         raise ValueError(f"{min(left)}: the model has no such projection")
-    size = _keep_together([pairs for pairs in found if pairs is not None], dtype)
+    size = _keep_together([pairs for pairs in found if pairs is not None])
     for pairs_of_experts in found:
         if isinstance(pairs_of_experts, ExpertPairs):
             pairs_of_experts.settle()
@@ -182,7 +189,36 @@ def _pairs_of(
         None if pair is None else _part_of(pair, linear.taken[name], linear.inputs)
         for name, pair in zip(linear.parts, pairs, strict=True)
     ]
-    return LoraPairs(given, linear.weight.shape[1], [*linear.parts.values()], dtype, pack=pack)
+    scales = shifts = None
+    if any(pair is not None and pair.magnitude is not None for pair in pairs):
+        scales = _scales(linear, pairs, given)
+        # What is there includes the bias, which is not scaled.
+        shifts = None if linear.bias is None else linear.bias.float() * (1 - scales)
+    outputs = [*linear.parts.values()]
+    return LoraPairs(given, linear.weight.shape[1], outputs, dtype, pack=pack, scales=scales, shifts=shifts)
+
+
+@torch.inference_mode()
+def _scales(
+    linear: Linear,
+    pairs: Sequence[LoraPair | None],
+    given: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+) -> torch.Tensor:
+    """[O] float32: the magnitude over the norm of each row of W + B A; 1 where there is no adapter."""
+    scales, end = torch.ones(len(linear.weight)), 0
+    for taken, pair, own in zip(linear.taken.values(), pairs, given, strict=True):
+        begin, end = end, end + taken.num_rows
+        if pair is None or own is None or pair.magnitude is None:
+            continue
+        a, b = (matrix.float() for matrix in own)
+        scales[begin:end] = torch.cat([pair.magnitude[rows.start : rows.stop] for rows in taken.rows])
+        for first in range(begin, end, _NORMED_ROWS):
+            rows = torch.arange(first, min(first + _NORMED_ROWS, end))
+            changed = linear.weight.rows(rows).float() + b[rows - begin] @ a
+            scales[rows] /= torch.linalg.vector_norm(changed, dim=1)
+    if not scales.isfinite().all():
+        raise ValueError("a row of W + B A is 0, which has no direction")
+    return scales
 
 
 def _part_of(pair: LoraPair, taken: Slice, inputs: Sequence[range] = ()) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,18 +237,21 @@ def _part_of(pair: LoraPair, taken: Slice, inputs: Sequence[range] = ()) -> tupl
     return torch.cat([pair.a[:, own.start : own.stop] for own in columns], dim=1), b
 
 
-def _keep_together(pairs: Sequence[LoraPairs | ExpertPairs], dtype: torch.dtype) -> int:
-    """Move matrices next to each other, in the order in which steps read them.
+def _keep_together(pairs: Sequence[LoraPairs | ExpertPairs]) -> int:
+    """Move matrices next to each other, in the order in which steps read them, those of a dtype each.
 
     Returns:
         The bytes of all matrices.
     """
-    weights = [weight for each in pairs for weight in each.weights()]
-    sizes = [weight.data.numel() for weight in weights]
-    memory = huge_pages.empty((sum(sizes),), dtype, "cpu")
-    for weight, part in zip(weights, torch.split(memory, sizes), strict=True):
-        weight.data = part.view_as(weight.data).copy_(weight.data)
-    return memory.nbytes
+    every, total = [weight for each in pairs for weight in each.weights()], 0
+    for dtype in {weight.dtype for weight in every}:
+        weights = [weight for weight in every if weight.dtype == dtype]
+        sizes = [weight.data.numel() for weight in weights]
+        memory = huge_pages.empty((sum(sizes),), dtype, "cpu")
+        for weight, part in zip(weights, torch.split(memory, sizes), strict=True):
+            weight.data = part.view_as(weight.data).copy_(weight.data)
+        total += memory.nbytes
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +266,7 @@ class WithoutLora:
     """The part of `workers.models.model.Model` that is about adapters, in a model that takes none."""
 
     max_lora_slots = 0
+    takes_dora = False
     steering_shape: tuple[int, int] | None = None
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:

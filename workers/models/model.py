@@ -106,6 +106,10 @@ class Model(Protocol):
         """The matrices that adapters may repeat, by the names of their tensors."""
 
     @property
+    def takes_dora(self) -> bool:
+        """Whether adapters may scale the rows of weights to a magnitude."""
+
+    @property
     def steering_shape(self) -> tuple[int, int] | None:
         """The numbers of layers and elements of steering vectors; None: it takes none."""
 
