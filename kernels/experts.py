@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from kernels.checks import FLOAT_DTYPES, check_tensor
 from kernels.cpu import experts as cpu
+from kernels.expert_lora import ExpertAdapters
 from kernels.gated_activation import (
     UNGATED,
     Activation,
@@ -35,6 +36,7 @@ from kernels.gated_activation import (
     sigmoid,
 )
 from kernels.linear import DenseWeight
+from kernels.lora import add_lora
 from kernels.weight import Weight
 
 # One matrix per expert: a tensor [E, O, I], or E tensors [O, I].
@@ -170,7 +172,7 @@ def experts_reference(
     return _weighted_sum(outputs, expert_weights)
 
 
-def experts(
+def experts(  # noqa: PLR0913 - keyword-only options of one formula
     x: torch.Tensor,
     gate_up: ExpertWeights,
     down: ExpertWeights,
@@ -180,6 +182,7 @@ def experts(
     *,
     biases: Biases | None = None,
     batch_invariant: bool = False,
+    lora: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the outputs of each token's experts.
 
@@ -194,6 +197,8 @@ def experts(
         activation: The activation of the gate; see `kernels.gated_activation`.
         biases: Of gate_up and down; None: they have none. On a GPU there are no kernels for them.
         batch_invariant: On a GPU, the bits of a row must not depend on the others.
+        lora: What adapters add to both projections, with packed or separate weights; None: nothing. On a GPU
+            there are no kernels for them.
 
     Returns:
         A new tensor [T, C] with the dtype of x.
@@ -211,8 +216,8 @@ def experts(
             x, gate_up, down, expert_ids, expert_weights, activation, batch_invariant=batch_invariant
         )
     if isinstance(gate_up, cpu.PackedWeights) and isinstance(down, cpu.PackedWeights):
-        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation, biases)
-    return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation, biases)
+        return cpu.experts(x, gate_up, down, expert_ids, expert_weights, activation, biases, lora)
+    return _one_by_one(x, gate_up, down, expert_ids, expert_weights, activation, biases, lora)
 
 
 def _one_by_one(
@@ -223,6 +228,7 @@ def _one_by_one(
     expert_weights: torch.Tensor,
     activation: Activation,
     biases: Biases | None,
+    lora: ExpertAdapters | None,
 ) -> torch.Tensor:
     """The chosen experts one after the other."""
     gate_up_bias, down_bias = biases or (None, None)
@@ -237,11 +243,18 @@ def _one_by_one(
         begin, end = end, end + count
         if count:
             of_expert = pairs[begin:end]  # [n]
-            rows = x.index_select(0, of_expert // expert_ids.shape[1])  # [n, C]
+            tokens = of_expert // expert_ids.shape[1]  # [n]
+            rows = x.index_select(0, tokens)  # [n, C]
             bias = None if gate_up_bias is None else gate_up_bias[expert]
-            inner = gated_activation(matrix_of(gate_up, expert).multiply(rows, bias), activation)  # [n, I]
+            both = matrix_of(gate_up, expert).multiply(rows, bias)  # [n, 2 * I]
+            if lora is not None:
+                add_lora(both, rows, lora.gate_up.of_expert(expert, x.dtype), lora.slots[tokens])
+            inner = gated_activation(both, activation)  # [n, I]
             bias = None if down_bias is None else down_bias[expert]
-            outputs.index_copy_(0, of_expert, matrix_of(down, expert).multiply(inner, bias))
+            result = matrix_of(down, expert).multiply(inner, bias)  # [n, C]
+            if lora is not None:
+                add_lora(result, inner, lora.down.of_expert(expert, x.dtype), lora.slots[tokens])
+            outputs.index_copy_(0, of_expert, result)
     return _weighted_sum(outputs.view(*expert_ids.shape, x.shape[1]), expert_weights)
 
 

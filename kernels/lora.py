@@ -1,5 +1,7 @@
 """Low-rank adapters: y += (x A^T) B^T, with an adapter of its own for each row, or none.
 
+An adapter may also scale each output of the sum, and shift it (DoRA): it is rounded once more then.
+
 A projection may consist of several parts, one after the other in its outputs, each with an A and a B. The
 matrices of an adapter are in a slot of the projection's table, and a forward has the slot of each row.
 
@@ -58,10 +60,8 @@ class LoraTable:
     def set(self, slot: int, pairs: LoraPairs | None) -> None:
         """Replace what is in a slot; None: nothing is. Keeps `pairs` alive. Not while a forward runs."""
         self.slots[slot] = pairs
-        if self.compiled is not None and pairs is None:
-            self.compiled.set(slot, None)
-        elif self.compiled is not None and pairs is not None:
-            self.compiled.set(slot, pairs.a, pairs.b, pairs.ranks)
+        if self.compiled is not None:
+            self.compiled.set(slot, pairs)
 
 
 # By the device.
@@ -131,12 +131,18 @@ def lora_reference(y: torch.Tensor, x: torch.Tensor, table: LoraTable, slots: to
         if pairs is None:
             continue
         rows = (slots == slot).nonzero()[:, 0]  # [n]
-        inner = linear_reference(x.index_select(0, rows), pairs.a.plain.to(x.device))  # [n, sum of the ranks]
-        ranks = pairwise(accumulate(pairs.ranks, initial=0))
-        for b, (first, last), (begin, end) in zip(pairs.b, ranks, outputs, strict=True):
-            if b is not None:
-                added = functional.linear(inner[:, first:last].float(), b.plain.to(x.device).float())
-                y[rows, begin:end] = (y[rows, begin:end].float() + added).to(y.dtype)
+        inner = linear_reference(x.index_select(0, rows), pairs.a.plain.to(x.device))  # [n, ranks of A]
+        parts = zip(pairs.b, pairs.ranks, pairs.starts, outputs, strict=True)
+        for b, rank, start, (begin, end) in parts:
+            if b is None:
+                continue
+            of_part = inner[:, start : start + rank].float()
+            added = functional.linear(of_part, b.plain.to(x.device).float())
+            found = (y[rows, begin:end].float() + added).to(y.dtype)
+            if pairs.scales is not None:
+                shift = 0.0 if pairs.shifts is None else pairs.shifts[begin:end]
+                found = (found.float() * pairs.scales[begin:end] + shift).to(y.dtype)
+            y[rows, begin:end] = found
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: RowSlots) -> None:

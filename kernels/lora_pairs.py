@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
@@ -25,21 +26,34 @@ class LoraPairs:
 
     Attributes:
         ranks: That of each part, rounded up to an even number, since products take inputs in pairs; 0: none.
-        a: [sum of the ranks, I], the parts one after the other.
+        starts: Where the ranks of each part begin in `a`.
+        a: [sum of the ranks, I], the parts one after the other; or [rank, I], if they share it.
         b: [outputs of the part, rank] for each part; None: the part has none.
+        scales: [O] float32, what the sums of the parts that are not None are multiplied by; None: they stay.
+        shifts: [O] float32, what is added then; None: nothing.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], inputs: int, outputs: Sequence[int], dtype: torch.dtype, *, pack: bool
+        self,
+        pairs: Sequence[Pair],
+        inputs: int,
+        outputs: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        pack: bool,
+        scales: torch.Tensor | None = None,
+        shifts: torch.Tensor | None = None,
     ) -> None:
         """Convert and copy matrices.
 
         Args:
-            pairs: For each part, at least one of them not None.
+            pairs: For each part, at least one of them not None. Packed, parts with the same A share it.
             inputs: I.
             outputs: The number of outputs of each part.
             dtype: That of the projection.
             pack: Pack the matrices, if there is a compiled product for them.
+            scales: See above.
+            shifts: Likewise.
 
         Raises:
             ValueError: A shape does not fit, or a rank is not from 1 to MAX_RANK.
@@ -50,9 +64,14 @@ class LoraPairs:
             return pack_weight(matrix) if pack else DenseWeight(matrix)
 
         even = [_even(pair, inputs, width) for pair, width in zip(pairs, outputs, strict=True)]
+        every = [pair[0] for pair in even if pair is not None]
         self.ranks = tuple(0 if pair is None else len(pair[0]) for pair in even)
-        self.a = converted(torch.cat([pair[0] for pair in even if pair is not None]))
+        self.starts = tuple(accumulate(self.ranks, initial=0))[:-1]
+        if pack and len({id(pair[0]) for pair in pairs if pair is not None}) == 1:
+            every, self.starts = every[:1], (0,) * len(even)
+        self.a = converted(torch.cat(every))
         self.b = tuple(None if pair is None else converted(pair[1]) for pair in even)
+        self.scales, self.shifts = scales, shifts
 
     def weights(self) -> list[Weight]:
         """All matrices, in the order in which they are read."""

@@ -165,7 +165,8 @@ class Follower:
 
     def _answer_read_adapter(self, directory: str, digest: str, key: int, limits: dict[str, Any]) -> None:
         source = AdapterSource(key, directory, digest)
-        adapter = read_source(source, self._model.lora_modules(), LoraLimits(**limits))
+        modules, stacks = self._model.lora_modules(), self._model.lora_stacks()
+        adapter = read_source(source, modules, LoraLimits(**limits), stacks=stacks)
         self._adapters[key] = self._model.pack_lora(adapter.weights)
 
     # Plans.

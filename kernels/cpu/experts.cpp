@@ -4,11 +4,13 @@
 //
 // The bits of a row depend neither on the other rows, nor on the number of threads.
 
+#include <algorithm>
 #include <vector>
 
 #include "float8_product.h"
 #include "gates.h"
 #include "grouped_product.h"
+#include "lora.h"
 #include "packed_product.h"
 #include "threads.h"
 
@@ -39,6 +41,12 @@ struct Projection {
   }
 };
 
+// The adapters of a projection of all experts.
+struct ExpertLora {
+  const LoraPairs* const* slots;  // those of each expert; null: the slot adds nothing
+  int64_t num_slots;
+};
+
 // A pair is a token and one of its k choices; T * k of them are numbered by token. Strides are in elements. Copies have the
 // type of inputs, and rows filled up to whole steps; there are none if rows need no copy.
 struct Arguments {
@@ -52,6 +60,9 @@ struct Arguments {
   void *x_copy, *inner_copy;     // scratch: [T, C] and [T * k, I] by expert
   void* rounded;                 // scratch: groups of [T * k, C] or [T * k, I] by expert, if there are weights in groups
   int64_t tokens, choices, experts, width, inner_width, x_stride, threads;
+  const int32_t* lora_slots;     // [T]; null: no token has an adapter
+  ExpertLora gate_up_lora, down_lora;
+  void *lora_inner, *lora_inner_copies, *lora_x_copies;  // as in LoraScratch, of pairs
 };
 
 // The pairs sorted by expert; those of one expert in their original order.
@@ -84,6 +95,36 @@ struct Groups {
       owners[place] = expert;
     }
     return true;
+  }
+};
+
+// What adapters add to the pairs. Those of one expert and one adapter have a number, which is their slot in tables of the
+// call.
+struct Adapted {
+  std::vector<LoraPairs> gate_up, down;
+  LoraRows rows;  // by their index in `Groups::pairs`
+
+  // False if there is no such slot.
+  bool find(const Arguments& a, const Groups& groups) {
+    if (a.lora_slots == nullptr) return true;
+    std::vector<int32_t> numbers(groups.pairs.size(), -1), slots;
+    for (const int64_t expert : groups.chosen) {
+      const size_t first = slots.size();
+      for (int64_t place = groups.starts[expert]; place < groups.starts[expert + 1]; place++) {
+        const int32_t slot = a.lora_slots[groups.pairs[place] / a.choices];
+        if (slot >= a.gate_up_lora.num_slots) return false;
+        if (slot < 0) continue;
+        const LoraPairs *into = a.gate_up_lora.slots[slot], *out = a.down_lora.slots[slot];
+        if (into == nullptr && out == nullptr) continue;
+        const auto found = std::find(slots.begin() + first, slots.end(), slot);
+        numbers[place] = static_cast<int32_t>(found - slots.begin());
+        if (found != slots.end()) continue;
+        slots.push_back(slot);
+        gate_up.push_back(into == nullptr ? LoraPairs{} : into[expert]);
+        down.push_back(out == nullptr ? LoraPairs{} : out[expert]);
+      }
+    }
+    return rows.find(numbers.data(), nullptr, groups.pairs.size(), slots.size());
   }
 };
 
@@ -214,6 +255,16 @@ bool run(const Arguments& a) {
                         pairs * a.width * static_cast<int64_t>(sizeof(T));
   const T* x = static_cast<const T*>(a.x);
   T *both = static_cast<T*>(a.both), *inner = static_cast<T*>(a.inner), *results = static_cast<T*>(a.results);
+  Adapted adapted;
+  if (!adapted.find(a, groups)) return false;
+  const bool is_adapted = !adapted.rows.groups.empty();
+  const int64_t num_adapted = static_cast<int64_t>(adapted.gate_up.size());
+  const LoraTable into_lora{adapted.gate_up.data(), num_adapted, {a.inner_width, a.inner_width}};
+  const LoraTable out_lora{adapted.down.data(), num_adapted, {a.width}};
+  const LoraScratch<T> scratch{static_cast<T*>(a.lora_inner), static_cast<InputOf<T>*>(a.lora_inner_copies),
+                               static_cast<InputOf<T>*>(a.lora_x_copies)};
+  std::vector<int64_t> token_of(is_adapted ? pairs : 0);
+  for (size_t place = 0; place < token_of.size(); place++) token_of[place] = groups.pairs[place] / a.choices;
   std::vector<const InputOf<T>*> tokens(a.tokens);
   Rows<T> outer_rows(pairs), inner_rows(pairs);
   run_together(threads_for(bytes, a.threads), [&](const Worker& worker) {
@@ -235,6 +286,8 @@ bool run(const Arguments& a) {
       inner_rows.results[place] = results + groups.pairs[place] * a.width;
     });
     project<T>(groups, a.gate_up, outer_rows, rounded, worker);
+    if (is_adapted)
+      add_lora<T>(both, x, a.x_stride, a.width, into_lora, adapted.rows, scratch, worker, {token_of.data(), nullptr});
     worker.for_shares(pairs, [&](int64_t place) {
       T *row = inner + place * a.inner_width, *gate = both + place * both_width;
       multiply_gate<Activation>(row, gate, gate + both_width - a.inner_width, a.inner_width);
@@ -242,6 +295,9 @@ bool run(const Arguments& a) {
       if (a.down.has_plain) inner_rows.inputs[place] = as_inputs(inner_rows.plain[place], a.inner_copy, place, a.inner_width);
     });
     project<T>(groups, a.down, inner_rows, rounded, worker);
+    if (is_adapted)
+      add_lora<T>(results, inner, a.inner_width, a.inner_width, out_lora, adapted.rows, scratch, worker,
+                  {nullptr, groups.pairs.data()});
     worker.for_shares(a.tokens, [&](int64_t token) { add_up<T>(a, token); });
   });
   return true;
@@ -250,7 +306,7 @@ bool run(const Arguments& a) {
 }  // namespace
 }  // namespace quire
 
-// False if an expert id is out of range; nothing is computed then.
+// False if an expert id or a slot is out of range; nothing is computed then.
 #define QUIRE_EXPERTS(NAME, ACTIVATION, T)                                                     \
   extern "C" bool NAME(const void* arguments) {                                                \
     return quire::run<quire::ACTIVATION, T>(*static_cast<const quire::Arguments*>(arguments)); \

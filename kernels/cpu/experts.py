@@ -5,13 +5,18 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import MatrixPart, copied_rows, rounded_rows
+from kernels.cpu.lora import ExpertsLora, Scratch
 from kernels.weight import CompiledPart, Weight
+
+if TYPE_CHECKING:
+    from kernels.expert_lora import ExpertAdapters
 
 
 class _Projection(ctypes.Structure):
@@ -33,6 +38,9 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x_copy", "inner_copy", "rounded")),
         *((name, ctypes.c_int64) for name in ("tokens", "choices", "experts", "width", "inner_width")),
         *((name, ctypes.c_int64) for name in ("x_stride", "threads")),
+        ("lora_slots", ctypes.c_void_p),
+        *((name, ExpertsLora) for name in ("gate_up_lora", "down_lora")),
+        *((name, ctypes.c_void_p) for name in ("lora_inner", "lora_inner_copies", "lora_x_copies")),
     )
 
 
@@ -70,11 +78,12 @@ def experts(
     expert_weights: torch.Tensor,
     activation: str,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lora: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `kernels.experts.experts`, which checks the arguments.
 
     Raises:
-        IndexError: An expert id is out of range.
+        IndexError: An expert id or a slot is out of range.
     """
     (tokens, width), choices = x.shape, expert_ids.shape[1]
     pairs, inner_width = tokens * choices, down[0].shape[1]
@@ -110,8 +119,18 @@ def experts(
     )
     if biases is not None:
         arguments.gate_up.bias, arguments.down.bias = (bias.data_ptr() for bias in biases)
+    if lora is not None:
+        # A copy of a row is needed if one of the widths is odd.
+        lora_scratch = Scratch(x.dtype, pairs, max(width, inner_width) | (width | inner_width) & 1)
+        slots = lora.slots.contiguous()
+        arguments.lora_slots = slots.data_ptr()
+        arguments.gate_up_lora, arguments.down_lora = (
+            lora.gate_up.compiled.described,
+            lora.down.compiled.described,
+        )
+        arguments.lora_inner, arguments.lora_inner_copies, arguments.lora_x_copies = lora_scratch.addresses
     name = f"quire_experts_{activation}_{SUFFIXES[x.dtype]}"
     run = library.function(name, (ctypes.c_void_p,), ctypes.c_bool)
     if not run(ctypes.addressof(arguments)):
-        raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}")
+        raise IndexError(f"expert_ids: must be from 0 to {len(gate_up) - 1}, and slots those that there are")
     return out

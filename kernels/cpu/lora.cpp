@@ -23,16 +23,16 @@ template <typename T>
 class Pass {
  public:
   Pass(T* y, const T* x, int64_t x_stride, int64_t inputs, const LoraTable& table, const LoraRows& rows, size_t begin,
-       size_t end, const LoraScratch<T>& scratch)
+       size_t end, const LoraScratch<T>& scratch, const LoraPlaces& places)
       : y_(y), x_(x), x_stride_(x_stride), inputs_(inputs), table_(table),
         width_(std::accumulate(table.outputs, table.outputs + kLoraParts, int64_t{})), scratch_(scratch),
-        rows_(&rows.rows[rows.groups[begin].first]), first_(rows.groups[begin].first) {
+        places_(places), rows_(&rows.rows[rows.groups[begin].first]), first_(rows.groups[begin].first) {
     for (size_t i = begin; i < end; i++) {
       const LoraRows::Group& group = rows.groups[i];
       const LoraPairs& pairs = table.slots[group.slot];
       if (pairs.a == nullptr) continue;
       groups_[num_groups_++] = &group;
-      most_ranks_ = std::max(most_ranks_, ranks_of(pairs));
+      most_ranks_ = std::max(most_ranks_, pairs.num_ranks);
     }
     count_ = rows.groups[end - 1].first + rows.groups[end - 1].count - first_;
   }
@@ -41,7 +41,7 @@ class Pass {
     if (num_groups_ == 0) return;
     if (needs_copy<T>(inputs_)) {
       worker.for_shares(count_, [&](int64_t place) {
-        copy_row(scratch_.x_copies + place * copied_row(inputs_), x_ + rows_[place] * x_stride_, inputs_);
+        copy_row(scratch_.x_copies + place * copied_row(inputs_), row_of_x(place), inputs_);
       });
     }
     for_blocks(blocks_of(most_ranks_), kMostShrinkBlocks, worker,
@@ -53,9 +53,11 @@ class Pass {
   }
 
  private:
-  static int64_t ranks_of(const LoraPairs& pairs) {
-    return std::accumulate(pairs.ranks, pairs.ranks + kLoraParts, int64_t{});
+  const T* row_of_x(int64_t place) const {
+    return x_ + (places_.x == nullptr ? rows_[place] : places_.x[rows_[place]]) * x_stride_;
   }
+
+  T* row_of_y(int64_t place) const { return y_ + (places_.y == nullptr ? rows_[place] : places_.y[rows_[place]]) * width_; }
 
   // Calls body(group, begin, end) for each group and a few of its `blocks`.
   template <typename Body>
@@ -72,14 +74,14 @@ class Pass {
   // x A^T, of some blocks of the ranks of all parts.
   void shrink(const LoraRows::Group& group, int64_t begin, int64_t end) const {
     const LoraPairs& pairs = table_.slots[group.slot];
-    const int64_t ranks = ranks_of(pairs), place = group.first - first_;
+    const int64_t ranks = pairs.num_ranks, place = group.first - first_;
     end = std::min(end, blocks_of(ranks));
     if (begin >= end) return;
     const InputOf<T>* rows[kTaskRows];
     T* results[kTaskRows];
     for (int64_t i = 0; i < group.count; i++) {
       rows[i] = needs_copy<T>(inputs_) ? scratch_.x_copies + (place + i) * copied_row(inputs_)
-                                       : reinterpret_cast<const InputOf<T>*>(x_ + rows_[place + i] * x_stride_);
+                                       : reinterpret_cast<const InputOf<T>*>(row_of_x(place + i));
       results[i] = scratch_.inner + (place + i) * kLoraRanks;
     }
     Products<T>{static_cast<const T*>(pairs.a), nullptr, rows, results, group.count, inputs_, ranks}.multiply_blocks(
@@ -96,24 +98,38 @@ class Pass {
   void expand(const LoraRows::Group& group, int64_t begin, int64_t end) const {
     const LoraPairs& pairs = table_.slots[group.slot];
     const int64_t place = group.first - first_;
-    int64_t rank = 0, output = 0, block = 0;  // where the part begins
+    int64_t output = 0, block = 0;  // where the part begins
     for (int64_t part = 0; part < kLoraParts; part++) {
       const int64_t outputs = table_.outputs[part], blocks = blocks_of(outputs);
       if (pairs.ranks[part] > 0 && begin < block + blocks && end > block) {
         const InputOf<T>* rows[kTaskRows];
         T* results[kTaskRows];
         for (int64_t i = 0; i < group.count; i++) {
-          rows[i] = inner() + (place + i) * kLoraRanks + rank;
-          results[i] = y_ + rows_[place + i] * width_ + output;
+          rows[i] = inner() + (place + i) * kLoraRanks + pairs.starts[part];
+          results[i] = row_of_y(place + i) + output;
         }
+        const int64_t first = std::max<int64_t>(begin - block, 0), last = std::min(end - block, blocks);
         Products<T>{static_cast<const T*>(pairs.b[part]), nullptr, rows, results, group.count, pairs.ranks[part],
                     outputs, true}
-            .multiply_blocks(std::max<int64_t>(begin - block, 0), std::min(end - block, blocks));
+            .multiply_blocks(first, last);
+        if (pairs.scales != nullptr)
+          for (int64_t i = 0; i < group.count; i++)
+            rescale(results[i], pairs, output, first * kBlockOutputs, std::min(last * kBlockOutputs, outputs));
       }
-      rank += pairs.ranks[part];
       output += outputs;
       block += blocks;
     }
+  }
+
+  // Some results of a part whose outputs begin at `output`.
+  static void rescale(T* results, const LoraPairs& pairs, int64_t output, int64_t begin, int64_t end) {
+    for_lanes(end - begin, [&](int64_t i, int count) {
+      T* at = results + begin + i;
+      const int64_t first = output + begin + i;
+      Floats values = load_lanes(at, count) * load_lanes(pairs.scales + first, count);
+      if (pairs.shifts != nullptr) values += load_lanes(pairs.shifts + first, count);
+      store_lanes(at, values, count);
+    });
   }
 
   const InputOf<T>* inner() const {
@@ -127,6 +143,7 @@ class Pass {
   const LoraTable& table_;
   int64_t width_;  // of y
   const LoraScratch<T>& scratch_;
+  const LoraPlaces& places_;
   const int64_t* rows_;  // [count_], from the place first_ on
   int64_t first_, count_, num_groups_ = 0, most_ranks_ = 0;
   const LoraRows::Group* groups_[kLoraRows];  // those whose adapters add something
@@ -154,17 +171,17 @@ bool LoraRows::find(const int32_t* slots, const int64_t* wanted, int64_t count, 
 
 template <typename T>
 void add_lora(T* y, const T* x, int64_t x_stride, int64_t inputs, const LoraTable& table, const LoraRows& rows,
-              const LoraScratch<T>& scratch, const Worker& worker) {
+              const LoraScratch<T>& scratch, const Worker& worker, const LoraPlaces& places) {
   for (size_t begin = 0, end = 0; begin < rows.groups.size(); begin = end) {
     while (end < rows.groups.size() && rows.groups[end].first < rows.groups[begin].first + kLoraRows) end++;
-    Pass<T>(y, x, x_stride, inputs, table, rows, begin, end, scratch).run(worker);
+    Pass<T>(y, x, x_stride, inputs, table, rows, begin, end, scratch, places).run(worker);
   }
 }
 
 template void add_lora(Bf16*, const Bf16*, int64_t, int64_t, const LoraTable&, const LoraRows&, const LoraScratch<Bf16>&,
-                       const Worker&);
+                       const Worker&, const LoraPlaces&);
 template void add_lora(float*, const float*, int64_t, int64_t, const LoraTable&, const LoraRows&,
-                       const LoraScratch<float>&, const Worker&);
+                       const LoraScratch<float>&, const Worker&, const LoraPlaces&);
 
 namespace {
 

@@ -21,6 +21,11 @@ struct LoraPairs {
   const void* a;              // packed [sum of the ranks, I]; null: it adds nothing
   const void* b[kLoraParts];  // packed [outputs of the part, rank]
   int64_t ranks[kLoraParts];  // even; 0: the part has none
+  // Where the ranks of each part begin in `a`: after those before it, or all at 0 if they share them.
+  int64_t starts[kLoraParts];
+  int64_t num_ranks;  // of `a`
+  // Of the outputs of all parts that it has, [O]: results are scales * y + shifts in the end. Null: they stay as they are.
+  const float *scales, *shifts;
 };
 
 // The adapters of one projection.
@@ -45,6 +50,11 @@ struct LoraRows {
   bool find(const int32_t* slots, const int64_t* wanted, int64_t count, int64_t num_slots);
 };
 
+// Which rows of x and y a row of `LoraRows` is; null: those of its number.
+struct LoraPlaces {
+  const int64_t *x = nullptr, *y = nullptr;
+};
+
 // Memory for some rows in between.
 template <typename T>
 struct LoraScratch {
@@ -56,6 +66,6 @@ struct LoraScratch {
 // x: [T, I], rows at a distance of x_stride elements. y: [T, O] contiguous. All workers must call this.
 template <typename T>
 void add_lora(T* y, const T* x, int64_t x_stride, int64_t inputs, const LoraTable& table, const LoraRows& rows,
-              const LoraScratch<T>& scratch, const Worker& worker);
+              const LoraScratch<T>& scratch, const Worker& worker, const LoraPlaces& places = {});
 
 }  // namespace quire

@@ -10,7 +10,7 @@ import torch
 from kernels.cpu import library
 from kernels.cpu.dtypes import SUFFIXES
 from kernels.cpu.linear import copied_rows
-from kernels.weight import Weight
+from kernels.lora_pairs import LoraPairs
 
 # kLoraRows, kLoraParts and kLoraRanks of lora.h.
 _ROWS, _PARTS, _RANKS = 256, 4, 1024
@@ -22,8 +22,19 @@ class _Pairs(ctypes.Structure):
     _fields_ = (
         ("a", ctypes.c_void_p),
         ("b", ctypes.c_void_p * _PARTS),
-        ("ranks", ctypes.c_int64 * _PARTS),
+        *((name, ctypes.c_int64 * _PARTS) for name in ("ranks", "starts")),
+        ("num_ranks", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("scales", "shifts")),
     )
+
+
+def _described(pairs: LoraPairs | None) -> _Pairs:
+    """The addresses of packed matrices. Does not keep them alive."""
+    if pairs is None:
+        return _Pairs()
+    b = tuple(None if each is None else each.data.data_ptr() for each in pairs.b)
+    rescaling = (None if each is None else each.data_ptr() for each in (pairs.scales, pairs.shifts))
+    return _Pairs(pairs.a.data.data_ptr(), b, pairs.ranks, pairs.starts, len(pairs.a), *rescaling)
 
 
 class _Table(ctypes.Structure):
@@ -59,16 +70,48 @@ class Table:
         self._table = _Table(ctypes.addressof(self._slots), slots, tuple(outputs))
         self.address = ctypes.addressof(self._table)
 
-    def set(
-        self,
-        slot: int,
-        a: Weight | None,
-        b: Sequence[Weight | None] = (),
-        ranks: Sequence[int] = (),
-    ) -> None:
-        """Replace what is in a slot; without `a` it is empty. See `kernels.lora_pairs.LoraPairs`."""
-        addresses = [None if each is None else each.data.data_ptr() for each in b]
-        self._slots[slot] = _Pairs(None if a is None else a.data.data_ptr(), tuple(addresses), tuple(ranks))
+    def set(self, slot: int, pairs: LoraPairs | None) -> None:
+        """Replace what is in a slot; None: it is empty."""
+        self._slots[slot] = _described(pairs)
+
+
+class ExpertsLora(ctypes.Structure):
+    """ExpertLora of experts.cpp: the fields must agree."""
+
+    _fields_ = (("slots", ctypes.c_void_p), ("num_slots", ctypes.c_int64))
+
+
+class ExpertsTable:
+    """As `Table`, for a projection of all experts of a layer.
+
+    Attributes:
+        described: What experts.cpp reads.
+    """
+
+    def __init__(self, slots: int) -> None:
+        """Make empty slots."""
+        self._slots = (ctypes.c_void_p * slots)()
+        self.described = ExpertsLora(ctypes.addressof(self._slots), slots)
+
+    def set(self, slot: int, described: ctypes.Array[_Pairs] | None) -> None:
+        """Replace what is in a slot; None: it is empty. Does not keep anything alive."""
+        self._slots[slot] = None if described is None else ctypes.addressof(described)
+
+
+def describe_experts(pairs: Sequence[LoraPairs | None]) -> ctypes.Array[_Pairs]:
+    """What adapters of all experts are for `ExpertsTable`. Does not keep them alive."""
+    return (_Pairs * len(pairs))(*map(_described, pairs))
+
+
+class Scratch:
+    """Memory for rows in between, as addresses: see LoraScratch of lora.h."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, inputs: int) -> None:
+        """For so many rows, each of so many inputs."""
+        held = min(rows, _ROWS)
+        inner = torch.empty(held, _RANKS, dtype=dtype)
+        self._memory = inner, copied_rows(dtype, held, _RANKS), copied_rows(dtype, held, inputs)
+        self.addresses = [None if each is None else each.data_ptr() for each in self._memory]
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: torch.Tensor) -> None:
@@ -78,17 +121,13 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, table: Table, slots: torch.Tensor
         IndexError: There is no such slot.
     """
     rows, inputs = x.shape
-    held = min(rows, _ROWS)
-    inner = torch.empty(held, _RANKS, dtype=x.dtype)
-    copies = copied_rows(x.dtype, held, _RANKS), copied_rows(x.dtype, held, inputs)
-    slots = slots.contiguous()
+    scratch, slots = Scratch(x.dtype, rows, inputs), slots.contiguous()
     arguments = _Arguments(
         y.data_ptr(),
         x.data_ptr(),
         table.address,
         slots.data_ptr(),
-        inner.data_ptr(),
-        *(None if copy is None else copy.data_ptr() for copy in copies),
+        *scratch.addresses,
         rows,
         inputs,
         x.stride(0),

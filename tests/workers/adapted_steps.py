@@ -67,6 +67,9 @@ class Slots:
     def make_slots(self) -> int:
         return self.max_lora_slots
 
+    def fits(self, packed: tuple[int, PackedLora]) -> bool:
+        return True
+
     def set_lora(self, slot: int, packed: tuple[int, PackedLora] | None) -> None:
         if slot in self.in_use():
             self._breach("a slot was changed that a forward uses")

@@ -34,10 +34,14 @@ class FakeModel:
         self.max_lora_slots = slots
         self.made = 0
         self.slots: dict[int, str] = {}
+        self.of_other_weights: set[str] = set()
 
     def make_slots(self) -> int:
         self.made += 1
         return self.max_lora_slots
+
+    def fits(self, packed: str) -> bool:
+        return packed not in self.of_other_weights
 
     def set_lora(self, slot: int, packed: str | None) -> None:
         assert self.made and 0 <= slot < self.max_lora_slots

@@ -148,7 +148,7 @@ SETTINGS = [
     BadDirectory("no type", setting(peft_type=None), "peft_type: only LORA is supported, got None"),
     BadDirectory("a classifier", setting(task_type="SEQ_CLS"), "task_type: only CAUSAL_LM .* got SEQ_CLS"),
     BadDirectory("biases", setting(bias="lora_only"), "bias: only none is supported, got lora_only"),
-    BadDirectory("DoRA", setting(use_dora=True), f"use_dora: DoRA is not supported, .*: {_MERGE}"),
+    BadDirectory("DoRA", setting(use_dora=True), f"use_dora: DoRA needs --device cpu .*, or {_MERGE}"),
     BadDirectory("a bias of B", setting(lora_bias=True), "lora_bias: an adapter with biases"),
     BadDirectory(
         "a whole norm", added("model.layers.0.input_layernorm.weight", 64), f"of a whole module, .*{_MERGE}"
@@ -160,7 +160,9 @@ SETTINGS = [
     ),
     BadDirectory("tokens", setting(trainable_token_indices=[3]), "trainable_token_indices: .*embeddings"),
     BadDirectory("transposed weights", setting(fan_in_fan_out=True), "fan_in_fan_out: transposed"),
-    BadDirectory("parameters", setting(target_parameters=["mlp.experts.down_proj"]), "target_parameters: "),
+    BadDirectory(
+        "a text of parameters", setting(target_parameters="experts.down_proj"), "target_parameters: "
+    ),
     BadDirectory("repeated layers", setting(layer_replication=[[0, 2], [1, 2]]), "layer_replication: "),
     BadDirectory("aLoRA", setting(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens: .*aLoRA"),
     BadDirectory("Megatron", setting(megatron_config={"a": 1}), "megatron_config: "),
@@ -230,7 +232,11 @@ TENSORS = [
     BadDirectory("no pair", tensors(dict.clear), "^adapter_model.safetensors: has no tensor of a LoRA"),
     BadDirectory("no A", tensors(lambda t: t.pop(A)), rf"module {MODULE}: lora_A.weight is missing"),
     BadDirectory("no B", tensors(lambda t: t.pop(B)), rf"module {MODULE}: lora_B.weight is missing"),
-    BadDirectory("DoRA", added(f"{_LAYER}q_proj.lora_magnitude_vector", 4), "is a tensor of DoRA"),
+    BadDirectory(
+        "DoRA",
+        added(f"{_LAYER}self_attn.q_proj.lora_magnitude_vector", 128),
+        "use_dora: module .*q_proj has a",
+    ),
     BadDirectory("a bias", added(f"{_LAYER}self_attn.q_proj.lora_B.bias", 128), "is a bias"),
     BadDirectory("a base bias", added(f"{_LAYER}self_attn.q_proj.base_layer.bias", 128), "is a bias"),
     BadDirectory("an embedding", added("model.embed_tokens.weight", 97, 64), "is a whole embedding"),
@@ -245,14 +251,16 @@ TENSORS = [
     BadDirectory(
         "an adapter of experts",
         added(f"{_LAYER}mlp.experts.3.up_proj.lora_A.weight", 4, 64),
-        "of experts are",
+        "of experts .* are not supported",
     ),
     BadDirectory(
         "an adapter of fused experts",
         added(f"{_LAYER}mlp.experts.base_layer.lora_A.weight", 4, 64),
         "experts",
     ),
-    BadDirectory("an adapter of a router", added(f"{_LAYER}mlp.gate.lora_A.weight", 4, 64), "of routers are"),
+    BadDirectory(
+        "an adapter of a router", added(f"{_LAYER}mlp.gate.lora_A.weight", 4, 64), "of routers .* are not"
+    ),
     BadDirectory(
         "a layer too many",
         added("model.layers.2.self_attn.q_proj.lora_A.weight", 4, 64),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
 
+from tests.adapter_factory import model_weights
 from tests.families import MODELS, by_turns, settings_of
 from tests.kernels.instruction_sets import need_compiled
 from tests.model_factory import (
@@ -27,6 +30,8 @@ from workers.models.decoder import Decoder
 from workers.models.embedding_attention import EmbeddingAttention
 from workers.models.errors import UnsupportedError
 from workers.models.lora import LoraPair, LoraWeights
+from workers.models.registry import FAMILIES
+from workers.models.stacked_experts import separated_values
 
 SLOTS, MAX_RANK = 5, 256
 DTYPES = [torch.float32, torch.bfloat16]
@@ -35,7 +40,7 @@ TEXT_SLOTS = (2, -1, 0, 2, 4)
 LENGTHS = (20, 33, 1, 50, 17)
 
 
-# Projections that are one and several, with and without biases, and experts, which have none. What else of
+# Projections that are one and several, with and without biases, and experts. What else of
 # `FEW` an adapter has to do with is the same: the bits below are those of all families.
 MERGED = ("llama with biases", "qwen3_moe with dense layers", "phi3")
 
@@ -75,12 +80,15 @@ def adapter(decoder: Decoder, seed: int, share: float = 0.7) -> LoraWeights:
 
 def merged(directory: Path, weights: LoraWeights, target: Path) -> Path:
     """The model with W + B A for each weight W."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with torch.no_grad():
-        for name, pair in weights.items():
-            weight = model.get_parameter(f"{name}.weight")
-            weight.copy_(weight.double() + pair.b.double() @ pair.a.double())
-    model.save_pretrained(target)
+    shutil.copytree(directory, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = model_weights(directory)
+    names = FAMILIES[json.loads((directory / "config.json").read_text())["model_type"]].experts
+    # Experts are views of what has all of a layer.
+    matrices = separated_values(tensors, names) if names is not None and names.stacked else tensors
+    for name, pair in weights.items():
+        weight = matrices[f"{name}.weight"]
+        weight.copy_(weight.double() + pair.b.double() @ pair.a.double())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

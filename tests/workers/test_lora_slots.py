@@ -22,6 +22,7 @@ from workers.executors.replacement import Served
 from workers.models.builder import build_decoder
 from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
+from workers.models.linear import Linear
 from workers.operations import AdapterRead, AdapterSource, ChangeAdapters
 from workers.runners.collectives import Collectives
 
@@ -78,6 +79,7 @@ def test_a_slot_takes_what_kernels_allocate() -> None:
     for ranks in (1, 8):
         decoder, found = large(ranks), 0
         for _, projection in decoder._projections():
+            assert isinstance(projection, Linear)
             parts, weight = [*projection.parts.values()], projection.weight
             table = stacked(3, GPU_LORA_RANK, weight.shape[1], parts, torch.bfloat16, torch.device("meta"))
             found += table.a.nbytes + table.b.nbytes

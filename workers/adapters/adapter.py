@@ -13,12 +13,12 @@ from types import MappingProxyType
 
 import torch
 
-from workers.adapters.config import CONFIG_FILE, LoraSettings, read_settings
+from workers.adapters.config import CONFIG_FILE, MERGE, LoraSettings, read_settings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
 from workers.adapters.steering import read_steering, read_strength
-from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pair
+from workers.adapters.tensors import WEIGHTS_FILE, PairEntries, find_pairs, name_in_file, read_pairs
 from workers.common.adapter_files import file_identity
-from workers.models.lora import BaseMatrix, LoraWeights
+from workers.models.lora import BaseMatrix, ExpertStack, LoraPair, LoraWeights
 
 PICKLE_FILE = "adapter_model.bin"
 
@@ -47,7 +47,9 @@ def read_adapter(
     max_rank: int,
     max_bytes: int,
     base: Mapping[str, BaseMatrix] = MappingProxyType({}),
+    stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
     steering_shape: tuple[int, int] | None = None,
+    takes_dora: bool = False,
 ) -> Adapter:
     """Read a directory. Takes `max_bytes` of memory and a few MiB.
 
@@ -57,7 +59,9 @@ def read_adapter(
         max_rank: The largest rank that is allowed.
         max_bytes: The most memory that the weights may take, as float32.
         base: The matrices of the model that the adapter may repeat, by the names of their tensors.
+        stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
         steering_shape: The layers and the hidden size for steering vectors; None: it takes none.
+        takes_dora: The model takes adapters of DoRA.
 
     Raises:
         AdapterError: The adapter is not supported, does not fit the model, or changed while it was read.
@@ -68,9 +72,11 @@ def read_adapter(
         vectors = read_steering(directory, steering_shape, strength=strength, max_bytes=max_bytes)
         return _unchanged(directory, Adapter({}, 0, before, vectors))
     settings = read_settings(directory)
-    pairs = find_pairs(directory, modules, base)
+    if settings.is_dora and not takes_dora:
+        raise AdapterError(f"{CONFIG_FILE}: use_dora: DoRA needs --device cpu and one rank, or {MERGE}")
+    pairs = find_pairs(directory, modules, base, stacks, settings)
     with errors_of_file(directory / CONFIG_FILE):
-        _check_targets(settings, pairs, modules)
+        _check_targets(settings, pairs, modules, stacks)
         scales = {module: _scale(settings, pair, max_rank) for module, pair in pairs.items()}
     size_bytes = sum(pair.size_bytes for pair in pairs.values())
     if size_bytes > max_bytes:
@@ -78,7 +84,14 @@ def read_adapter(
             f"{WEIGHTS_FILE}: needs {-(-size_bytes >> 20)} MiB as float32, and {max_bytes >> 20} MiB are"
             " allowed: use a smaller rank, or raise the limit"
         )
-    weights = {module: read_pair(pair, scales[module]) for module, pair in pairs.items()}
+    weights: dict[str, LoraPair] = {}
+    for name, pair in pairs.items():
+        for module, read in read_pairs(name, pair, scales[name]):
+            if module in weights:
+                raise AdapterError(
+                    f"{WEIGHTS_FILE}: {quoted(module)} is adapted by itself and by a parameter"
+                )
+            weights[module] = read
     return _unchanged(directory, Adapter(weights, max(pair.rank for pair in pairs.values()), before))
 
 
@@ -110,23 +123,39 @@ def identity(directory: Path) -> str:
 
 
 def _check_targets(
-    settings: LoraSettings, pairs: Mapping[str, PairEntries], modules: Mapping[str, tuple[int, int]]
+    settings: LoraSettings,
+    pairs: Mapping[str, PairEntries],
+    modules: Mapping[str, tuple[int, int]],
+    stacks: Mapping[str, ExpertStack],
 ) -> None:
-    """Raises AdapterError unless the modules with tensors are those that the config names."""
+    """Raises AdapterError unless the modules and parameters with tensors are those that the config names."""
     for pair in pairs.values():
-        if pair.name not in settings.targets:
+        if pair.stack is None and pair.name not in settings.targets:
             raise AdapterError(
                 f"target_modules: module {quoted(pair.name)} has tensors, but is not named: PEFT would ignore"
                 " them, so name it or remove them"
             )
     example = next(iter(pairs.values())).name
-    for module in modules:
-        name = name_in_file(module, example)
-        if module not in pairs and name in settings.targets:
-            raise AdapterError(
-                f"target_modules: names module {quoted(name)}, which has no tensors: check that the adapter"
-                " is complete and for this model"
-            )
+    of_experts = {*stacks} | {
+        module for stack in stacks.values() for expert in stack.modules for module in expert
+    }
+    if settings.is_dora and not of_experts.isdisjoint(pairs):
+        raise AdapterError(f"use_dora: DoRA of experts is not supported: {MERGE}")
+    if of_experts.isdisjoint(pairs):
+        # To the library that saved it they were no modules.
+        modules = {module: shape for module, shape in modules.items() if module not in of_experts}
+    for setting, every, is_named in (
+        ("target_modules", modules, settings.targets.__contains__),
+        ("target_parameters", stacks, settings.targets.has_parameter),
+    ):
+        for module in every:
+            name = name_in_file(module, example)
+            if module not in pairs and is_named(name):
+                kind = setting.removeprefix("target_").removesuffix("s")
+                raise AdapterError(
+                    f"{setting}: names {kind} {quoted(name)}, which has no tensors: check that the adapter"
+                    " is complete and for this model"
+                )
 
 
 def _scale(settings: LoraSettings, pair: PairEntries, max_rank: int) -> float:

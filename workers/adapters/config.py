@@ -25,8 +25,8 @@ _MAX_ALPHA = 1e12
 
 _READ = names(
     """
-    peft_type task_type bias r lora_alpha use_rslora rank_pattern alpha_pattern init_lora_weights
-    target_modules exclude_modules layers_to_transform layers_pattern
+    peft_type task_type bias r lora_alpha use_rslora use_dora rank_pattern alpha_pattern init_lora_weights
+    target_modules target_parameters exclude_modules layers_to_transform layers_pattern
     """
 )
 # Without effect at any value: the origin of the file, training, and settings of what is refused by itself.
@@ -41,11 +41,9 @@ _WITHOUT_EFFECT = names(
 MERGE = "merge the adapter into the model and serve that"
 # Refused unless the value is null, false or empty.
 _REFUSED = {
-    "use_dora": f"DoRA is not supported, only plain LoRA: {MERGE}",
     "lora_bias": "an adapter with biases is not supported: train without",
     "trainable_token_indices": f"an adapter with embeddings is not supported: {MERGE}",
     "fan_in_fan_out": "transposed weights are not supported: no model that has adapters here has them",
-    "target_parameters": f"parameters, such as those of experts, cannot have an adapter: {MERGE}",
     "layer_replication": f"an adapter that repeats layers is not supported: {MERGE}",
     "alora_invocation_tokens": "an adapter that begins at certain tokens (aLoRA) is not supported",
     "megatron_config": "adapters of Megatron's layers are not supported: convert it to plain LoRA",
@@ -70,6 +68,7 @@ class LoraSettings:
         rank: The rank of modules that no pattern of ranks matches.
         alpha: The same for alpha.
         is_rank_stabilized: The scale is alpha / sqrt(rank) instead of alpha / rank.
+        is_dora: Each output of an adapted module is scaled to a magnitude of its own (DoRA).
         ranks: Patterns and ranks; the first that matches a module counts.
         alphas: The same for alpha.
         targets: The modules that are adapted.
@@ -78,6 +77,7 @@ class LoraSettings:
     rank: int
     alpha: float
     is_rank_stabilized: bool
+    is_dora: bool
     ranks: tuple[tuple[Pattern, int], ...]
     alphas: tuple[tuple[Pattern, float], ...]
     targets: Targets
@@ -107,6 +107,7 @@ def read_settings(directory: Path) -> LoraSettings:
             rank=integer(settings, "r"),
             alpha=signed_number("lora_alpha", settings.get("lora_alpha")),
             is_rank_stabilized=boolean(settings, "use_rslora", default=False),
+            is_dora=boolean(settings, "use_dora", default=False),
             ranks=tuple(
                 (_pattern("rank_pattern", text, patience), integer({"rank_pattern": rank}, "rank_pattern"))
                 for text, rank in _patterns(settings, "rank_pattern").items()

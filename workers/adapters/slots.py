@@ -54,6 +54,9 @@ class Slots(Protocol[_Taken_contra]):
         Raises AdapterError if there is no memory for them.
         """
 
+    def fits(self, packed: _Taken_contra) -> bool:
+        """Whether it was made for the weights that are served, if it depends on them."""
+
     def set_lora(self, slot: int, packed: _Taken_contra | None) -> None:
         """Puts an adapter into a slot, or empties it."""
 
@@ -158,12 +161,23 @@ class ResidentAdapters(Generic[_Weights]):
         del self._resident[known.source.number]
 
     def move(self) -> None:
-        """Puts all into the slots of the model that has taken the place of another."""
+        """Puts all that fit into the slots of the model that has taken the place of another.
+
+        No forward uses the others, which are read again when one does.
+        """
         if self._num_slots is not None:
             num_slots = self._model.make_slots()
             assert num_slots == self._num_slots, "the other model has as many slots"
-        for known in self._resident.values():
-            self._model.set_lora(known.slot, known.weights)
+        for known in list(self._resident.values()):
+            assert known.weights is not None
+            if self._model.fits(known.weights):
+                self._model.set_lora(known.slot, known.weights)
+            else:
+                self.remove(known)
+
+    def fits(self, loaded: LoadedAdapter[_Weights]) -> bool:
+        """Whether what was read is for the weights that are served."""
+        return self._model.fits(loaded.weights)
 
     def check_integrity(self, adapters: Iterable[KnownAdapter[_Weights]]) -> None:
         """Raises AssertionError if an invariant does not hold. `adapters`: all that are known."""

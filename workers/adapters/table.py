@@ -261,6 +261,11 @@ class AdapterTable(Generic[_Weights]):
         """Puts the adapter that was read into a slot, if there is room by now."""
         assert self._unplaced is not None
         known, loaded = self._unplaced
+        if not self._resident.fits(loaded):
+            # The weights were replaced while it was read.
+            self._unplaced = None
+            self._want(known)
+            return
         try:
             if not self._resident.add(known, loaded, in_use):
                 return

@@ -1,4 +1,4 @@
-"""Which modules an adapter's config adapts: target_modules, exclude_modules and layers_to_transform.
+"""What an adapter's config adapts: target_modules, exclude_modules, layers_to_transform, target_parameters.
 
 The tensors of a directory say it too. PEFT ignores tensors of other modules, so the two are compared.
 """
@@ -20,9 +20,13 @@ class Targets:
 
     def __init__(self, settings: Mapping[str, object], patience: Patience) -> None:
         """Read the settings. Raises AdapterError."""
-        targets = settings.get("target_modules")
-        if targets is None:
+        targets, parameters = settings.get("target_modules"), settings.get("target_parameters")
+        if targets is None and not parameters:
             raise AdapterError("target_modules: must name the modules that are adapted, got nothing")
+        self._parameters = _matcher("target_parameters", parameters or [], patience)
+        if isinstance(parameters, str):
+            raise AdapterError(f"target_parameters: must be a list of names, got {quoted(parameters)}")
+        targets = [] if targets is None else targets
         self._matches = _matcher("target_modules", targets, patience)
         self._names = frozenset(targets) if isinstance(targets, list) else frozenset()
         excluded = settings.get("exclude_modules")
@@ -36,6 +40,10 @@ class Targets:
             return False
         # PEFT does not look at the layer of a module that is named in full.
         return name in self._names or (self._matches(name) and self._is_in_layers(name))
+
+    def has_parameter(self, name: str) -> bool:
+        """Whether a parameter is adapted, whatever the module is that it belongs to."""
+        return self._parameters(name)
 
     def _is_in_layers(self, name: str) -> bool:
         if self._layers is None:

@@ -1,35 +1,42 @@
 """Finds the pairs of tensors in the header of an adapter's file, and reads them.
 
-Dimension letters: r rank; I inputs; O outputs.
+PEFT has one A and one B for a parameter with a matrix of each expert: A is [E * r, I], the ranks of an expert
+next to each other; B is [O, r * E], those of all experts by turns.
+
+Dimension letters: r rank; I inputs; O outputs; E experts.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from workers.adapters.config import MERGE
+from workers.adapters.config import MERGE, LoraSettings
 from workers.adapters.errors import AdapterError, errors_of_file, quoted
+from workers.adapters.targets import Targets
 from workers.models.checkpoint import DTYPES, TensorEntry, name_of, read_header, read_parts
-from workers.models.lora import BaseMatrix, LoraPair
+from workers.models.lora import BaseMatrix, ExpertStack, LoraPair
 from workers.models.text_part import LEFT_OUT, RENAMED
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-# A tensor needs some 200 bytes: enough for 20,000 tensors.
-_MAX_HEADER_BYTES = 4 << 20
+# A tensor needs some 200 bytes: enough for 20,000 tensors, or two of each module of the model.
+_MAX_HEADER_BYTES, _HEADER_BYTES_OF_MODULE = 4 << 20, 512
 _PREFIX = "base_model.model."
 # Also with the name of the adapter in memory, which PEFT reads and other writers leave in.
 _SUFFIXES = {f".lora_{part}{name}.weight": part for part in "AB" for name in ("", ".default")}
+# A vector of DoRA, as PEFT saves it, has no suffix.
+_MAGNITUDE = "magnitude"
+_SUFFIXES |= {f".lora_magnitude_vector{end}": _MAGNITUDE for end in ("", ".weight", ".default.weight")}
 # PEFT's names of a whole module that is saved beside the adapter.
 _OF_WHOLE_MODULES = (".modules_to_save.default", ".modules_to_save", ".original_module", ".base_layer")
+# What it puts around a module for each of its parameters that is adapted, but for the last one.
+_WRAPPED = ".base_layer"
 # Parts of names of tensors that are not of plain LoRA, and what they are.
 _OTHER_TENSORS = {
-    "lora_magnitude_vector": "a tensor of DoRA, which is not supported",
     "lora_embedding_": "an adapter of an embedding, which is not supported",
     "trainable_tokens": "an adapter of an embedding, which is not supported",
     "embed_tokens.": "a whole embedding that differs from the model's, which is not supported",
@@ -40,9 +47,9 @@ _OTHER_TENSORS = {
     "_proj.weight": f"of a whole module, which is not supported: {MERGE}",
 }
 _OTHER_MODULES = {
-    "experts.": "experts",
-    "mlp.gate": "routers",
-    "block_sparse_moe.gate": "routers",
+    "experts": "experts (on a GPU, or of a model without them)",
+    "mlp.gate": "routers (on a GPU, or of a model without them)",
+    "block_sparse_moe.gate": "routers (on a GPU, or of a model without them)",
     "embed_tokens": "embeddings",
     "lm_head": "the output layer",
 }
@@ -53,28 +60,42 @@ class PairEntries:
     """Where the two tensors of a module are.
 
     Attributes:
-        name: The module's name in the file, without PEFT's prefix.
-        parts: The tensors by "A" and "B".
+        name: That of the module or parameter in the file, without PEFT's prefix.
+        shape: Its outputs and inputs.
+        stack: What a parameter has; None: it is a module.
+        parts: The tensors: "A", "B" and, of DoRA, "magnitude".
     """
 
     name: str
+    shape: tuple[int, int]
+    stack: ExpertStack | None = None
     parts: dict[str, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def experts(self) -> int:
+        """How many matrices a tensor has."""
+        return 1 if self.stack is None else len(self.stack.modules)
 
     @property
     def rank(self) -> int:
         """From the shape of A."""
-        return self.parts["A"].shape[0]
+        return self.parts["A"].shape[0] // self.experts
 
     @property
     def size_bytes(self) -> int:
-        """In memory, as float32."""
-        return 4 * sum(math.prod(entry.shape) for entry in self.parts.values())
+        """In memory, as float32, at most: kernels fill up ranks to multiples of 16, and larger ones of 32."""
+        unit = 16 if self.rank <= 16 else 32
+        return 4 * self.experts * -(-self.rank // unit) * unit * sum(self.shape)
 
 
 def find_pairs(
-    directory: Path, modules: Mapping[str, tuple[int, int]], base: Mapping[str, BaseMatrix]
+    directory: Path,
+    modules: Mapping[str, tuple[int, int]],
+    base: Mapping[str, BaseMatrix],
+    stacks: Mapping[str, ExpertStack],
+    settings: LoraSettings,
 ) -> dict[str, PairEntries]:
-    """The pairs in adapter_model.safetensors, by the name of the module in the model.
+    """The pairs in adapter_model.safetensors, by the name of the module or parameter in the model.
 
     Tensors of the other parts of a multimodal model are left out, as its weights are. So are the embedding
     and the output layer, which PEFT may save with an adapter, if they are those of the model.
@@ -83,6 +104,8 @@ def find_pairs(
         directory: The adapter.
         modules: The outputs and inputs of each module that may have an adapter.
         base: The matrices of the model that an adapter may repeat, by the names of their tensors.
+        stacks: Which of the modules PEFT may adapt together, by the names of the parameters.
+        settings: What the config says.
 
     Raises:
         AdapterError: The file is not safetensors, or has a tensor that the model cannot have.
@@ -90,19 +113,20 @@ def find_pairs(
     file = directory / WEIGHTS_FILE
     with errors_of_file(file):
         pairs: dict[str, PairEntries] = {}
-        for tensor, entry in sorted(read_header(file, _MAX_HEADER_BYTES).items()):
+        most = max(_MAX_HEADER_BYTES, _HEADER_BYTES_OF_MODULE * len(modules))
+        for tensor, entry in sorted(read_header(file, most).items()):
             if _repeats(tensor, entry, base):
                 continue
             name, part = _split(tensor)
             if name.startswith(LEFT_OUT):
                 continue
-            module = _module(name, modules)
-            pair = pairs.setdefault(module, PairEntries(name))
-            if pair.name != name or part in pair.parts:
+            key, found = _place(name, modules, stacks, settings.targets)
+            pair = pairs.setdefault(key, found)
+            if pair.name != found.name or part in pair.parts:
                 raise AdapterError(f"tensor {quoted(tensor)}: is there twice, under different names")
             pair.parts[part] = entry
-        for module, pair in pairs.items():
-            _check_pair(pair, *modules[module])
+        for pair in pairs.values():
+            _check_pair(pair, is_dora=settings.is_dora)
         if not pairs:
             raise AdapterError("has no tensor of a LoRA adapter")
         return pairs
@@ -114,14 +138,25 @@ def name_in_file(module: str, like: str) -> str:
     return before + module.removeprefix(after)
 
 
-def read_pair(pair: PairEntries, scale: float) -> LoraPair:
-    """Read the tensors of a module as float32, B times `scale`.
+def read_pairs(module: str, pair: PairEntries, scale: float) -> Iterator[tuple[str, LoraPair]]:
+    """Read the tensors of a module, or of all modules of a parameter, as float32, B times `scale`.
 
     Raises:
         AdapterError: The file cannot be read or has changed, or a value is not finite.
     """
     with errors_of_file(pair.parts["A"].file), torch.inference_mode():
-        return LoraPair(read_scaled(pair.parts["A"], 1.0), read_scaled(pair.parts["B"], scale))
+        a, b = read_scaled(pair.parts["A"], 1.0), read_scaled(pair.parts["B"], scale)
+        entry = pair.parts.get(_MAGNITUDE)
+        magnitude = None if entry is None else read_scaled(entry, 1.0)
+    if pair.stack is None:
+        yield module, LoraPair(a, b, magnitude)
+        return
+    of_experts = b.view(len(b), -1, pair.experts).permute(2, 0, 1).contiguous()  # [E, O, r]
+    for names, own_a, own_b in zip(pair.stack.modules, a.chunk(pair.experts), of_experts, strict=True):
+        step, length = (len(names), 1) if pair.stack.by_turns else (1, len(own_b) // len(names))
+        for index, name in enumerate(names):
+            own = own_b[index::step] if step > 1 else own_b[index * length : (index + 1) * length]
+            yield name, LoraPair(own_a, own)
 
 
 def read_scaled(entry: TensorEntry, scale: float) -> torch.Tensor:
@@ -154,7 +189,7 @@ def _repeats(tensor: str, entry: TensorEntry, base: Mapping[str, BaseMatrix]) ->
 
 
 def _split(tensor: str) -> tuple[str, str]:
-    """The module's name in the file, and "A" or "B". Raises AdapterError."""
+    """The module's name in the file, and which of its tensors it is. Raises AdapterError."""
     suffix = next((suffix for suffix in _SUFFIXES if tensor.endswith(suffix)), None)
     if suffix is None or not tensor.startswith(_PREFIX):
         kinds = (kind for part, kind in _OTHER_TENSORS.items() if part in tensor)
@@ -163,13 +198,25 @@ def _split(tensor: str) -> tuple[str, str]:
     return tensor.removeprefix(_PREFIX).removesuffix(suffix), _SUFFIXES[suffix]
 
 
-def _module(name: str, modules: Mapping[str, tuple[int, int]]) -> str:
-    """The module of the model with this name in the file. Raises AdapterError."""
-    if name in modules:
-        return name
-    for before, after in RENAMED:
-        if name.startswith(before) and (renamed := after + name.removeprefix(before)) in modules:
-            return renamed
+def _place(
+    name: str, modules: Mapping[str, tuple[int, int]], stacks: Mapping[str, ExpertStack], targets: Targets
+) -> tuple[str, PairEntries]:
+    """The module or parameter of the model that a module of the file is, and its empty pair.
+
+    Raises AdapterError.
+    """
+    for before, after in (("", ""), *RENAMED):
+        renamed = after + name.removeprefix(before)
+        if not name.startswith(before):
+            continue
+        if renamed in modules and not targets.has_parameter(f"{name}.weight"):
+            return renamed, PairEntries(name, modules[renamed])
+        parameter = _parameter(renamed, before, after, stacks, targets)
+        if parameter is not None:
+            stack = stacks[parameter]
+            shapes = [modules[module] for module in stack.modules[0]]
+            shape = sum(outputs for outputs, _ in shapes), shapes[0][1]
+            return parameter, PairEntries(before + parameter.removeprefix(after), shape, stack)
     kind = next((kind for part, kind in _OTHER_MODULES.items() if part in name), None)
     if kind is not None:
         raise AdapterError(f"module {quoted(name)}: adapters of {kind} are not supported")
@@ -179,8 +226,41 @@ def _module(name: str, modules: Mapping[str, tuple[int, int]]) -> str:
     )
 
 
-def _check_pair(pair: PairEntries, outputs: int, inputs: int) -> None:
-    """Raises AdapterError unless it has an A [r, I] and a B [O, r] of a dtype that is known."""
+def _parameter(
+    name: str, before: str, after: str, stacks: Mapping[str, ExpertStack], targets: Targets
+) -> str | None:
+    """The parameter that PEFT adapts as a module with this name in the model; None: it is no such module.
+
+    Of several parameters of a module it wraps one after the other, so that the last one is outside. Names
+    begin with `before` in the file, and with `after` in the model. Raises AdapterError.
+    """
+    owner = name.removesuffix(_WRAPPED)
+    own = [parameter for parameter in stacks if parameter.rpartition(".")[0] == owner]
+    if not own:
+        return None
+    in_file = {parameter: before + parameter.removeprefix(after) for parameter in own}
+    named = [parameter for parameter in own if targets.has_parameter(in_file[parameter])]
+    # Other writers name them among the modules.
+    named = named or [
+        each for each in own if in_file[each] in targets or before + owner.removeprefix(after) in targets
+    ]
+    if len(named) <= name.endswith(_WRAPPED):
+        raise AdapterError(
+            f"target_parameters: module {quoted(name)} has tensors, but none of its parameters is named: PEFT"
+            " would ignore them, so name it or remove them"
+        )
+    return named[-2 if name.endswith(_WRAPPED) else -1]
+
+
+def _check_pair(pair: PairEntries, *, is_dora: bool) -> None:
+    """Raises AdapterError unless it has an A [E * r, I] and a B [O, r * E] of a dtype that is known.
+
+    And a vector [O] of DoRA, where the config says so.
+    """
+    outputs, inputs = pair.shape
+    if is_dora != (_MAGNITUDE in pair.parts):
+        has = "has no" if is_dora else "has a"
+        raise AdapterError(f"use_dora: module {quoted(pair.name)} {has} lora_magnitude_vector")
     for part in "AB":
         if part not in pair.parts:
             raise AdapterError(
@@ -192,10 +272,11 @@ def _check_pair(pair: PairEntries, outputs: int, inputs: int) -> None:
             raise AdapterError(
                 f"tensor {quoted(entry.name)}: must be one of {known}, got {quoted(entry.dtype)}"
             )
-        rank = pair.parts["A"].shape[0] if pair.parts["A"].shape else 0
-        wanted = (rank, inputs) if part == "A" else (outputs, rank)
-        if entry.shape != wanted or not rank:
-            asked = f"[rank, {inputs}]" if part == "A" else f"[{outputs}, {rank}]"
+        ranks = pair.parts["A"].shape[0] if pair.parts["A"].shape else 0
+        wanted = {"A": (ranks, inputs), "B": (outputs, ranks), _MAGNITUDE: (outputs,)}[part]
+        if entry.shape != wanted or not ranks or ranks % pair.experts:
+            rank = "rank" if pair.stack is None else f"rank * {pair.experts}"
+            asked = f"[{rank}, {inputs}]" if part == "A" else [*wanted]
             raise AdapterError(
                 f"tensor {quoted(entry.name)}: has shape {list(entry.shape)}, but the model asks for {asked}:"
                 " check that the adapter is for this model"

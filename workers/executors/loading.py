@@ -29,7 +29,7 @@ from workers.models.config import ModelConfig
 from workers.models.decoder import Decoder
 from workers.models.errors import ModelError, UnsupportedError, without_path
 from workers.models.files import errors_naming
-from workers.models.lora import BaseMatrix
+from workers.models.lora import BaseMatrix, ExpertStack
 from workers.models.model import Model, ModelDescription
 from workers.models.shard import Group, check_split
 from workers.models.source import source_of
@@ -185,7 +185,10 @@ def read_source(
     modules: Mapping[str, tuple[int, int]],
     limits: LoraLimits,
     base: Mapping[str, BaseMatrix] = MappingProxyType({}),
+    stacks: Mapping[str, ExpertStack] = MappingProxyType({}),
     steering_shape: tuple[int, int] | None = None,
+    *,
+    takes_dora: bool = False,
 ) -> Adapter:
     """Read an adapter; see `read_adapter`. Raises AdapterError, also for other files than were found."""
     directory = Path(source.directory)
@@ -195,7 +198,9 @@ def read_source(
         max_rank=limits.max_rank,
         max_bytes=limits.max_bytes,
         base=base,
+        stacks=stacks,
         steering_shape=steering_shape,
+        takes_dora=takes_dora,
     )
     if source.digest:
         try:

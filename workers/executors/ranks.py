@@ -109,6 +109,10 @@ class RankedSlots:
         except AdapterError as error:
             raise DeviceLostError(f"slots for adapters are not on all ranks: {error}") from error
 
+    def fits(self, packed: RankedLora) -> bool:
+        """See `Slots.fits`."""
+        return self._own.fits(packed.packed)
+
     def set_lora(self, slot: int, packed: RankedLora | None) -> None:
         """See `Slots.set_lora`."""
         self._own.set_lora(slot, None if packed is None else packed.packed)
@@ -119,7 +123,7 @@ def ranked_adapters(
     served: Served, limits: LoraLimits, ranks: RankGroup, runner: Runner
 ) -> AdapterTable[RankedLora]:
     """The adapters of a model that is split over ranks."""
-    modules = served.model.lora_modules()
+    modules, stacks = served.model.lora_modules(), served.model.lora_stacks()
     slots = RankedSlots(ModelSlots(served, limits, on_made(runner)), ranks)
     keys = itertools.count()
 
@@ -127,7 +131,7 @@ def ranked_adapters(
         slots.find_room(limits)
         key = next(keys)
         # The other ranks read it after this one, so that all have the same files.
-        adapter = read_source(source, modules, limits)
+        adapter = read_source(source, modules, limits, stacks=stacks)
         with ranks.asking(
             "read_adapter",
             directory=source.directory,

@@ -8,6 +8,7 @@ Dimension letters: T tokens of the batch; R wanted rows; C hidden width; V vocab
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +32,16 @@ from workers.models.config import ModelConfig
 from workers.models.few_rows import FewRows, TilesOfPlaces, device_ms
 from workers.models.inputs import ForwardInputs
 from workers.models.layers import ForwardContext, Norm, Sublayer
-from workers.models.linear import Linear, LoadTarget
-from workers.models.lora import BaseMatrix, LoraWeights, PackedLora, pack_lora
+from workers.models.linear import LoadTarget
+from workers.models.lora import (
+    BaseMatrix,
+    ExpertProjection,
+    ExpertStack,
+    LoraWeights,
+    PackedLora,
+    Projection,
+    pack_lora,
+)
 from workers.models.mtp_head import MtpHead
 from workers.models.recurrent_inputs import state_rows, with_tokens_before
 from workers.models.recurrent_mixer import RecurrentMixer
@@ -214,6 +223,17 @@ class Decoder:
             for name, shape in projection.modules()
         }
 
+    def lora_stacks(self) -> dict[str, ExpertStack]:
+        """See `Model.lora_stacks`."""
+        stacks = {}
+        for prefix, projection in self._projections():
+            if isinstance(projection, ExpertProjection):
+                stacks[prefix + projection.name] = projection.stack(prefix)
+            elif projection.parameter is not None:
+                (name,) = projection.parts
+                stacks[prefix + projection.parameter] = ExpertStack(((prefix + name,),))
+        return stacks
+
     def base_matrices(self) -> dict[str, BaseMatrix]:
         """The embedding and the head; none in a group, where a rank has a part of them."""
         if self._shard.group is not None:
@@ -225,6 +245,11 @@ class Decoder:
         shape = self.config.vocab_size, self.config.hidden_size
         named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
         return {name: BaseMatrix(shape, partial(rows, matrix)) for name, matrix in named.items()}
+
+    @property
+    def takes_dora(self) -> bool:
+        """See `Model.takes_dora`. A rank has not all of a row, and a GPU no kernel."""
+        return self.device.type == "cpu" and self._shard.group is None
 
     @property
     def steering_shape(self) -> tuple[int, int] | None:
@@ -259,6 +284,8 @@ class Decoder:
         """Convert an adapter for `set_lora`. On any thread. Raises ValueError; see `workers.models.lora`."""
         on_cpu = self.device.type == "cpu"
         packed = pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
+        if any(pair.magnitude is not None for pair in weights.values()):
+            packed = replace(packed, made_for=weakref.ref(self))
         vectors = pack_steering(steering, self.steering_shape, self.dtype)
         if vectors is None:
             return packed
@@ -277,10 +304,10 @@ class Decoder:
         added = [None] * len(projections) if packed is None else packed.projections
         for (_, projection), pairs in zip(projections, added, strict=True):
             assert projection.lora is not None
-            projection.lora.set(slot, pairs)
+            projection.lora.set(slot, pairs)  # type: ignore[arg-type]  # what its `pairs_of` has made
         self._steering.set(slot, None if packed is None else packed.steering)
 
-    def _projections(self) -> list[tuple[str, Linear]]:
+    def _projections(self) -> list[tuple[str, Projection]]:
         """Those that may have adapters, with what the names of their modules begin with."""
         return [
             (f"model.layers.{index}.{name}", projection)

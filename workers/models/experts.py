@@ -11,13 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.expert_lora import ExpertAdapters
 from kernels.experts import ExpertWeights, experts, matrix_of, pack_experts, route
 from kernels.gated_activation import sigmoid
-from kernels.linear import DenseWeight, linear
+from kernels.linear import DenseWeight
+from kernels.lora import RowSlots
+from kernels.lora_pairs import SortedRows
 from kernels.weight import Weight
 from workers.models.config import ModelConfig
 from workers.models.layers import ForwardContext, GatedMlp
 from workers.models.linear import Linear, LoadTarget
+from workers.models.lora import ExpertProjection, Projection
 from workers.models.shard import Slice
 
 
@@ -72,7 +76,6 @@ class Experts:
             latent: [D, C] and [C, D], before and after experts; None: D is C.
         """
         self._correction, self._latent = correction, latent
-        self.router = router
         self.gate_up = gate_up
         self.down = down
         self._biases = biases
@@ -83,17 +86,28 @@ class Experts:
         self._wide_routing = config.family.wide_routing
         self._index = index
         self._part = part
+        size, width = self._config.intermediate_size, matrix_of(down, 0).shape[0]
+        self._rows = Slice((size, width), (part,), range(width))
+        self._columns = Slice((width, size), (range(width),), part)
+        names, count, by_turns = self._names, self._config.count, self._names.by_turns
+        self.router = Linear(
+            {names.router: Slice.whole(*router.shape)},
+            router,
+            None if biases is None else biases.router,
+            parameter=f"{names.module.removesuffix('experts')}{names.router.partition('.')[2]}.weight",
+        )
+        into, out_of = ({names.gate: self._rows, names.up: self._rows}, {names.down: self._columns})
+        self._into = ExpertProjection(f"{names.module}.gate_up_proj", into, count, width, by_turns=by_turns)
+        self._out_of = ExpertProjection(
+            f"{names.module}.down_proj", out_of, count, len(part), by_turns=by_turns
+        )
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
-        whole = Slice.whole(*self.router.shape)
-        yield f"{prefix}{self._names.router}.weight", LoadTarget(self.router, whole.shape, taken=whole)
-        for name, projection in self.projections():
-            yield from projection.targets(prefix + name)
-        size, width = self._config.intermediate_size, matrix_of(self.down, 0).shape[0]
-        rows = Slice((size, width), (self._part,), range(width))
-        columns = Slice((width, size), (range(width),), self._part)
-        names = self._names
+        yield from self.router.targets(prefix)
+        for projection in self._latent or ():
+            yield from projection.targets(prefix)
+        rows, columns, names = self._rows, self._columns, self._names
         for index in range(self._config.count):
             gate_up, down = matrix_of(self.gate_up, index), matrix_of(self.down, index)
             for name, matrix, first, taken in (
@@ -108,17 +122,14 @@ class Experts:
             name = f"{prefix}{self._names.correction}"
             yield name, LoadTarget(DenseWeight(self._correction), tuple(self._correction.shape))
         if self._biases is not None:
-            yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(width, size))
+            yield from self._bias_targets(prefix, self._biases, rows, Slice.whole(*columns.shape))
 
     def _bias_targets(
         self, prefix: str, biases: ExpertBiases, rows: Slice, whole: Slice
     ) -> Iterator[tuple[str, LoadTarget]]:
         """`rows`: those of gate and up that this rank has; `whole`: all of down."""
-        names, count = self._names, self._config.count
-        taken = Slice.whole(count)
-        router = LoadTarget(DenseWeight(biases.router), (count,), taken=taken)
-        yield f"{prefix}{names.router}.bias", router
-        for index in range(count):
+        names = self._names
+        for index in range(self._config.count):
             gate_up, down = DenseWeight(biases.gate_up[index]), DenseWeight(biases.down[index])
             for name, bias, first, taken in (
                 (names.gate, gate_up, 0, rows),
@@ -129,14 +140,19 @@ class Experts:
                     target = LoadTarget(bias, taken.shape[:1], taken=taken, first=first)
                     yield f"{prefix}{name.format(index)}.bias", target
 
-    def projections(self) -> Iterator[tuple[str, Linear]]:
-        """Those around experts, which take no adapters themselves."""
+    def projections(self) -> Iterator[tuple[str, Projection]]:
+        """See `Body`. There are no kernels for adapters of experts without gates, and none on a GPU."""
+        if self.router.weight.device.type == "cpu":
+            yield "", self.router
+            if self._names.gate:
+                yield "", self._into
+                yield "", self._out_of
         for projection in self._latent or ():
             yield "", projection
 
     def pack(self) -> None:
         """Pack the filled weights in place."""
-        self.router = self.router.packed()
+        self.router.pack()
         self.gate_up = pack_experts(self.gate_up)
         self.down = pack_experts(self.down)
         for projection in self._latent or ():
@@ -145,17 +161,16 @@ class Experts:
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
-        biases = self._biases
-        bias = None if biases is None else biases.router
-        rows = x.to(self.router.dtype)
-        logits = linear(rows, self.router, bias, batch_invariant=context.batch_invariant)  # [T, E]
+        biases, slots, invariant = self._biases, context.lora_slots, context.batch_invariant
+        of_router = None if self.router.lora is None else slots
+        rows = x.to(self.router.weight.dtype)
+        logits = self.router(rows, of_router, batch_invariant=invariant)  # [T, E]
         routing = context.routing
         given = None if routing is None else routing.given_of(self._index)
         count, normalized, rule = self._config.per_token, self._config.normalized, self._config.routing
         expert_ids, weights = route(logits, count, normalized, dtype, given, rule, self._correction)
         if routing is not None:
             routing.note(expert_ids)
-        slots, invariant = context.lora_slots, context.batch_invariant
         if self._latent is not None:
             x = self._latent[0](x, slots, batch_invariant=invariant)  # [T, D]
         result = experts(
@@ -167,8 +182,15 @@ class Experts:
             self._activation,
             biases=None if biases is None else (biases.gate_up, biases.down),
             batch_invariant=invariant,
+            lora=self._adapters(slots),
         )
         return result if self._latent is None else self._latent[1](result, slots, batch_invariant=invariant)
+
+    def _adapters(self, slots: RowSlots | None) -> ExpertAdapters | None:
+        into, out_of = self._into.lora, self._out_of.lora
+        if slots is None or isinstance(slots, SortedRows) or into is None or out_of is None:
+            return None
+        return ExpertAdapters(into, out_of, slots)
 
 
 class WithSharedExpert:
@@ -178,32 +200,33 @@ class WithSharedExpert:
         """Take ownership of the parts. `gate`: [1, C], or None; `gate_name`: in a layer of a checkpoint."""
         self._experts = experts
         self._shared = shared
-        self._gate = gate
-        self._gate_name = gate_name
+        self._gate = None if gate is None else Linear({gate_name: Slice.whole(*gate.shape)}, gate, None)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
         yield from self._experts.targets(prefix)
         yield from self._shared.targets(prefix)
-        if self._gate is None:
-            return
-        whole = Slice.whole(*self._gate.shape)
-        yield f"{prefix}{self._gate_name}.weight", LoadTarget(self._gate, whole.shape, taken=whole)
+        if self._gate is not None:
+            yield from self._gate.targets(prefix)
 
-    def projections(self) -> Iterator[tuple[str, Linear]]:
+    def projections(self) -> Iterator[tuple[str, Projection]]:
         """See `Body`."""
         yield from self._experts.projections()
         yield from self._shared.projections()
+        if self._gate is not None and self._gate.weight.device.type == "cpu":
+            yield "", self._gate
 
     def pack(self) -> None:
         """Pack the filled weights in place."""
         self._experts.pack()
         self._shared.pack()
-        self._gate = None if self._gate is None else self._gate.packed()
+        if self._gate is not None:
+            self._gate.pack()
 
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         shared = self._shared(x, context)
         if self._gate is not None:
-            shared *= sigmoid(linear(x, self._gate, batch_invariant=context.batch_invariant))  # [T, 1]
+            slots = None if self._gate.lora is None else context.lora_slots
+            shared *= sigmoid(self._gate(x, slots, batch_invariant=context.batch_invariant))  # [T, 1]
         return self._experts(x, context).add_(shared)

@@ -44,6 +44,7 @@ class ExpertNames:
         stacked: What the names of tensors begin with that have the matrices of all experts; see
             `workers.models.stacked_experts`. None: each matrix is a tensor.
         stacked_parts: The rest of these names: of gate and up, and of down.
+        module: The module of the library that has these matrices, as gate_up_proj and down_proj.
         by_turns: In these the rows of gate and up take turns, and inputs come before outputs.
         shared: What the names of the expert that computes each token begin with; None: there is none.
         latent: What the names of projections to a narrower width and back begin with, between which the other
@@ -58,6 +59,7 @@ class ExpertNames:
     correction: str = "mlp.gate.e_score_correction_bias"
     stacked: str | None = None
     stacked_parts: tuple[str, str] = ("gate_up_proj", "down_proj")
+    module: str = "mlp.experts"
     by_turns: bool = False
     shared: str | None = None
     latent: tuple[str, str] = ("", "")

@@ -29,6 +29,7 @@ from workers.models.capture import Routing
 from workers.models.config import ModelConfig
 from workers.models.inputs import ForwardInputs
 from workers.models.linear import Linear, LoadTarget
+from workers.models.lora import Projection
 from workers.models.shard import Group, Shard, Slice, normalise_rows, row_norm_slices
 
 
@@ -90,7 +91,7 @@ class Body(Protocol):
     def targets(self, prefix: str) -> Iterator[tuple[str, LoadTarget]]:
         """The target of each tensor of a checkpoint, by name."""
 
-    def projections(self) -> Iterator[tuple[str, Linear]]:
+    def projections(self) -> Iterator[tuple[str, Projection]]:
         """Those that may have adapters, with what the names of their modules in a checkpoint begin with."""
 
     def pack(self) -> None:

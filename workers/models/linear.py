@@ -109,6 +109,7 @@ class Linear:
         bias: [O], or None.
         inputs: Which of the projection's inputs in the model's own checkpoint are those of the weight, in
             order; empty: the same. Adapters are those of that checkpoint.
+        parameter: That of the library which PEFT adapts in place of the module; None: it adapts the module.
         lora: What adapters add; None: the model takes none.
         factors: How many of the outputs, adapters included, are multiplied by what, one after the other;
             empty: none are.
@@ -123,6 +124,7 @@ class Linear:
         stored: Mapping[str, Slice] | None = None,
         inputs: tuple[range, ...] = (),
         factors: tuple[tuple[int, float], ...] = (),
+        parameter: str | None = None,
     ) -> None:
         """Take ownership of parameters, which are uninitialised until the targets are filled.
 
@@ -134,8 +136,9 @@ class Linear:
                 where that is not the model's own checkpoint; None: it is.
             inputs: See above.
             factors: See above.
+            parameter: See above.
         """
-        self.taken, self.inputs, self.factors = taken, inputs, factors
+        self.taken, self.inputs, self.factors, self.parameter = taken, inputs, factors, parameter
         self._stored = taken if stored is None else stored
         self.parts = {name: part.num_rows for name, part in taken.items()}
         self.weight = weight

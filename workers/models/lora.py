@@ -5,17 +5,24 @@ A model has slots, and a forward the slot of each row (`ForwardInputs.lora_slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from kernels.expert_lora import ExpertPairs, ExpertTable
 from kernels.lora_pairs import LoraPairs
 from workers import huge_pages
 from workers.models.errors import UnsupportedError
 from workers.models.linear import Linear
+from workers.models.shard import Slice
 
+# Whose norms are computed at a time.
+_NORMED_ROWS = 1024
+# Of the modules of a projection in a message.
+_MOST_NAMED = 3
 _REFUSAL = "adapters need a model that native code runs"
 
 
@@ -26,11 +33,91 @@ class LoraPair:
     Attributes:
         a: [r, I], on the CPU, in float32 or the model's dtype.
         b: [O, r], likewise. It includes the adapter's scale, multiplied in float32.
+        magnitude: [O], likewise: the norm that each row of W + B A is scaled to (DoRA); None: rows stay.
     """
 
     a: torch.Tensor
     b: torch.Tensor
+    magnitude: torch.Tensor | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """A parameter of the library that PEFT adapts, such as one with a matrix of each expert.
+
+    Attributes:
+        modules: For each matrix the modules whose outputs it has, by their names in the checkpoint.
+        by_turns: Their outputs take turns.
+    """
+
+    modules: tuple[tuple[str, ...], ...]
+    by_turns: bool = False
+
+
+class ExpertProjection:
+    """A projection of all experts of a layer, as far as adapters are concerned: see `Linear`.
+
+    Attributes:
+        name: That of the parameter of the library, in a layer.
+        lora: What adapters add; None: the model takes none.
+    """
+
+    def __init__(
+        self, name: str, taken: Mapping[str, Slice], count: int, inputs: int, *, by_turns: bool
+    ) -> None:
+        """Describe a projection.
+
+        Args:
+            name: See above.
+            taken: The part of each module that this rank has, by its name, in which {} stands for the expert.
+            count: The number of experts.
+            inputs: Those that this rank has.
+            by_turns: See `ExpertStack`.
+        """
+        self.name = name
+        self.lora: ExpertTable | None = None
+        self._taken, self._count, self._inputs, self._by_turns = taken, count, inputs, by_turns
+
+    @property
+    def parts(self) -> list[str]:
+        """The modules of all experts, one expert after the other."""
+        return [name.format(expert) for expert in range(self._count) for name in self._taken]
+
+    def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Outputs and inputs of each module in the checkpoint, by its name."""
+        shapes = [taken.shape for taken in self._taken.values()] * self._count
+        yield from zip(self.parts, shapes, strict=True)
+
+    def stack(self, prefix: str) -> ExpertStack:
+        """What PEFT adapts together."""
+        parts, width = [prefix + name for name in self.parts], len(self._taken)
+        experts = (tuple(parts[at : at + width]) for at in range(0, len(parts), width))
+        return ExpertStack(tuple(experts), self._by_turns and width > 1)
+
+    def lora_slot_bytes(self, max_rank: int) -> int:  # noqa: ARG002 - as in `Linear`
+        """None: on a GPU experts take no adapters."""
+        return 0
+
+    def allocate_lora(self, slots: int, max_rank: int) -> None:  # noqa: ARG002 - as in `Linear`
+        """Make empty slots for adapters; without slots, give the memory back."""
+        outputs = [taken.num_rows for taken in self._taken.values()]
+        self.lora = ExpertTable(slots, self._inputs, outputs) if slots else None
+
+    def pairs_of(self, pairs: Sequence[LoraPair | None], dtype: torch.dtype) -> ExpertPairs:
+        """What an adapter adds, of the pairs of `parts`."""
+        experts, width = list[LoraPairs | None](), len(self._taken)
+        outputs = [taken.num_rows for taken in self._taken.values()]
+        for at in range(0, len(pairs), width):
+            own = [
+                None if pair is None else _part_of(pair, taken)
+                for pair, taken in zip(pairs[at : at + width], self._taken.values(), strict=True)
+            ]
+            some = any(pair is not None for pair in own)
+            experts.append(LoraPairs(own, self._inputs, outputs, dtype, pack=True) if some else None)
+        return ExpertPairs(experts)
+
+
+Projection = Linear | ExpertProjection
 
 # By the name of a module in the checkpoint, such as "model.layers.0.self_attn.q_proj".
 LoraWeights = Mapping[str, LoraPair]
@@ -44,22 +131,24 @@ class PackedLora:
         projections: What it adds to each projection of the model, in their order; None: nothing.
         bytes: Its memory.
         steering: [L, C] what it adds behind each layer; None: nothing.
+        made_for: The model whose weights it depends on (DoRA); None: it depends on none.
     """
 
-    projections: tuple[LoraPairs | None, ...]
+    projections: tuple[LoraPairs | ExpertPairs | None, ...]
     bytes: int
     steering: torch.Tensor | None = None
+    made_for: weakref.ref[object] | None = None
 
 
 def pack_lora(
     weights: LoraWeights,
-    projections: Sequence[tuple[str, Linear]],
+    projections: Sequence[tuple[str, Projection]],
     max_rank: int,
     dtype: torch.dtype,
     *,
     pack: bool,
 ) -> PackedLora:
-    """Convert an adapter for a model, of which only shapes are read.
+    """Convert an adapter for a model, of which weights are read only for DoRA.
 
     Args:
         weights: The adapter. Not modified, and not used afterwards.
@@ -71,56 +160,98 @@ def pack_lora(
     Raises:
         ValueError: A module is not there, or a matrix does not fit; the message names the module.
     """
-    left, found = dict(weights), list[LoraPairs | None]()
-    for prefix, linear in projections:
-        pairs = {prefix + name: left.pop(prefix + name, None) for name in linear.parts}
+    left, found = dict(weights), list[LoraPairs | ExpertPairs | None]()
+    for prefix, projection in projections:
+        pairs = {prefix + name: left.pop(prefix + name, None) for name in projection.parts}
         present = {name: pair for name, pair in pairs.items() if pair is not None}
         for name, pair in present.items():
             if len(pair.a) > max_rank:
                 raise ValueError(f"{name}: a rank may be up to {max_rank}, got {len(pair.a)}")
         try:
-            found.append(_pairs_of(linear, list(pairs.values()), dtype, pack) if present else None)
+            found.append(_pairs_of(projection, list(pairs.values()), dtype, pack) if present else None)
         except ValueError as error:
-            raise ValueError(f"{' or '.join(present)}: {error}") from error
+            raise ValueError(f"{' or '.join([*present][:_MOST_NAMED])}: {error}") from error
     if left:
         raise ValueError(f"{min(left)}: the model has no such projection")
-    return PackedLora(tuple(found), _keep_together([pairs for pairs in found if pairs is not None], dtype))
+    size = _keep_together([pairs for pairs in found if pairs is not None])
+    for pairs_of_experts in found:
+        if isinstance(pairs_of_experts, ExpertPairs):
+            pairs_of_experts.settle()
+    return PackedLora(tuple(found), size)
 
 
-def _pairs_of(linear: Linear, pairs: Sequence[LoraPair | None], dtype: torch.dtype, pack: bool) -> LoraPairs:
+def _pairs_of(
+    linear: Projection, pairs: Sequence[LoraPair | None], dtype: torch.dtype, pack: bool
+) -> LoraPairs | ExpertPairs:
+    if isinstance(linear, ExpertProjection):
+        return linear.pairs_of(pairs, dtype)
     given = [
-        None if pair is None else _taken(pair, linear, name)
+        None if pair is None else _part_of(pair, linear.taken[name], linear.inputs)
         for name, pair in zip(linear.parts, pairs, strict=True)
     ]
-    return LoraPairs(given, linear.weight.shape[1], [*linear.parts.values()], dtype, pack=pack)
+    scales = shifts = None
+    if any(pair is not None and pair.magnitude is not None for pair in pairs):
+        scales = _scales(linear, pairs, given)
+        # What is there includes the bias, which is not scaled.
+        shifts = None if linear.bias is None else linear.bias.float() * (1 - scales)
+    outputs = [*linear.parts.values()]
+    return LoraPairs(given, linear.weight.shape[1], outputs, dtype, pack=pack, scales=scales, shifts=shifts)
 
 
-def _taken(pair: LoraPair, linear: Linear, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.inference_mode()
+def _scales(
+    linear: Linear,
+    pairs: Sequence[LoraPair | None],
+    given: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+) -> torch.Tensor:
+    """[O] float32: the magnitude over the norm of each row of W + B A; 1 where there is no adapter."""
+    scales, end = torch.ones(len(linear.weight)), 0
+    for taken, pair, own in zip(linear.taken.values(), pairs, given, strict=True):
+        begin, end = end, end + taken.num_rows
+        if pair is None or own is None or pair.magnitude is None:
+            continue
+        a, b = (matrix.float() for matrix in own)
+        scales[begin:end] = torch.cat([pair.magnitude[rows.start : rows.stop] for rows in taken.rows])
+        for first in range(begin, end, _NORMED_ROWS):
+            rows = torch.arange(first, min(first + _NORMED_ROWS, end))
+            changed = linear.weight.rows(rows).float() + b[rows - begin] @ a
+            scales[rows] /= torch.linalg.vector_norm(changed, dim=1)
+    if not scales.isfinite().all():
+        raise ValueError("a row of W + B A is 0, which has no direction")
+    return scales
+
+
+def _part_of(pair: LoraPair, taken: Slice, inputs: Sequence[range] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B for the part of a projection that a rank has: terms of A's sum, or rows of B."""
-    taken = linear.taken[name]
-    (outputs, inputs), rank = taken.shape, len(pair.a)
-    if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
+    (outputs, all_inputs), rank = taken.shape, len(pair.a)
+    if pair.a.shape != (rank, all_inputs) or pair.b.shape != (outputs, rank):
         raise ValueError(
-            f"A and B must have the shapes {[rank, inputs]} and {[outputs, rank]},"
+            f"A and B must have the shapes {[rank, all_inputs]} and {[outputs, rank]},"
             f" got {[*pair.a.shape]} and {[*pair.b.shape]}"
         )
-    rows = [pair.b[own.start : own.stop] for own in taken.rows]
-    columns = [pair.a[:, own.start : own.stop] for own in linear.inputs or (taken.columns,)]
-    return torch.cat(columns, dim=1), torch.cat(rows)
+    b = torch.cat([pair.b[own.start : own.stop] for own in taken.rows])
+    columns = inputs or (taken.columns,)
+    # An A of several parts stays one.
+    if [*columns] == [range(all_inputs)]:
+        return pair.a, b
+    return torch.cat([pair.a[:, own.start : own.stop] for own in columns], dim=1), b
 
 
-def _keep_together(pairs: Sequence[LoraPairs], dtype: torch.dtype) -> int:
-    """Move matrices next to each other, in the order in which steps read them.
+def _keep_together(pairs: Sequence[LoraPairs | ExpertPairs]) -> int:
+    """Move matrices next to each other, in the order in which steps read them, those of a dtype each.
 
     Returns:
         The bytes of all matrices.
     """
-    weights = [weight for each in pairs for weight in each.weights()]
-    sizes = [weight.data.numel() for weight in weights]
-    memory = huge_pages.empty((sum(sizes),), dtype, "cpu")
-    for weight, part in zip(weights, torch.split(memory, sizes), strict=True):
-        weight.data = part.view_as(weight.data).copy_(weight.data)
-    return memory.nbytes
+    every, total = [weight for each in pairs for weight in each.weights()], 0
+    for dtype in {weight.dtype for weight in every}:
+        weights = [weight for weight in every if weight.dtype == dtype]
+        sizes = [weight.data.numel() for weight in weights]
+        memory = huge_pages.empty((sum(sizes),), dtype, "cpu")
+        for weight, part in zip(weights, torch.split(memory, sizes), strict=True):
+            weight.data = part.view_as(weight.data).copy_(weight.data)
+        total += memory.nbytes
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +266,14 @@ class WithoutLora:
     """The part of `workers.models.model.Model` that is about adapters, in a model that takes none."""
 
     max_lora_slots = 0
+    takes_dora = False
     steering_shape: tuple[int, int] | None = None
 
     def lora_modules(self) -> dict[str, tuple[int, int]]:
+        """None."""
+        return {}
+
+    def lora_stacks(self) -> dict[str, ExpertStack]:
         """None."""
         return {}
 

@@ -19,7 +19,7 @@ from workers.kv.tensors import KvTensors, LayerKv
 from workers.machine_limits import available_bytes
 from workers.models.capture import RowCapture
 from workers.models.inputs import ForwardInputs
-from workers.models.lora import BaseMatrix, LoraWeights, PackedLora
+from workers.models.lora import BaseMatrix, ExpertStack, LoraWeights, PackedLora
 
 PAGE_SIZE = 16
 
@@ -100,8 +100,15 @@ class Model(Protocol):
     def lora_modules(self) -> dict[str, tuple[int, int]]:
         """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
 
+    def lora_stacks(self) -> dict[str, ExpertStack]:
+        """What PEFT adapts together of these, by the names of the parameters."""
+
     def base_matrices(self) -> dict[str, BaseMatrix]:
         """The matrices that adapters may repeat, by the names of their tensors."""
+
+    @property
+    def takes_dora(self) -> bool:
+        """Whether adapters may scale the rows of weights to a magnitude."""
 
     @property
     def steering_shape(self) -> tuple[int, int] | None:

@@ -109,6 +109,7 @@ _GRANITE_EXPERTS = ExpertNames(
     "block_sparse_moe.experts.{}.down_proj",
     stacked="block_sparse_moe.",
     stacked_parts=("input_linear.weight", "output_linear.weight"),
+    module="block_sparse_moe.experts",
     shared="shared_mlp",
 )
 
