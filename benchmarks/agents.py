@@ -128,8 +128,8 @@ def _read(chunks: Iterable[Any], began_s: float) -> tuple[float, list[int]]:
 
 
 _WAYS: Mapping[str, Callable[[quire.Client], Ask]] = {
-    "the whole context as a prompt": whole_prompts,
-    "what is new, on a held cache": held_cache,
+    "whole prompts": whole_prompts,
+    "held caches": held_cache,
 }
 
 
@@ -172,7 +172,8 @@ def chart(found: Mapping[str, tuple[Sequence[int], Times]]) -> str:
         ]
         drawn = plots.against(lengths, lines, "tokens of the context", "s")
         drawn = drawn.replace("<svg", f'<svg x="{at * 570}" y="24" width="560" height="250"', 1)
-        parts.append(f'<text x="{at * 570 + 14}" y="20">{way}, seconds: {keys}</text>{drawn}')
+        title = f"{way}, seconds to the first token: {keys}"
+        parts.append(f'<text x="{at * 570 + 14}" y="20">{title}</text>{drawn}')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1140 280"><style>{_STYLE}</style>'
         f'<rect class="back" width="1140" height="280" rx="10"/>{"".join(parts)}</svg>\n'
@@ -183,8 +184,8 @@ def main() -> None:
     """Runs the command line and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default=DEFAULT_SHAPE)
-    parser.add_argument("--layers", type=int, default=4, help="of the shape's; with a vocabulary of 8,192")
-    parser.add_argument("--agents", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=8, help="of the shape's; with a vocabulary of 8,192")
+    parser.add_argument("--agents", type=int, default=4)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--chart", type=Path, help="write the picture there")

@@ -183,8 +183,8 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     # On other hosts the model can be where this one has nothing.
     if not config.has_remote_workers and not is_model(config.model):
         yield ("model",), model_problem(config.model)
-    is_file = config.draft_model not in ("", MTP_HEAD) and not config.has_remote_workers
-    if is_file and not is_directory_or_file(config.draft_model):
+    is_path = config.draft_model not in ("", MTP_HEAD) and not config.has_remote_workers
+    if is_path and not is_directory_or_file(config.draft_model):
         yield ("draft_model",), model_problem(config.draft_model)
     starts_workers = any(one.starts_workers for one in config.extensions)
     if config.pool_listen and not (config.pool or starts_workers):
