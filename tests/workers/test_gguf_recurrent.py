@@ -275,8 +275,8 @@ LIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "other experts": (
         "deepseek_v2",
-        {"deepseek2.expert_count": 7},
-        r"is of 6 experts, and the metadata say 7",
+        {"deepseek2.expert_count": 8},
+        r"is of 6 experts, and the metadata say 8",
     ),
     "no scale": ("granite", {"granite.logit_scale": "x"}, "logits_scaling: must be a"),
     "no shared expert": (
