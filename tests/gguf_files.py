@@ -232,14 +232,8 @@ def _changed(
 def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
     experts = FAMILIES[config.model_type].experts
     entries = read_entries(model)
-    count = next(
-        (
-            found
-            for key in ("num_local_experts", "num_experts", "n_routed_experts")
-            if (found := getattr(config, key, 0))
-        ),
-        0,
-    )
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((config.to_dict()[key] for key in counts if config.to_dict().get(key)), 0)
     if experts is None or experts.stacked is None or not count:
         return entries
     return separated(entries, experts, count, config.hidden_size)
