@@ -139,7 +139,7 @@ def _check_targets(
     of_experts = {*stacks} | {
         module for stack in stacks.values() for expert in stack.modules for module in expert
     }
-    if settings.is_dora and not of_experts.isdisjoint(pairs):
+    if settings.is_dora and not pairs.keys().isdisjoint({*of_experts, *stacks}):
         raise AdapterError(f"use_dora: DoRA of experts is not supported: {MERGE}")
     if of_experts.isdisjoint(pairs):
         # To the library that saved it they were no modules.
