@@ -59,7 +59,7 @@ def load(directory: Path, slots: int = 2, **settings: Any) -> Decoder:
 
 
 def read(directory: Path, decoder: Decoder, **limits: int) -> Adapter:
-    bounds = {"max_rank": MAX_RANK, "max_bytes": 1 << 30} | limits
+    bounds: dict[str, Any] = {"max_rank": MAX_RANK, "max_bytes": 1 << 30} | limits
     modules, stacks = decoder.lora_modules(), decoder.lora_stacks()
     return read_adapter(directory, modules, stacks=stacks, takes_dora=decoder.takes_dora, **bounds)
 
@@ -84,7 +84,8 @@ def assert_adds_as_peft(decoder: Decoder, weights: LoraWeights, model: Path, dir
     for parameter, stack in decoder.lora_stacks().items():
         if len(stack.modules) == 1 or stack.modules[0][0] not in weights:
             continue
-        before = base.get_base_model().get_submodule(parameter.rpartition(".")[0]).get_base_layer()
+        before: Any = base.get_base_model().get_submodule(parameter.rpartition(".")[0])
+        before = before.get_base_layer()
         old = getattr(before, parameter.rpartition(".")[2]).double()
         for expert, names in enumerate(stack.modules):
             pairs = [weights[name] for name in names]
