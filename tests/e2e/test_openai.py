@@ -221,7 +221,7 @@ def test_logprobs(client: Any) -> None:
             "messages[0].content[0].type",
             "bad_field",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "bad_field"),
+        ({"tool_choice": "required"}, "tool_choice", "bad_tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "bad_field"),
         ({"top_logprobs": 2}, "top_logprobs", "bad_field"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "bad_field"),
