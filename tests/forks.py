@@ -346,16 +346,12 @@ class ForkedRank(Forked):
     """What `RankProcesses` starts: with a socket beside its standard files. One thread waits for its end."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: int,
-        pass_fds: Sequence[int],
-        env: dict[str, str] | None = None,
+        self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], **settings: str
     ) -> None:
+        """`settings`: more environment variables."""
         at, files = command.index("--questions") + 1, (stdin, 1, 2, *pass_fds)
         command = [*command[:at], str(len(files) - 1), *command[at + 1 :]]
-        env = env or dict(os.environ)
+        env = os.environ | settings
         super().__init__(fork_server(*WORKERS), command, env=env, cwd=str(Path.cwd()), files=files)
 
     def send_signal(self, number: int) -> None:
