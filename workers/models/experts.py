@@ -151,7 +151,8 @@ class Experts:
     def __call__(self, x: torch.Tensor, context: ForwardContext, /) -> torch.Tensor:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
-        biases, adapters = self._biases, self._adapters(context.lora_slots)
+        biases = self._biases
+        adapters = None if context.lora_slots is None else self._adapters(context.lora_slots)
         slots = None if adapters is None else adapters.slots
         rows = x.to(self.router.weight.dtype)
         logits = self.router(rows, slots, batch_invariant=context.batch_invariant)  # [T, E]
@@ -176,9 +177,9 @@ class Experts:
             lora=adapters,
         )
 
-    def _adapters(self, slots: RowSlots | None) -> ExpertAdapters | None:
+    def _adapters(self, slots: RowSlots) -> ExpertAdapters | None:
         into, out_of = self._into.lora, self._out_of.lora
-        if slots is None or isinstance(slots, SortedRows) or into is None or out_of is None:
+        if isinstance(slots, SortedRows) or into is None or out_of is None:
             return None
         return ExpertAdapters(into, out_of, slots)
 
