@@ -22,6 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.in_process import LlmExecutor
+from workers.operations import GREEDY
 
 _VOCAB, _PROMPT, _CONTEXT, _TEXTS, _TURNS = 32_000, 256, 32, 8, 5
 _LAYERS_OF_4 = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -103,7 +104,7 @@ def _turns(executor: LlmExecutor) -> Mapping[str, Callable[[], object]]:
 
     return {
         "decode of 1": lambda: executor.decode(0, 7),
-        f"decode of {_TEXTS}": lambda: executor.batch_decode([(text, 7) for text in range(_TEXTS)]),  # type: ignore[misc]
+        f"decode of {_TEXTS}": lambda: executor.batch_decode([(text, 7, GREEDY) for text in range(_TEXTS)]),
         f"prefill of {_PROMPT}": prefill,
     }
 
