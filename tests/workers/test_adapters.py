@@ -244,16 +244,16 @@ def test_a_change_is_noticed(tmp_path: Path, llama: Path, monkeypatch: pytest.Mo
     (tmp_path / "new").replace(tmp_path / name)
     assert identity(tmp_path) != before
 
-    original, is_first = tensors.read_pair, [True]
+    original, is_first = tensors.read_pairs, [True]
 
-    def while_reading(pair: tensors.PairEntries, scale: float) -> object:
-        found = original(pair, scale)
+    def while_reading(*given: Any) -> object:
+        found = [*original(*given)]
         if is_first.pop() if is_first else False:
             status = (tmp_path / name).stat()
             os.utime(tmp_path / name, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
         return found
 
-    monkeypatch.setattr("workers.adapters.adapter.read_pair", while_reading)
+    monkeypatch.setattr("workers.adapters.adapter.read_pairs", while_reading)
     with pytest.raises(AdapterError, match="changed while"):
         read(tmp_path, llama)
 
