@@ -29,7 +29,7 @@ from kernels.lora_pairs import LoraPairs, SortedRows
 if TYPE_CHECKING:
     from kernels.cuda.lora import StackedLora
 
-MAX_PARTS = 4
+MAX_PARTS = 6
 
 
 class LoraTable:

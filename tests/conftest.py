@@ -80,9 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[AS_SHIPPED] = "1"
     elif config.getoption("numprocesses", None):
         # Here are the processes that fork for all of pytest's.
-        from tests.forks import for_a_soak
+        from tests.forks import for_others
 
-        os.environ.update(for_a_soak())
+        os.environ.update(for_others())
     if "hypothesis" not in sys.modules:
         return
     seed = config.getoption("--explore")

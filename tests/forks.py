@@ -55,8 +55,18 @@ _CLONE_NEWNET = 0x40000000
 @functools.cache
 def fork_server(*modules: str) -> str:
     """The socket of the process that forks, with these modules. It ends with this one, or was given."""
-    if given := json.loads(os.environ.get(_GIVEN, "{}")).get(",".join(modules)):
-        return str(given)
+    path = json.loads(os.environ.get(_GIVEN, "{}")).get(",".join(modules)) or _started(*modules)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(path)
+        # Nothing is asked for. That is answered once it has its modules.
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)
+    return str(path)
+
+
+@functools.cache
+def _started(*modules: str) -> str:
+    """Does not wait for the modules, whose imports take seconds."""
     directory = tempfile.mkdtemp(prefix="quire-forks-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     path = str(Path(directory) / "socket")
@@ -72,14 +82,14 @@ def fork_server(*modules: str) -> str:
     # Its standard input is closed.
     atexit.register(process.communicate)
     assert process.stdout is not None
-    # Its imports take seconds; who asks before waits for the answer.
     assert process.stdout.readline(), "the process that forks has failed"
     return path
 
 
-def for_a_soak() -> dict[str, str]:
+def for_others() -> dict[str, str]:
     """Settings of a process that starts others: it has them forked by our processes (see `are_given`)."""
-    return {_GIVEN: json.dumps({",".join(modules): fork_server(*modules) for modules in (GATEWAYS, WORKERS)})}
+    ours = {",".join(modules): _started(*modules) for modules in (GATEWAYS, WORKERS) if not are_given()}
+    return {_GIVEN: os.environ.get(_GIVEN, json.dumps(ours))}
 
 
 def are_given() -> bool:
@@ -216,12 +226,12 @@ def _become(
 
 
 def _customize(command: Sequence[str], python_path: str) -> None:
-    """Runs the first `sitecustomize` of the path, which an interpreter does at its start."""
+    """Takes over the path, and runs its first `sitecustomize`, which an interpreter does at its start."""
     sys.orig_argv = [*command]
-    for directory in python_path.split(os.pathsep):
+    directories = python_path.split(os.pathsep)
+    sys.path += [each for each in directories if each and each not in sys.path]
+    for directory in directories:
         if (path := Path(directory, "sitecustomize.py")).exists():
-            # For the processes that it starts, too.
-            sys.path.append(directory)
             # What forks may have run it, or another one.
             sys.modules.pop(path.stem, None)
             importlib.import_module(path.stem)
@@ -336,16 +346,12 @@ class ForkedRank(Forked):
     """What `RankProcesses` starts: with a socket beside its standard files. One thread waits for its end."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: int,
-        pass_fds: Sequence[int],
-        env: dict[str, str] | None = None,
+        self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], **settings: str
     ) -> None:
+        """`settings`: more environment variables."""
         at, files = command.index("--questions") + 1, (stdin, 1, 2, *pass_fds)
         command = [*command[:at], str(len(files) - 1), *command[at + 1 :]]
-        env = env or dict(os.environ)
+        env = os.environ | settings
         super().__init__(fork_server(*WORKERS), command, env=env, cwd=str(Path.cwd()), files=files)
 
     def send_signal(self, number: int) -> None:

@@ -167,8 +167,8 @@ def _experts(name: str, config: PreTrainedConfig) -> dict[str, Any]:
         found["expert_feed_forward_length"] = config.moe_intermediate_size
     if name == "qwen2moe":
         found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-    if name == "granitemoe" and getattr(config, "shared_intermediate_size", 0):
-        found["expert_shared_feed_forward_length"] = config.shared_intermediate_size
+    if name == "granitemoe":
+        found["expert_shared_feed_forward_length"] = getattr(config, "shared_intermediate_size", None)
     if name == "gpt-oss":
         found["expert_feed_forward_length"] = config.intermediate_size
     return found
@@ -226,20 +226,16 @@ def _changed(
         layer = tensor.split(".")[2]
         return [(f"blk.{layer}.ffn_gate_shexp.weight", gate), (f"blk.{layer}.ffn_up_shexp.weight", up)]
     known = tensor.replace("e_score_correction_bias", "e_score_correction.bias")
-    return [(known.replace("block_sparse_moe.experts", "mlp.experts"), values)]
+    if name == "granitemoe":
+        known = known.replace("block_sparse_moe.experts", "mlp.experts")
+    return [(known, values)]
 
 
 def _entries(model: Path, config: PreTrainedConfig) -> Mapping[str, StoredTensor]:
     experts = FAMILIES[config.model_type].experts
     entries = read_entries(model)
-    count = next(
-        (
-            found
-            for key in ("num_local_experts", "num_experts", "n_routed_experts")
-            if (found := getattr(config, key, 0))
-        ),
-        0,
-    )
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((config.to_dict()[key] for key in counts if config.to_dict().get(key)), 0)
     if experts is None or experts.stacked is None or not count:
         return entries
     return separated(entries, experts, count, config.hidden_size)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
-from tests.forks import GATEWAYS, WORKERS, Forked, for_a_soak, fork_server
+from tests.forks import GATEWAYS, WORKERS, Forked, for_others, fork_server
 
 _CLIENT = ("-I", "-S", str(ROOT / "tests" / "fork_client.py"))
 
@@ -29,7 +29,7 @@ def soak(name: str, *flags: str, timeout_s: float) -> subprocess.CompletedProces
     return subprocess.run(
         module(name, *flags),
         cwd=ROOT,
-        env=environment(ROOT) | for_a_soak(),
+        env=environment(ROOT) | for_others(),
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -67,6 +67,8 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 16,
 }
 ROUTED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+# Fewer positions are chosen than texts have. With few heads many would have a score of 0, and be alike.
+INDEX: dict[str, Any] = {"index_topk": 6, "index_head_dim": 24, "index_n_heads": 32}
 # What a family needs besides; None: leave it to the family.
 MORE: dict[str, dict[str, Any]] = {
     "codegen": {"head_dim": None, "rotary_dim": 8},
@@ -74,6 +76,8 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT | ROUTED,
     "deepseek_v3": LATENT | ROUTED,
     "glm4_moe_lite": LATENT | ROUTED,
+    "deepseek_v32": LATENT | ROUTED | INDEX,
+    "glm_moe_dsa": LATENT | ROUTED | INDEX | {"indexer_types": ["full", "shared", "full"]},
     "gemma3n_text": {
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -88,7 +88,7 @@ def _address(host: str, port: int) -> str:
 
 def _stored_unique_id(info: Mapping[str, Any]) -> bytes:
     timeout = dt.timedelta(seconds=info["timeout_s"])
-    store = distributed.TCPStore(
+    store = distributed.TCPStore(  # type: ignore[attr-defined]  # in torch's documentation it is there
         info["host"], info["port"], info["world_size"], is_master=False, timeout=timeout
     )
     return unique_id_of(store.get(_UNIQUE_ID_KEY))

@@ -8,7 +8,7 @@
 
 namespace quire {
 
-constexpr int64_t kLoraParts = 4;  // MAX_PARTS of kernels/lora.py
+constexpr int64_t kLoraParts = 6;  // MAX_PARTS of kernels/lora.py
 // The rows that are added to at a time, which limits the memory for what is in between.
 constexpr int64_t kLoraRows = 256;  // _ROWS of lora.py
 // The elements of a row in between: the ranks of all parts.

@@ -13,7 +13,7 @@ from kernels.cpu.linear import copied_rows
 from kernels.lora_pairs import LoraPairs
 
 # kLoraRows, kLoraParts and kLoraRanks of lora.h.
-_ROWS, _PARTS, _RANKS = 256, 4, 1024
+_ROWS, _PARTS, _RANKS = 256, 6, 1536
 
 
 class _Pairs(ctypes.Structure):
@@ -65,7 +65,7 @@ class Table:
     """
 
     def __init__(self, slots: int, outputs: Sequence[int]) -> None:
-        """Make empty slots for a projection of up to three parts."""
+        """Make empty slots for a projection."""
         self._slots = (_Pairs * slots)()
         self._table = _Table(ctypes.addressof(self._slots), slots, tuple(outputs))
         self.address = ctypes.addressof(self._table)

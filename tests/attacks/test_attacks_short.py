@@ -30,6 +30,7 @@ BY_NAME = {
     for attack in (*messages.ATTACKS, *memory.ATTACKS, *fairness.ATTACKS)
     if attack.gateway is None
 }
+FULL = "RESOURCE_EXHAUSTED ANSWERS_FULL"
 # Name, tries, and what it must have been answered, if one answer is right.
 SHORT = (
     ("empty calls", 2, "INVALID_ARGUMENT TOO_MANY_CALLS"),
@@ -75,6 +76,8 @@ def test_attack(scene: tuple[Scene, Bystanders], name: str, tries: int, answer: 
     assert outcome.replaced == 0, "a healthy worker was killed"
     assert outcome.steps > 0 and not outcome.failed, "bystanders were answered"
     assert not answer or set(outcome.answers) == {answer}
+    # What there is room for is computed, and the rest is refused.
+    assert name != "unread answers" or set(outcome.answers) == {"not read", FULL}
     budget_mib = UNREAD_MIB + JOURNAL_MIB + 14 * MESSAGE_MIB + SLACK_MIB
     # What arrives within a second is not counted, and how much that is depends on the machine.
     assert name == "half-sent" or outcome.gateway_mib < budget_mib, outcome

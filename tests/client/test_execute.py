@@ -15,7 +15,7 @@ import pytest
 import quire
 from quire.v1 import runner_pb2, types_pb2
 
-from tests.forks import for_a_soak
+from tests.forks import for_others
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
 from tests.soak.server import Server
@@ -287,7 +287,7 @@ async def test_what_is_kept_ends_with_await(gateway: GatewayProcess) -> None:
 def test_it_goes_on_by_itself_when_the_server_is_killed_and_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in for_a_soak().items():
+    for name, value in for_others().items():
         monkeypatch.setenv(name, value)
     model = make_model(tmp_path / "model", TinyModel())
     server = Server(model, tmp_path, workers=1, flags=[], seed=0)

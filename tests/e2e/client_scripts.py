@@ -1,4 +1,4 @@
-"""What users of other packages write, run by their own interpreter: `client_scripts.py NAME URL`.
+"""What users of other packages write, run by their own interpreter: `client_scripts.py NAME URL ...`.
 
 Each raises an error if the answer is not what the package promises.
 """
@@ -58,6 +58,36 @@ def renderers(url):
     assert drawn["prompt_ids"] == prompt
     assert len(drawn["completion_logprobs"]) == len(drawn["completion_ids"]) == 20
     assert drawn["content"] == tokenizer.decode(drawn["completion_ids"])
+
+
+def verifiers(url, directory):
+    """Two turns of a rollout, as prime-rl runs them. Prints the tokens of each branch, and their experts."""
+    import asyncio
+
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.dialects import ChatDialect
+    from verifiers.v1.graph import prepare_turn
+    from verifiers.v1.trace import Trace
+    from verifiers.v1.types import SamplingConfig, SystemMessage, UserMessage
+
+    config = TrainClientConfig(base_url=url, api_key_var="NO_KEY", renderer_model_name=directory)
+    sampling = SamplingConfig(temperature=0.8, seed=1, max_tokens=12)
+    trace = Trace.model_construct(task=None, agent=None)
+
+    async def roll_out():
+        client = TrainClient(config)
+        said = [SystemMessage(content="You tell stories."), UserMessage(content=QUESTION)]
+        for more in ("Where does it live?", None):
+            turn = prepare_turn(trace, said)
+            body = {"model": "local"}
+            response = await client.get_response(ChatDialect(), body, sampling, turn=turn)
+            turn.commit(response)
+            said += [response.message, UserMessage(content=more or "")]
+        await client.close()
+
+    asyncio.run(roll_out())
+    print(json.dumps([[branch.token_ids, branch.routed_experts.tolist()] for branch in trace.branches]))
 
 
 def instructor(url):
@@ -272,4 +302,4 @@ metric_list: [{metric: acc}]
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2])
+    globals()[sys.argv[1]](*sys.argv[2:])

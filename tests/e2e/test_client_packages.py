@@ -19,11 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from tests.client.pages import blocks
 from tests.e2e.test_openai import HttpGateway
+from tests.expert_routing import library_experts
+from tests.families import settings_of
 from tests.gateway_process import ROOT, GatewayProcess
+from tests.model_factory import make_family_model
 from tests.service.extensions.openai.test_tools import answering
 
 SCRIPTS = Path(__file__).with_name("client_scripts.py")
@@ -128,3 +133,29 @@ def test_a_trainer_of_trl(tmp_path: Path) -> None:
     assert all(step["without_the_push"] > step["tolerance"] for step in steps[1:]), steps
     # A story has 6 to 8 of 100 letters that are an e.
     assert fmean(rewards[-5:]) > 2 * rewards[0], rewards
+
+
+def test_routed_experts_of_rollouts(tmp_path: Path) -> None:
+    """What verifiers attributes to the tokens of two turns is where the transformers library routes them."""
+    python = python_of("renderers")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "workers/models/storyteller")
+    model_type, settings = settings_of("qwen3_moe")
+    model = make_family_model(tmp_path, model_type, {**settings, "vocab_size": len(tokenizer)})
+    tokenizer.save_pretrained(model)
+    flags = ["--dtype", "float32", "--openai-listen", "127.0.0.1:0", "--openai-routed-experts", "raw"]
+    with HttpGateway(model=str(model), flags=flags) as gateway:
+        done = subprocess.run(
+            [python, SCRIPTS, "verifiers", f"http://127.0.0.1:{gateway.port}/v1", str(model)],
+            timeout=TIMEOUT_S,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    # The random model writes what its tokenizer divides in another way: the second turn is another branch.
+    branches = json.loads(done.stdout.splitlines()[-1])
+    assert len(branches) == 2
+    for tokens, experts in branches:
+        # No forward has read the last one: it has a copy of those before it.
+        assert len(tokens) == len(experts) and experts[-1] == experts[-2]
+        assert np.array_equal(experts[:-1], library_experts(model, tokens[:-1]))

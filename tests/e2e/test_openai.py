@@ -25,13 +25,17 @@ TIMEOUT_S = 60.0
 QUESTION = [{"role": "user", "content": "What is 2 < 3?"}]
 
 
+def http_port(gateway: GatewayProcess) -> int:
+    records = (record for record in gateway.records() if record.get("event") == "listening for HTTP")
+    return int(str(next(records)["listen"]).rpartition(":")[2])
+
+
 class HttpGateway(GatewayProcess):
     """A gateway that serves OpenAI's API, with its port."""
 
     @property
     def port(self) -> int:
-        records = (record for record in self.records() if record.get("event") == "listening for HTTP")
-        return int(str(next(records)["listen"]).rpartition(":")[2])
+        return http_port(self)
 
     def client(self, key: str = "none") -> Any:
         url = f"http://127.0.0.1:{self.port}/v1"
@@ -221,7 +225,7 @@ def test_logprobs(client: Any) -> None:
             "messages[0].content[0].type",
             "bad_field",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "bad_field"),
+        ({"tool_choice": "required"}, "tool_choice", "bad_tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "bad_field"),
         ({"top_logprobs": 2}, "top_logprobs", "bad_field"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "bad_field"),

@@ -19,7 +19,7 @@ from tests.e2e import broadcasting_trainer
 from tests.e2e.broadcasting_trainer import TIMEOUT_S, free_port, joined
 from tests.e2e.test_adapters import Text
 from tests.e2e.test_auth import Guarded
-from tests.e2e.test_openai import HttpGateway
+from tests.e2e.test_openai import HttpGateway, http_port
 from tests.e2e.test_replace_weights import described, replace
 from tests.e2e.test_upload_weights import kept
 from tests.error_details import refused
@@ -172,15 +172,11 @@ def test_calls_out_of_order_and_bad_fields(gateway: HttpGateway) -> None:
     assert call(gateway, "/get_world_size") == (200, {"world_size": 1})
 
 
-class GuardedHttp(Guarded):
-    port = HttpGateway.port
-
-
 def test_only_operators_push_weights(models: list[Path], tmp_path: Path) -> None:
     operator, line = new_token("boss", [Role.ADMINISTER])
     flags = [*FLAGS, *TRANSFER]
-    with GuardedHttp(tmp_path, *flags, model=str(models[0]), quotas=[line]) as gateway:
-        address = f"127.0.0.1:{gateway.port}"
+    with Guarded(tmp_path, *flags, model=str(models[0]), quotas=[line]) as gateway:
+        address = f"127.0.0.1:{http_port(gateway)}"
         for path in ("/pause", "/start_weight_update", "/is_paused"):
             assert broadcasting_trainer.call(address, path)[0] == 401
             own = f"Bearer {gateway.tokens['alice']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -228,23 +229,41 @@ TABLE = {
 }
 
 
+Combination = tuple[str, torch.dtype, int | None, Sequence[str], dict[str, int]]
+
+
+def is_possible(backend: str, dtype: torch.dtype, _: int | None, features: Sequence[str], __: object) -> bool:
+    if backend in (COMPILED, QUANTISED) and dtype is FP16:
+        return False
+    return not (backend.startswith(TRITON) and "alibi_slopes" in features)
+
+
+def pairs_of(combination: Combination) -> set[tuple[object, ...]]:
+    *others, shape = combination
+    return set(combinations([*enumerate(map(str, others)), *shape.items()], 2))
+
+
+def few_of(combined: Sequence[Combination]) -> Iterator[Combination]:
+    """So few that each two values of which one is combined with the other still are."""
+    left = set[tuple[object, ...]]().union(*map(pairs_of, combined))
+    while left:
+        most = max(combined, key=lambda each: len(pairs_of(each) & left))
+        left -= pairs_of(most)
+        yield most
+
+
 def cases() -> Iterator[ParameterSet]:
+    """All combinations of each row's values with --thorough, and otherwise few of them."""
     for name, row in TABLE.items():
-        combined = [
-            (backend, dtype, window, features, shape)
-            for backend in row.backends
-            for dtype in row.dtypes
-            for window in row.windows
-            for features in row.features
-            for shape in row.shapes
-        ]
-        for backend, dtype, window, features, shape in combined:
-            if backend in (COMPILED, QUANTISED) and dtype is FP16:
-                continue
-            if backend.startswith(TRITON) and "alibi_slopes" in features:
-                continue
+        parts = row.backends, row.dtypes, row.windows, row.features, row.shapes
+        combined = [each for each in product(*parts) if is_possible(*each)]
+        few = [*few_of(combined)]
+        for each in combined:
+            backend, dtype, window, features, shape = each
             told = [NAMES[dtype], str(window), "+".join(features), *map(str, shape.values())]
-            marks = pytest.mark.skipif(backend.startswith(TRITON) and not HAS_TRITON, reason="needs Triton")
+            marks = [pytest.mark.skipif(backend.startswith(TRITON) and not HAS_TRITON, reason="needs Triton")]
+            if each not in few:
+                marks.append(pytest.mark.thorough)
             label = "-".join([backend, name, *filter(None, told)]).replace(" ", "_")
             yield pytest.param(backend, row.items, dtype, window, features, shape, id=label, marks=marks)
 

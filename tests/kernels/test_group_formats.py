@@ -132,11 +132,11 @@ def test_integers_are_scaled(form: GroupFormat, outputs: int, inputs: int) -> No
 def test_values_of_tables_of_16_bits_are_scaled(name: str, group: int) -> None:
     form = table_groups(name, group)
     values, scales, _ = random_integers(dataclasses.replace(form, zeros=True), 19, 4096, signed=False)
-    for dtype in (torch.float32, torch.bfloat16):
-        weight = empty(form, 19, 4096, dtype)
-        weight.write_groups(0, values, scales)
-        meant = torch.tensor(TABLES[form.table])[values.int()] * scales.repeat_interleave(group, dim=1)
-        assert torch.equal(weight.dense(), meant.to(dtype))
+    weight, rounded = (empty(form, 19, 4096, dtype) for dtype in (torch.float32, torch.bfloat16))
+    meant = torch.tensor(TABLES[form.table])[values.int()] * scales.repeat_interleave(group, dim=1)
+    for each in (weight, rounded):
+        each.write_groups(0, values, scales)
+        assert torch.equal(each.dense(), meant.to(each.dtype))
     with pytest.raises(ValueError, match="int8 are not of this format"):
         weight.write_groups(0, values.view(torch.int8), scales)
 

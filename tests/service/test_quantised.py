@@ -29,10 +29,15 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Damage:
 PACKED = torch.zeros(8, 8, dtype=torch.int32)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 QUANTISED: dict[str, tuple[Damage, str]] = {
-    "bitsandbytes": (
-        setting(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        "awq, compressed-tensors, fbgemm_fp8, fp8, gptq, mxfp4, got 'bitsandbytes': use the original",
+    "another method": (
+        setting(quantization_config={"quant_method": "quanto"}),
+        "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, mxfp4, got 'quanto': use the original",
     ),
+    "bitsandbytes": (
+        setting(quantization_config={"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}),
+        "(bitsandbytes): load_in_4bit: either this or load_in_8bit must be true",
+    ),
+    "tensors of bitsandbytes": (with_tensor("q_proj.weight.absmax", torch.ones(4)), "by the tensors of"),
     "nvfp4": (setting(quantization_config={"quant_method": "modelopt"}), "got 'modelopt'"),
     "mxfp4 of others": (
         setting(quantization_config={"quant_method": "mxfp4", "group_size": 16}),

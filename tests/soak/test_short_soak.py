@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import for_a_soak
+from tests.forks import for_others
 from tests.soak.__main__ import on_disk, soak
 from tests.soak.faults import DiskInjector
 from tests.soak.options import TINY
@@ -16,7 +16,7 @@ from tests.soak.options import TINY
 
 @pytest.mark.timeout(280)
 def test_a_few_faults_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in for_a_soak().items():
+    for name, value in for_others().items():
         monkeypatch.setenv(name, value)
     options = Namespace(
         model=TINY, faults=10, minutes=3.5, seed=7, callers=2, texts=8, workers=2, kv_pages=40, interval_s=0.2

@@ -46,7 +46,7 @@ class FakeModel:
     def set_lora(self, slot: int, packed: str | None) -> None:
         assert self.made and 0 <= slot < self.max_lora_slots
         if packed is None:
-            del self.slots[slot]
+            self.slots.pop(slot, None)
         else:
             assert slot not in self.slots
             self.slots[slot] = packed
@@ -296,3 +296,27 @@ def test_a_replay_is_no_use_of_an_adapter() -> None:
     assert (metrics.operations, metrics.tokens, metrics.waiting) == (0, 0, 1)
     bench.forward(1)
     assert bench.table.metrics()[0].operations == 1
+
+
+def test_what_depends_on_the_weights_is_read_again_for_others() -> None:
+    """Also what was being read while they were replaced. The other adapter stays."""
+    bench = Bench(slots=3)
+    bench.change(source(1), source(2), source(3))
+    for number in (1, 2):
+        bench.forward(number)
+        bench.advance()
+    bench.scheduled.clear()
+    bench.forward(3)
+    bench.threads.pop(0)()  # It has read with the weights of before.
+    bench.model.of_other_weights = {"adapter 1", "adapter 3"}
+    bench.model.slots.clear()
+    bench.table.move()
+    assert [*bench.model.slots.values()] == ["adapter 2"]
+    bench.advance()
+    assert not bench.scheduled and len(bench.threads) == 1, "it is read again"
+    bench.model.of_other_weights.clear()
+    bench.advance()
+    assert [one.adapter for one in bench.scheduled] == [3]
+    bench.forward(1)
+    bench.advance()
+    assert sorted(bench.model.slots.values()) == ["adapter 1", "adapter 2", "adapter 3"]

@@ -21,7 +21,7 @@ from workers.adapters.adapter import Adapter, identity, read_adapter
 from workers.adapters.errors import AdapterError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# The experts of these are changed when PEFT reads an adapter; only their attention can have one here.
+# The experts of these are changed when PEFT reads an adapter: see `test_adapters_of_experts`.
 WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_moe with dense layers", "qwen3_next"),
     *("qwen3_5 with experts", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
@@ -246,8 +246,8 @@ def test_a_change_is_noticed(tmp_path: Path, llama: Path, monkeypatch: pytest.Mo
 
     original, is_first = tensors.read_pairs, [True]
 
-    def while_reading(*given: Any) -> object:
-        found = [*original(*given)]
+    def while_reading(module: str, pair: tensors.PairEntries, scale: float) -> object:
+        found = list(original(module, pair, scale))
         if is_first.pop() if is_first else False:
             status = (tmp_path / name).stat()
             os.utime(tmp_path / name, ns=(status.st_atime_ns, status.st_mtime_ns + 1))

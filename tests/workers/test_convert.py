@@ -42,6 +42,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "num_hidden_layers": 7},
     "phi3": {},
     "phi3 with longrope": {},
+    "olmo2": {},
+    "arcee": {"mlp_bias": False},
+    "granite": {},
+    "smollm3": {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": [1, 1, 1, 0]},
+    "lfm2": {},
+    "lfm2 with a narrower mlp": {},
 }
 
 
@@ -209,8 +215,13 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_by_name(part: str, tmp_pa
 
 REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts": ("qwen3_moe", {}, "experts"),
-    "recurrent layers": ("lfm2", {}, "recurrent layers cannot be written yet"),
-    "family": ("smollm3", {}, "model_type"),
+    "recurrent layers": ("qwen3_5", {}, "recurrent layers that are no short convolutions cannot be written"),
+    "family": ("olmo3", {}, "model_type"),
+    "layers without a rotation": (
+        "smollm3",
+        {"use_sliding_window": False, "sliding_window": None, "no_rope_layers": [1, 0, 1, 1]},
+        "rope_parameters",
+    ),
     "windows of qwen2": ("qwen2", {}, "sliding_window"),
     "scale of gemma": ("gemma2", {"tie_word_embeddings": True}, "attention_scale"),
     "head of gemma": ("gemma2", {"query_pre_attn_scalar": 32}, "tie_word_embeddings"),

@@ -101,18 +101,6 @@ def test_a_flood_of_prefills_is_no_burden_to_those_who_come_later() -> None:
     assert bench.begun[FLOOD] <= earlier + 1
 
 
-def test_ends_of_prefills_do_not_starve_decodes() -> None:
-    """Every second step is a prefill's, and leaves an end that could fill the one between."""
-    bench = Bench(items=1, tokens=SHORT_TOKENS)
-    bench.add(FLOOD, 100, LONG)
-    bench.add(OTHER, 200)
-    for _ in range(5):
-        earlier = bench.begun[OTHER]
-        for _ in range(30):
-            bench.step()
-        assert bench.begun[OTHER] > earlier
-
-
 def test_the_end_of_a_prefill_goes_before_what_its_caller_has_queued() -> None:
     bench = Bench(items=4, tokens=64)
     bench.add(FLOOD, 1000)

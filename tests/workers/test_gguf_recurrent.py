@@ -1,4 +1,4 @@
-"""GGUF files of models with recurrent layers and shared experts: formats, adapters, and what is refused.
+"""GGUF files of models with recurrent layers, latent attention and shared experts: formats and refusals.
 
 That each family computes what transformers does is in `test_gguf_models`.
 """
@@ -44,6 +44,11 @@ _WIDE: dict[str, Any] = WIDE | {
     "shared_intermediate_size": 512,
     "linear_value_head_dim": 128,
 }
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_WIDE_LATENT: dict[str, Any] = WIDE | {
+    "moe_intermediate_size": 256, "kv_lora_rank": 256, "q_lora_rank": 256, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 # As llama.cpp mixes them: what is one projection in a checkpoint, or one matrix here, is in several formats.
 MIXED: TypeOf = lambda name: (  # noqa: E731
     "q5_k" if "in_proj_qkv" in name else "q6_k" if "v_proj" in name or "out_proj" in name else "q4_k"
@@ -62,14 +67,15 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return relative
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "qwen2_moe"])
+@pytest.mark.parametrize("name", [*RECURRENT, "qwen2_moe", *LATENT, "granitemoeshared"])
 def test_a_quantised_file_computes_with_the_values_that_it_has(name: str, tmp_path: Path) -> None:
     """Compared with the same values in float32, after the self-check."""
-    directory = family(tmp_path / "hf", name, **_WIDE)
+    directory = family(tmp_path / "hf", name, **(_WIDE_LATENT if name in LATENT else _WIDE))
     file = write_gguf(tmp_path / "model.gguf", directory, MIXED)
     decoder, description = load_served(file, "float32", CPU, None, backend=NATIVE, self_check=True)
     assert isinstance(decoder, Decoder)
-    assert {"q4_k", "q6_k"} <= {*description.quantization.split("; ")}
+    kinds = {"q4_k"} if name in LATENT else {"q4_k", "q6_k"}
+    assert kinds <= {*description.quantization.split("; ")}
     plain = load_decoder(write_gguf(tmp_path / "plain.gguf", directory, "f32"), "float32")
     values = load_decoder(file, "float32").targets()
     with torch.inference_mode():
@@ -88,7 +94,7 @@ def test_bits_depend_on_nothing_else_in_the_batch(name: str, tmp_path: Path) -> 
     assert_same_bits(decoder, random_texts(4, LENGTHS), "adapters", lora_slots=(1, -1, 0, 1, -1))
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [*RECURRENT, *LATENT, "granitemoeshared"])
 def test_adapters_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     """Also where a file has a projection in parts, or its rows or columns in another order."""
     directory = family(tmp_path / "hf", name)
@@ -104,7 +110,7 @@ def test_adapters_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None
     assert error(plain, expected).min() > 1e-2, "adapters count"
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5 with experts", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5 with experts", "qwen3_next", "deepseek_v3"])
 def test_layers_that_predict_several_tokens_are_left_out(name: str, tmp_path: Path) -> None:
     """The fourth layer is taken for one of them."""
     directory = family(tmp_path / "hf", name)
@@ -250,6 +256,29 @@ LIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"qwen35moe.expert_feed_forward_length": None},
         "qwen35moe.expert_feed_forward_length: is missing",
     ),
+    "no rotated part": (
+        "deepseek_v3",
+        {"deepseek2.rope.dimension_count": 24},
+        "deepseek2.attention.key_length_mla: must be more than what is rotated, got 24 and 24",
+    ),
+    "another gate": (
+        "deepseek_v3",
+        {"deepseek2.expert_gating_func": 3},
+        "deepseek2.expert_gating_func: must be 1 or 2, got 3",
+    ),
+    "latents": ("deepseek_v3", {"deepseek2.attention.kv_lora_rank": 48}, r"has shape \[.*, but the config"),
+    "values": ("deepseek_v2", {"deepseek2.attention.value_length_mla": 16}, r"attn_\S+ has shape"),
+    "no latents": (
+        "deepseek_v2",
+        {"deepseek2.attention.kv_lora_rank": None},
+        "kv_lora_rank: must be a positive integer",
+    ),
+    "other experts": (
+        "deepseek_v2",
+        {"deepseek2.expert_count": 8},
+        r"is of 6 experts, and the metadata say 8",
+    ),
+    "no scale": ("granite", {"granite.logit_scale": "x"}, "logits_scaling: must be a"),
     "no shared expert": (
         "qwen2_moe",
         {"qwen2moe.expert_shared_feed_forward_length": None},
@@ -284,3 +313,25 @@ def test_decays_that_are_not_negative_are_refused(value: float, tmp_path: Path) 
     file.write_bytes(content)
     with pytest.raises(ModelError, match=r"tensor blk\.2\.ssm_a is not finite"):
         load_decoder(file)
+
+
+def test_keys_and_values_of_latents_have_to_be_of_the_same_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = gguf_files.made_tensors
+    directory = family(tmp_path / "hf", "deepseek_v3")
+    for change, said in (
+        (lambda keys: keys[:3], r"blk\.0\.attn_v_b\.weight do not fit: \[3, 32, 16\] and \[4, 20, 32\]"),
+        (lambda keys: keys.swapaxes(1, 2), r"do not fit: \[4, 16, 32\] and \[4, 20, 32\]"),
+        (lambda keys: keys[0], "must have 3 dimensions"),
+    ):
+
+        def changed(*arguments: Any, change: Any = change) -> dict[str, tuple[Any, str]]:
+            found = made(*arguments)
+            keys, kind = found["blk.0.attn_k_b.weight"]
+            return found | {"blk.0.attn_k_b.weight": (change(keys), kind)}
+
+        monkeypatch.setattr(gguf_files, "made_tensors", changed)
+        file = write_gguf(tmp_path / "model.gguf", directory, "f32")
+        with pytest.raises(ModelError, match=said):
+            load_decoder(file)

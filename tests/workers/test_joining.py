@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.late_runner import LateRunner, LateStep
+from tests.workers.late_runner import LateStep
 from tests.workers.stepping import Worker
 from tests.workers.test_adapter_table import FakeModel
 from tests.workers.test_prelaunch import chosen, prefill
@@ -145,25 +145,6 @@ def test_others_do_not_notice_new_masks() -> None:
     assert_as_alone([*plain, *masked], 5)
 
 
-def test_those_who_join_a_step_that_cannot_be_launched_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [Text(10), Text(40, is_masked=True)]
-    callers = Callers(make_worker(ahead=True), texts)
-    late, failed = callers.worker.compute_late(), [0]
-    launch = LateRunner._launch_after
-
-    def launch_some(*arguments: Any, **named: Any) -> LateStep:
-        if late.launched_ahead % 3 == 2:
-            failed[0] += 1
-            late.launched_ahead += 1
-            raise RuntimeError("planted")
-        return launch(*arguments, **named)
-
-    monkeypatch.setattr(LateRunner, "_launch_after", launch_some)
-    callers.rounds(20)
-    assert failed[0] > 2 and late.joined
-    assert_as_alone(texts, 5)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_those_who_join_behind_a_step_that_fails_run_again(seed: int) -> None:
     """One of its rows has no token: the step behind it is dropped."""
@@ -224,15 +205,6 @@ def test_a_text_with_an_adapter_is_computed_beside_those_that_are_launched_ahead
     assert late.computed <= launched + 1 and late.stepped > stepped + 8 and not late.adapted_ahead
     assert [20, 10] in callers.worker.steps or [10, 20] in callers.worker.steps
     assert_as_alone([plain, adapted], 8)
-
-
-def test_steps_with_an_adapter_are_computed_before_they_are_requested() -> None:
-    text = Text(20, adapter=3)
-    callers = Callers(make_worker(ahead=True), [text])
-    late = callers.worker.compute_late()
-    callers.rounds(12)
-    assert not late.computed and late.stepped >= len(text.tokens) - 1 > 4
-    assert_as_alone([text], 4)
 
 
 @pytest.mark.parametrize(

@@ -384,35 +384,6 @@ def test_with_other_weights_sequences_keep_their_pages_and_share_no_more() -> No
     table.check_integrity()
 
 
-def test_a_fork_of_less_than_a_page_shares_the_pages_after_it_with_any_weights() -> None:
-    table = KvTable(16, PAGE)
-    table.forget_prefixes()
-    seq = table.create(0, b"salt")
-    grow(table, seq, [0])
-    (fork,) = table.fork(seq, [1])
-    grow(table, fork, [0] * PAGE)
-    fresh = table.create(2, b"salt")
-    assert table.match_prefix(fresh, [0] * PAGE, PAGE) == PAGE
-
-
-def test_a_released_sequence_is_found_again() -> None:
-    table = KvTable(8, PAGE)
-    tokens = list(range(14))
-    grow(table, table.create(1, b"a"), tokens)
-    first = table.get(1)
-    assert first is not None
-    pages = first.pages[:]
-    assert table.release(1)
-    assert table.usage().pages_cached == 3
-    stranger = table.create(2, b"b")
-    assert table.match_prefix(stranger, tokens, 14) == 0
-    again = table.create(3, b"a")
-    assert table.match_prefix(again, tokens, 11) == 8
-    assert table.match_prefix(again, tokens[8:], 6) == 4
-    assert again.pages == pages[:3]
-    assert again.token_ids == tokens[:12]
-
-
 def test_wrong_calls_change_nothing() -> None:
     table = KvTable(4, PAGE)
     seq = table.create(1)

@@ -55,12 +55,13 @@ RUN = """
     smollm3 stablelm starcoder2 vaultgemma
 """
 
-# With attention of their own: these run text by text.
-GATHERED = "bloom codegen diffllama falcon gpt_neo gpt_neox_japanese gptj mpt xglm"
+# With attention of their own, or an index of keys: these run text by text.
+GATHERED = "bloom codegen deepseek_v32 diffllama falcon gpt_neo gpt_neox_japanese glm_moe_dsa gptj mpt xglm"
 
 # Each has something that others have not: biases of scores, or positions, where texts run one by one;
-# windows, latent keys, caps, learned positions, one head of keys, sinks, experts of attention, chunks.
-ALWAYS = "bloom cohere2 deepseek_v3 gemma2 gpt_bigcode gpt_neo gpt_oss jetmoe llama4_text"
+# windows, latent keys, caps, learned positions, one head of keys, sinks, experts of attention, chunks,
+# an index.
+ALWAYS = "bloom cohere2 deepseek_v3 gemma2 glm_moe_dsa gpt_bigcode gpt_neo gpt_oss jetmoe llama4_text"
 # Of those with recurrent layers: attention and Mamba in one layer, convolutions, the delta rule.
 ALWAYS_RECURRENT = "falcon_h1 lfm2 qwen3_next"
 
@@ -210,7 +211,7 @@ def refusal(directory: Path) -> str:
         ("electra", "is_decoder: false makes this electra an encoder"),
         ("recurrent_gemma", "layer 0 of RecurrentGemmaForCausalLM keeps a state outside of the library's"),
         ("rwkv", "RwkvForCausalLM has a state that is not in the library's cache"),
-        ("glm_moe_dsa", "layer_types: 'indexed_attention' stores what pages cannot hold"),
+        ("deepseek_v4", "layer_types: 'heavily_compressed_attention' stores what pages cannot hold"),
         ("openai-gpt", "OpenAIGPTLMHeadModel stores keys and values for 0 of"),
         ("t5", "t5 is an encoder with a decoder"),
         ("vit", "vit is no causal language model"),

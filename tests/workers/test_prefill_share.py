@@ -40,17 +40,6 @@ def test_beside_prompts_of_another_a_step_is_twice_as_long(
     assert prompt_tokens >= 0.35 * (model.now_ns - began_ns)
 
 
-def test_a_page_of_a_long_prompt_is_no_short_forward() -> None:
-    """Else, where all steps have one, decodes would seem to take as long as they do beside it."""
-    scheduler = Scheduler(17, 4, 4)
-    scheduler.add(Forward(1, 1, 0, range(100), kind=Kind.PREFILL, caller=1))
-    scheduler.add(Forward(2, 2, 40, [7], kind=Kind.DECODE, caller=2))
-    chunks = run_step(scheduler)
-    assert [chunk.count for chunk in chunks] == [1, PAGE_SIZE]
-    scheduler.record_step(chunks, 1000)
-    assert scheduler._limits.times.prompt_tokens(chunks[0].cost) is None, "not known yet"
-
-
 def run(model: Callers, steps: int) -> int:
     """How many tokens of prompts were in them."""
     chunks = [chunk for _ in range(steps) for chunk in model.step()]
@@ -59,23 +48,6 @@ def run(model: Callers, steps: int) -> int:
 
 def longest_wait(model: Callers) -> int:
     return max(ns for caller, waits in model.waits_ns.items() if caller != PROMPTER for ns in waits)
-
-
-def test_who_decodes_beside_his_own_prompt_fills_the_step() -> None:
-    model = Callers(30, 1)
-    model.add(PROMPTER, 4, kind=Kind.DECODE)
-    run(model, 50)
-    model.add(PROMPTER, 1, 4096, rows=1)
-    assert run(model, 100) >= 80 * STEP_TOKENS
-
-
-def test_alone_a_prompt_fills_the_step_again_after_a_few() -> None:
-    model = Callers(30, 1)
-    for caller in (2, 3):
-        model.add(caller, 1, think_ns=10**9, kind=Kind.DECODE)
-    run(model, 2)
-    model.add(PROMPTER, 1, 4096, rows=1)
-    assert run(model, 20) >= 10 * STEP_TOKENS
 
 
 def test_until_it_is_known_how_long_steps_take_a_prompt_is_held_back_too() -> None:

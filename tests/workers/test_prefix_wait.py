@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.workers import stepping
-from workers.operations import Abort, Command, Forward, Kind, Priority
+from workers.operations import Abort, Command, Forward, Priority
 
 PAGE = 16
 
@@ -60,19 +60,6 @@ def test_a_forward_waits_for_the_common_prefix_only() -> None:
     assert worker.engine.prefix_waits.must_wait(waiting)
     assert waiting.waits_for is not None and waiting.waits_for.op_id == 1 and waiting.waits_until == 496
     assert not worker.engine.prefix_waits.must_wait(prefill(2, [*context(70), *context(100, 3)]))
-
-
-def test_scores_share_their_context() -> None:
-    worker = Worker()
-    items = [
-        Forward(
-            number, number, 0, [*context(500), number, 9], rows=3, scored=2, kind=Kind.SCORE, ephemeral=True
-        )
-        for number in range(1, 6)
-    ]
-    done = worker.run(*items)
-    assert all(len(one.token_logprobs) == 2 for one in done.values())
-    assert worker.computed < 502 + 4 * 2 * PAGE
 
 
 def test_the_forward_that_is_waited_for_may_be_aborted() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -85,27 +84,6 @@ def fail(*_: object, **__: object) -> None:
     raise RuntimeError("planted")
 
 
-def test_a_prelaunched_step_answers_the_request_at_once(worker: Worker) -> None:
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    assert worker.round() == [] and worker.steps == [[7], [7]]
-    (done,) = worker.round(decode(2, 7, 5, token, told=False))
-    assert isinstance(done, Forward) and done.op_id == 2
-    assert len(worker.steps) == 2, "nothing had to be computed"
-    assert worker.lengths() == {7: 6}
-
-
-def test_a_steady_sequence_is_prelaunched_without_the_flag(worker: Worker) -> None:
-    token = chosen(worker.answers(prefill(1, 7, told=False))[1])
-    for turn in range(3):
-        assert not worker.loop.operations_in_flight
-        token = chosen(worker.answers(decode(2 + turn, 7, 5 + turn, token, told=False))[2 + turn])
-    assert worker.loop.operations_in_flight == 1
-    worker.round()
-    before = len(worker.steps)
-    (done,) = worker.round(decode(9, 7, 8, token, told=False))
-    assert isinstance(done, Forward) and len(worker.steps) == before + 1, "only the next prelaunched forward"
-
-
 def test_a_reset_drops_prelaunched_forwards(worker: Worker) -> None:
     worker.answers(prefill(1, 7))
     worker.round()
@@ -173,13 +151,6 @@ def test_prelaunched_forwards_do_not_change_fairness() -> None:
     assert abs(answered[1] - answered[2]) <= 64, answered
 
 
-def test_a_prelaunched_forward_without_pages_has_no_answer() -> None:
-    worker = Worker(pages=2)
-    worker.answers(prefill(1, 1, count=16), prefill(2, 100, count=16, told=False))
-    assert worker.round() == [] and not worker.loop.operations_in_flight
-    assert worker.lengths() == {1: 16, 100: 16}
-
-
 def test_a_prelaunched_forward_that_fails_has_no_answer(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,14 +173,6 @@ def test_a_verify_that_fails_leaves_nothing_that_was_prelaunched(
     assert isinstance(failed, Failed) and worker.lengths() == {7: 5}
     worker.answers(decode(3, 7, 5, token, told=False))
     assert worker.lengths() == {7: 6}
-
-
-def test_no_forward_is_prelaunched_beyond_the_longest_sequence() -> None:
-    worker = Worker(max_seq_tokens=6)
-    token = chosen(worker.answers(prefill(1, 7))[1])
-    assert worker.loop.operations_in_flight == 1
-    worker.answers(decode(2, 7, 5, token))
-    assert not worker.loop.operations_in_flight
 
 
 def test_no_more_is_computed_than_was_allowed(worker: Worker) -> None:
@@ -267,32 +230,6 @@ def test_an_unrequested_result_is_dropped(worker: Worker, monkeypatch: pytest.Mo
     worker.loop.stop()
     worker.loop.take()
     assert worker.lengths() == {7: 5}
-
-
-def test_an_unrequested_result_is_dropped_while_other_commands_arrive(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker.answers(prefill(1, 7))
-    worker.round()
-    assert worker.lengths() == {7: 6}
-    monkeypatch.setattr(prelaunch, "HOLD_TIMEOUT_S", 0.0)
-    worker.round(Release(2, [9]))
-    assert worker.lengths() == {7: 5}
-
-
-def test_an_unrequested_result_is_dropped_while_others_are_launched_ahead(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answered = worker.answers(prefill(1, 7), prefill(2, 8))
-    late = worker.compute_late()
-    worker.round()
-    tokens = {3: chosen(answered[2])}
-    for op_id in (3, 4):
-        tokens |= {op_id + 1: chosen(worker.answers(decode(op_id, 8, op_id + 2, tokens[op_id]))[op_id])}
-    assert late.launched_ahead == 1 and worker.lengths() == {7: 6, 8: 7}
-    monkeypatch.setattr(prelaunch, "HOLD_TIMEOUT_S", 0.0)
-    worker.answers(decode(5, 8, 7, tokens[5]))
-    assert late.launched_ahead == 2 and worker.lengths() == {7: 5, 8: 8}
 
 
 @pytest.mark.parametrize(
@@ -633,23 +570,6 @@ def test_other_work_is_done_beside_steps_that_could_be_launched_ahead(
         results += worker.answers(decode(2 + turn, 7, 5 + turn, token)).values()
         token = chosen(next(one for one in results if isinstance(one, Forward) and one.op_id == 2 + turn))
     assert any(one.op_id == 90 for one in results)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("is_launched", [False, True])
-def test_a_step_is_answered_though_the_next_one_could_not_be_launched(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, is_launched: bool
-) -> None:
-    _, token = running_ahead(worker)
-    launch = LateRunner._launch_after
-
-    def fail(*arguments: Any, **named: Any) -> LateStep:
-        if is_launched:
-            launch(*arguments, **named)
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(LateRunner, "_launch_after", fail)
-    token = chosen(worker.answers(decode(2, 7, 5, token))[2])
-    assert isinstance(worker.answers(decode(3, 7, 6, token))[3], Forward) and worker.lengths() == {7: 7}
 
 
 @pytest.mark.parametrize(("place", "at"), [(LateRunner, "_launch_after"), (LateStep, "chosen")])

@@ -15,7 +15,6 @@ from tests.workers.test_plain_decodes import answers
 from tests.workers.test_prelaunch import SteadyCallers, chosen, decode, prefill, running_ahead
 from workers.decodes import NO_DECODES, Decodes
 from workers.operations import (
-    Abort,
     Chunk,
     Command,
     Failed,
@@ -25,7 +24,6 @@ from workers.operations import (
     OutputSpec,
     Release,
     Result,
-    TokenMask,
 )
 
 # A prompt of 150 tokens takes several steps.
@@ -88,51 +86,6 @@ def test_a_prompt_does_not_end_launching_ahead() -> None:
     assert late.launched_ahead > before
 
 
-def test_decodes_beside_prompts_are_launched_again_after_others_have_joined() -> None:
-    """A text that begins beside them is in the next step, and so is one with a mask."""
-    worker, undisturbed = Worker(ahead=True), Worker(ahead=False)
-    late, token = running_ahead(worker)
-    undisturbed.answers(prefill(1, 7))
-    both = prefill(40, 80, 3, told=False), Forward(50, 9, 0, list(range(3, 3 + LONG)), prompt_len=LONG)
-    first = {40: chosen(undisturbed.answers(both[0])[40])}
-    undisturbed.answers(both[1])
-    found = until(worker, {40}, *both)
-    assert chosen(found[40]) == first[40] and late.stepped == 1, "the short one and a part of the long one"
-    mask = OutputSpec(mask=TokenMask(allowed=range(0, 500, 3)))
-    asked = [
-        decode(2, 7, 5, token),
-        dataclasses.replace(decode(41, 80, 3, first[40], told=False), output=mask),
-    ]
-    results = until(worker, {2, 41}, *asked)
-    expected = undisturbed.answers(*asked)
-    assert answers({op: results[op] for op in (2, 41)}) == answers(expected)
-    before = late.launched_ahead
-    token = chosen(results[2])
-    for turn in range(3, 13):
-        token = chosen(worker.answers(decode(turn, 7, 3 + turn, token))[turn])
-    assert late.launched_ahead > before
-
-
-@pytest.mark.parametrize("is_requested", [False, True])
-def test_a_prompt_gets_the_pages_of_a_decode_that_runs_before_it_is_requested(is_requested: bool) -> None:
-    """It waits for the step, and none is launched after it until the prompt has begun."""
-    worker = Worker(ahead=True, pages=4)
-    token = chosen(worker.answers(prefill(1, 1, count=16))[1])
-    worker.compute_late()
-    worker.round()
-    prompt = prefill(2, 100, count=48, told=False)
-    asked = [decode(3, 1, 16, token, told=False)] if is_requested else []
-    asked = [dataclasses.replace(one, prompt_len=16) for one in asked]
-    found = {one.op_id: one for one in worker.round(prompt)}  # type: ignore[union-attr]
-    found |= {one.op_id: one for one in worker.round(*asked)}  # type: ignore[union-attr]
-    found |= finish(worker)
-    if is_requested:
-        assert isinstance(found[3], Forward)
-        assert isinstance(found[2], Failed) and found[2].reason is FailureReason.KV_EXHAUSTED
-    else:
-        assert isinstance(found[2], Forward) and worker.lengths() == {1: 16, 100: 48}
-
-
 def test_a_prompt_expires_while_decodes_are_launched_ahead() -> None:
     worker = Worker(ahead=True)
     late, token = running_ahead(worker)
@@ -141,17 +94,6 @@ def test_a_prompt_expires_while_decodes_are_launched_ahead() -> None:
     for turn in range(2, 4):
         token = chosen(worker.answers(decode(turn, 7, 3 + turn, token))[turn])
     assert late.launched_ahead == 1 and late.stepped == 0 and worker.lengths().keys() == {7}
-
-
-def test_a_prompt_that_is_aborted_beside_decodes_leaves_nothing() -> None:
-    worker = Worker(ahead=True)
-    late, token = running_ahead(worker)
-    found = until(worker, {2}, Forward(50, 9, 0, list(range(LONG))), decode(2, 7, 5, token))
-    assert 0 < worker.lengths()[9] < LONG and late.with_chunks == 1
-    assert worker.loop._in_flight.step is not None
-    until(worker, {3}, Abort(51, 50), decode(3, 7, 6, chosen(found[2])))
-    finish(worker)
-    assert worker.lengths().keys() == {7}
 
 
 def test_a_chunk_that_fails_beside_decodes_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,24 +126,6 @@ def test_a_chunk_that_fails_beside_decodes_fails_alone(monkeypatch: pytest.Monke
         assert chosen(done) == chosen(expected)
     finish(worker)
     assert late.with_chunks == 0 and worker.lengths().keys() == {7}
-
-
-def test_the_tokens_of_steps_with_chunks_are_counted() -> None:
-    worker = Worker(ahead=True)
-    late, token = running_ahead(worker)
-    counts = worker.engine.status().counts
-    found: dict[int, Result] = {}
-    for turn in range(20):
-        prompts = [] if turn else [Forward(50, 9, 0, list(range(3, 3 + LONG)))]
-        asked = decode(60 + turn, 7, 5 + turn, token)
-        found |= until(worker, {asked.op_id}, *prompts, asked)
-        token = chosen(found[asked.op_id])
-    assert 50 in found and late.with_chunks > 1
-    worker.round(Release(3, []))
-    after = worker.engine.status().counts
-    decodes = worker.lengths()[7] - 5
-    assert after.step_tokens - counts.step_tokens == LONG + decodes
-    assert after.batch_items - counts.batch_items == late.with_chunks + 1 + decodes
 
 
 class CallersWithLongPrompts(SteadyCallers):

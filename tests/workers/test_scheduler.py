@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from tests.workers import scheduling
 from tests.workers.scheduling import accept, advance, check_invariants
 from workers import scheduler as scheduler_module
-from workers.operations import Chunk, Forward, Kind
+from workers.operations import Chunk, Forward
 from workers.scheduler import SHORT_TOKENS, Scheduler
 
 # A class may be passed over this often in a row where a step is too small for both.
@@ -362,20 +362,6 @@ def test_what_runs_in_each_step(name: str) -> None:
     assert [run_step(scheduler) for _ in steps] == steps
 
 
-def test_reuse_makes_a_prefill_short() -> None:
-    scheduler = Scheduler(64, 8, 8)
-    scheduler.add(forward(1, 100))
-    scheduler.add(forward(2, 100))
-
-    def begin(op: Forward) -> bool:
-        return accept(op, 96 if op.op_id == 2 else 0)
-
-    assert layout(scheduler.next_batch(begin)) == [(1, 0, 64)]
-    scheduler.remove(1)
-    scheduler.add(forward(3, 100))
-    assert layout(scheduler.next_batch(begin)) == [(2, 96, 4), (3, 0, 48)]
-
-
 def test_a_step_looks_only_at_what_it_takes() -> None:
     scheduler = Scheduler(64, 4, 64)
     for op_id in range(5000):
@@ -404,13 +390,3 @@ def test_wrong_calls_are_refused() -> None:
         Scheduler(1, 1, 0)
     assert scheduler.remove(7) is None
     assert len(scheduler) == 1
-
-
-def test_a_prefill_beside_decodes_is_bounded() -> None:
-    scheduler = Scheduler(512, 64, 64, max_mixed_prefill_tokens=32)
-    scheduler.add(Forward(1, 1, 0, range(1000), kind=Kind.PREFILL))
-    scheduler.add(Forward(2, 2, 40, [7], kind=Kind.DECODE))
-    assert run_step(scheduler) == [(2, 0, 1), (1, 0, 32)]
-    # Callers that decoded are about to send the next request, and would wait for a whole prefill step.
-    assert run_step(scheduler) == [(1, 32, 32)]
-    assert run_step(scheduler) == [(1, 64, 512)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed
 
 from workers.weight_receiver import Announced, Nccl, serve, unique_id_of, write
 
@@ -87,7 +88,7 @@ def test_files_have_what_was_broadcast(
 
 
 def test_the_unique_id_is_found_where_trainers_of_vllm_leave_it() -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    store: Any = distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     store.set("broadcast_from/0/0", pickle.dumps(ncclUniqueId((ctypes.c_byte * 128)(*UNIQUE_ID))))
     nccl = FakeNccl()
     Nccl(info(None, store.port), nccl, "cpu")

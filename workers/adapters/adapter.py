@@ -136,10 +136,8 @@ def _check_targets(
                 " them, so name it or remove them"
             )
     example = next(iter(pairs.values())).name
-    of_experts = {*stacks} | {
-        module for stack in stacks.values() for expert in stack.modules for module in expert
-    }
-    if settings.is_dora and not of_experts.isdisjoint(pairs):
+    of_experts = {module for stack in stacks.values() for expert in stack.modules for module in expert}
+    if settings.is_dora and not pairs.keys().isdisjoint({*of_experts, *stacks}):
         raise AdapterError(f"use_dora: DoRA of experts is not supported: {MERGE}")
     if of_experts.isdisjoint(pairs):
         # To the library that saved it they were no modules.

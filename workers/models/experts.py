@@ -181,13 +181,13 @@ class Experts:
             self._activation,
             biases=None if biases is None else (biases.gate_up, biases.down),
             batch_invariant=invariant,
-            lora=self._adapters(slots),
+            lora=None if slots is None else self._adapters(slots),
         )
         return result if self._latent is None else self._latent[1](result, slots, batch_invariant=invariant)
 
-    def _adapters(self, slots: RowSlots | None) -> ExpertAdapters | None:
+    def _adapters(self, slots: RowSlots) -> ExpertAdapters | None:
         into, out_of = self._into.lora, self._out_of.lora
-        if slots is None or isinstance(slots, SortedRows) or into is None or out_of is None:
+        if isinstance(slots, SortedRows) or into is None or out_of is None:
             return None
         return ExpertAdapters(into, out_of, slots)
 

@@ -90,7 +90,10 @@ class Answer:
 
     def add(self, chunk: Chunk) -> None:
         """Adds its next chunk, in which malformed calls are text."""
-        self.text += chunk.text
+        begun = {call.index for call in self.tool_calls}
+        malformed = chunk.malformed_calls.items()
+        self.text += "".join(text for index, text in malformed if index in begun) + chunk.text
+        self.text += "".join(text for index, text in malformed if index not in begun)
         self.reasoning_content += chunk.reasoning_content
         for part in chunk.tool_calls:
             call = next((call for call in self.tool_calls if call.index == part.index), None)
@@ -99,9 +102,7 @@ class Answer:
                 self.tool_calls.append(call)
             call.id, call.name = call.id or part.id, call.name or part.name
             call.arguments_json += part.arguments_json
-        for index, text in chunk.malformed_calls.items():
-            self.tool_calls = [call for call in self.tool_calls if call.index != index]
-            self.text += text
+        self.tool_calls = [call for call in self.tool_calls if call.index not in chunk.malformed_calls]
         self.finish_reason, self.usage = chunk.finish_reason, chunk.usage
 
 

@@ -8,11 +8,10 @@ of the trainer; and workers, also those that start later, find a directory.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import json
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from quire.v1 import admin_pb2
@@ -25,21 +24,16 @@ from service.admin import AdminApi
 from service.completion import complete
 from service.errors import InvalidArgument, LoadFailed, Loading, SeveralGateways
 from service.extensions.openai.bodies import BodyReader
-from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string
+from service.extensions.openai.fields import Fields, bad_field, string
 from service.extensions.openai.generation import until_disconnected
 from service.extensions.openai.receiving_process import ReceivingProcess
+from service.extensions.openai.transfer_fields import Announced, group_of, tensors_of
 from service.logging import get_logger
 from service.runtimes.weight_uploads import Upload
 
 _log = get_logger(__name__)
-NONE, GLOO, NCCL = "none", "gloo", "nccl"
+NONE = "none"
 _INDEX = "model.safetensors.index.json"
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_TENSORS, _MAX_NAME_CHARACTERS, _MAX_DIMENSIONS = 1 << 18, 512, 8
-_MAX_RANKS, _MAX_PACKED_BYTES = 1 << 16, 1 << 40
-# vLLM's default.
-_PACKED_BYTES = 1 << 30
-_UNIQUE_ID_BYTES = 128
 # Until the process has imported torch.
 _START_TIMEOUT_S = 120.0
 # What becomes of samples in flight when weights are replaced, by vLLM's mode of a pause. "": there is none.
@@ -72,7 +66,7 @@ class WeightTransfer:
         self._files: dict[str, str] = {}
         self._left_bytes = 0
         # What the last call of /update_weights announced, which the next one may leave out.
-        self._announced: Sequence[tuple[str, str, Sequence[int]]] = ()
+        self._announced: Sequence[Announced] = ()
         self._pause = ""
         self._weight_version: str | None = None
         self._is_busy = False
@@ -122,7 +116,7 @@ class WeightTransfer:
     # The group.
 
     async def _init(self, fields: Fields) -> dict[str, Any]:
-        info = self._checked_info(Fields(fields.raw("init_info"), "init_info"))
+        info = group_of(Fields(fields.raw("init_info"), "init_info"), self._backend)
         fields.refuse_others()
         if self._admin.state.has_other_gateways:
             raise SeveralGateways
@@ -131,7 +125,8 @@ class WeightTransfer:
             await self._end()
             self._announced = ()
             self._process = await ReceivingProcess.start()
-            await self._process.told({"join": info}, "joined", self._timeout_s, _START_TIMEOUT_S)
+            join = {**info, "timeout_s": self._timeout_s}
+            await self._process.told({"join": join}, "joined", self._timeout_s, _START_TIMEOUT_S)
         return {"message": "Weight transfer initialized"}
 
     async def _shut_down(self, fields: Fields) -> dict[str, Any]:
@@ -140,40 +135,6 @@ class WeightTransfer:
             await self._drop()
             await self._end()
         return {"message": "Weight transfer shut down"}
-
-    def _checked_info(self, given: Fields) -> dict[str, Any]:
-        encoded = given.get("nccl_unique_id_b64", string) if self._backend == NCCL else None
-        host, port = None, None
-        if encoded is None:
-            host = given.required("master_address")
-            port = given.get("master_port", integer, 1, 65535)
-            if port is None:
-                raise bad_field(given.path("master_port"), "is required")
-        else:
-            try:
-                decoded = base64.b64decode(encoded, validate=True)
-            except ValueError:
-                decoded = b""
-            if len(decoded) != _UNIQUE_ID_BYTES:
-                text = f"must be base64 of {_UNIQUE_ID_BYTES} bytes"
-                raise bad_field(given.path("nccl_unique_id_b64"), text)
-        world_size = given.get("world_size", integer, 2, _MAX_RANKS)
-        if world_size is None:
-            raise bad_field(given.path("world_size"), "is required")
-        rank = given.get("rank_offset", integer, 1, world_size - 1) or 1
-        packed_bytes = given.get("packed_buffer_size_bytes", integer, 1, _MAX_PACKED_BYTES) or _PACKED_BYTES
-        is_packed = given.get("packed", boolean)
-        given.refuse_others({"packed_num_buffers"})
-        return {
-            "backend": self._backend,
-            "host": host,
-            "port": port,
-            "unique_id": encoded,
-            "world_size": world_size,
-            "rank": rank,
-            "packed_bytes": packed_bytes if is_packed else 0,
-            "timeout_s": self._timeout_s,
-        }
 
     # An update.
 
@@ -192,11 +153,12 @@ class WeightTransfer:
             process = self._running()
             if self._upload is None:
                 raise LoadFailed("/start_weight_update comes before /update_weights")
-            tensors = await asyncio.to_thread(self._checked_tensors, given)
             fields.refuse_others()
+            # There may be a hundred thousand of them.
+            known = self._announced, self._files, self._left_bytes
+            tensors, self._left_bytes = await asyncio.to_thread(tensors_of, given, *known)
             name = f"{len(set(self._files.values()))}.safetensors"
             self._files |= dict.fromkeys((tensor for tensor, _, _ in tensors), name)
-            self._left_bytes -= _sum_bytes(tensors)
             path = str(self._upload.directory / name)
             receive = {"path": path, "tensors": tensors}
             await process.told({"receive": receive}, "written", self._timeout_s)
@@ -210,8 +172,7 @@ class WeightTransfer:
             upload, self._upload = self._upload, None
             if upload is None or not self._files:
                 raise LoadFailed("no weights were received since /start_weight_update")
-            index = json.dumps({"metadata": {}, "weight_map": self._files})
-            await complete(asyncio.to_thread((upload.directory / _INDEX).write_text, index))
+            await complete(asyncio.to_thread(_write_index, upload.directory / _INDEX, self._files))
             await self._closing.aclose()
             progress: list[admin_pb2.LoadWeightsResponse] = []
             request = admin_pb2.LoadWeightsRequest(
@@ -226,34 +187,6 @@ class WeightTransfer:
             "fingerprint": served.fingerprint,
         }
 
-    def _checked_tensors(self, given: Fields) -> Sequence[tuple[str, str, Sequence[int]]]:
-        names = given.get("names", array, _MAX_TENSORS) or []
-        dtypes = given.get("dtype_names", array, _MAX_TENSORS) or []
-        shapes = given.get("shapes", array, _MAX_TENSORS) or []
-        given.refuse_others()
-        if not len(names) == len(dtypes) == len(shapes):
-            raise bad_field(given.path("shapes"), "must be as long as names and dtype_names")
-        tensors = list(zip(names, dtypes, shapes, strict=True)) or self._announced
-        if not tensors:
-            raise bad_field(given.path("names"), "must have at least one entry")
-        seen = set(self._files)
-        for index, (name, dtype, shape) in enumerate(tensors):
-            field = given.path(f"names[{index}]")
-            if not 0 < len(string(name, field)) <= _MAX_NAME_CHARACTERS or name in seen:
-                raise bad_field(field, f"must have 1 to {_MAX_NAME_CHARACTERS} characters, and be new")
-            seen.add(name)
-            if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-                raise bad_field(
-                    given.path(f"dtype_names[{index}]"), f"must be one of {', '.join(_ITEM_BYTES)}"
-                )
-            field = given.path(f"shapes[{index}]")
-            for size in array(shape, field, _MAX_DIMENSIONS):
-                integer(size, field, 1, self._left_bytes)
-        if _sum_bytes(tensors) > self._left_bytes:
-            why = f"the tensors have more than the {self._left_bytes} bytes that are left for them"
-            raise InvalidArgument("BAD_WEIGHTS", given.path("shapes"), why)
-        return tensors
-
     # The process.
 
     @contextlib.asynccontextmanager
@@ -265,6 +198,9 @@ class WeightTransfer:
         self._watch(None)
         try:
             yield
+        except Loading:
+            # Others upload or load.
+            raise
         except BaseException:
             # The trainer and the process may be at different tensors. Its broadcasts fail now, too.
             await complete(self.close())
@@ -304,8 +240,8 @@ class WeightTransfer:
             await process.end()
 
 
-def _sum_bytes(tensors: Sequence[tuple[str, str, Sequence[int]]]) -> int:
-    return sum(math.prod(shape) * _ITEM_BYTES[dtype] for _, dtype, shape in tensors)
+def _write_index(path: Path, files: Mapping[str, str]) -> None:
+    path.write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
 
 
 class _Progress:

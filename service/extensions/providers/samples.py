@@ -43,7 +43,7 @@ class Samples:
             return
         if update.sample >= len(self._samples):
             raise malformed()
-        self.estimated_tokens += tokens_of(update.text)
+        self.estimated_tokens += tokens_of(update.text) + tokens_of(update.thoughts)
         self.estimated_tokens += sum(tokens_of(call.arguments_json) for call in update.tool_calls)
         chunk = self._samples[update.sample].take(update)
         if chunk is not None:
@@ -93,6 +93,7 @@ class _Sample:
         self._stops = StopMatcher(stops)
         self._num_chunks = 0
         self._text = _DECODER("replace")
+        self._thoughts = _DECODER("replace")
         # By the index of the call.
         self._arguments: defaultdict[int, codecs.IncrementalDecoder]
         self._arguments = defaultdict(lambda: _DECODER("replace"))
@@ -113,10 +114,11 @@ class _Sample:
         elif delta.finish:
             self.finish, self._stop = delta.finish, _whole(delta.stop)
         tool_calls = [call for delta in delta.tool_calls if (call := self._tool_call(delta))]
-        if not text and not delta.logprobs and not tool_calls:
+        thoughts = _push(self._thoughts, delta.thoughts)
+        if not text and not thoughts and not delta.logprobs and not tool_calls:
             return None
         chunk = self._chunk()
-        chunk.text = text
+        chunk.text, chunk.reasoning_content = text, thoughts
         for logprob in delta.logprobs:
             chunk.logprobs.add(logprob=logprob)
         chunk.tool_calls.extend(tool_calls)

@@ -1,6 +1,6 @@
 """Compiles kernels for GPUs that are not there, and says what is wrong with the result.
 
-    python -m tests.kernels.cuda.compile_gate [--anew | --record] [MODULE]
+    python -m tests.kernels.cuda.compile_gate [--anew | --record] [--architectures 90] [MODULE]
 
 Every case of the module (`shipped` beside this file if none is named) is compiled for its architecture, by
 two processes. Prints one JSON object a line, a `Report`. Must run without TRITON_INTERPRET.
@@ -46,6 +46,7 @@ VERSIONS = ("3.6.0", "3.7.1")
 RECORDED = VERSIONS[-1]
 RECORD = Path(__file__).with_name("compiled.json")
 SHIPPED = "tests.kernels.cuda.shipped"
+ARCHITECTURES = frozenset(SHARED_BYTES)
 _OPTIONS = re.compile(r"num_warps=(\d+) num_stages=(\d+)")
 
 
@@ -70,13 +71,6 @@ class Report:
     digest: str  # of all that the compiler reads; empty if it is not known
     faults: list[str]
     compiled: Compiled | None  # None: it does not compile, or a check of its code failed
-
-
-@functools.cache
-def discover(where: str) -> list[Case]:
-    """The cases of a module."""
-    found: list[Case] = importlib.import_module(where).cases()
-    return found
 
 
 @functools.cache
@@ -121,10 +115,11 @@ def _code_of(kernel: Any) -> tuple[str, ...]:
 
 
 @functools.cache
-def recorded() -> dict[str, Compiled]:
+def recorded(architectures: frozenset[int] = ARCHITECTURES) -> dict[str, Compiled]:
     """What was compiled before, by digest."""
-    made = [made for line in _lines() for made in line["on"].values()]
-    return {one["digest"]: Compiled(**one["compiled"]) for one in made}
+    on = [each for line in _lines() for each in line["on"].items()]
+    of_these = [made for architecture, made in on if int(architecture) in architectures]
+    return {one["digest"]: Compiled(**one["compiled"]) for one in of_these}
 
 
 @functools.cache
@@ -240,9 +235,9 @@ def report_on(case: Case, outcome: Compiled | str) -> Report:
     return Report(case.name, case.architecture, digest, unexpected(case, outcome), outcome)
 
 
-def reports_of(where: str, *, anew: bool) -> list[Report]:
+def reports_of(where: str, architectures: frozenset[int], *, anew: bool) -> list[Report]:
     """A report for each case of `where`."""
-    cases = discover(where)
+    cases: list[Case] = importlib.import_module(where).cases(architectures)
     known = {} if anew else recorded()
     missing = [case for case in cases if digest_of(case) not in known]
     compiled = dict[str, Compiled | str]()
@@ -271,10 +266,11 @@ def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") != "1", "interpreted kernels cannot be compiled"
     parser = argparse.ArgumentParser()
     parser.add_argument("where", nargs="?", default=SHIPPED)
+    parser.add_argument("--architectures", type=int, nargs="*", default=ARCHITECTURES)
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
-    reports = reports_of(arguments.where, anew=arguments.anew)
+    reports = reports_of(arguments.where, frozenset(arguments.architectures), anew=arguments.anew)
     write_reports(reports)
     if arguments.record:
         assert triton.__version__ == RECORDED, f"what Triton {RECORDED} makes is recorded"

@@ -34,20 +34,6 @@ from tests.kernels.cuda.compile_gate import (
 ROOT = Path(__file__).parents[3]
 
 
-# The shipped kernels and then the controls, in one process: to import torch and Triton takes seconds. So the
-# controls, a few small kernels, are compiled in this process, too.
-_GATES = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from tests.kernels.cuda import compile_gate
-compile_gate.main()
-print()
-compile_gate.ProcessPoolExecutor = lambda processes, mp_context: ThreadPoolExecutor(1)
-sys.argv[1:] = ["tests.kernels.cuda.compile_gate_controls"]
-compile_gate.main()
-"""
-
-
 def reports_in(lines: str) -> list[Report]:
     found = [json.loads(line) for line in lines.splitlines()]
     return [
@@ -67,25 +53,34 @@ def table(reports: list[Report]) -> str:
     return "\n".join(lines)
 
 
-@pytest.fixture(scope="module")
-def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of the shipped kernels, and of the controls, by a process without TRITON_INTERPRET."""
+def run(directory: Path, *arguments: str) -> list[Report]:
+    """Of a process without TRITON_INTERPRET."""
     if triton.__version__ not in VERSIONS:
         pytest.skip(f"what Triton {triton.__version__} makes is not checked")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     # Of this run alone: Triton's own cache of the user says nothing of what a compiler does.
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-c", _GATES, *["--anew"] * bool(request.config.getoption("--thorough"))]
+    environment["TRITON_CACHE_DIR"] = str(directory)
+    command = [sys.executable, "-m", "tests.kernels.cuda.compile_gate", *arguments]
     outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert outcome.returncode == 0, outcome.stderr
-    return outcome.stdout.split("\n\n")
+    return reports_in(outcome.stdout)
 
 
 @pytest.fixture(scope="module")
-def reports(printed: list[str]) -> list[Report]:
-    """Of all shipped kernels; with --thorough all are compiled, else those that have changed."""
-    return reports_in(printed[0])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    """Of shipped kernels: with --thorough all are compiled, else those for sm_90 that have changed.
+
+    To see which have changed takes as long for each architecture. What changes a kernel does for each.
+    """
+    is_thorough = request.config.getoption("--thorough")
+    arguments = ["--anew"] if is_thorough else ["--architectures", "90"]
+    return run(tmp_path_factory.mktemp("triton"), *arguments)
+
+
+@pytest.fixture(scope="module")
+def controls(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    return run(tmp_path_factory.mktemp("triton"), "tests.kernels.cuda.compile_gate_controls")
 
 
 @pytest.mark.timeout(600)
@@ -105,9 +100,10 @@ def test_what_was_compiled_is_recorded(reports: list[Report]) -> None:
     """Else each run compiles it again."""
     if triton.__version__ != RECORDED:
         pytest.skip(f"what Triton {triton.__version__} makes is not recorded")
-    outdated = [report.name for report in reports if recorded().get(report.digest) != report.compiled]
+    known = recorded(frozenset(report.architecture for report in reports))
+    outdated = [report.name for report in reports if known.get(report.digest) != report.compiled]
     assert not outdated, "run: python -m tests.kernels.cuda.compile_gate --record"
-    assert recorded().keys() <= {report.digest for report in reports}, "what is no longer shipped is recorded"
+    assert known.keys() == {report.digest for report in reports}, "what is no longer shipped is recorded"
 
 
 _WAIT, _ADD = "griddepcontrol.wait;", "atom.global.gpu.acq_rel.add.u32 %r1, [ %rd1 ], %r2;"
@@ -136,9 +132,11 @@ def test_the_order_of_reading_and_writing_is_checked(
         check("\n".join(steps))
 
 
+# The gate itself; a change of it is seen in what is recorded.
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_faults_are_found(printed: list[str]) -> None:
-    found = {report.name: " ".join(report.faults) for report in reports_in(printed[1])}
+def test_faults_are_found(controls: list[Report]) -> None:
+    found = {report.name: " ".join(report.faults) for report in controls}
     expected = {
         "well": "",
         "one buffer": "has a tile with 1 of 2 buffers",
@@ -154,11 +152,11 @@ def test_faults_are_found(printed: list[str]) -> None:
     assert found["well"] == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_what_does_not_compile_is_not_recorded(printed: list[str], tmp_path: Path) -> None:
+def test_what_does_not_compile_is_not_recorded(controls: list[Report], tmp_path: Path) -> None:
     """Else the next run would take it for compiled, with nothing wrong about it."""
     record = tmp_path / "compiled.json"
-    controls = reports_in(printed[1])
     write_record(controls, record)
     lines = json.loads(record.read_text())
     assert {line["name"] for line in lines} == {report.name for report in controls} - {"does not compile"}

@@ -121,24 +121,22 @@ def steps_of(decoder: Decoder, device: str) -> None:
 
 
 def choices_on(device: str) -> None:
-    """All settings of sampling, for one row and for several."""
-    generator = torch.Generator().manual_seed(0)
+    """All settings of sampling, for a row; for more, the same is launched."""
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     some = DraftProbabilities(np.array([1, 2]), np.array([0.5, 0.5]))
-    for rows in (1, 5):
-        logits = torch.randn(rows, VOCAB, generator=generator).to(device)
-        for spec in (
-            Sampling(),
-            Sampling(temperature=1.0),
-            CUT,
-            Sampling(temperature=1.0, logit_bias={1: 1.0, 2: 2.0}),
-            Sampling(temperature=1.0, top_p=0.5, repetition_penalty=1.2, frequency_penalty=0.1),
-        ):
-            for mask in (None, TokenMask(allowed=(1, 2, 3))):
-                row = SamplingRow(spec, mask, history=[1, 2, 3], position=4)
-                device_sampling.choose_tokens(logits, [row] * rows)
-                device_sampling.sampled_logprobs(logits, [1] * rows, [row] * rows)
-                drafted = SamplingRow(spec, mask, draft=Draft((1,), some), history=[1, 2], position=4)
-                device_sampling.choose_with_drafts(logits, [drafted] * rows, [(1, 2)] * rows)
+    for spec in (
+        Sampling(),
+        Sampling(temperature=1.0),
+        CUT,
+        Sampling(temperature=1.0, logit_bias={1: 1.0, 2: 2.0}),
+        Sampling(temperature=1.0, top_p=0.5, repetition_penalty=1.2, frequency_penalty=0.1),
+    ):
+        for mask in (None, TokenMask(allowed=(1, 2, 3))):
+            row = SamplingRow(spec, mask, history=[1, 2, 3], position=4)
+            device_sampling.choose_tokens(logits, [row])
+            device_sampling.sampled_logprobs(logits, [1], [row])
+            drafted = SamplingRow(spec, mask, draft=Draft((1,), some), history=[1, 2], position=4)
+            device_sampling.choose_with_drafts(logits, [drafted], [(1, 2)])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +174,9 @@ def test_what_a_dry_run_changes_is_changed_back() -> None:
     assert Variant.launch is before and not torch.ones(1).is_cuda
 
 
+# Each part in a process of its own, which has the imports of this one.
 COMPILE = """
+import os
 import sys
 import torch
 from triton.compiler.compiler import ASTSource
@@ -195,26 +195,34 @@ def arguments(x):
     names = [name for name in variant.kernel.arg_names if name not in variant.constexprs_of(90)]
     return [(tensors | sizes)[name] for name in names]
 variants.architecture_of = lambda _: 90
-launch = Launch.of(variant, arguments(x))
-if sys.argv[1] == "compile":
-    done = _try_to_compile(launch, (9, 0))
-    print(done.error)
-    unknown = Launch(launch.module, "nothing", (), (), ())
+
+def compile():
+    print(_try_to_compile(Launch.of(variant, arguments(x)), (9, 0)).error)
+    unknown = Launch(rms_norm.__name__, "nothing", (), (), ())
     print(_try_to_compile(unknown, (9, 0)).error)
-    sys.exit()
-triton.runtime.driver.set_active(_NoDevice((int(sys.argv[2]), 0)))
-def refuse(*_):
-    raise RuntimeError("it is compiled anew")
-ASTSource.make_ir = refuse
-shifted = torch.empty(4 * WIDTH, dtype=torch.bfloat16)[1:][: 2 * WIDTH].view(2, WIDTH)
-for given in (x, shifted):
-    try:
-        # As `kernel[grid](...)` calls it, but for the launch itself.
-        options = variant.constexprs_of(90) | variant.options_of(90)
-        variant.kernel.run(*arguments(given), grid=(1,), warmup=True, **options)
-        print("found")
-    except RuntimeError as error:
-        print(error)
+
+def find(major):
+    triton.runtime.driver.set_active(_NoDevice((major, 0)))
+    def refuse(*_):
+        raise RuntimeError("it is compiled anew")
+    ASTSource.make_ir = refuse
+    shifted = torch.empty(4 * WIDTH, dtype=torch.bfloat16)[1:][: 2 * WIDTH].view(2, WIDTH)
+    for given in (x, shifted):
+        try:
+            # As `kernel[grid](...)` calls it, but for the launch itself.
+            options = variant.constexprs_of(90) | variant.options_of(90)
+            variant.kernel.run(*arguments(given), grid=(1,), warmup=True, **options)
+            print("found")
+        except RuntimeError as error:
+            print(error)
+
+for part in (compile, lambda: find(9), lambda: find(8)):
+    child = os.fork()
+    if not child:
+        part()
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
@@ -222,16 +230,15 @@ def test_a_later_process_finds_it(tmp_path: Path) -> None:
     """With the same code, from tensors: the key of the cache on disk is that of a launch."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-
-    def run(*arguments: str) -> list[str]:
-        command = [sys.executable, "-c", COMPILE, *arguments]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    assert run("compile") == ["", "AttributeError: module 'kernels.cuda.rms_norm' has no attribute 'nothing'"]
-    assert run("find", "9") == ["found", "it is compiled anew"], "another alignment is another kernel"
-    assert run("find", "8") == ["it is compiled anew"] * 2, "and so is another device"
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *("", "AttributeError: module 'kernels.cuda.rms_norm' has no attribute 'nothing'"),
+        # Another alignment is another kernel, and so is another device.
+        *("found", "it is compiled anew"),
+        *["it is compiled anew"] * 2,
+    ]
 
 
 @pytest.mark.thorough

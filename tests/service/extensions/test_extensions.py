@@ -15,8 +15,8 @@ import pytest
 from quire.v1 import executor_pb2
 
 from benchmarks.checkout import ROOT, environment, quire_command
-from benchmarks.gateway_process import GatewayProcess
 from tests import undisturbed
+from tests.gateway_process import GatewayProcess
 
 OWN = sorted(
     path.name for path in (ROOT / "service" / "extensions").iterdir() if (path / "extension.py").exists()

@@ -42,7 +42,7 @@ def of_architecture(
         case "phi3":
             found = {"sliding_window": window}
         case "deepseek2":
-            found = _latent(name, own, tensors)
+            found = _latent(name, own, settings, tensors)
         case "granite" | "granitemoe" | "minicpm":
             found = _granite(name, own, settings)
         case "olmo2":
@@ -113,7 +113,9 @@ def _gemma(
     return found
 
 
-def _latent(name: str, own: Mapping[str, Value], tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
+def _latent(
+    name: str, own: Mapping[str, Value], settings: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, object]:
     """DeepSeek, Kimi K2 and GLM 4.7 Flash. Raises GgufError."""
     rotated = own.get("rope.dimension_count")
     # Older files have keys and values of heads where newer ones have those of pages.
@@ -127,6 +129,8 @@ def _latent(name: str, own: Mapping[str, Value], tensors: Mapping[str, TensorInf
         raise GgufError(f"{name}.expert_gating_func: must be 1 or 2, got {shown(gate)}")
     groups = own.get("expert_group_count", 1)
     found: dict[str, object] = {
+        # A file has the number of those in pages.
+        "num_key_value_heads": settings["num_attention_heads"],
         "kv_lora_rank": own.get("attention.kv_lora_rank"),
         "q_lora_rank": own.get("attention.q_lora_rank"),
         "qk_rope_head_dim": rotated,

@@ -100,7 +100,11 @@ class _NewFile:
         self._formats = {name: _format_of(plan, name, shape) for name, shape in self.shapes.items()}
         of_factors = [NewTensor(name, tuple(one.shape), "f32") for name, one in self._factors.items()]
         tensors = [
-            NewTensor(written_name(name, self._architecture), self.shapes[name], form.name if form else "f32")
+            NewTensor(
+                written_name(name, self._architecture),
+                _shape_in_file(self.shapes[name]),
+                form.name if form else "f32",
+            )
             for name, form in self._formats.items()
         ]
         self._header = written_header(metadata, [*of_factors, *tensors])
@@ -166,6 +170,11 @@ def _ends(config: ModelConfig, text: ModelText) -> tuple[int, ...]:
     """The tokens that end a text; first that of the tokenizer."""
     own = () if text.end_id is None else (text.end_id,)
     return (*dict.fromkeys((*own, *config.eos_token_ids)),)
+
+
+def _shape_in_file(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of convolutions a file has [C, K] for [C, 1, K]."""
+    return shape if len(shape) <= _MATRIX else (shape[0], *shape[_MATRIX:])
 
 
 def _format_of(plan: LoadPlan, name: str, shape: tuple[int, ...]) -> GroupFormat | None:

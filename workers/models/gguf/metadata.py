@@ -15,6 +15,7 @@ from workers.common.gguf.header import Value
 from workers.common.gguf.settings import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from workers.models.config import ModelConfig
 from workers.models.errors import UnsupportedError
+from workers.models.recurrent_settings import ShortConvConfig
 
 # By the model_type of a config: the first, since others may compute as it does.
 _ARCHITECTURES = {each.model_type: name for name, each in reversed(ARCHITECTURES.items())} | {
@@ -32,8 +33,8 @@ def architecture_for(config: ModelConfig) -> str:
         raise UnsupportedError(f"model_type: must be one of {known} to be written, got {config.model_type}")
     if config.experts is not None:
         raise UnsupportedError("mixtures of experts cannot be written yet")
-    if config.is_recurrent:
-        raise UnsupportedError("recurrent layers cannot be written yet")
+    if config.is_recurrent and not isinstance(config.recurrent, ShortConvConfig):
+        raise UnsupportedError("recurrent layers that are no short convolutions cannot be written yet")
     if config.model_type.startswith("gemma") and not config.tie_word_embeddings:
         raise UnsupportedError(f"tie_word_embeddings: files of {config.model_type} have no head of its own")
     return _ARCHITECTURES[config.model_type]
@@ -67,6 +68,17 @@ def model_metadata(config: ModelConfig, name: str, longest: int) -> dict[str, Va
         "rope.freq_base": float(rope.theta),
         **_scaling(rope, config.rotary_dim),
     }
+    if isinstance(config.recurrent, ShortConvConfig):
+        heads = config.num_key_value_heads
+        found["attention.head_count_kv"] = [heads if layer.attention else 0 for layer in config.layers]
+        found["shortconv.l_cache"] = config.recurrent.taps
+    if architecture == "granite":
+        found |= {
+            "attention.scale": config.attention_scale,
+            "embedding_scale": config.embedding_scale,
+            "residual_scale": config.residual_scale,
+            "logit_scale": config.logits_divisor,
+        }
     windows = [layer.window for layer in config.layers if layer.window is not None]
     if windows and architecture in _WITH_WINDOW:
         found["attention.sliding_window"] = windows[0]
@@ -104,11 +116,12 @@ def rope_factors(config: ModelConfig) -> Mapping[str, torch.Tensor]:
 
 
 def _rope_of_long_texts(config: ModelConfig) -> RopeSpec:
-    """That of the layers without a window, or of all. Raises UnsupportedError."""
-    ropes = [layer.rope for layer in sorted(config.layers, key=lambda layer: layer.window is not None)]
-    if ropes[0] is None or None in ropes:
-        raise UnsupportedError("no_rope_layers: layers without a rotation cannot be written")
-    return ropes[0]
+    """That of the layers without a window, or of all. Raises UnsupportedError if there is none."""
+    layers = sorted(config.layers, key=lambda layer: layer.window is not None)
+    rope = next((layer.rope for layer in layers if layer.rope is not None), None)
+    if rope is None:
+        raise UnsupportedError("no_rope_layers: models without a rotation cannot be written")
+    return rope
 
 
 def _is_one_list(rope: RopeSpec, rotary_dim: int) -> bool:

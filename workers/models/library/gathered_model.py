@@ -1,9 +1,9 @@
 """A model of the transformers library that runs one sequence at a time, on KV gathered from pages.
 
 It is for models with attention code of their own (bloom, falcon, mpt, gptj), which does not support pages,
-and for those with recurrent layers. Their code gets a cache of the library's interface: layers of attention
-copy keys and values from the pages, recurrent layers have a copy of a state. A step runs at least one forward
-for each of its sequences, so sequences do not share a batch.
+and for those with recurrent layers or an index of keys. Their code gets a cache of the library's interface:
+layers of attention copy keys and values from the pages, recurrent layers have a copy of a state. A step runs
+at least one forward for each of its sequences, so sequences do not share a batch.
 
 Dimension letters: T tokens of a forward; C positions of its sequence; K key-value heads; D width of a head; R
 wanted rows; V vocabulary.
@@ -11,7 +11,7 @@ wanted rows; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
+    DynamicIndexedLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -35,13 +36,17 @@ from workers.models.library.library_model import EAGER, LibraryModel
 from workers.models.page_writes import PageWrites
 from workers.models.self_check import tolerance
 
-# The kinds of layers of the library's cache that are known: with keys and values, with a state, with both.
-# They may keep a window of keys only; here all are kept, and the mask has the window.
+# The kinds of layers of the library's cache that are known: with keys and values, besides with the keys of an
+# index that chooses positions, with a state, with keys and values and a state. They may keep a window of keys
+# only; here all are kept, and the mask has the window.
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
+_INDEXED = (DynamicIndexedLayer,)
 _RECURRENT = (LinearAttentionLayer,)
 _BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 # The tokens of the check whether a forward of several goes on from a state.
 _FIRST_TOKENS, _MORE_TOKENS = 5, 4
+# A layer of the cache, and 0 for its keys and values, or 1 for those of its index, which has its own pages.
+_Place = tuple[int, int]
 
 
 class _Keys:
@@ -50,7 +55,9 @@ class _Keys:
     # The tokens that are there before the forward.
     length = 0
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(
+        self, place: _Place, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes new keys and values [1, K, T, D], and returns those of the whole sequence [1, K, C, D]."""
         raise NotImplementedError
 
@@ -58,8 +65,11 @@ class _Keys:
 class _PagedKeys(_Keys):
     """In the pages of one item of a step."""
 
-    def __init__(self, inputs: ForwardInputs, kv: KvTensors, item: int, rows: range) -> None:
-        """`rows`: of the item in the batch."""
+    def __init__(
+        self, inputs: ForwardInputs, kv: KvTensors, places: Mapping[_Place, int], item: int, rows: range
+    ) -> None:
+        """`rows`: of the item in the batch; `places`: the layer of `kv` of each place."""
+        self._places = places
         end = inputs.attention.context_lens_host[item]
         self._kv = kv
         self._pages = inputs.attention.page_tables[item, : -(-end // kv.page_size)]
@@ -74,8 +84,10 @@ class _PagedKeys(_Keys):
         self._known = max(0, self._first - start)
         self._writes = PageWrites(self._slots[max(start, self._first) - self._first : end - self._first])
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        kv, (k_pages, v_pages) = self._kv, self._kv.layer(layer)
+    def extend(
+        self, place: _Place, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kv, (k_pages, v_pages) = self._kv, self._kv.layer(self._places[place])
         keys, values = (new[0, :, self._known :].transpose(0, 1).to(kv.dtype) for new in (key, value))
         if len(keys):
             self._writes.write(keys.contiguous(), values.contiguous(), k_pages, v_pages)
@@ -87,15 +99,18 @@ class _PagedKeys(_Keys):
 
 
 class _ProbedKeys(_Keys):
-    """Notes the shapes of a forward's keys and values, by their layer."""
+    """Notes the shapes of a forward's keys and values, by their place."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, LayerKv] = {}
+        self.seen: dict[_Place, LayerKv] = {}
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer in self.seen or key.dim() != 4 or key.shape[:3] != value.shape[:3]:
+    def extend(
+        self, place: _Place, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, of_index = place
+        if place in self.seen or key.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise ModelError(f"layer {layer} stores more than keys and values")
-        self.seen[layer] = LayerKv(key.shape[1], key.shape[3], value.shape[3])
+        self.seen[place] = LayerKv(key.shape[1], key.shape[3], value.shape[3], in_keys=bool(of_index))
         return key, value
 
 
@@ -108,7 +123,12 @@ class _Stored:
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, layer = self.keys_at
-        return keys.extend(layer, key_states, value_states)
+        return keys.extend((layer, 0), key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        keys, layer = self.keys_at
+        states = indexer_key_states[:, None]  # [1, 1, T, D]
+        return keys.extend((layer, 1), states, states)[0][:, 0]
 
     def get_seq_length(self) -> int:
         return self.keys_at[0].length
@@ -121,12 +141,16 @@ class _AttentionLayer(_Stored, DynamicLayer):  # type: ignore[no-untyped-call]
     pass
 
 
+class _IndexedLayer(_Stored, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
+    pass
+
+
 class _BothLayer(_Stored, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc,no-untyped-call,override]
     pass
 
 
 class GatheredModel(LibraryModel):
-    """A model that stores only keys and values and recurrent states, in the library's cache."""
+    """A model that stores keys and values, an index of keys and recurrent states, in the library's cache."""
 
     # The model's own attention code does not support token trees, and wants plain keys and values.
     takes_trees = False
@@ -146,6 +170,8 @@ class GatheredModel(LibraryModel):
         self._kinds = [(type(layer), getattr(layer, "number_of_states", 0)) for layer in _layers_of(module)]
         # Where in the cache each tensor of a state is: the layer, the name of the attribute, and the index.
         self._state_places: tuple[tuple[int, str, int], ...] = ()
+        # The layer of pages for each place in the cache.
+        self._places: dict[_Place, int] = {}
         self.kv_layers = self._probe()
         # Whether a forward of several tokens may go on from a state.
         self._goes_on_at_once = not self.state_shapes or self._can_go_on()
@@ -199,7 +225,7 @@ class GatheredModel(LibraryModel):
         tokens = inputs.token_ids[rows.start : rows.stop]
         if run.before:
             tokens = torch.cat([tokens.new_tensor(run.before), tokens])
-        keys = _PagedKeys(inputs, kv, item, rows)
+        keys = _PagedKeys(inputs, kv, self._places, item, rows)
         cache = self._new_cache(keys)
         begin = run.source.position
         if run.source.slot != EMPTY:
@@ -252,18 +278,16 @@ class GatheredModel(LibraryModel):
     def _new_cache(self, keys: _Keys) -> Cache:
         """A cache without states, whose keys and values are in `keys`."""
         layers: list[Any] = []
-        stored = 0
-        for kind, states in self._kinds:
+        for index, (kind, states) in enumerate(self._kinds):
             if kind is DummyLayer:
                 layers.append(DummyLayer())  # type: ignore[no-untyped-call]
                 continue
             if kind in _RECURRENT:
                 layers.append(LinearAttentionLayer(states))
                 continue
-            layer: Any = _BothLayer if kind in _BOTH else _AttentionLayer
-            layer = layer(states) if kind in _BOTH else layer()
-            layer.keys_at = keys, stored
-            stored += 1
+            layer: Any = _IndexedLayer if kind in _INDEXED else _AttentionLayer
+            layer = _BothLayer(states) if kind in _BOTH else layer()
+            layer.keys_at = keys, index
             layers.append(layer)
         return Cache(layers)
 
@@ -307,10 +331,12 @@ class GatheredModel(LibraryModel):
                 raise ModelError(f"layer {index} of {self.name} keeps a state outside of the library's cache")
         if getattr(self.module, "_is_stateful", False) and not places:
             raise ModelError(f"{self.name} has a state that is not in the library's cache")
-        if len(keys.seen) != with_keys or not (places or with_keys):
-            raise ModelError(f"{self.name} stores keys and values for {len(keys.seen)} of {with_keys} layers")
+        seen = sum(not of_index for _, of_index in keys.seen)
+        if seen != with_keys or not (places or with_keys):
+            raise ModelError(f"{self.name} stores keys and values for {seen} of {with_keys} layers")
         self._state_places, self.state_shapes = tuple(places), tuple(shapes)
-        return tuple(keys.seen[layer] for layer in range(with_keys))
+        self._places = {place: number for number, place in enumerate(sorted(keys.seen))}
+        return tuple(keys.seen[place] for place in self._places)
 
     @torch.inference_mode()
     def _can_go_on(self) -> bool:
@@ -327,17 +353,18 @@ class GatheredModel(LibraryModel):
         return bool(error <= tolerance(self.dtype))
 
 
-def is_recurrent(module: PreTrainedModel) -> bool:
+def keeps_more(module: PreTrainedModel) -> bool:
     """Whether a model keeps more of its tokens than keys and values."""
     if getattr(module, "_is_stateful", False):
         return True
-    return any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=module.config).layers)
+    layers = DynamicCache(config=module.config).layers
+    return any(isinstance(layer, LinearAttentionLayer | DynamicIndexedLayer) for layer in layers)
 
 
 def _layers_of(module: PreTrainedModel) -> list[Any]:
     """The layers of the library's own cache for a model. Raises ModelError if one is of a kind not known."""
     layers: list[Any] = DynamicCache(config=module.config).layers
     for index, layer in enumerate(layers):
-        if type(layer) not in (*_ATTENTION, *_RECURRENT, *_BOTH, DummyLayer):
+        if type(layer) not in (*_ATTENTION, *_INDEXED, *_RECURRENT, *_BOTH, DummyLayer):
             raise ModelError(f"layer {index} keeps a {type(layer).__name__}, which is not supported")
     return layers

@@ -27,7 +27,7 @@ from workers.models.errors import ModelError
 from workers.models.library.activations import fix_activations
 from workers.models.library.errors import library_errors
 from workers.models.library.file_tensors import sequential_reads, tensors_to_read
-from workers.models.library.gathered_model import GatheredModel, is_recurrent
+from workers.models.library.gathered_model import GatheredModel, keeps_more
 from workers.models.library.library_model import LibraryModel, build
 from workers.models.library.packed_linear import pack_linears
 from workers.models.library.packed_model import PackedModel
@@ -156,9 +156,9 @@ def make_library_model(module: PreTrainedModel) -> LibraryModel:
     """
     try:
         with library_errors("run a batch of the model"):
-            if is_recurrent(module):
+            if keeps_more(module):
                 raise ModelError(
-                    f"{type(module).__name__} has recurrent layers, so sequences cannot be packed"
+                    f"{type(module).__name__} keeps more than keys and values, so sequences cannot be packed"
                 )
             return PackedModel(module)
     except ModelError as error:

@@ -59,8 +59,9 @@ def _shrink(text: PreTrainedConfig, inner_width: int) -> None:
             setattr(text, name, None)
         except StrictDataclassFieldValidationError:  # some families must have one
             setattr(text, name, 0)
-    if isinstance(getattr(text, "sliding_window", None), int):
-        text.sliding_window = min(text.sliding_window, _WINDOW)
+    for name in ("sliding_window", "index_topk"):
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(getattr(text, name), _WINDOW))
     for name in (*vars(text), *text.attribute_map):
         width = getattr(text, name, None) if name.endswith(_INNER) else None
         if isinstance(width, int):

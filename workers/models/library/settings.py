@@ -36,10 +36,10 @@ _MAX_LAYERS, _MAX_WIDTH, _MAX_POSITIONS, _MAX_INTEGER = 1 << 12, 1 << 20, 1 << 2
 # Numbers under these names are not sizes. Rotary bases, for example, are large.
 _NOT_SIZES = ("theta", "token_id", "_base", "seed")
 
-# The layers that store keys and values of tokens, a recurrent state, both or nothing. Others store more.
+# They store keys and values of tokens, an index of keys, a recurrent state or nothing. Others store more.
 _KNOWN_LAYERS = names(
     """
-    full_attention sliding_attention chunked_attention attention dense moe mlp
+    full_attention sliding_attention chunked_attention indexed_attention attention dense moe mlp
     linear_attention conv hybrid hybrid_sliding
     """
 )

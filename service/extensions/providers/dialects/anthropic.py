@@ -116,8 +116,7 @@ class Messages(Dialect):
         if tool is not None and delta.has("partial_json"):
             call = ToolCallDelta(index=tool, arguments_json=delta.text("partial_json"))
             return [Delta(tool_calls=[call])]
-        # Deltas of the model's thinking have no "text", and are not shown.
-        return [Delta(text=delta.text("text"))]
+        return [Delta(text=delta.text("text"), thoughts=delta.text("thinking"))]
 
     def _count(self, data: Fields) -> runner_pb2.Usage:
         """Updates the usage. Counts are cumulative; a count that is not repeated stays."""

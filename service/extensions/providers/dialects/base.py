@@ -42,6 +42,7 @@ class Delta:
     text: str = ""
     logprobs: Sequence[float] = ()
     tool_calls: Sequence[ToolCallDelta] = ()
+    thoughts: str = ""
     # Why it ended, if it has.
     finish: runner_pb2.FinishReason = runner_pb2.FINISH_REASON_UNSPECIFIED
     stop: str = ""

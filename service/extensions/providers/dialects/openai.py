@@ -172,6 +172,8 @@ class ChatCompletions(_OpenAI):
                 logprob(token.value("logprob")) for token in choice.fields("logprobs").objects("content")
             ],
             tool_calls=[_tool_call(call) for call in data.objects("tool_calls")],
+            # Two names of servers that return them.
+            thoughts=data.text("reasoning_content") or data.text("reasoning"),
             finish=finish,
         )
 

@@ -60,8 +60,12 @@ class Writer(FakeRuntime):
     async def _write(self, batch: Batch, sink: ChunkSink) -> None:
         self.items = list(batch.items)
         text = self.text if isinstance(self.text, str) else self.text.pop(0)
+        asked = runner_pb2.ExecuteItem()
+        asked.CopyFrom(batch.items[0])
+        # Clients count on tokens of several bytes.
+        asked.max_tokens = 0
         try:
-            item = await self.preparer.prepare(batch.items[0], None)
+            item = await self.preparer.prepare(asked, None)
         except QuireError as error:
             sink.put(failures(batch.items[0], error))
             return
@@ -85,8 +89,8 @@ async def answering(
     runtime = Writer(text)
     runtime.tokenizer.add_special_tokens(list(special))
     texts = {
-        "model": types_pb2.ModelDescription(vocab_size=512, max_seq_len=10_000),
-        "executor": types_pb2.ExecutorCapabilities(kv_capacity_tokens=10_000),
+        "model": types_pb2.ModelDescription(vocab_size=512, max_seq_len=1 << 20),
+        "executor": types_pb2.ExecutorCapabilities(kv_capacity_tokens=1 << 20),
         "tokenizer_json": runtime.tokenizer.to_str().encode(),
         "chat_template": types_pb2.ChatTemplate(sources={"default": template}),
     }

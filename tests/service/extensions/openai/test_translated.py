@@ -114,7 +114,7 @@ async def test_messages() -> None:
     async with answering(WRITTEN) as (client, runtime):
         asked: Any = {
             "model": "local",
-            "max_tokens": 999,
+            "max_tokens": 99,
             "messages": TALK,
             "tools": OF_MESSAGES,
             "system": "Be kind.",

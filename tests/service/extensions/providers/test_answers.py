@@ -83,6 +83,13 @@ async def test_logprobs_and_refusals(provider: FakeProvider) -> None:
     assert (out.text(), out.last().finish_reason) == ("x", FILTERED)
 
 
+async def test_thoughts_are_apart(provider: FakeProvider) -> None:
+    events = [delta(reasoning_content="H"), delta(reasoning="m."), delta("Yes.", finish="stop")]
+    provider.script.append(stream(*events))
+    out = await answered(provider, item())
+    assert ("".join(chunk.reasoning_content for chunk in out.of()), out.text()) == ("Hm.", "Yes.")
+
+
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic-messages"])
 async def test_surrogate_pairs_are_joined(provider: FakeProvider, dialect: str) -> None:
     """In texts and in two interleaved calls. Unpaired surrogates are replaced, also in names."""
@@ -148,6 +155,7 @@ ANTHROPIC = [
     {"type": "message_start", "message": {"usage": {"input_tokens": 4, "cache_read_input_tokens": 3}}},
     {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
     {"type": "ping"},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hi"}},
     {"type": "content_block_stop", "index": 0},
     {
@@ -181,6 +189,7 @@ async def test_anthropics_messages(provider: FakeProvider, monkeypatch: pytest.M
     assert "authorization" not in asked.headers
     for sample in (0, 1):
         assert out.text(sample=sample) == "Hi"
+        assert "".join(chunk.reasoning_content for chunk in out.of(sample=sample)) == "Hm."
         (call, arguments) = [call for chunk in out.of(sample=sample) for call in chunk.tool_calls]
         assert (call.id, call.name, arguments.arguments_json) == ("c1", "look", '{"a":1}')
         last = out.last(sample=sample)

@@ -892,7 +892,7 @@ export type SampleChunk = Message<"quire.v1.SampleChunk"> & {
   weightsVersion?: bigint | undefined;
 
   /**
-   * More of the thoughts, with ExecuteItem.answer_parts. They come before `text`.
+   * More of the thoughts, with ExecuteItem.answer_parts or from a provider that returns them. They come before `text`.
    *
    * @generated from field: string reasoning_content = 16;
    */

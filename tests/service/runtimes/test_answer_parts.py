@@ -1,0 +1,100 @@
+"""Chunks of samples that are divided: put together they are the parts of the parser, however they are cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire import Answer
+from quire._chunks import chunk_of
+from quire.v1 import runner_pb2
+
+from service.errors import InvalidArgument
+from service.extensions.openai.choices import Choice
+from service.runtimes.answer_parts import Divider, Reading, reading_of
+from service.text.output_formats import OutputFormats, formats_of
+from tests.service.text.test_output_parser import BY_NAME, FRAGMENTS, THOUGHTS, TOOLS, gathered, parts_of
+
+STOP, LENGTH = runner_pb2.FINISH_REASON_STOP, runner_pb2.FINISH_REASON_LENGTH
+
+
+def divided(
+    name: str, pieces: list[str], finish: runner_pb2.FinishReason = STOP
+) -> list[runner_pb2.SampleChunk]:
+    thoughts = THOUGHTS["openai" if name == "openai" else "think"]
+    divider = Divider(Reading(OutputFormats(BY_NAME[name], thoughts), thoughts, TOOLS, call_key="k"), 0)
+    chunks = [runner_pb2.SampleChunk(item_id="0", text=piece, token_ids=[1]) for piece in pieces]
+    chunks.append(runner_pb2.SampleChunk(item_id="0", finish_reason=finish))
+    for chunk in chunks:
+        divider.divide(chunk)
+    return chunks
+
+
+@given(
+    st.sampled_from(sorted(BY_NAME)),
+    st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=4), max_size=12).map("".join),
+    st.data(),
+)
+def test_an_answer_is_that_of_the_parser(name: str, text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(text)])]
+    content, thoughts, calls = gathered(
+        parts_of(BY_NAME[name], [text], "openai" if name == "openai" else "think")
+    )
+    for each in (pieces, list(text)):
+        chunks = divided(name, each)
+        answer, choice = Answer("0", 0), Choice(0)
+        for chunk in chunks:
+            answer.add(chunk_of(chunk))
+            choice.keep(choice.parts(chunk))
+        found = [(call.name, call.arguments_json) for call in answer.tool_calls]
+        assert (answer.reasoning_content, found) == (thoughts, calls)
+        assert answer.finish_reason == ("tool_calls" if calls else "stop")
+        # A long chunk does not say what was between two of its calls.
+        assert sorted(answer.text) == sorted(content)
+        assert "".join(choice.content) == answer.text and "".join(choice.thoughts) == thoughts
+        assert [(call.name, "".join(call.arguments)) for call in choice.calls.values()] == calls
+        assert chunks[-1].usage.reasoning_tokens <= len(each)
+        assert chunks == divided(name, each), "the ids of calls, too"
+
+
+def test_a_call_that_is_cut_off() -> None:
+    begin, rest = '<tool_call>{"name": "stop", "arguments": {', '"a": 1'
+    first, second, last = divided("hermes", [begin, rest], LENGTH)
+    assert [call.name for call in first.tool_calls] == ["stop"] and second.tool_calls[
+        0
+    ].arguments_json == rest
+    assert dict(last.malformed_calls) == {0: begin + rest} and last.finish_reason == LENGTH
+
+
+def item(**parts: object) -> runner_pb2.ExecuteItem:
+    made = runner_pb2.ExecuteItem(item_id="0")
+    made.chat.tools_json = json.dumps([{"function": {"name": "f"}}, {"function": {"name": "g"}}])
+    made.answer_parts.MergeFrom(runner_pb2.AnswerParts(**parts))  # type: ignore[arg-type]
+    return made
+
+
+def test_the_item_of_the_caller_stays_as_it_is() -> None:
+    """A repeated request is compared with it."""
+    hermes = formats_of("{{ tools }}<tool_call>")
+    for parts in ({"tool_choice": "TOOL_CHOICE_REQUIRED"}, {"tool_choice": "TOOL_CHOICE_NONE"}, {}):
+        asked = item(**parts)
+        made, reading = reading_of(asked, hermes)
+        assert asked == item(**parts) and reading is not None
+        assert bool(made.chat.tools_json) == (parts.get("tool_choice") != "TOOL_CHOICE_NONE")
+        assert made.HasField("constraint") == reading.is_forced
+        assert reading.is_direct == reading.is_forced
+
+
+@pytest.mark.parametrize(
+    "tools", ["{}", "[1]", '[{"function": {}}]', '[{"function": {"name": "f", "parameters": 1}}]']
+)
+def test_what_is_no_list_of_tools(tools: str) -> None:
+    asked = item()
+    asked.chat.tools_json = tools
+    with pytest.raises(InvalidArgument) as caught:
+        reading_of(asked, OutputFormats())
+    assert (caught.value.reason, caught.value.field) == ("BAD_CHAT", "chat.tools_json")
