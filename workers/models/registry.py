@@ -729,6 +729,7 @@ FAMILIES: dict[str, Family] = {
             *((f".self_attn.{name}", f".self_attn.forget_gate.{name}") for name in _KIMI_FORGET),
         ),
         left_out=(),
+        mtp_names=(),
     ),
     "deepseek_v2": replace(
         _DEEPSEEK_V3,
