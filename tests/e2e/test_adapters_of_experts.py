@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from quire.v1 import admin_pb2
 
 from tests.e2e.test_adapters import FLAGS, PATIENCE_S, PROMPT, STEPS, Text, load
 from tests.families import settings_of
 from tests.gateway_process import GatewayProcess
-from tests.model_factory import hf_greedy, make_family_model, peft_model
-from tests.workers.test_adapters_of_experts import PARAMETERS, make_adapter, make_dora
+from tests.model_factory import hf_greedy, make_adapter, make_family_model, peft_model
+from tests.workers.test_adapters_of_experts import PARAMETERS, make_dora
 
 
 def tokens_of(model: Path, adapter: Path, directory: Path) -> list[int]:
@@ -23,7 +24,7 @@ def test_they_have_the_tokens_of_peft(tmp_path: Path) -> None:
     models = [
         make_family_model(tmp_path / f"model-{seed}", *settings_of("qwen3_moe"), seed=seed) for seed in (7, 8)
     ]
-    experts = {"target_modules": ["q_proj"], "target_parameters": PARAMETERS}
+    experts: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": PARAMETERS}
     adapters = {
         "experts": make_adapter(tmp_path / "experts", models[0], r=6, lora_alpha=3, **experts),
         "dora": make_dora(tmp_path / "dora", models[0], target_modules=["q_proj", "v_proj", "o_proj"]),
