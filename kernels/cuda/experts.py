@@ -28,6 +28,7 @@ from kernels.cuda.dependent_launch import wait
 from kernels.cuda.gated_activation import gated_activation
 from kernels.cuda.routing import group
 from kernels.cuda.variant import Variant
+from kernels.gated_activation import CUDA_ACTIVATIONS, Activation, gated_activation_reference
 
 # The number of columns of a program of the weighted sum.
 BLOCK = 1024
@@ -212,7 +213,7 @@ def experts(
     down: torch.Tensor,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
-    activation: str,
+    activation: Activation,
     *,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -226,8 +227,9 @@ def experts(
         return out
     pairs, starts = group(expert_ids.contiguous(), len(gate_up))
     multiply = partial(_multiply, pairs=pairs, starts=starts, top_k=top_k, batch_invariant=batch_invariant)
-    inner = multiply(x, gate_up, gather=True)  # [P, 2 * I]
-    outputs = multiply(gated_activation(inner, activation), down, gather=False)  # [P, C]
+    inner = multiply(x, gate_up, gather=True)  # [P, 2 * I], or [P, I] without gates
+    activated = gated_activation if activation in CUDA_ACTIVATIONS else gated_activation_reference
+    outputs = multiply(activated(inner, activation), down, gather=False)  # [P, C]
     variant = _sum(top_k, x.shape[1])
     grid = (tokens * triton.cdiv(x.shape[1], BLOCK),)
     variant.launch(grid, out, outputs, expert_weights, expert_weights.stride(0))

@@ -68,6 +68,8 @@ def test_settings_are_those_of_the_api() -> None:
     assert (both.sampling.temperature, both.sampling.seed) == (0.5, 3)
     assert dict(both.sampling.logit_bias) == {4: 2.0}
     assert not quire.item("x", temperature=None, max_tokens=None).HasField("sampling")
+    asks_nothing = quire.item("x", tools=None, tool_choice=None, parallel_tool_calls=True, answer_parts=False)
+    assert asks_nothing == quire.item("x"), "its text is divided"
 
 
 def test_several_prompts_are_items_by_their_numbers(gateway: GatewayProcess) -> None:

@@ -126,6 +126,19 @@ def test_activations_and_weights_of_either_dtype(
     assert_within(run(*given, activation), *experts64(*given, activation))
 
 
+def test_without_gates(run: Run) -> None:
+    """As with gates of 1, which the square of relu is multiplied by."""
+    gate_up, down = matrices(4, 24, 32, torch.float32)
+    up, x, chosen = gate_up[:, 24:].contiguous(), torch.randn(9, 32), choices(9, 4, 2)
+    given = x, up, down, *chosen
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    for token, (ids, weights) in enumerate(zip(*chosen, strict=True)):
+        for expert, weight in zip(ids.tolist(), weights.double(), strict=True):
+            inner = (up[expert].double() @ x[token].double()).relu().square()
+            expected[token] += weight * (down[expert].double() @ inner)
+    torch.testing.assert_close(run(*given, "relu2").double(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_no_rows(run: Run) -> None:
     dtype = torch.bfloat16
     ids, weights = route(torch.zeros(0, 3), 2, normalize=True)

@@ -162,9 +162,8 @@ class Experts:
         """[T, C] -> [T, C]."""
         dtype = torch.float32 if self._wide_routing else x.dtype
         biases, slots, invariant = self._biases, context.lora_slots, context.batch_invariant
-        of_router = None if self.router.lora is None else slots
         rows = x.to(self.router.weight.dtype)
-        logits = self.router(rows, of_router, batch_invariant=invariant)  # [T, E]
+        logits = self.router(rows, slots, batch_invariant=invariant)  # [T, E]
         routing = context.routing
         given = None if routing is None else routing.given_of(self._index)
         count, normalized, rule = self._config.per_token, self._config.normalized, self._config.routing
@@ -182,13 +181,13 @@ class Experts:
             self._activation,
             biases=None if biases is None else (biases.gate_up, biases.down),
             batch_invariant=invariant,
-            lora=self._adapters(slots),
+            lora=None if slots is None else self._adapters(slots),
         )
         return result if self._latent is None else self._latent[1](result, slots, batch_invariant=invariant)
 
-    def _adapters(self, slots: RowSlots | None) -> ExpertAdapters | None:
+    def _adapters(self, slots: RowSlots) -> ExpertAdapters | None:
         into, out_of = self._into.lora, self._out_of.lora
-        if slots is None or isinstance(slots, SortedRows) or into is None or out_of is None:
+        if isinstance(slots, SortedRows) or into is None or out_of is None:
             return None
         return ExpertAdapters(into, out_of, slots)
 
@@ -227,6 +226,6 @@ class WithSharedExpert:
         """[T, C] -> [T, C]."""
         shared = self._shared(x, context)
         if self._gate is not None:
-            slots = None if self._gate.lora is None else context.lora_slots
-            shared *= sigmoid(self._gate(x, slots, batch_invariant=context.batch_invariant))  # [T, 1]
+            gate = self._gate(x, context.lora_slots, batch_invariant=context.batch_invariant)  # [T, 1]
+            shared *= sigmoid(gate)
         return self._experts(x, context).add_(shared)

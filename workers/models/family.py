@@ -195,3 +195,28 @@ class Family:
             if before in name:
                 return name.replace(before, after, 1)
         return name
+
+
+def defaults(
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_hidden_layers: int,
+    num_attention_heads: int,
+    max_position_embeddings: int,
+    bos_token_id: int | None,
+    eos_token_id: int | None,
+    **more: object,
+) -> dict[str, object]:
+    """The defaults of a family."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "max_position_embeddings": max_position_embeddings,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        **more,
+    }

@@ -110,7 +110,7 @@ class Linear:
         inputs: Which of the projection's inputs in the model's own checkpoint are those of the weight, in
             order; empty: the same. Adapters are those of that checkpoint.
         parameter: That of the library which PEFT adapts in place of the module; None: it adapts the module.
-        lora: What adapters add; None: the model takes none.
+        lora: What adapters add; None: it takes none.
         factors: How many of the outputs, adapters included, are multiplied by what, one after the other;
             empty: none are.
     """
@@ -167,7 +167,7 @@ class Linear:
         if not self.factors:
             return None
         counts, values = zip(*self.factors, strict=True)
-        return torch.tensor(values).repeat_interleave(torch.tensor(counts))
+        return torch.tensor(values).repeat_interleave(torch.tensor(counts)).to(self.weight.device)
 
     def pack(self) -> None:
         """Pack the filled weight in place. The targets must not be used afterwards."""
@@ -190,7 +190,6 @@ class Linear:
     ) -> torch.Tensor:
         """[T, I] -> [T, O], a new tensor; with the adapter of each row, if any has one."""
         y = linear(x, self.weight, self.bias, batch_invariant=batch_invariant)
-        if lora_slots is not None:
-            assert self.lora is not None, "the model takes adapters"
+        if lora_slots is not None and self.lora is not None:
             add_lora(y, x, self.lora, lora_slots)
         return y if self.scales is None else (y.float() * self.scales).to(y.dtype)

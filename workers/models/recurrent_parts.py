@@ -13,8 +13,7 @@ from workers.models.config import ModelConfig
 from workers.models.multipliers import factors
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config, ShortConvConfig
-from workers.models.scans import FORGET as _FORGET
-from workers.models.scans import GatedDelta, KimiDelta, Mamba1, Mamba2
+from workers.models.scans import FORGET, GatedDelta, KimiDelta, Mamba1, Mamba2
 from workers.models.shard import Slice
 from workers.models.short_conv import ShortConv
 
@@ -134,11 +133,11 @@ def _gated_delta(
 def _kimi_delta(place: str, sizes: GatedDeltaConfig, config: ModelConfig) -> MixerParts:
     inner, width = sizes.inner, sizes.head_width
     shapes: dict[str, tuple[int, ...]] = {f"{name}_conv1d.weight": (inner, 1, sizes.taps) for name in "qkv"}
-    shapes |= {f"{_FORGET}dt_bias": (inner,), f"{_FORGET}A_log": (1, 1, sizes.heads, 1)}
+    shapes |= {f"{FORGET}dt_bias": (inner,), f"{FORGET}A_log": (1, 1, sizes.heads, 1)}
     shapes["o_norm.weight"] = (width,)
     rows = {f"{name}_proj": inner for name in "qkv"}
-    rows |= {f"{_FORGET}f_a_proj": width, "g_a_proj": width, "b_proj": sizes.heads}
-    within = (f"{_FORGET}f_b_proj", "g_b_proj")
+    rows |= {f"{FORGET}f_a_proj": width, "g_a_proj": width, "b_proj": sizes.heads}
+    within = (f"{FORGET}f_b_proj", "g_b_proj")
     return MixerParts(
         place,
         {name: Slice.whole(count, config.hidden_size) for name, count in rows.items()},

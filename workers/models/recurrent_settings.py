@@ -49,6 +49,16 @@ class Mamba1Config:
         """How many channels are one after the other in a state: a few vectors."""
         return math.gcd(self.inner, 64)
 
+    @property
+    def heads(self) -> int:
+        """The number of such groups."""
+        return self.inner // self.head_width
+
+    @property
+    def convolved(self) -> int:
+        """The width of the convolution."""
+        return self.inner
+
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:

@@ -1,12 +1,13 @@
 """Layers that scan a state of each head: Mamba 1 and 2, and the gated delta rule.
 
-Dimension letters: as in `kernels.mamba2` and `kernels.gated_delta`.
+Dimension letters: as in `kernels.mamba1`, `kernels.mamba2` and `kernels.gated_delta`; D width of the
+convolution.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +20,6 @@ from kernels.rms_norm import rms_norm
 from kernels.short_conv import silu_conv
 from workers.kv.state_tensors import StateShape
 from workers.models.layers import ForwardContext
-from workers.models.linear import Linear
 from workers.models.recurrent_mixer import RecurrentMixer
 from workers.models.recurrent_settings import GatedDeltaConfig, Mamba1Config, Mamba2Config
 
@@ -36,24 +36,18 @@ class Scan(RecurrentMixer):
     def __init__(
         self,
         place: str,
-        config: Mamba2Config | GatedDeltaConfig,
+        config: Mamba1Config | Mamba2Config | GatedDeltaConfig,
         *,
-        into: Linear,
-        output: Linear,
-        parameters: Mapping[str, torch.Tensor],
-        within: Mapping[str, Linear],
         eps: float,
-        is_last: bool,
+        **parts: Any,
     ) -> None:
-        """As `RecurrentMixer`; `eps`: of the norm."""
-        super().__init__(
-            place, into=into, output=output, parameters=parameters, within=within, is_last=is_last
-        )
+        """As `RecurrentMixer`, which takes the `parts`; `eps`: of norms."""
+        super().__init__(place, **parts)
         self._config, self._eps = config, eps
 
     @property
     @abstractmethod
-    def weights(self) -> Mamba2Weights | GatedDeltaWeights:
+    def weights(self) -> Mamba1Weights | Mamba2Weights | GatedDeltaWeights:
         """The filled parameters, as the kernels read them."""
 
     @property
@@ -75,11 +69,16 @@ class Scan(RecurrentMixer):
         """The weights of those that are one after the other: [D, 1, L] in all."""
         return (self.parameters["conv1d.weight"],)
 
+    @cached_property
+    def _taps(self) -> torch.Tensor:
+        """[L, D]."""
+        return torch.cat([*self._convolutions])[:, 0].t().contiguous()
+
     def _shared_weights(self) -> dict[str, Any]:
-        """What both kinds have."""
+        """What Mamba 2 and the gated delta rule have."""
         named = self.parameters
         return {
-            "taps": torch.cat([*self._convolutions])[:, 0].t().contiguous(),
+            "taps": self._taps,
             "dt_bias": named[f"{self._decays}dt_bias"].float(),
             "decays": -torch.exp(named[f"{self._decays}A_log"].float()).flatten(),
             "norm": named.get(f"{self._norm}norm.weight"),
@@ -87,35 +86,22 @@ class Scan(RecurrentMixer):
         }
 
 
-class Mamba1(RecurrentMixer):
+class Mamba1(Scan):
     """Mamba 1 with norms of steps, B and C.
 
     Its parameters: conv1d.weight [I, 1, L], conv1d.bias [I] if there is one, dt_proj.bias and D [I], A_log
     [I, N], and the weights of norms. Rows of 2 * I become I.
     """
 
-    def __init__(self, place: str, config: Mamba1Config, *, eps: float, **parts: Any) -> None:
-        """As `RecurrentMixer`; `eps`: of the norms."""
-        super().__init__(place, **parts)
-        self._config, self._eps = config, eps
+    _config: Mamba1Config
 
     @property
-    def state_shapes(self) -> tuple[StateShape, ...]:
-        """What is kept of a sequence: the last inputs of the convolution, and the state of each channel."""
-        sizes, dtype = self._config, self.parameters["conv1d.weight"].dtype
-        heads = sizes.inner // sizes.head_width
-        return (
-            StateShape((sizes.taps - 1, sizes.inner), dtype),
-            StateShape((heads, sizes.state_width, sizes.head_width), torch.float32),
-        )
+    def _head_state(self) -> tuple[int, int]:
+        return self._config.state_width, self._config.head_width
 
     @cached_property
-    def _taps(self) -> torch.Tensor:
-        """[L, I]."""
-        return self.parameters["conv1d.weight"][:, 0].t().contiguous()
-
-    @cached_property
-    def _weights(self) -> Mamba1Weights:
+    def weights(self) -> Mamba1Weights:
+        """See `Scan`."""
         decays = -torch.exp(self.parameters["A_log"].float())  # [I, N]
         return Mamba1Weights(
             dt_bias=self.parameters["dt_proj.bias"].float(),
@@ -139,7 +125,7 @@ class Mamba1(RecurrentMixer):
         )
         steps = self.within["dt_proj"](steps, slots, batch_invariant=invariant)  # [T, I]
         rows = torch.cat((x, steps, gates, *others), dim=1)
-        return mamba1(rows, self._weights, states[1], context.states)
+        return mamba1(rows, self.weights, states[1], context.states)
 
 
 class Mamba2(Scan):

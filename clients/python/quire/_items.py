@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from google.protobuf import duration_pb2
@@ -25,11 +25,9 @@ _ROLES = {
 }
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 _PROMPTS = ("tokens", "text", "chat")
-_TOOL_CHOICES = {
-    "auto": runner_pb2.TOOL_CHOICE_UNSPECIFIED,
-    "none": runner_pb2.TOOL_CHOICE_NONE,
-    "required": runner_pb2.TOOL_CHOICE_REQUIRED,
-}
+_TOOL_CHOICES = {"none": runner_pb2.TOOL_CHOICE_NONE, "required": runner_pb2.TOOL_CHOICE_REQUIRED}
+# What sets fields of `answer_parts`.
+_OF_ANSWERS = ("tools", "tool_choice", "parallel_tool_calls", "answer_parts")
 
 
 class ConstraintSettings(TypedDict, total=False):
@@ -177,9 +175,8 @@ def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
         raise TypeError(f"an item has no setting {name}: it has {', '.join(TextSettings.__annotations__)}")
     try:
         if name in _OF_ANSWERS:
-            _OF_ANSWERS[name](made, value)
-            return
-        if name == "timeout":
+            name, value = "answer_parts", _answer_parts(name, value)
+        elif name == "timeout":
             value = _timeout(value)
         elif name == "constraint" and isinstance(value, Mapping):
             value = _constraint(value)
@@ -192,33 +189,20 @@ def _set(made: runner_pb2.ExecuteItem, name: str, value: Any) -> None:
         raise type(error)(f"{name} cannot be {value!r:.80}: {error}") from None
 
 
-def _set_tools(made: runner_pb2.ExecuteItem, value: Any) -> None:
-    made.answer_parts.tools_json = json.dumps(value) if value else ""
-
-
-def _set_tool_choice(made: runner_pb2.ExecuteItem, value: Any) -> None:
-    if value is None or value in _TOOL_CHOICES:
-        made.answer_parts.tool_choice = _TOOL_CHOICES[value or "auto"]
-    else:
-        made.answer_parts.tool_choice, made.answer_parts.function = runner_pb2.TOOL_CHOICE_REQUIRED, value
-
-
-def _set_parallel(made: runner_pb2.ExecuteItem, value: Any) -> None:
-    made.answer_parts.single_call = not value
-
-
-def _set_answer_parts(made: runner_pb2.ExecuteItem, value: Any) -> None:
-    if value:
-        made.answer_parts.MergeFrom(runner_pb2.AnswerParts() if value is True else value)
-
-
-# What sets fields of `answer_parts`.
-_OF_ANSWERS: Mapping[str, Callable[[runner_pb2.ExecuteItem, Any], None]] = {
-    "tools": _set_tools,
-    "tool_choice": _set_tool_choice,
-    "parallel_tool_calls": _set_parallel,
-    "answer_parts": _set_answer_parts,
-}
+def _answer_parts(name: str, value: Any) -> runner_pb2.AnswerParts | None:
+    """What one of `_OF_ANSWERS` says. None: nothing, and texts are not divided for it."""
+    if name == "tools":
+        return runner_pb2.AnswerParts(tools_json=json.dumps(value)) if value else None
+    if name == "parallel_tool_calls":
+        return runner_pb2.AnswerParts(single_call=True) if value is False else None
+    if name == "answer_parts":
+        return runner_pb2.AnswerParts() if value is True else value or None
+    if value in (None, "auto"):
+        return None
+    choice = _TOOL_CHOICES.get(value)
+    if choice is not None:
+        return runner_pb2.AnswerParts(tool_choice=choice)
+    return runner_pb2.AnswerParts(tool_choice=runner_pb2.TOOL_CHOICE_REQUIRED, function=value)
 
 
 def _timeout(value: Any) -> Any:

@@ -26,7 +26,7 @@ _SOFTMAX, _SIGMOID = 1, 2
 _CORRECTION = "exp_probs_b.bias"
 # Of MiniCPM, if its file does not say it.
 _MINICPM_EMBEDDING, _MINICPM_DEPTH, _MINICPM_WIDTH = 12.0, 1.4, 256.0
-_OLMO_PERIOD = 4
+_OLMO_PERIOD, _GEMMA_PERIOD = 4, 6
 
 
 def of_architecture(
@@ -108,11 +108,7 @@ def _gemma(
     if layers == largest and isinstance(heads, int) and heads > 0:
         found["query_pre_attn_scalar"] = settings["hidden_size"] // heads
     if name == "gemma3":
-        pattern = own.get("attention.sliding_window_pattern", 6)
-        if isinstance(pattern, list):
-            found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
-        else:
-            found["sliding_window_pattern"] = pattern
+        found["layer_types"] = _sliding(own, layers, _GEMMA_PERIOD)
         found["rope_local_base_freq"] = own.get("rope.freq_base_swa", 10_000.0)
     return found
 

@@ -75,7 +75,7 @@ def names_of(family: Family) -> Names:
     modules = _attention(family) | _norms(family) | _gated_mlp(family, family.mlp, "")
     whole = {"attn_sinks.weight": "self_attn.sinks"} if family.sinks else {}
     if family.sigmoid_routing and family.experts is not None:
-        whole["exp_probs_b.bias"] = f"{family.experts.router}.e_score_correction_bias"
+        whole["exp_probs_b.bias"] = family.experts.correction
     match family.recurrent:
         case "short_conv":
             modules |= {ours: f"conv.{theirs}" for ours, theirs in _SHORT_CONV.items()}

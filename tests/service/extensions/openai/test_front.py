@@ -124,7 +124,6 @@ async def serving(
     front = config.of(OpenAiSettings).open_extension(config)
     front.attach(
         GatewayParts(
-            admin=None,
             state=state,
             api=SimpleNamespace(Forward=forward, BatchForward=None),  # type: ignore[arg-type]
             runner=RunnerApi(executions, router, state, embedder),
