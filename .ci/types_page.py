@@ -142,25 +142,20 @@ def table(found: Mapping[str, Found]) -> str:
     by_kind: dict[str, list[str]] = defaultdict(list)
     by_reason: dict[str, list[str]] = defaultdict(list)
     for model_type, (kind, why) in found.items():
-        if kind == NOT_TRIED:
-            by_reason[
-                "not tried: no tiny model of it was made, or the library runs it on other inputs only"
-            ].append(model_type)
-        elif kind == REFUSED:
-            by_reason[_short(why, model_type)].append(model_type)
-        else:
-            by_kind[kind].append(model_type)
+        (by_reason[_short(why, model_type)] if kind == REFUSED else by_kind[kind]).append(model_type)
+    not_tried = by_kind.pop(NOT_TRIED, [])
     served = sum(map(len, by_kind.values()))
     lines = [
         f"Of the {len(found)} types of transformers {transformers.__version__}, {served} are served:",
         "",
-        "| how | types |",
-        "|---|---|",
         *(
-            f"| {kind} | {', '.join(by_kind[kind])} |"
+            f"- **{kind}**: {', '.join(by_kind[kind])}"
             for kind in (NATIVE, PACKED, ONE_BY_ONE, WITH_STATE)
             if by_kind[kind]
         ),
+        "",
+        "**Not tried**, as no tiny model of them was made, or as the library runs them on other inputs only: "
+        + ", ".join(not_tried),
         "",
         "| not served, and why | types |",
         "|---|---|",
