@@ -73,9 +73,13 @@ class InvalidArgument(QuireError, code="INVALID_ARGUMENT"):
         self.reason = reason
         self.field = field
 
+    def at(self, field: str) -> InvalidArgument:
+        """The same failure of a field with this path, as the caller knows it."""
+        return InvalidArgument(self.reason, field, self.message)
+
     def nested_in(self, prefix: str) -> InvalidArgument:
         """The same failure with the field's path as seen from the enclosing message."""
-        return InvalidArgument(self.reason, f"{prefix}.{self.field}", self.message)
+        return self.at(f"{prefix}.{self.field}")
 
 
 def too_many(field: str, limit: int) -> InvalidArgument:
@@ -194,6 +198,10 @@ class SequenceTooLong(QuireError, code="OUT_OF_RANGE", reason="SEQUENCE_TOO_LONG
         super().__init__(message, wanted_tokens=wanted, kv_capacity_tokens=limit)
         if field:
             self.metadata["field"] = field
+
+    def at(self, field: str) -> SequenceTooLong:
+        """As `InvalidArgument.at`."""
+        return SequenceTooLong(self.wanted, self.limit, field)
 
 
 class TruncateBeyondEnd(QuireError, code="OUT_OF_RANGE", reason="TRUNCATE_BEYOND_END"):

@@ -153,6 +153,8 @@ def write(
                 else (pack[0].shape, pack[0].torch_dtype)
             )
             buffer = torch.empty(shape, dtype=dtype, device=broadcasts.device)
+            # All ones are NaN in each dtype: gloo takes a broadcast of fewer bytes for a whole one.
+            buffer.reshape(-1).view(torch.uint8).fill_(0xFF)
             broadcasts.receive(buffer)
             file.write(buffer.cpu().reshape(-1).view(torch.uint8).numpy().data)
             received += buffer.nbytes

@@ -56,7 +56,7 @@ def check_verify_rows(request: executor_pb2.ForwardVerifyRequest, limits: Reques
                 check_choice(row.mask, request.output.sampling, limits)
         except InvalidArgument as error:
             field = f"rows[{index}]{error.field.removeprefix('output')}"
-            raise InvalidArgument(error.reason, field, error.message) from None
+            raise error.at(field) from None
         drawn = [request.token_ids[at] for at, parent in enumerate(parents, start=1) if parent == index]
         if row.HasField("draft") != (is_speculative and bool(drawn)):
             text = "must be given for each token that has a child, and only with VERIFY_ACCEPT_SPECULATIVE"

@@ -7,7 +7,7 @@ its function's schema. That needs no format of the model's own, and no support b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from service.api.server_state import ServerState
 from service.errors import InvalidArgument, NoTokenizer
 from service.text.bounded_json import tools_of
 from service.text.output_formats import FORCED, OutputFormats, ReasoningFormat, formats_of
-from service.text.output_parser import MAX_CALLS, OutputParser
+from service.text.output_parser import MAX_CALLS, OutputParser, is_name
 from service.text.text_model import TextModel
 
 TOOLS = "chat.tools_json"
@@ -27,6 +27,9 @@ _Schema = Mapping[str, Any]
 _NO_ARGUMENTS: _Schema = {"properties": {}}
 # Keywords whose schemas are true of the value that the schema around them is true of.
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"})
+# Keywords whose values have schemas under names of the caller's, and those whose values are none.
+_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_NO_SCHEMAS = frozenset({"const", "enum", "default", "examples", "required", "type"})
 _NOT_CLOSED = _COMBINING | {"$ref", "additionalProperties", "unevaluatedProperties", "patternProperties"}
 
 
@@ -121,6 +124,8 @@ def reading_of(
     asked = item.answer_parts
     tools = _schemas(item)
     choice = asked.tool_choice
+    if choice not in runner_pb2.ToolChoice.values():
+        raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts.tool_choice", "is not known")
     if asked.function and (choice != runner_pb2.TOOL_CHOICE_REQUIRED or asked.function not in tools):
         message = "is none of the tools" if choice == runner_pb2.TOOL_CHOICE_REQUIRED else "is not required"
         raise InvalidArgument("BAD_TOOL_CHOICE", "answer_parts.function", f"the function {message}")
@@ -227,8 +232,11 @@ def _schema_of_calls(tools: Mapping[str, _Schema], max_calls: int) -> str:
     try:
         for index, (name, parameters) in enumerate(tools.items()):
             place = f"#/$defs/{index}"
+            if not is_name(name):
+                message = "a function that has to be called has a name of letters, digits and _.:-"
+                raise InvalidArgument("BAD_CHAT", TOOLS, message)
             own = _moved(_closed(parameters or _NO_ARGUMENTS), place)
-            definitions[str(index)] = {"type": "object", **own}
+            definitions[str(index)] = {**own, "type": "object"}
             properties = {"name": {"const": name}, "arguments": {"$ref": place}}
             required = ["name", "arguments"]
             calls.append(
@@ -239,9 +247,13 @@ def _schema_of_calls(tools: Mapping[str, _Schema], max_calls: int) -> str:
                     "additionalProperties": False,
                 }
             )
-        return json.dumps(schema, ensure_ascii=False)
+        text = json.dumps(schema, ensure_ascii=False)
+        text.encode()
     except RecursionError:
         raise InvalidArgument("BAD_CHAT", TOOLS, "tools_json is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise InvalidArgument("BAD_CHAT", TOOLS, "tools_json has an unpaired surrogate") from None
+    return text
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -250,9 +262,13 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(each, place) for name, each in schema.items() if name != "$schema"}
+    if "$id" in schema:
+        # It stays the root of what refers to its parts.
+        return {name: each for name, each in schema.items() if name != "$schema"}
+    moved = _changed(schema, lambda each: _moved(each, place))
+    moved.pop("$schema", None)
     reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
+    if isinstance(reference, str) and (reference + "/").startswith("#/"):
         moved["$ref"] = place + reference[1:]
     return moved
 
@@ -266,8 +282,19 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: _closed(each) for name, each in schema.items() if name not in _COMBINING}
+    closed = _changed(schema, _closed)
     closed |= {name: each for name, each in schema.items() if name in _COMBINING}
     if isinstance(schema.get("properties"), dict) and not _NOT_CLOSED & schema.keys():
         closed["additionalProperties"] = False
     return closed
+
+
+def _changed(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A schema with each schema in it changed, and nothing else that looks like one."""
+    changed: dict[str, Any] = {}
+    for name, each in schema.items():
+        if name in _BY_NAME and isinstance(each, dict):
+            changed[name] = {key: change(one) for key, one in each.items()}
+        else:
+            changed[name] = each if name in _NO_SCHEMAS else change(each)
+    return changed

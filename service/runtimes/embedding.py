@@ -133,11 +133,11 @@ def _of_input(error: QuireError, request: runner_pb2.EmbedRequest, index: int) -
     kind = request.inputs[index].WhichOneof("input") or "tokens"
     of_input = f"inputs[{index}].{kind}"
     if isinstance(error, SequenceTooLong):
-        return SequenceTooLong(error.wanted, error.limit, of_input)
+        return error.at(of_input)
     if isinstance(error, InvalidArgument):
         field = _ITEM.sub("", error.field)
         is_shared = field in ("adapter_id", "cache_salt", "priority")
         if not is_shared:
             field = f"{of_input}.token_ids{field}" if kind == "tokens" else of_input
-        return InvalidArgument(error.reason, field, error.message)
+        return error.at(field)
     return error

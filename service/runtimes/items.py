@@ -138,7 +138,7 @@ def check_output(output: types_pb2.OutputOptions, limits: RequestLimits, rows: i
     except InvalidArgument as error:
         field = error.field.removeprefix("output.")
         field = f"constraint.{field}" if field.startswith("mask") else field
-        raise InvalidArgument(error.reason, field, error.message) from None
+        raise error.at(field) from None
 
 
 def check_choice(output: types_pb2.OutputOptions, limits: RequestLimits, field: str) -> None:

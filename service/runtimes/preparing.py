@@ -239,7 +239,7 @@ class ItemPreparer:
             # The error names the field that the caller sent.
             kind = item.WhichOneof("prompt")
             where = f"{kind}.{error.field}" if kind in ("tokens", "cache") else str(kind)
-            raise InvalidArgument(error.reason, where, error.message) from None
+            raise error.at(where) from None
         return array("I", prompt), reading
 
     async def _matcher(
@@ -255,7 +255,7 @@ class ItemPreparer:
             if reading is None or not reading.is_forced:
                 raise
             # It is made of the schemas of the tools.
-            raise InvalidArgument(error.reason, TOOLS, error.message) from None
+            raise error.at(TOOLS) from None
 
     async def _stop_ids(self, item: runner_pb2.ExecuteItem) -> Mapping[int, str]:
         """The stop texts that are one special token, by its id: it never becomes text."""

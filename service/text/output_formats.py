@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from service.setting_rules import AUTO
+
 _Format = TypeVar("_Format", "ToolFormat", "ReasoningFormat")
 # Of everything between the arguments of calls: names and markers.
 MAX_HEAD_CHARACTERS = 512
@@ -185,9 +187,6 @@ REASONING_FORMATS = (
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("think", "<think>", "</think>", after="\n\n"),
 )
-
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,11 @@ _MESSAGE = "<|message|>"
 _RECIPIENT = re.compile(r"to=(?:functions\.)?(?P<name>[\w.\-]+)")
 
 
+def is_name(text: str) -> bool:
+    """Whether a function may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
 class _NoCall(Exception):
     """What was read is no call, and none of it was returned."""
 
@@ -369,7 +374,7 @@ class OutputParser:
 
     def _begin(self, form: ToolFormat, name: str, given_id: str = "", *, is_marked: bool = True) -> None:
         """A call begins. Raises _NoCall if it is none."""
-        if not _NAME.fullmatch(name) or self.num_calls >= MAX_CALLS:
+        if not is_name(name) or self.num_calls >= MAX_CALLS:
             raise _NoCall
         if not is_marked and name not in self._tools:
             raise _NoCall

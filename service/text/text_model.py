@@ -107,14 +107,14 @@ class TextModel:
         # The template has written the special tokens.
         return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field="chat")
 
-    async def encode_pair(self, query: str, document: str, *, max_tokens: int, field: str) -> Sequence[int]:
+    async def encode_pair(self, query: str, document: str, *, max_tokens: int) -> Sequence[int]:
         """The tokens of a query and a document, as the template of a cross-encoder has them. As `encode`."""
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         try:
             text = await self._templates.render(self._ready().chat_template, messages, tenant=self._tenant())
         except TemplateError as error:
-            raise InvalidArgument("BAD_CHAT", field, str(error)) from None
-        return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False, field=field)
+            raise InvalidArgument("BAD_CHAT", "text", str(error)) from None
+        return await self.encode(text, max_tokens=max_tokens, add_special_tokens=False)
 
     async def constraint(
         self, kind: str, grammar: str, end_ids: frozenset[int], vocab_size: int

@@ -32,6 +32,15 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
+def test_on_a_gpu_recurrent_layers_are_left_to_the_library(tmp_path: Path) -> None:
+    model_type, settings = settings_of("falcon_h1")
+    directory = make_family_model(tmp_path, model_type, {**settings, "head_dim": 64})
+    assert choose_backend(directory, "auto").backend == "native"
+    choice = choose_backend(directory, "auto", on_cuda=True)
+    reason = "model_type: falcon_h1 has no native code on a CUDA device"
+    assert (choice.backend, choice.reason) == ("transformers", reason)
+
+
 @pytest.mark.parametrize(("head_dim", "backend"), [(32, "transformers"), (64, "native")])
 def test_on_a_gpu_a_head_width_without_kernels_is_left_to_the_library(
     tmp_path: Path, head_dim: int, backend: str

@@ -274,6 +274,7 @@ HOSTILE: list[tuple[str, Callable[[Tensors], None], str]] = [
     (NESTED, changed("weight.nested_absmax", set_first(float("inf"))), "nested_absmax is not finite"),
     (NESTED, changed("weight.nested_quant_map", lambda codes: codes[:255]), r"must have \[256\]"),
     (NESTED, changed(STATE, saying(nested_offset="3")), "nested_offset: must be a number, got '3'"),
+    (NESTED, changed(STATE, saying(nested_offset=10**400)), "nested_offset: must be a number, got"),
     (NESTED, changed(STATE, saying(nested_offset=3e38)), r"absmax is not finite|too large"),
     (NESTED, changed(STATE, saying(nested_blocksize=True)), "nested_blocksize: must be a positive integer"),
     ("llm.int8", changed("SCB", lambda scales: scales[1:]), r"SCB has shape \[95\], but must have \[96\]"),

@@ -15,7 +15,7 @@ and `usage` and `pages_available` of its table. `base` has the API for callers i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.batch import HistoryOf, captured_rows, output_specs, pack, sampling_rows, score_targets
+from workers.batch import HistoryOf, captured_rows, output_specs, pack, sampling_rows
 from workers.decodes import (
     ARRIVED_NS,
     BATCH_ITEMS,
@@ -36,10 +36,10 @@ from workers.decodes import (
     Decodes,
     Mask,
 )
-from workers.distribution import apply_drafts, sampled_logprobs
+from workers.distribution import apply_drafts
 from workers.executors.errors import ExecutorError, KvMissing, NoTrees
 from workers.executors.info import ExecutorStatus, StepCounts
-from workers.extra_samples import draw_extra_samples
+from workers.executors.step_results import accepted_drafts, draws_of, row_outputs, scores_of, without_failed
 from workers.kv.sequence import KvSequence
 from workers.kv.states import StateSlots
 from workers.kv.table import KvTable
@@ -47,7 +47,7 @@ from workers.kv.tensors import KvTensors
 from workers.models.capture import RowCapture
 from workers.operations import Accept, Chunk, Forward, Kind, OutputSpec, RowOutput
 from workers.prefix_wait import PrefixWaits
-from workers.row_outputs import TokenScores, add_captured, add_means, build_outputs, score_tokens
+from workers.row_outputs import add_captured, add_means
 from workers.runners.base import After, LaunchedStep, Runner, StepResult, raise_if_lost
 from workers.runners.eager import EagerRunner
 from workers.sampling import SamplingError, SamplingRow
@@ -361,7 +361,7 @@ class Engine:
             if not all(spec.is_token_only for spec in step.decodes.kinds):
                 with step.launched.logits() as logits:
                     rows = sampling_rows((), step.decodes, self._history_of)
-                    outputs = _row_outputs(logits, chosen, rows, step.decodes.outputs)
+                    outputs = row_outputs(logits, chosen, rows, step.decodes.outputs)
         except Exception as error:
             self._step_ends(0)
             raise_if_lost(error)
@@ -397,7 +397,7 @@ class Engine:
             capture = captured_rows(specs) if specs else None
             result = self.runner.step(inputs, rows, capture)
             if result.failed:
-                good = _without_failed(chunks, decodes, result, rows, specs, capture)
+                good = without_failed(chunks, decodes, result, rows, specs, capture)
                 return self._commit(*good, capture, items)
             return self._commit(chunks, decodes, result, rows, specs, capture, items)
         except Exception as error:
@@ -422,11 +422,11 @@ class Engine:
         first, chosen, outputs = decodes.size, result.chosen, list[RowOutput]()
         if specs:
             chosen = apply_drafts(result.logits, chosen, rows)
-            outputs = _row_outputs(result.logits, chosen, rows, specs)
+            outputs = row_outputs(result.logits, chosen, rows, specs)
             if capture is not None:
                 add_captured(outputs, specs, capture, self._num_experts)
-        scores = _scores(chunks, result.logits[first:]) if chunks else {}
-        draws = _draws(chunks, result.logits[first:], rows[first:]) if chunks else {}
+        scores = scores_of(chunks, result.logits[first:]) if chunks else {}
+        draws = draws_of(chunks, result.logits[first:], rows[first:]) if chunks else {}
         # The last operation that may fail: it overwrites KV that a second attempt would need.
         paths = self._keep_paths(chunks, outputs[first:]) if chunks else {}
         on_host = chosen.cpu().numpy()[:first]
@@ -542,7 +542,7 @@ class Engine:
         if forward.parents:
             kept = len(forward.kept_path)
         else:
-            kept = len(forward.token_ids) if forward.accept is Accept.ALL else 1 + _accepted_drafts(forward)
+            kept = len(forward.token_ids) if forward.accept is Accept.ALL else 1 + accepted_drafts(forward)
         if kept < len(forward.token_ids):
             self.kv_table.truncate(forward.kv, forward.position + kept)
         if forward.ephemeral:
@@ -622,93 +622,3 @@ class Engine:
         if known is None:
             raise KvMissing(f"sequence {sequence} is not known")
         return known
-
-
-def _row_outputs(
-    logits: torch.Tensor, chosen: torch.Tensor, rows: Sequence[SamplingRow], specs: Sequence[OutputSpec]
-) -> list[RowOutput]:
-    """What the specs request of each row, without what is captured of the model."""
-    outputs = build_outputs(logits, chosen, specs)
-    tokens = [output.token_id for output in outputs]
-    for row, logprob in sampled_logprobs(logits, tokens, rows, specs).items():
-        outputs[row].sampled_logprob = logprob
-    return outputs
-
-
-def _without_failed(
-    chunks: Sequence[Chunk],
-    decodes: Decodes,
-    result: StepResult,
-    rows: Sequence[SamplingRow],
-    specs: Sequence[OutputSpec],
-    capture: RowCapture | None,
-) -> tuple[list[Chunk], Decodes, StepResult, list[SamplingRow], list[OutputSpec]]:
-    """A step's data without what has a failed row. Sets the `failure` of forwards, and those of decodes."""
-    first, failed = decodes.size, result.failed
-    decodes.failures = {row: error for row, error in failed.items() if row < first}
-    kept = [row for row in range(first) if row not in failed]
-    is_kept = np.array([row not in failed for row in range(first)], np.bool_)
-    good: list[Chunk] = []
-    for chunk in chunks:
-        own = range(first, first + chunk.rows)
-        chunk.forward.failure = next((failed[row] for row in own if row in failed), None)
-        if chunk.forward.failure is None:
-            good.append(chunk)
-            kept += own
-        first += chunk.rows
-    if capture is not None:
-        capture.keep(kept)
-    hidden = None if result.hidden is None else result.hidden[kept]
-    left = StepResult(result.logits[kept], result.chosen[kept], hidden=hidden)
-    return (
-        good,
-        decodes.take(is_kept),
-        left,
-        [rows[row] for row in kept],
-        [specs[row] for row in kept if specs],
-    )
-
-
-def _scores(chunks: Sequence[Chunk], logits: torch.Tensor) -> dict[Forward, tuple[list[int], TokenScores]]:
-    """By forward: the indexes of the tokens that its chunk's rows score, and the scores."""
-    found: dict[Forward, tuple[list[int], TokenScores]] = {}
-    first = 0
-    for chunk in chunks:
-        indexes, rows = score_targets(chunk) if chunk.forward.scored else ([], [])
-        if indexes:
-            targets = torch.tensor([chunk.forward.token_ids[index] for index in indexes])
-            # Usually the rows are contiguous: slicing does not copy them.
-            is_contiguous = rows[-1] - rows[0] + 1 == len(rows) and not chunk.forward.parents
-            picked = slice(first + rows[0], first + rows[-1] + 1)
-            scores = score_tokens(
-                logits[picked] if is_contiguous else logits[[first + row for row in rows]], targets
-            )
-            found[chunk.forward] = indexes, scores
-        first += chunk.rows
-    return found
-
-
-def _draws(
-    chunks: Sequence[Chunk], logits: torch.Tensor, rows: Sequence[SamplingRow]
-) -> dict[Forward, Iterator[tuple[int, list[RowOutput]]]]:
-    """By forward: the iterator that draws its extra samples, if the chunk has the last row."""
-    draws: dict[Forward, Iterator[tuple[int, list[RowOutput]]]] = {}
-    last = -1
-    for chunk in chunks:
-        forward = chunk.forward
-        last += chunk.rows
-        if forward.sample_seeds and chunk.output_rows:
-            # A copy: the next step writes to the memory of the logits.
-            row = logits[last].to(torch.float32, copy=True)
-            draws[chunk.forward] = draw_extra_samples(row, rows[last], forward.sample_seeds, forward.output)
-    return draws
-
-
-def _accepted_drafts(forward: Forward) -> int:
-    """The number of drafts before the first that differs from the token chosen before it."""
-    accepted = 0
-    for draft, output in zip(forward.token_ids[1:], forward.outputs, strict=False):
-        if draft != output.token_id:
-            break
-        accepted += 1
-    return accepted

@@ -15,8 +15,9 @@ from kernels.stacked_weight import StackedWeight
 from kernels.weight import Weight
 from kernels.weight_formats import WeightFormat, check_cut, new_weight
 from workers import huge_pages
+from workers.models.adapted import Layer
 from workers.models.config import ModelConfig
-from workers.models.decoder import Decoder, Layer
+from workers.models.decoder import Decoder
 from workers.models.errors import UnsupportedError
 from workers.models.experts import ExpertBiases, Experts, WithSharedExpert
 from workers.models.family import ExpertNames

@@ -262,7 +262,7 @@ def nemotron_settings(settings: Mapping[str, object]) -> Mapping[str, object]:
         "mamba_expand": 1,
         "mamba_d_ssm": inner,
         "layer_types": [_OLD_TYPES.get(str(one), one) for one in listed],
-        "num_experts": settings["n_routed_experts"],
+        "num_experts": settings.get("num_local_experts", settings["n_routed_experts"]),
         "num_local_experts": None,
         "shared_expert_intermediate_size": settings["moe_shared_expert_intermediate_size"],
         "mlp_only_layers": [index for index, kind in enumerate(listed) if kind != EXPERTS],

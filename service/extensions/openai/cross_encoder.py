@@ -76,14 +76,10 @@ class CrossEncoder:
         query, document = (request.inputs[index].text for index in pair)
         limits, field = self._state.limits, f"inputs[{pair[1]}].text"
         try:
-            tokens = await self._text.encode_pair(
-                query, document, max_tokens=limits.max_seq_tokens, field=field
-            )
+            tokens = await self._text.encode_pair(query, document, max_tokens=limits.max_seq_tokens)
             validation.check_tokens(tokens, limits)
-        except SequenceTooLong as error:
-            raise SequenceTooLong(error.wanted, error.limit, field) from None
-        except InvalidArgument as error:
-            raise InvalidArgument(error.reason, field, error.message) from None
+        except (InvalidArgument, SequenceTooLong) as error:
+            raise error.at(field) from None
         return executor_pb2.ForwardRequest(
             token_ids=tokens,
             output=types_pb2.OutputOptions(logprob_token_ids=ids),

@@ -80,10 +80,8 @@ class EmbeddingHandler:
                 else:
                     found = (await self.embedder.embed(request.embed, context)).embeddings
                     scores = (_cosine(found[one], found[other]) for one, other in request.pairs)
-            except InvalidArgument as error:
-                raise InvalidArgument(error.reason, _param(error.field, request), error.message) from None
-            except SequenceTooLong as error:
-                raise SequenceTooLong(error.wanted, error.limit, _param(error.field, request)) from None
+            except (InvalidArgument, SequenceTooLong) as error:
+                raise error.at(_param(error.field, request)) from None
             body = ResponseBody(send, [JSON])
             await body.write(request.answer(found, scores))
             await body.end()

@@ -93,7 +93,7 @@ class CompletionHandler:
             await self._answer(completion_request, scope, send)
         except InvalidArgument as error:
             field = param_of(error.field, *completion_request.tables)
-            raise InvalidArgument(error.reason, field, error.message) from None
+            raise error.at(field) from None
 
     async def _answer(self, completion_request: CompletionRequest, scope: Scope, send: Send) -> None:
         """Runs the request as an execution, and sends its response. Raises QuireError."""

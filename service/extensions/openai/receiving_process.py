@@ -56,7 +56,8 @@ class ReceivingProcess:
         try:
             # There may be a hundred thousand tensors.
             stdin.write(await asyncio.to_thread(_line, command))
-            await stdin.drain()
+            async with asyncio.timeout(wait_s):
+                await stdin.drain()
             while True:
                 async with asyncio.timeout(wait_s):
                     line = await stdout.readline()

@@ -94,7 +94,7 @@ class Tokens:
             return list(await self.text.encode_chat(chat, max_tokens=most))
         except InvalidArgument as error:
             field = param_of(error.field, *request.tables)
-            raise InvalidArgument(error.reason, field, error.message) from None
+            raise error.at(field) from None
 
     async def _model(self, fields: Fields) -> ResolvedModel:
         await self.state.first_worker(None)

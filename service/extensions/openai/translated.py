@@ -31,7 +31,7 @@ def as_chat(
         first, dot, rest = error.field.partition(".")
         name, bracket, index = first.partition("[")
         place = names.get(name, name) + bracket + index + dot + rest
-        raise InvalidArgument(error.reason, place, error.message) from None
+        raise error.at(place) from None
     given = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
     given["tables"] = tuple(
         tuple(dataclasses.replace(one, name=names.get(one.name, one.name)) for one in table)

@@ -296,7 +296,8 @@ RECURRENT: dict[str, Family] = {
             "layer_types layers_block_type hybrid_override_pattern layer_norm_epsilon mamba_num_heads"
             " mamba_head_dim mamba_hidden_act ssm_state_size n_groups conv_kernel use_conv_bias use_bias"
             " time_step_min mamba_n_groups mamba_d_conv mamba_conv_bias mamba_dt_min sliding_window"
-            " n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size"
+            " n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size"
+            " moe_shared_expert_intermediate_size"
             " moe_latent_size norm_topk_prob routed_scaling_factor n_group topk_group"
         ),
         qkv_bias=False,

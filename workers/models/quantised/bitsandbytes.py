@@ -35,6 +35,8 @@ _MAX_STATE_BYTES = 4096
 _BLOCKS = tuple(1 << power for power in range(5, 13))
 _MAX_DIMENSION = 1 << 24
 _LEVELS, _NESTED_LEVELS = 16, 256
+# More than a float32 has; longer integers become no float.
+_MAX_OFFSET = 1e39
 # Versions have computed the table in different ways, all in float32.
 _TABLE_TOLERANCE = 1e-6
 
@@ -171,7 +173,7 @@ def _read_state(entry: TensorEntry, kind: str) -> _State:
         raise _wrong(entry.file, where, f"shape: a row must have a multiple of {GROUP_INPUTS}", sizes[1])
     if nested is not None and (type(nested) is not int or not 0 < nested < _MAX_DIMENSION):
         raise _wrong(entry.file, where, "nested_blocksize: must be a positive integer", nested)
-    if not isinstance(offset, int | float):
+    if not isinstance(offset, int | float) or abs(offset) > _MAX_OFFSET:
         raise _wrong(entry.file, where, "nested_offset: must be a number", offset)
     if said.get("quant_type") != kind:
         raise _wrong(entry.file, where, f"quant_type: must be {kind}", said.get("quant_type"))

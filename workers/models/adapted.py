@@ -1,0 +1,160 @@
+"""What adapters add to a decoder: which projections may have them, their slots, and steering vectors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+import torch
+
+from kernels.lora import row_slots
+from kernels.lora_pairs import MAX_RANK
+from kernels.weight import Weight
+from workers.models.config import ModelConfig
+from workers.models.layers import ForwardContext, Sublayer
+from workers.models.lora import (
+    BaseMatrix,
+    ExpertProjection,
+    ExpertStack,
+    LoraWeights,
+    PackedLora,
+    Projection,
+    pack_lora,
+)
+from workers.models.shard import Shard
+from workers.models.steering import SteeringTable, pack_steering
+
+Layer = tuple[Sublayer, ...]
+"""Attention or what is in its place, and then the MLP or experts; or one of them alone."""
+
+
+class Adapted:
+    """The base of `Decoder`, which has the layers. See `Model` for the methods."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Weight
+    lm_head: Weight
+    layers: list[Layer]
+    _shard: Shard
+
+    def __init__(self) -> None:
+        self.max_lora_slots = 0
+        self._steering = SteeringTable(0)
+        # Until there are slots, adapters of any rank that kernels take can be packed.
+        self._max_lora_rank = MAX_RANK
+
+    def _compile(self) -> None:
+        """Called when there are other slots than before."""
+        raise NotImplementedError
+
+    def lora_modules(self) -> dict[str, tuple[int, int]]:
+        """The numbers of outputs and inputs of each module that may have an adapter, by its name."""
+        return {
+            prefix + name: shape
+            for prefix, projection in self._projections()
+            for name, shape in projection.modules()
+        }
+
+    def lora_stacks(self) -> dict[str, ExpertStack]:
+        """See `Model.lora_stacks`."""
+        stacks = {}
+        for prefix, projection in self._projections():
+            if isinstance(projection, ExpertProjection):
+                stacks[prefix + projection.name] = projection.stack(prefix)
+            elif projection.parameter is not None:
+                (name,) = projection.parts
+                stacks[prefix + projection.parameter] = ExpertStack(((prefix + name,),))
+        return stacks
+
+    def base_matrices(self) -> dict[str, BaseMatrix]:
+        """The embedding and the head; none in a group, where a rank has a part of them."""
+        if self._shard.group is not None:
+            return {}
+
+        def rows(matrix: Weight, which: range) -> torch.Tensor:
+            return matrix.rows(torch.tensor(which, device=self.device))
+
+        shape = self.config.vocab_size, self.config.hidden_size
+        named = {"model.embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
+        return {name: BaseMatrix(shape, partial(rows, matrix)) for name, matrix in named.items()}
+
+    @property
+    def takes_dora(self) -> bool:
+        """See `Model.takes_dora`. A rank has not all of a row, and a GPU no kernel."""
+        return self.device.type == "cpu" and self._shard.group is None
+
+    @property
+    def steering_shape(self) -> tuple[int, int] | None:
+        """See `Model.steering_shape`. Graphs on a GPU have no place for vectors that come and go."""
+        if self.device.type != "cpu" or self._shard.group is not None:
+            return None
+        return len(self.layers), self.config.hidden_size
+
+    def lora_slot_bytes(self, max_rank: int) -> int:
+        """See `Model.lora_slot_bytes`."""
+        return sum(projection.lora_slot_bytes(max_rank) for _, projection in self._projections())
+
+    def allocate_lora(self, slots: int, max_rank: int) -> None:
+        """Make empty slots for adapters of ranks up to `max_rank`. Between two forwards, on their thread.
+
+        Once, after the parameters are packed. Without an effect if memory runs out.
+        """
+        try:
+            for _, projection in self._projections():
+                projection.allocate_lora(slots, max_rank)
+        except torch.OutOfMemoryError:
+            for _, projection in self._projections():
+                projection.allocate_lora(0, max_rank)
+            raise
+        self.max_lora_slots, self._max_lora_rank = slots, max_rank
+        self._steering = SteeringTable(slots)
+        self._compile()
+
+    def pack_lora(
+        self, weights: LoraWeights, steering: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> PackedLora:
+        """Convert an adapter for `set_lora`. On any thread. Raises ValueError; see `workers.models.lora`."""
+        on_cpu = self.device.type == "cpu"
+        packed = pack_lora(weights, self._projections(), self._max_lora_rank, self.dtype, pack=on_cpu)
+        if any(pair.magnitude is not None for pair in weights.values()):
+            packed = replace(packed, made_for=weakref.ref(self))
+        vectors = pack_steering(steering, self.steering_shape, self.dtype)
+        if vectors is None:
+            return packed
+        return replace(packed, bytes=packed.bytes + vectors.nbytes, steering=vectors)
+
+    def set_lora(self, slot: int, packed: PackedLora | None) -> None:
+        """Replace the adapter of a slot; None: it is empty then. On the thread of `forward`.
+
+        Args:
+            slot: From 0 to `max_lora_slots` - 1.
+            packed: From `pack_lora`. It may be in several slots.
+        """
+        if not 0 <= slot < self.max_lora_slots:
+            raise IndexError(f"slot: must be from 0 to {self.max_lora_slots - 1}, got {slot}")
+        projections = self._projections()
+        added = [None] * len(projections) if packed is None else packed.projections
+        for (_, projection), pairs in zip(projections, added, strict=True):
+            assert projection.lora is not None
+            projection.lora.set(slot, pairs)  # type: ignore[arg-type]  # what its `pairs_of` has made
+        self._steering.set(slot, None if packed is None else packed.steering)
+
+    def _projections(self) -> list[tuple[str, Projection]]:
+        """Those that may have adapters, with what the names of their modules begin with."""
+        return [
+            (f"model.layers.{index}.{name}", projection)
+            for index, layer in enumerate(self.layers)
+            for sublayer in layer
+            for name, projection in sublayer.body.projections()
+        ]
+
+    def _with_slots(self, context: ForwardContext, slots: torch.Tensor) -> ForwardContext:
+        """The context of rows with adapters. `slots`: [T]."""
+        wanted = slots.index_select(0, context.inputs.wanted_rows)  # [R]
+        of_rows, of_wanted = (row_slots(each, self.max_lora_slots) for each in (slots, wanted))
+        return replace(context, lora_slots=of_rows, wanted_lora_slots=of_wanted)
