@@ -71,7 +71,6 @@ LOADS = "takes half a minute each; tests/client/cli/load/test_command.py runs th
 COMMANDS = {
     "make serve": SERVES,
     ".venv/bin/quire serve": SERVES,
-    "make setup && .venv/bin/quire serve": SERVES,
     "quire serve": SERVES,
     "make help": "prints the comments of the Makefile",
     "make test": "runs this test",
