@@ -139,8 +139,8 @@ class Config:
 
     model: str = setting(
         SHIPPED_MODEL,
-        "the model to serve: adder and storyteller are shipped, paged-attention has no weights, and a model of"
-        " the hub is downloaded unless it is cached",
+        "the model to serve: adder and storyteller are shipped, paged-attention has no weights, and a model"
+        " of the hub is downloaded unless it is cached",
         # Checked with the others: on other hosts it can be a directory that this one does not have.
         Text(lambda _: True, f"must be {MODELS}"),
         group="model",
