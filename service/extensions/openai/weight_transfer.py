@@ -211,8 +211,8 @@ class WeightTransfer:
             if upload is None or not self._files:
                 raise LoadFailed("no weights were received since /start_weight_update")
             index = json.dumps({"metadata": {}, "weight_map": self._files})
-            await complete(asyncio.to_thread((upload.directory / _INDEX).write_text, index))
-            await self._closing.aclose()
+            async with self._closing:
+                await complete(asyncio.to_thread((upload.directory / _INDEX).write_text, index))
             progress: list[admin_pb2.LoadWeightsResponse] = []
             request = admin_pb2.LoadWeightsRequest(
                 source=upload.source, previous_caches=_PREVIOUS_CACHES[self._pause]
