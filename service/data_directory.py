@@ -112,7 +112,7 @@ def check_gateways(directory: Path | None, gateways: int) -> None:
     if found is None and has_journal(directory):
         found = "1"
     if found is not None and found != str(gateways):
-        allowed = f"the caches in {directory} are of --gateways {found}; keep it, or choose another data_dir"
+        allowed = f"the caches in {directory} are of {found}; keep that number, or choose another data_dir"
         raise ConfigError("gateways", "", gateways, allowed)
 
 
