@@ -6,7 +6,6 @@ rank, in place of `workers.follower`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +45,7 @@ def start_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def started(command: Sequence[str], **named: Any) -> ForkedRank:
         command = ["tests.workers.graph_ranks" if part == "workers.follower" else part for part in command]
-        env = (named.pop("env", None) or os.environ) | {"TRITON_INTERPRET": "1"}
-        return ForkedRank(command, **named, env=env)
+        return ForkedRank(command, **named, TRITON_INTERPRET="1")
 
     monkeypatch.setattr(rank_processes, "subprocess", SimpleNamespace(Popen=started))
 
