@@ -139,9 +139,8 @@ class Config:
 
     model: str = setting(
         SHIPPED_MODEL,
-        "the model to serve: adder, storyteller (both shipped), paged-attention (without weights), a"
-        " Hugging Face model directory, a GGUF file, or ORG/NAME on the Hugging Face hub, cached or"
-        " downloaded; ORG/NAME:Q4_K_M is its GGUF file of that name",
+        "the model to serve: adder and storyteller are shipped, paged-attention has no weights, and a model"
+        " of the hub is downloaded unless it is cached",
         # Checked with the others: on other hosts it can be a directory that this one does not have.
         Text(lambda _: True, f"must be {MODELS}"),
         group="model",

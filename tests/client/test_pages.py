@@ -60,6 +60,7 @@ PYTHON_AND_TOML = {
     "STEERING_VECTOR": "tests/workers/test_steering.py writes such a directory",
     "Tell me a story": "tests/client/test_storyteller.py runs it, and the consoles of all pages",
     "get_weather": "tests/client/test_storyteller.py runs it",
+    "dist.broadcast": "tests/e2e/test_weight_transfer.py runs it",
     "import subprocess\nimport ray": "needs Ray; the command is that of tests/e2e/test_remote_workers.py",
 }
 # Beginnings of commands for a shell.
@@ -70,7 +71,6 @@ LOADS = "takes half a minute each; tests/client/cli/load/test_command.py runs th
 COMMANDS = {
     "make serve": SERVES,
     ".venv/bin/quire serve": SERVES,
-    "make setup && .venv/bin/quire serve": SERVES,
     "quire serve": SERVES,
     "make help": "prints the comments of the Makefile",
     "make test": "runs this test",

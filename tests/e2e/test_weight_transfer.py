@@ -137,7 +137,22 @@ def test_a_trainer_that_never_comes_is_waited_for_so_long(gateway: HttpGateway) 
     assert (status, answer["error"]["code"]) == (400, "load_failed")
 
 
-@pytest.mark.parametrize("kind", ["missing", "other", "large"])
+def test_a_disk_that_fails_at_the_end_is_said(
+    server: tuple[HttpGateway, Path], gateway: HttpGateway, models: list[Path]
+) -> None:
+    """Before, it was an internal error."""
+    before = described(gateway)
+    with joined(address_of(gateway)) as trainer:
+        trainer.call("/start_weight_update")
+        trainer.update(weights_of(models[1]))
+        (written,) = server[1].glob("weight-uploads/**/0.safetensors")
+        (written.parent / "model.safetensors.index.json").mkdir()
+        assert trainer.call("/finish_weight_update")["code"] == "storage_unavailable"
+    assert kept(server[1]) == []
+    assert described(gateway) == before
+
+
+@pytest.mark.parametrize("kind", ["missing", "other", "large", "shorter than announced"])
 def test_weights_that_cannot_be_served_are_refused(
     gateway: HttpGateway, models: list[Path], kind: str
 ) -> None:
@@ -149,6 +164,8 @@ def test_weights_that_cannot_be_served_are_refused(
         # Twice the bytes of the served ones are allowed, and a megabyte.
         weights["more"] = torch.zeros(sum(each.nbytes for each in weights.values()) // 2 + (1 << 18))
     with joined(address_of(gateway)) as trainer:
+        if kind == "shorter than announced":
+            trainer.cut = 4
         answer = trainer.push(weights)
     assert answer["code"] == ("bad_weights" if kind == "large" else "load_failed")
     assert described(gateway) == before

@@ -283,6 +283,20 @@ def test_what_others_can_reach_needs_tls_or_a_word(name: str, address: str, tmp_
     assert load_config(parse(flag, address), {"QUIRE_INSECURE": "on"}).insecure == "on"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("openai_logprobs_mode", "processed_logprobs"),
+        ("openai_routed_experts", "npy"),
+        ("openai_weight_transfer", "gloo"),
+    ],
+)
+def test_settings_of_openais_port_need_the_port(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} = .* is refused: needs openai_listen$"):
+        load_config({name: value}, {})
+    load_config({name: value, "openai_listen": "127.0.0.1:0"}, {})
+
+
 def test_tls_by_halves_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "pem"
     file.touch()

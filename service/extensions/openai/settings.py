@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
-from service.config import Config, ExtensionSettings
+from service.config import Config, Conflict, ExtensionSettings
 from service.setting_rules import HOST_PORT_ADDRESS
 from service.settings import Port, setting
 
@@ -39,6 +40,12 @@ class OpenAiSettings(ExtensionSettings):
         " server: by gloo between CPUs, or by nccl",
         ("none", "gloo", "nccl"),
     )
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:  # noqa: ARG002
+        """What changes the answers of a port that is not open."""
+        for each in fields(self):
+            if not self.openai_listen and getattr(self, each.name) != each.default:
+                yield (each.name,), "needs openai_listen"
 
     def open_extension(self, config: Config) -> Any:  # noqa: ARG002
         """None without an address to listen on."""

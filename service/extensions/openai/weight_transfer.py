@@ -172,8 +172,8 @@ class WeightTransfer:
             upload, self._upload = self._upload, None
             if upload is None or not self._files:
                 raise LoadFailed("no weights were received since /start_weight_update")
-            await complete(asyncio.to_thread(_write_index, upload.directory / _INDEX, self._files))
-            await self._closing.aclose()
+            async with self._closing:
+                await complete(asyncio.to_thread(_write_index, upload.directory / _INDEX, self._files))
             progress: list[admin_pb2.LoadWeightsResponse] = []
             request = admin_pb2.LoadWeightsRequest(
                 source=upload.source, previous_caches=_PREVIOUS_CACHES[self._pause]
