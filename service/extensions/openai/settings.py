@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from service.config import Config, Conflict, ExtensionSettings
+from service.config import Config, ExtensionSettings
 from service.setting_rules import HOST_PORT_ADDRESS
-from service.settings import Port, setting
+from service.settings import Conflict, Port, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
