@@ -42,7 +42,7 @@ class Core:
     """Owner of all parts of one shard.
 
     Attributes:
-        runner: What runs whole texts on its caches. Set by the gateway, if the shard is not its first one.
+        runner: What runs whole texts on its caches. Set by the gateway.
     """
 
     runner: RunnerApi

@@ -111,8 +111,7 @@ class Gateway:
         self.stopping = asyncio.Event()
         self.text = TextModel(lambda: self.state.first_ready, current_tenant_name)
         others = next((one.runtimes for one in extensions if one.runtimes is not None), None)
-        self.runner = self._new_runner(self.core, others)
-        self.router = self.runner.router
+        self.runner = self.core.runner = self._new_runner(self.core, others)
         observing = [one.calls for one in extensions if one.calls is not None]
         self._interceptor = CallInterceptor(self.state, self.authenticator, observing)
         self._admin = None
@@ -142,6 +141,7 @@ class Gateway:
         core = Core(self.config, opened, self._tenant_of, self.extensions, worker_port=self._worker_port)
         core.count_with(self.core)
         core.runner = self._new_runner(core)
+        core.runner.router.on_end = self.runner.router.on_end
         return core
 
     def _new_admin(self, read_runtimes: Callable[[str], Awaitable[int]] | None) -> AdminApi:
@@ -155,7 +155,7 @@ class Gateway:
             core.caches.adapters_in_use,
             stop_all or self.stop,
             lambda: [core.restarts, *(shard.restarts for shard in further())],
-            self.router,
+            self.runner.router,
             read_runtimes,
             core.weight_uploads,
         )
@@ -243,7 +243,7 @@ class Gateway:
 
     async def finish(self) -> None:
         """Called when nothing runs any more, before `close`."""
-        await self.router.close()
+        await self.runner.router.close()
         for extension in self.extensions:
             await extension.finish()
 

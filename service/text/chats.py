@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,25 +117,23 @@ def _with_single_calls(messages: _Messages) -> _Messages:
     The template of gpt-oss leaves further calls out, and fails where there are thoughts beside a content.
     """
     made: list[Mapping[str, Any]] = []
-    # Those that the next results answer.
-    unanswered: list[Mapping[str, Any]] = []
+    # Those that the next results answer, by the ids of their calls.
+    unanswered: dict[str, deque[Mapping[str, Any]]] = {}
     for message in messages:
-        if message["role"] == "tool":
-            of_id = [
-                each for each in unanswered if each["tool_calls"][0]["id"] == message.get("tool_call_id")
-            ]
-            made += of_id[:1]
-            unanswered = [each for each in unanswered if each not in of_id[:1]]
-        else:
-            made, unanswered = [*made, *unanswered], []
+        if message["role"] != "tool":
+            made += itertools.chain(*unanswered.values())
+            unanswered = {}
+        elif of_id := unanswered.get(message.get("tool_call_id", "")):
+            made.append(of_id.popleft())
         calls = message.get("tool_calls", ())
         for number, call in enumerate(calls):
             texts = [message.get("thinking"), message.get("content")] if not number else []
             text = "\n".join(filter(None, texts))
-            unanswered.append({"role": message["role"], "content": text, "tool_calls": [call]})
+            own = {"role": message["role"], "content": text, "tool_calls": [call]}
+            unanswered.setdefault(call["id"], deque()).append(own)
         if not calls:
             made.append(message)
-    return [*made, *unanswered]
+    return [*made, *itertools.chain(*unanswered.values())]
 
 
 def _described(tools: Sequence[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -22,6 +23,7 @@ from service.errors import QueueFull
 from service.extensions.gateways.member import Member
 from service.extensions.gateways.one_host import Place
 from service.extensions.metrics.figures import TIMES_S, Appends, Calls, Distribution, Totals
+from service.runtimes.execution import State
 from service.shard import Shard, open_own_journal, open_shard
 from tests.service.metrics_server import MetricsServer, serving
 from tests.service.served import become_ready
@@ -198,6 +200,8 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(tmp_path: Pat
             (slot,) = shard.versions.slots
             shard.versions.starts[slot.index] += 1
             slot.snapshot.counts.steps = 5
+            shard.runner.executions._open[State.RUNNING][Mock(is_done=False)] = None
+            shard.runner.router.on_end("local", 1.0)
             shard.versions.changed()
         expected = {"num_preemptions": 4.0, "replayed_tokens": 2.0, "worker_starts": 2.0, "steps": 10.0}
         for shards in (2, 1):
@@ -207,6 +211,10 @@ async def test_all_shards_are_counted_also_one_that_was_given_back(tmp_path: Pat
                 for name in expected
             }
             assert found == expected, shards
+            assert samples["quire_executions_running", frozenset()] == shards
+            ended = "quire_e2e_request_latency_seconds_count", frozenset({("runtime", "local")})
+            assert samples[ended] == 2
             member.shards.cores.clear()
         running.close()
+        gateway.core.runner.executions._open[State.RUNNING].clear()
         assert not further.caches.index.anonymous.caches, "its tenants do not hold them here"

@@ -140,7 +140,7 @@ class QuireCollector(Collector):
         if state.connections is not None and state.connections.count is not None:
             connections[("grpc",)] = state.connections.count
         states = _one_hot(executor_pb2.ServerState, "SERVER_STATE_", state.state)
-        stall_s, unfinished = state.watch.longest_stretch_s, self._of.runner.executions.num_unfinished
+        stall_s = state.watch.longest_stretch_s
         yield _gauge("quire_state", "1 for the current state.", states, "state")
         yield _gauge("quire_weights_version", "Number of the served weights.", home.versions.serving.number)
         in_flight = sum(one.operations_in_flight for one in caches)
@@ -148,7 +148,8 @@ class QuireCollector(Collector):
         yield _gauge("quire_caches", "Caches.", sum(map(len, caches)))
         yield _gauge("quire_operations_in_flight", "Operations in all.", in_flight)
         yield _gauge("quire_operations_parked", "Those that wait for a worker or pages.", parked)
-        yield _gauge("quire_executions_running", "Executions with unfinished samples.", unfinished)
+        running = sum(shard.runner.executions.num_unfinished for shard in self._of.shards())
+        yield _gauge("quire_executions_running", "Executions with unfinished samples.", running)
         yield _gauge("quire_sessions", "Open Sessions and other streams.", state.receiver.streams)
         yield _gauge("quire_connections", "Open connections.", connections, "port")
         yield _gauge("quire_arriving_requests", "Requests that have not arrived.", state.receiver.arriving)
