@@ -127,6 +127,23 @@ def test_a_kept_generation_on_another_gateway_is_resumed_and_cancelled(server: S
     assert not runners[0].CancelExecution(cancel, timeout=60).cancelled
 
 
+def test_a_generation_on_another_gateway_ends_if_nobody_reads_it(tmp_path: Path) -> None:
+    """Before, it went on, and its tokens filled the memory of the gateway that the caller had reached."""
+    with SeveralGateways(2, tmp_path, ["--message-timeout-s", "1"]) as server:
+        home, other = server.channels()
+        text = Text(Stub(home), TOKENS)
+        item = text.item(30_000)
+        item.top_logprobs = 100
+        call = runner_pb2_grpc.ModelRunnerServiceStub(other).Execute(
+            runner_pb2.ExecuteRequest(items=[item]), timeout=120
+        )
+        next(iter(call))
+        server.wait_until(lambda: any(each["event"] == "call cancelled" for each in server.records()))
+        (cache,) = Stub(home).ListCaches(executor_pb2.ListCachesRequest()).kv_caches
+        assert cache.seq_len < item.max_tokens
+        assert refused(lambda: list(call)) == "SLOW_CONSUMER"
+
+
 def test_what_is_all_or_nothing_is_refused_over_both(stubs: list[Stub]) -> None:
     caches = [new_cache(stub) for stub in stubs]
     forks = [executor_pb2.ForkSource(cache_id=cache, count=1) for cache in caches]

@@ -7,7 +7,6 @@ A call is forwarded once at most: if ownership has just changed, the caller retr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -214,11 +213,10 @@ class Forwarding:
         timeout_s, metadata = context.time_remaining(), context.invocation_metadata()
         self.in_flight += 1
         try:
-            responses = self._peers.execute(address, request, timeout_s, metadata)
-            async with contextlib.aclosing(responses):
-                async for response in responses:
+            async with self._peers.executing(address, request, timeout_s, metadata) as call:
+                async for response in call:
                     # A caller that does not take it in time gets nothing more, and its call ends.
-                    await write_in_time(context.write(response), self._config.message_timeout_s, lambda: None)
+                    await write_in_time(context.write(response), self._config.message_timeout_s, call.cancel)
         finally:
             self.in_flight -= 1
 

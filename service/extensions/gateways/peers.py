@@ -106,20 +106,20 @@ class Peers:
         async with self._calling(address, method, request, response) as start:
             return await start(request, timeout=timeout_s, metadata=self.passed_on(metadata))
 
-    async def execute(
+    @contextlib.asynccontextmanager
+    async def executing(
         self,
         address: str,
         request: runner_pb2.ExecuteRequest,
         timeout_s: float | None,
         metadata: Metadata,
-    ) -> AsyncGenerator[runner_pb2.ExecuteResponse]:
-        """The responses of a gateway to an Execute. Closing it ends the call. Raises as `call` does."""
+    ) -> AsyncGenerator[Any]:
+        """An Execute of a gateway: grpc's call, whose responses come with `async for`. Raises as `call`."""
         response = runner_pb2.ExecuteResponse
         async with self._calling(address, _EXECUTE, request, response) as start:
             call = start(request, timeout=timeout_s, metadata=self.passed_on(metadata))
             try:
-                async for each in call:
-                    yield each
+                yield call
             finally:
                 call.cancel()
 

@@ -65,7 +65,7 @@ def test_unpaired_surrogates_are_refused() -> None:
 
 def test_an_unknown_choice_is_refused() -> None:
     asked = runner_pb2.AnswerParts()
-    asked.tool_choice = 99  # type: ignore[assignment]  # as a newer client may send it
+    asked.tool_choice = 99  # type: ignore[assignment]  # of a newer client
     with pytest.raises(InvalidArgument) as refused:
         reading_of(runner_pb2.ExecuteItem(answer_parts=asked), OutputFormats(None))
     assert (refused.value.reason, refused.value.field) == ("BAD_TOOL_CHOICE", "answer_parts.tool_choice")
