@@ -25,7 +25,7 @@ class SeveralGateways(GatewayProcess):
     def __init__(self, count: int, data_dir: Path, flags: Sequence[str] = ()) -> None:
         own = ("--gateways", str(count), "--data-dir", str(data_dir))
         super().__init__(model="paged-attention", workers=count, flags=[*own, *flags])
-        self.count = count
+        self.count, self.data_dir = count, data_dir
 
     def wait_until_ready(self) -> executor_pb2.GetStatusResponse:
         """Waits until each gateway has its worker."""
@@ -39,13 +39,16 @@ class SeveralGateways(GatewayProcess):
         }
 
     def gateways(self) -> list[psutil.Process]:
-        """Their processes, forked from one of ours; also those of other servers of this process."""
-        found = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
+        """Their processes, which are forked from one that all tests share, by shard."""
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if "service.extensions.gateways.process" in process.cmdline():
-                    found.append(process)
-        return found
+                    for shard in range(self.count):
+                        if has_open(process, self.data_dir / "shards" / str(shard)):
+                            found[shard] = process
+        assert len(found) == self.count
+        return [found[shard] for shard in range(self.count)]
 
     def stubs(self) -> list[Stub]:
         """One for each of `channels`."""
@@ -61,6 +64,10 @@ class SeveralGateways(GatewayProcess):
             (worker,) = Stub(channel).GetStatus(executor_pb2.GetStatusRequest(), timeout=10).workers
             found.setdefault(int(worker.worker_id.removeprefix("worker-")), channel)
         return [found[shard] for shard in range(self.count)]
+
+
+def has_open(process: psutil.Process, directory: Path) -> bool:
+    return any(Path(file.path).is_relative_to(directory) for file in process.open_files())
 
 
 class Text:

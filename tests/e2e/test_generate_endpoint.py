@@ -221,7 +221,7 @@ def test_what_ends_a_sample(gateway: HttpGateway, client: Client) -> None:
     ("settings", "fields", "status", "code", "param"),
     [
         ({}, {"token_ids": [1, 300]}, 400, "token_out_of_vocab", "token_ids[1]"),
-        ({}, {"token_ids": [1] * (CONTEXT + 1)}, 400, "context_length_exceeded", None),
+        ({}, {"token_ids": [1] * (CONTEXT + 1)}, 400, "context_length_exceeded", "token_ids"),
         ({"temperature": 200}, {}, 400, "bad_sampling", "sampling_params.temperature"),
         ({"logit_bias": {"300": 1}}, {}, 400, "token_out_of_vocab", "sampling_params.logit_bias[300]"),
         ({"allowed_token_ids": [300]}, {}, 400, "token_out_of_vocab", "sampling_params.allowed_token_ids"),

@@ -42,7 +42,7 @@ def test_any_sequence_of_operations_matches_transformers(model_type: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("model_type", "backend"), [("granitemoehybrid", "native"), ("falcon_h1", "transformers")]
+    ("model_type", "backend"), [("granitemoehybrid", "native"), ("olmo_hybrid", "transformers")]
 )
 def test_a_cache_after_cuts_and_a_kill_is_as_if_nothing_had_been_lost(
     model_type: str, backend: str, tmp_path: Path

@@ -24,7 +24,7 @@ GROUP = 32
 # What products and experts need of the library.
 SOURCES = (
     *("experts.cpp", "linear.cpp", "packed_product.cpp", "amx_product.cpp", "grouped_product.cpp"),
-    *("float8_product.cpp", "gated_activation.cpp", "threads.cpp"),
+    *("float8_product.cpp", "gated_activation.cpp", "lora.cpp", "threads.cpp"),
 )
 
 

@@ -64,13 +64,15 @@ MISTAKES = {
         [f"{_ATTENTION}long_trees-{dtype}-None]" for dtype in ("fp32", "bf16")],
     ),
     "a row of another token": of_experts(
-        "experts.cpp", "groups.pairs[place] / a.choices;", "groups.pairs[place] % a.tokens;"
+        "experts.cpp",
+        "const int64_t token = groups.pairs[place] / a.choices;",
+        "const int64_t token = groups.pairs[place] % a.tokens;",
     ),
     "a second tile is the first": of_experts(
         "packed_product.cpp", "sums + row * stride, stride,", "sums, stride,"
     ),
     "the inputs are those of other rows": of_adapters(
-        "lora.cpp", "x_ + rows_[place + i] * x_stride_", "x_ + (place + i) * x_stride_"
+        "lora.cpp", "x_ + (places_.x == nullptr ? rows_[place] :", "x_ + (places_.x == nullptr ? place :"
     ),
     "a group has several slots": of_adapters("lora.cpp", "groups.back().slot != slot || ", ""),
 }

@@ -83,12 +83,13 @@ def plain_kv(device: str) -> KvTensors:
 
 
 def as_on_a_gpu(decoder: Decoder) -> Decoder:
-    """Also what is only so there: experts in one tensor, and products that are fused without measuring."""
+    """Also what is only so there: experts in one tensor, without adapters; products fused unmeasured."""
     if INTERPRETED:
         decoder.fuse_few_rows(FirstTiles(lambda _: 0.0))
         for layer in decoder.layers:
             if isinstance(layer[-1].body, Experts):
                 body: Any = layer[-1].body
+                body.projections = lambda: iter(())
                 body.gate_up, body.down = (
                     torch.stack([weight.plain for weight in weights]) for weights in (body.gate_up, body.down)
                 )
