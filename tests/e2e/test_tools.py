@@ -158,7 +158,8 @@ def test_what_cannot_be(gateway: HttpGateway, client: quire.Client) -> None:
         with pytest.raises(quire.InvalidRequest) as refused:
             client.execute(question, **settings).answers()
         assert (refused.value.reason, refused.value.violations[0][0]) == ("BAD_TOOL_CHOICE", field)
-    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}]
+    schema = {"properties": {"a": {"type": "nothing"}}}
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(quire.InvalidRequest) as refused:
         client.execute(question, tools=wrong, tool_choice="required").answers()
     assert (refused.value.reason, refused.value.violations[0][0]) == ("BAD_CONSTRAINT", "chat.tools_json")
