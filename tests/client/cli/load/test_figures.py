@@ -1,4 +1,4 @@
-"""Figures against what a plain computation says, their noise, comparisons and pages."""
+"""Figures against what a plain computation says, their noise and comparisons."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import re
 import statistics
 from array import array
 from pathlib import Path
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from quire.cli.load.compare import changes
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.measuring import CUT_OFF, UNFINISHED, ProcessLoad, Record
-from quire.cli.load.report import page
 from quire.cli.load.run_spec import Bounds
 from quire.cli.load.server_watch import Reading
 from quire.cli.load.verdict import remarks
@@ -113,8 +111,6 @@ def test_figures_are_those_of_a_plain_computation(seed: int, count: int) -> None
     assert requests["begun"] == sum(v for k, v in requests.items() if k != "begun")
     assert sum(found["errors"].values()) == requests["failed"]
     assert {UNFINISHED, CUT_OFF}.isdisjoint(found["errors"])
-    histogram = found["histograms"]["tbt_ms"]
-    assert sum(histogram["counts"]) == len(gaps) if gaps else histogram is None
 
 
 def reading(at_s: float, steps: int, items: int, epoch: int = 1, used: int = 25) -> Reading:
@@ -151,7 +147,6 @@ def test_a_run_without_anything_has_figures_too() -> None:
     assert found["goodput"]["share"] is None
     said = remarks(found, max_lateness_ms=10, is_open=True, is_local=True)
     assert [remark.who for remark in said] == ["note"]
-    assert "nothing was measured" in page(document(found))
 
 
 def test_a_busy_client_process_is_named() -> None:
@@ -241,10 +236,3 @@ def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["load", "--compare", str(path), str(path)]) == 2
     assert str(path) in capsys.readouterr().err
     assert main(["load", "--compare", str(path), str(tmp_path / "none")]) == 2
-
-
-def test_the_page_escapes_what_it_names_and_needs_nothing_else() -> None:
-    text = page(document(run_of(1), model="<script>alert(1)</script>"))
-    assert text.count("<svg") == text.count("</svg>") >= 6
-    assert "<script" not in text and "&lt;script&gt;" in text
-    assert not re.search("src=|href=", text) and "nan" not in text.lower()

@@ -26,7 +26,6 @@ from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
 from quire.cli.load.processes import ClientProcesses
 from quire.cli.load.progress import ProgressLine
-from quire.cli.load.report import page
 from quire.cli.load.run_spec import RunSpec
 from quire.cli.load.server_watch import ServerWatch
 from quire.cli.load.summary import pace_words, print_summary
@@ -44,10 +43,9 @@ def load(options: argparse.Namespace) -> int:
         print_comparison(*(Path(name) for name in options.compare))
         return 0
     spec = RunSpec.of(options)
-    for path in (spec.out, spec.report):
+    if spec.out is not None:
         # Detect an unwritable file before the run.
-        if path is not None:
-            path.touch()
+        spec.out.touch()
     with connected(options) as client:
         info, request = when_ready(client, client.model_info), executor_pb2.GetCapabilitiesRequest()
         capabilities = client.stub.GetCapabilities(
@@ -108,8 +106,6 @@ async def _main(
     print_summary(document)
     if spec.out is not None:
         spec.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if spec.report is not None:
-        spec.report.write_text(page(document), encoding="utf-8")
     is_whole = not interrupts.stopped.is_set()
     return 0 if is_whole and all(run["requests"]["done"] for run in runs) else 1
 

@@ -25,7 +25,6 @@ from quire.cli.load.server_watch import Reading, batch, server_figures
 Figures = dict[str, Any]
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_HISTOGRAM_CLASSES = 44
 _MAX_POINTS = 60
 _MIN_SLICE_S = 0.5
 
@@ -52,8 +51,6 @@ def figures(measured: Measured, bounds: Bounds) -> Figures:
     counted = measured.counted
     errors = Counter(record.error for record in counted if record.error)
     unfinished, cut_off = errors.pop(UNFINISHED, 0), errors.pop(CUT_OFF, 0)
-    ttft = _Values.of(counted, _to_first)
-    tbt = _Values.of(counted, _gaps)
     return {
         "window_s": measured.end_s - measured.begin_s,
         "requests": {
@@ -64,8 +61,8 @@ def figures(measured: Measured, bounds: Bounds) -> Figures:
             "cut_off": cut_off,
         },
         "errors": dict(errors.most_common()),
-        "ttft_ms": latency(ttft, slices),
-        "tbt_ms": latency(tbt, slices),
+        "ttft_ms": latency(_Values.of(counted, _to_first), slices),
+        "tbt_ms": latency(_Values.of(counted, _gaps), slices),
         "tpot_ms": latency(_Values.of(counted, _time_per_token), slices),
         "e2e_ms": latency(_Values.of(counted, _whole), slices),
         "throughput": _throughput(measured.records, slices),
@@ -80,7 +77,6 @@ def figures(measured: Measured, bounds: Bounds) -> Figures:
             )
         },
         "series": _series(measured),
-        "histograms": {"ttft_ms": _histogram(ttft.values_s), "tbt_ms": _histogram(tbt.values_s)},
     }
 
 
@@ -251,15 +247,3 @@ def _series(measured: Measured) -> Figures:
         "client": client,
         "server": server,
     }
-
-
-def _histogram(values_s: Floats) -> Figures | None:
-    """A histogram whose class bounds grow by a constant factor, in milliseconds."""
-    if not len(values_s):
-        return None
-    # If all values are nearly equal, the classes must not be finer than the clock.
-    low = max(values_s.min(), 1e-6)
-    high = max(values_s.max() * 1.001, low * 1.5)
-    edges = np.geomspace(low, high, _HISTOGRAM_CLASSES + 1)
-    counts, _ = np.histogram(np.maximum(values_s, low), edges)
-    return {"edges_ms": (edges * 1e3).tolist(), "counts": counts.tolist()}
