@@ -62,7 +62,7 @@ def test_every_mode_runs_what_was_asked_and_leaves_nothing(
     assert run["ttft_ms"]["count"] == run["e2e_ms"]["count"] == requests["done"]
     # Execute may bring several tokens in a message.
     assert 0 < run["tbt_ms"]["count"] <= 4 * requests["done"]
-    assert run["e2e_ms"]["max"]["value"] >= run["ttft_ms"]["max"]["value"] > 0
+    assert run["e2e_ms"]["max"] >= run["ttft_ms"]["max"] > 0
     assert run["server"]["steps"] > 0 and run["server"]["mean_batch"] >= 1
     assert len(run["client"]["processes"]) == 2
     gateway.wait_until(lambda: gateway.status().caches == 0)
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_it_with_the_report_of_what_there_is(gateway: GatewayProcess
     assert process.returncode == 1 and "Traceback" not in complaints
     [found] = json.loads(out.read_text())["runs"]
     assert found["interrupted"] and found["ttft_ms"]["count"] > 0
-    assert found["throughput"]["output_tokens_per_s"]["value"] > 0
+    assert found["throughput"]["output_tokens_per_s"] > 0
     assert "interrupted" in printed
     gateway.wait_until(lambda: gateway.status().caches == 0)
 

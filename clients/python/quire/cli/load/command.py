@@ -16,12 +16,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from quire._enums import name_of
 from quire.cli.connecting import CONTROL_TIMEOUT_S, connected, converting_failures, when_ready
-from quire.cli.load.compare import FORMAT, print_comparison
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
 from quire.cli.load.processes import ClientProcesses
@@ -34,14 +32,13 @@ from quire.v1 import executor_pb2, types_pb2
 
 # The delay between sending the start time to all processes and the start.
 _START_DELAY_S = 0.2
+# That of the file of results.
+_FORMAT = "quire-load-1"
 _LOCAL = ("127.", "localhost", "[::1]", "unix:")
 
 
 def load(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status. Raises CommandFailed and OSError."""
-    if options.compare:
-        print_comparison(*(Path(name) for name in options.compare))
-        return 0
     spec = RunSpec.of(options)
     if spec.out is not None:
         # Detect an unwritable file before the run.
@@ -102,7 +99,7 @@ async def _main(
                 plan = dataclasses.replace(plan, pace=pace, run_id=secrets.token_hex(8))
                 runs.append(await _run(spec, plan, clients, interrupts.stopped))
         interrupts.is_running = False
-    document = {"format": FORMAT, "about": _about(spec, plan, info, capabilities), "runs": _rounded(runs)}
+    document = {"format": _FORMAT, "about": _about(spec, plan, info, capabilities), "runs": _rounded(runs)}
     print_summary(document)
     if spec.out is not None:
         spec.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
