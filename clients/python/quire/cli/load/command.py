@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quire._enums import name_of
-from quire.cli.connecting import CONTROL_TIMEOUT_S, connected, converting_failures, when_ready
+from quire.cli.connecting import connected, converting_failures, when_ready
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
 from quire.cli.load.processes import ClientProcesses
@@ -44,10 +44,7 @@ def load(options: argparse.Namespace) -> int:
         # Detect an unwritable file before the run.
         spec.out.touch()
     with connected(options) as client:
-        info, request = when_ready(client, client.model_info), executor_pb2.GetCapabilitiesRequest()
-        capabilities = client.stub.GetCapabilities(
-            request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata
-        )
+        info, capabilities = when_ready(client, client.model_info), client.capabilities()
     try:
         with converting_failures(options), _without_interrupts():
             return asyncio.run(_main(spec, info, capabilities))
