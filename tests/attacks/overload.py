@@ -62,7 +62,7 @@ def _serve() -> GatewayProcess:
 
 
 def _done_per_s(found: dict[str, Any]) -> float:
-    return float(found["throughput"]["requests_per_s"]["value"])
+    return float(found["throughput"]["requests_per_s"])
 
 
 def _capacity(scene: Scene) -> None:

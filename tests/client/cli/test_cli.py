@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import grpc
 import pytest
 from quire.cli import connecting
 from quire.cli.main import main
-from quire.cli.status import _COLUMNS, Reading, render
+from quire.cli.status import _COLUMNS, render
 from quire.v1 import executor_pb2, types_pb2
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -284,8 +284,8 @@ def test_a_certificate_is_not_left_out_without_tls(flag: str, capsys: pytest.Cap
         ("status --target=", "--target: '' is refused: must be HOST:PORT"),
         ("status --target h:99999", "--target: 'h:99999' is refused: must have a port up to 65535"),
         ("status --target [::1]:65536", "is refused: must have a port up to 65535"),
-        ("status --watch nan", "--watch: 'nan' is refused: must be a number of seconds above 0"),
-        ("status --watch 0", "--watch: '0' is refused: must be a number of seconds above 0"),
+        ("top --interval nan", "--interval: 'nan' is refused: must be a number of seconds above 0"),
+        ("top --interval 0", "--interval: '0' is refused: must be a number of seconds above 0"),
         ("generate", "quire generate: error: "),
         ("generate x --tokens 1", "quire generate: error: "),
         ("generate --tokens -1", "quire generate: error: "),
@@ -405,21 +405,19 @@ def test_status_counts_the_adapters_in_memory_if_there_are_any(
     assert "LoRA" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_a_table_fits_the_terminal_and_cuts_nothing(width: int, watched: bool) -> None:
+def test_a_table_fits_the_terminal_and_cuts_nothing(width: int) -> None:
     status = executor_pb2.GetStatusResponse()
     for index in range(2):
         worker = status.workers.add(worker_id=f"worker-{index}", pid=104_711, state=1 + index)
         worker.pool.pages_total, worker.memory_bytes = 16_384, 1 << 30
     console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
-        console.print(render(Reading(status, 1.0), Reading(status, 0.0) if watched else None))
+        console.print(render(status, {}))
     _, header, starting, ready = capture.get().splitlines()[-4:]
     assert max(map(len, (header, starting, ready))) <= width
     assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()
-    kept = ["worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch"]
-    kept += ["tokens/s"] if watched else ["pid", "memory"]
+    kept = ["worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch", "pid", "memory"]
     assert all(name in header for name in kept)
     assert "starting 0%" in starting and "ready" in ready and "16384" in ready
     assert ("prefill ms" in header) == (width == 200)
@@ -430,29 +428,6 @@ def split(row: str) -> list[str]:
     for name in ("prefill ms", "decode ms", "300.0 MiB"):
         row = row.replace(name, name.replace(" ", "\0"))
     return [cell.replace("\0", " ") for cell in row.split()]
-
-
-def test_watch_shows_rates_until_interrupted(target: str, executor: FakeExecutor) -> None:
-    with run("status", "--watch", "0.5", "--target", target) as process:
-        assert process.stdout is not None
-        rows = [line for line in iter_lines(process, until=12) if line.startswith("worker-0")]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
-        _, error = process.communicate()
-    assert error == ""
-    assert len(rows) == 2
-    tokens_s, prefills_s, decodes_s, steps_s = (float(cell) for cell in rows[1].split()[-4:])
-    # 1000 tokens, 10 prefills, 100 decodes and 50 steps are done from one reading to the next.
-    assert tokens_s == pytest.approx(100 * prefills_s, rel=0.01)
-    assert tokens_s == pytest.approx(10 * decodes_s, rel=0.01)
-    assert tokens_s == pytest.approx(20 * steps_s, rel=0.01)
-    assert 0 < tokens_s <= 2000
-
-
-def iter_lines(process: subprocess.Popen[str], until: int) -> Iterator[str]:
-    assert process.stdout is not None
-    for _ in range(until):
-        yield process.stdout.readline()
 
 
 def test_an_interrupted_generate_leaves_nothing(target: str, executor: FakeExecutor) -> None:
@@ -499,7 +474,7 @@ def test_what_a_server_sends_does_not_move_the_terminal(
 def test_a_status_does_not_move_the_terminal_either(capsys: pytest.CaptureFixture[str]) -> None:
     status = executor_pb2.GetStatusResponse(version=ATTACK)
     status.workers.add(worker_id=ATTACK).executor.device = ATTACK
-    Console(width=500).print(render(Reading(status, 0.0), None))
+    Console(width=500).print(render(status, {}))
     out = capsys.readouterr().out
     assert out.replace("\n", "").isprintable() and out.count("[bold]") == 3, "markup is shown, too"
 

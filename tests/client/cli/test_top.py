@@ -21,8 +21,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from quire.cli import top
 from quire.cli.main import main
-from quire.cli.status import Reading
-from quire.cli.top_view import frame
+from quire.cli.top_view import Reading, frame
 from quire.v1 import executor_pb2 as pb
 from quire.v1 import types_pb2
 from rich.console import Console

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-from collections.abc import Iterator
 
 from quire import Client
 from quire.cli.connecting import CONTROL_TIMEOUT_S, connected
 from quire.cli.terminal import CommandFailed, WrongUsage, escaped
 from quire.v1 import executor_pb2, types_pb2
 
-_PAGE_SIZE = 1000
 _ROW = "{:<27}  {:>9}  {:<12}  {}"
 
 
@@ -19,7 +17,7 @@ def list_caches(options: argparse.Namespace) -> int:
     """Prints a line for each cache. Returns the exit status."""
     print(_ROW.format("cache", "tokens", "worker", "expires"))
     with connected(options) as client:
-        for cache in _caches(client):
+        for cache in client.list_caches():
             print(_ROW.format(escaped(cache.cache_id), cache.seq_len, escaped(cache.worker_id), _end(cache)))
     return 0
 
@@ -33,7 +31,7 @@ def _end(cache: types_pb2.KvCacheHandle) -> str:
 def release_caches(options: argparse.Namespace) -> int:
     """Releases the caches that the options name. Raises CommandFailed if one of them is unknown."""
     with connected(options) as client:
-        cache_ids = [cache.cache_id for cache in _caches(client)] if options.all else options.cache_ids
+        cache_ids = [cache.cache_id for cache in client.list_caches()] if options.all else options.cache_ids
         if options.all and cache_ids and not options.yes:
             raise WrongUsage(f"--all would release {len(cache_ids)} caches: say --yes, too")
         unknown = [cache_id for cache_id in cache_ids if not _release(client, cache_id)]
@@ -41,17 +39,6 @@ def release_caches(options: argparse.Namespace) -> int:
     if unknown and not options.all:  # with --all, some may have expired meanwhile
         raise CommandFailed(f"not known: {' '.join(unknown)}")
     return 0
-
-
-def _caches(client: Client) -> Iterator[types_pb2.KvCacheHandle]:
-    """All caches, page by page. Raises grpc.RpcError."""
-    request = executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE)
-    while True:
-        page = client.stub.ListCaches(request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata)
-        yield from page.kv_caches
-        if not page.next_page_token:
-            return
-        request.page_token = page.next_page_token
 
 
 def _release(client: Client, cache_id: str) -> bool:

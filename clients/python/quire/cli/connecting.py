@@ -26,8 +26,6 @@ _NO_WORKER = "NO_WORKER"
 # How long to wait for a worker to load, and the polling interval.
 _WORKER_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.5
-# Live displays hide the cursor.
-_SHOW_CURSOR = "\x1b[?25h"
 _Client = TypeVar("_Client")
 _Answer = TypeVar("_Answer")
 
@@ -50,16 +48,16 @@ def new_client(kind: Callable[..., _Client], connection: Mapping[str, Any], **se
 
 
 @contextlib.contextmanager
-def connected(options: argparse.Namespace, interrupted: int = 1) -> Iterator[Client]:
+def connected(options: argparse.Namespace) -> Iterator[Client]:
     """A client of the server that the options name. Connects when first used.
 
-    Within the block, Ctrl-C ends the process with the exit status `interrupted`. A KeyboardInterrupt could be
-    raised while gRPC starts a call. That call would never end, and both `close` and the interpreter's exit
-    would hang: https://github.com/grpc/grpc/issues/19973.
+    Within the block, Ctrl-C ends the process. A KeyboardInterrupt could be raised while gRPC starts a call.
+    That call would never end, and both `close` and the interpreter's exit would hang:
+    https://github.com/grpc/grpc/issues/19973.
 
     Converts the client's exceptions to CommandFailed. Raises OSError for an unreadable file.
     """
-    before = signal.signal(signal.SIGINT, lambda *_: _end_process(interrupted))
+    before = signal.signal(signal.SIGINT, lambda *_: _end_process())
     try:
         client = new_client(Client, connection(options), timeout_s=CONTROL_TIMEOUT_S)
         with converting_failures(options), client:
@@ -99,15 +97,12 @@ def _progress(client: Client) -> tuple[bool, str]:
     return status.state == executor_pb2.SERVER_STATE_STARTING, f": loading {most:.0%}"
 
 
-def _end_process(status: int) -> NoReturn:
+def _end_process() -> NoReturn:
     """Flushes the output and exits. The server cancels the calls when the connection closes."""
-    # The streams may be in use by the interrupted code, or be closed.
+    # It may be in use by the interrupted code, or be closed.
     with contextlib.suppress(RuntimeError, OSError):
         sys.stdout.flush()
-    with contextlib.suppress(RuntimeError, OSError):
-        if sys.stderr.isatty():
-            print(_SHOW_CURSOR, file=sys.stderr, flush=True)
-    os._exit(status)
+    os._exit(1)
 
 
 @contextlib.contextmanager

@@ -123,9 +123,7 @@ def add_status(commands: Commands) -> None:
     )
     parser.set_defaults(run="quire.cli.status:show_status")
     add_target(parser)
-    flag, switch = flags(parser), parser.add_argument
-    watch = "repeat every SECONDS (default 1), and show rates"
-    flag("--watch", _seconds, "SECONDS", watch, nargs="?", const=1.0)
+    switch = parser.add_argument
     switch("--wide", action="store_true", help="show all columns, even if they do not fit")
     json = "print GetStatus's response as one line of protobuf JSON, in which 64-bit numbers are strings"
     switch("--json", action="store_true", help=json)

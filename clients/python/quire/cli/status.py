@@ -1,22 +1,17 @@
-"""`quire status`: a table of the workers, once or repeatedly with rates; or the whole response as JSON."""
+"""`quire status`: a table of the workers, or the whole response as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
-from quire import Client
-from quire.cli.connecting import CONTROL_TIMEOUT_S, connected
+from quire.cli.connecting import connected
 from quire.cli.terminal import escaped, size
-from quire.v1 import executor_pb2, types_pb2
+from quire.v1 import executor_pb2
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -58,106 +53,33 @@ _COLUMNS: Mapping[str, Callable[[executor_pb2.WorkerStatus], object]] = {
     "memory": lambda worker: size(worker.memory_bytes),
     "disk": lambda worker: size(worker.kv_disk.bytes) if worker.HasField("kv_disk") else "-",
 }
-# Of two readings, with what they are the growth of.
-_RATES = {
-    "tokens/s": "step_tokens",
-    "prefills/s": "prefill_operations",
-    "decodes/s": "decode_operations",
-    "steps/s": "steps",
-}
-# The counters of a WorkerStatus, by the field that has them.
-_COUNTERS = {
-    "counts": [field.name for field in types_pb2.StepCounts.DESCRIPTOR.fields],
-    "pool": ["prefix_hit_tokens", "prefix_query_tokens"],
-    "kv_disk": ["wanted_pages", "read_pages", "written_pages"],
-}
 _TEXT_COLUMNS = frozenset({"worker", "device", "runner", "state"})
 # The most important columns, for narrow terminals. The others are less important.
 _FIRST_COLUMNS = (
     "worker", "state", "seqs", "used", "pages", "running", "decode ms", "batch",
-    "tokens/s", "decodes/s", "pid", "memory",
+    "pid", "memory",
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a server has said at one time. Only the first two are always there."""
-
-    status: executor_pb2.GetStatusResponse
-    taken_s: float  # time.monotonic()
-    model_id: str = ""
-    # The caller's oldest caches, and whether there are more.
-    caches: Sequence[types_pb2.KvCacheHandle] | None = None
-    has_more_caches: bool = False
-    # By worker: the LoRA adapters in its memory. Without workers that have none.
-    adapters: Mapping[str, int] = field(default_factory=dict)
-
-
 def show_status(options: argparse.Namespace) -> int:
-    """Prints the status of a server, every `options.watch` seconds if given. Returns the exit status."""
+    """Prints the status of a server. Returns the exit status."""
     console = Console()
-    in_place = console.is_terminal and not (options.wide or options.json)
-    if not in_place:
+    if not console.is_terminal or options.wide:
         console.width = UNLIMITED_WIDTH
-    # Ctrl-C is the normal way to end --watch.
-    interrupted = 1 if options.watch is None else 0
-    with connected(options, interrupted) as client:
-        readings = _readings(client, options.watch)
-        if options.watch is not None and in_place:
-            with Live(render(*next(readings)), console=console, auto_refresh=False) as live:
-                for now, before in readings:
-                    live.update(render(now, before), refresh=True)
-        for now, before in readings:
-            if options.json:
-                print(_json(now.status), flush=True)
-            else:
-                console.print(render(now, before))
+    with connected(options) as client:
+        status = client.status()
+        if options.json:
+            print(_json(status), flush=True)
+            return 0
+        has_lora = any(worker.executor.supports_lora for worker in status.workers)
+        console.print(render(status, resident_adapters(client.lora_metrics()) if has_lora else {}))
     return 0
 
 
-def _readings(client: Client, interval_s: float | None) -> Iterator[tuple[Reading, Reading | None]]:
-    """Readings, each with the previous one. Without an interval only one. Raises QuireError."""
-    before = None
-    while True:
-        status = client.status()
-        now = Reading(status, time.monotonic(), adapters=_adapters(client, status))
-        yield now, before
-        if interval_s is None:
-            return
-        before = now
-        time.sleep(interval_s)
-
-
-def _adapters(client: Client, status: executor_pb2.GetStatusResponse) -> Mapping[str, int]:
-    """See Reading. Raises grpc.RpcError."""
-    if not any(worker.executor.supports_lora for worker in status.workers):
-        return {}
-    request = executor_pb2.GetLoraMetricsRequest()
-    return resident_adapters(
-        client.stub.GetLoraMetrics(request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata)
-    )
-
-
-def resident_adapters(metrics: executor_pb2.GetLoraMetricsResponse) -> Mapping[str, int]:
-    """See Reading."""
-    counts = {w.worker_id: sum(adapter.resident for adapter in w.adapters) for w in metrics.workers}
+def resident_adapters(metrics: Sequence[executor_pb2.WorkerLoraMetrics]) -> Mapping[str, int]:
+    """By worker: the LoRA adapters in its memory. Without workers that have none."""
+    counts = {w.worker_id: sum(adapter.resident for adapter in w.adapters) for w in metrics}
     return {worker_id: count for worker_id, count in counts.items() if count}
-
-
-def growth(now: Reading, before: Reading | None) -> dict[str, Counter[str] | None]:
-    """By worker: what its counters have grown by. None: not known, because `before` is of another process."""
-    earlier = {} if before is None else {worker.worker_id: worker for worker in before.status.workers}
-    return {worker.worker_id: _grown(worker, earlier.get(worker.worker_id)) for worker in now.status.workers}
-
-
-def _grown(now: executor_pb2.WorkerStatus, before: executor_pb2.WorkerStatus | None) -> Counter[str] | None:
-    if before is None or (before.epoch, before.pid) != (now.epoch, now.pid):
-        return None
-    counts = Counter[str]()
-    for part, names in _COUNTERS.items():
-        for name in names:
-            counts[name] = getattr(getattr(now, part), name) - getattr(getattr(before, part), name)
-    return None if min(counts.values()) < 0 else counts
 
 
 def _json(status: executor_pb2.GetStatusResponse) -> str:
@@ -167,9 +89,8 @@ def _json(status: executor_pb2.GetStatusResponse) -> str:
     )
 
 
-def render(now: Reading, before: Reading | None) -> RenderableType:
-    """The status as lines about the gateway and a table of workers, with rates since `before`."""
-    status = now.status
+def render(status: executor_pb2.GetStatusResponse, adapters: Mapping[str, int]) -> RenderableType:
+    """The status as lines about the gateway and a table of workers. `adapters`: see `resident_adapters`."""
     line = (
         f"{enum_word(executor_pb2.ServerState.Name(status.state))}  version {status.version}"
         f"  up {duration(seconds(status.uptime))}  {status.caches} caches"
@@ -185,26 +106,15 @@ def render(now: Reading, before: Reading | None) -> RenderableType:
         f"  {size(status.journal_bytes)} of tokens  {size(status.unread_bytes)} of answers unread"
         f"  longest stall {status.longest_stall.ToMilliseconds()} ms  {sum(status.refusals.values())} refused"
     )
-    elapsed_s = 0.0 if before is None else now.taken_s - before.taken_s
-    # Counts of another gateway are of no use.
-    if before is not None and elapsed_s > 0 and seconds(before.status.uptime) <= seconds(status.uptime):
-        refused = sum(status.refusals.values()) - sum(before.status.refusals.values())
-        limits += f"  {refused / elapsed_s:.1f} refused/s"
-    grown = growth(now, before)
-    rows = []
-    for worker in status.workers:
-        cells = [str(cell(worker)) for cell in _COLUMNS.values()]
-        if before is not None:
-            cells += _rate_cells(grown[worker.worker_id], elapsed_s)
-        rows.append(cells)
-    table = FittingTable([*_COLUMNS, *(_RATES if before is not None else ())], rows, _FIRST_COLUMNS)
+    rows = [[str(cell(worker)) for cell in _COLUMNS.values()] for worker in status.workers]
+    table = FittingTable([*_COLUMNS], rows, _FIRST_COLUMNS)
     notes = []
     # Workers of one machine usually have the same products.
     for products in dict.fromkeys(w.executor.products for w in status.workers if w.executor.products):
         ids = ", ".join(w.worker_id for w in status.workers if w.executor.products == products)
         notes.append(Text(escaped(f"matrix products of {ids}: {products}")))
-    if now.adapters:
-        counts = ", ".join(f"{count} ({worker_id})" for worker_id, count in now.adapters.items())
+    if adapters:
+        counts = ", ".join(f"{count} ({worker_id})" for worker_id, count in adapters.items())
         notes.append(Text(escaped(f"LoRA adapters in memory: {counts}")))
     lines = [Text(escaped(text)) for text in (line, model, limits) if text]
     return Group(*lines, table, *notes)
@@ -244,13 +154,6 @@ class FittingTable:
         ends = itertools.accumulate(widths[i] + gap for i in by_rank)
         count = sum(end - gap <= width for end in ends)
         return sorted(by_rank[: max(1, count)]), gap
-
-
-def _rate_cells(grown: Counter[str] | None, elapsed_s: float) -> list[str]:
-    """Rates between two readings."""
-    if grown is None or elapsed_s <= 0:
-        return ["-"] * len(_RATES)
-    return [f"{grown[name] / elapsed_s:.1f}" for name in _RATES.values()]
 
 
 def _mean(total: int, count: int) -> str:

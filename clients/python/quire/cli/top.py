@@ -21,8 +21,8 @@ from typing import Any
 import grpc
 from quire import Client, QuireError
 from quire.cli.connecting import connected, connection, converting_failures, line_of, new_client
-from quire.cli.status import UNLIMITED_WIDTH, Reading, duration, resident_adapters, seconds
-from quire.cli.top_view import frame
+from quire.cli.status import UNLIMITED_WIDTH, duration, resident_adapters, seconds
+from quire.cli.top_view import Reading, frame
 from quire.v1 import executor_pb2
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -172,13 +172,14 @@ class _Poller(threading.Thread):
 
 def read(client: Client) -> Reading:
     """Asks a server. Raises QuireError if it does not say its status."""
-    status, taken_s, stub = client.status(), time.monotonic(), client.stub
+    status, taken_s = client.status(), time.monotonic()
     # Without a worker it could wait for one.
     is_ready = any(worker.state == executor_pb2.WORKER_STATE_READY for worker in status.workers)
     has_lora = any(worker.executor.supports_lora for worker in status.workers)
-    model = _allowed(client, stub.GetModelInfo, executor_pb2.GetModelInfoRequest()) if is_ready else None
-    lora = _allowed(client, stub.GetLoraMetrics, executor_pb2.GetLoraMetricsRequest()) if has_lora else None
-    caches = _allowed(client, stub.ListCaches, executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE))
+    model = _allowed(client.model_info) if is_ready else None
+    lora = _allowed(client.lora_metrics) if has_lora else None
+    page = executor_pb2.ListCachesRequest(page_size=_PAGE_SIZE)
+    caches = _allowed(client.stub.ListCaches, page, timeout=_TIMEOUT_S, metadata=client.metadata)
     return Reading(
         status,
         taken_s,
@@ -189,9 +190,9 @@ def read(client: Client) -> Reading:
     )
 
 
-def _allowed(client: Client, call: Callable[..., Any], request: Any) -> Any:
+def _allowed(call: Callable[..., Any], *request: Any, **options: Any) -> Any:
     """The answer of a call that may be refused, as without its role. None: it was."""
     try:
-        return call(request, timeout=_TIMEOUT_S, metadata=client.metadata)
-    except grpc.RpcError:
+        return call(*request, **options)
+    except (QuireError, grpc.RpcError):
         return None

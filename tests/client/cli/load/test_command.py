@@ -62,7 +62,7 @@ def test_every_mode_runs_what_was_asked_and_leaves_nothing(
     assert run["ttft_ms"]["count"] == run["e2e_ms"]["count"] == requests["done"]
     # Execute may bring several tokens in a message.
     assert 0 < run["tbt_ms"]["count"] <= 4 * requests["done"]
-    assert run["e2e_ms"]["max"]["value"] >= run["ttft_ms"]["max"]["value"] > 0
+    assert run["e2e_ms"]["max"] >= run["ttft_ms"]["max"] > 0
     assert run["server"]["steps"] > 0 and run["server"]["mean_batch"] >= 1
     assert len(run["client"]["processes"]) == 2
     gateway.wait_until(lambda: gateway.status().caches == 0)
@@ -79,18 +79,16 @@ def test_a_trace_runs_at_its_times(load: Callable[..., dict[str, Any]], tmp_path
     assert run["requests"] == {"begun": 20, "done": 20, "failed": 0, "unfinished": 0, "cut_off": 0}
 
 
-def test_a_sweep_is_a_run_for_each_rate_and_a_page(
-    load: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_sweep_is_a_run_for_each_rate(
+    load: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "page.html"
     lengths = ("--prompt-tokens", "64", "--output-tokens", "3")
-    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", "--report", str(page), *SHORT)
+    document = load("--sweep", "20,40", *lengths, "--slo-ttft-ms", "60000", *SHORT)
     assert [run["pace"]["rate"] for run in document["runs"]] == [20, 40]
     for run in document["runs"]:
         assert run["goodput"]["share"] == 1
         assert run["tbt_ms"]["count"] == 2 * run["requests"]["done"], "outputs have the length"
         assert not run["server"]["prefix_hit_share"], "prompts are not those of another run"
-    assert "requests/s asked" in page.read_text()
     printed = capsys.readouterr()
     assert "40 requests/s, poisson" in printed.out and "to first token" in printed.out
 
@@ -127,7 +125,7 @@ def test_ctrl_c_ends_it_with_the_report_of_what_there_is(gateway: GatewayProcess
     assert process.returncode == 1 and "Traceback" not in complaints
     [found] = json.loads(out.read_text())["runs"]
     assert found["interrupted"] and found["ttft_ms"]["count"] > 0
-    assert found["throughput"]["output_tokens_per_s"]["value"] > 0
+    assert found["throughput"]["output_tokens_per_s"] > 0
     assert "interrupted" in printed
     gateway.wait_until(lambda: gateway.status().caches == 0)
 

@@ -16,17 +16,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from quire._enums import name_of
-from quire.cli.connecting import CONTROL_TIMEOUT_S, connected, converting_failures, when_ready
-from quire.cli.load.compare import FORMAT, print_comparison
+from quire.cli.connecting import connected, converting_failures, when_ready
 from quire.cli.load.figures import Measured, figures
 from quire.cli.load.generator import Plan
 from quire.cli.load.processes import ClientProcesses
 from quire.cli.load.progress import ProgressLine
-from quire.cli.load.report import page
 from quire.cli.load.run_spec import RunSpec
 from quire.cli.load.server_watch import ServerWatch
 from quire.cli.load.summary import pace_words, print_summary
@@ -35,24 +32,19 @@ from quire.v1 import executor_pb2, types_pb2
 
 # The delay between sending the start time to all processes and the start.
 _START_DELAY_S = 0.2
+# That of the file of results.
+_FORMAT = "quire-load-1"
 _LOCAL = ("127.", "localhost", "[::1]", "unix:")
 
 
 def load(options: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status. Raises CommandFailed and OSError."""
-    if options.compare:
-        print_comparison(*(Path(name) for name in options.compare))
-        return 0
     spec = RunSpec.of(options)
-    for path in (spec.out, spec.report):
+    if spec.out is not None:
         # Detect an unwritable file before the run.
-        if path is not None:
-            path.touch()
+        spec.out.touch()
     with connected(options) as client:
-        info, request = when_ready(client, client.model_info), executor_pb2.GetCapabilitiesRequest()
-        capabilities = client.stub.GetCapabilities(
-            request, timeout=CONTROL_TIMEOUT_S, metadata=client.metadata
-        )
+        info, capabilities = when_ready(client, client.model_info), client.capabilities()
     try:
         with converting_failures(options), _without_interrupts():
             return asyncio.run(_main(spec, info, capabilities))
@@ -104,12 +96,10 @@ async def _main(
                 plan = dataclasses.replace(plan, pace=pace, run_id=secrets.token_hex(8))
                 runs.append(await _run(spec, plan, clients, interrupts.stopped))
         interrupts.is_running = False
-    document = {"format": FORMAT, "about": _about(spec, plan, info, capabilities), "runs": _rounded(runs)}
+    document = {"format": _FORMAT, "about": _about(spec, plan, info, capabilities), "runs": _rounded(runs)}
     print_summary(document)
     if spec.out is not None:
         spec.out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if spec.report is not None:
-        spec.report.write_text(page(document), encoding="utf-8")
     is_whole = not interrupts.stopped.is_set()
     return 0 if is_whole and all(run["requests"]["done"] for run in runs) else 1
 

@@ -1,9 +1,7 @@
 """Computes the figures of a run from its records, as plain data for a JSON file.
 
-A figure is {"value": ..., "low": ..., "high": ...}. The bounds are those of `noise`, and absent if there is
-too little data. A latency has a count, and figures for its mean and percentiles in milliseconds. Latencies
-include the requests whose intended start is in the window, which begins after the warm-up. Throughput
-includes the events in the window.
+A latency has a count, and its mean and percentiles in milliseconds. Latencies include the requests whose
+intended start is in the window, which begins after the warm-up. Throughput includes the events in the window.
 """
 
 from __future__ import annotations
@@ -11,21 +9,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-from quire.cli.load import noise
 from quire.cli.load.measuring import CUT_OFF, UNFINISHED, ProcessLoad, Record
-from quire.cli.load.noise import Floats, Slices
 from quire.cli.load.run_spec import Bounds
 from quire.cli.load.server_watch import Reading, batch, server_figures
 
-Figures = dict[str, Any]
+Figures: TypeAlias = dict[str, Any]
+# Durations of a record in seconds, each with its time.
+_Durations: TypeAlias = Callable[[Record], list[tuple[float, float]]]
 
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_HISTOGRAM_CLASSES = 44
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _MAX_POINTS = 60
 _MIN_SLICE_S = 0.5
 
@@ -45,15 +42,18 @@ class Measured:
         """The requests whose intended start is in the window."""
         return [record for record in self.records if self.begin_s <= record.intended_s < self.end_s]
 
+    def rate(self, events: Iterable[tuple[float | None, int]]) -> float:
+        """Events per second in the window, each with its time and its weight."""
+        window_s = self.end_s - self.begin_s
+        found = sum(n for at_s, n in events if at_s is not None and self.begin_s <= at_s < self.end_s)
+        return found / window_s if window_s > 0 else 0.0
+
 
 def figures(measured: Measured, bounds: Bounds) -> Figures:
     """All figures of a run."""
-    slices = Slices(measured.begin_s, measured.end_s)
     counted = measured.counted
     errors = Counter(record.error for record in counted if record.error)
     unfinished, cut_off = errors.pop(UNFINISHED, 0), errors.pop(CUT_OFF, 0)
-    ttft = _Values.of(counted, _to_first)
-    tbt = _Values.of(counted, _gaps)
     return {
         "window_s": measured.end_s - measured.begin_s,
         "requests": {
@@ -64,12 +64,12 @@ def figures(measured: Measured, bounds: Bounds) -> Figures:
             "cut_off": cut_off,
         },
         "errors": dict(errors.most_common()),
-        "ttft_ms": latency(ttft, slices),
-        "tbt_ms": latency(tbt, slices),
-        "tpot_ms": latency(_Values.of(counted, _time_per_token), slices),
-        "e2e_ms": latency(_Values.of(counted, _whole), slices),
-        "throughput": _throughput(measured.records, slices),
-        "goodput": _goodput(measured, slices, bounds) if bounds != Bounds() else None,
+        "ttft_ms": _latency_of(counted, _to_first),
+        "tbt_ms": _latency_of(counted, _gaps),
+        "tpot_ms": _latency_of(counted, _time_per_token),
+        "e2e_ms": _latency_of(counted, _whole),
+        "throughput": _throughput(measured),
+        "goodput": _goodput(measured, bounds) if bounds != Bounds() else None,
         "server": server_figures(measured.begin_s, measured.end_s, measured.readings),
         "client": _client(measured),
         "in_flight": {
@@ -80,23 +80,7 @@ def figures(measured: Measured, bounds: Bounds) -> Figures:
             )
         },
         "series": _series(measured),
-        "histograms": {"ttft_ms": _histogram(ttft.values_s), "tbt_ms": _histogram(tbt.values_s)},
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """Durations, and the time of each."""
-
-    at_s: Floats
-    values_s: Floats
-
-    @classmethod
-    def of(cls, records: Sequence[Record], pairs: Any) -> _Values:
-        """`pairs` returns the times and durations of a record."""
-        found = list(itertools.chain.from_iterable(pairs(record) for record in records))
-        both = np.array(found, dtype=np.float64).reshape(-1, 2)
-        return cls(both[:, 0], both[:, 1])
 
 
 def _to_first(record: Record) -> list[tuple[float, float]]:
@@ -124,54 +108,34 @@ def _time_per_token(record: Record) -> list[tuple[float, float]]:
     return [(record.intended_s, (record.times_s[-1] - record.times_s[0]) / later)]
 
 
-def latency(values: _Values, slices: Slices) -> Figures:
-    """Mean and percentiles in milliseconds."""
-    found: Figures = {"count": len(values.values_s)}
-    if not found["count"]:
-        return found
-    # A token that arrives after the window counts for the last slice.
-    slice_of = slices.of(values.at_s)
-    found["mean"] = _figure(values.values_s.mean(), noise.mean_bounds(values.values_s, slice_of), 1e3)
-    for name, quantile in QUANTILES.items():
-        bounds = noise.quantile_bounds(values.values_s, slice_of, quantile)
-        found[name] = _figure(np.quantile(values.values_s, quantile), bounds, 1e3)
-    found["max"] = _figure(values.values_s.max(), unit=1e3)
-    return found
+def _latency_of(records: Sequence[Record], durations: _Durations) -> Figures:
+    return latency([took_s for record in records for _, took_s in durations(record)])
 
 
-def _figure(value: float, bounds: tuple[float, float] | None = None, unit: float = 1.0) -> Figures:
-    found = {"value": float(value) * unit}
-    if bounds is not None:
-        # Histogram classes are coarse: extend the bounds to include the exact value.
-        found["low"] = min(bounds[0] * unit, found["value"])
-        found["high"] = max(bounds[1] * unit, found["value"])
-    return found
-
-
-def _rate(times_s: Sequence[float | None], slices: Slices, counts: Sequence[int] | None = None) -> Figures:
-    """Events per second in the window. `counts` is the weight of each event, 1 by default."""
-    at_s = np.array(times_s, dtype=np.float64)
-    weights = np.ones(len(at_s)) if counts is None else np.array(counts, dtype=np.float64)
-    window_s = slices.end_s - slices.begin_s
-    inside = (at_s >= slices.begin_s) & (at_s < slices.end_s)
-    if window_s <= 0:
-        return _figure(0.0)
-    per_slice = np.zeros(noise.SLICES)
-    np.add.at(per_slice, slices.of(at_s[inside]), weights[inside])
-    bounds = noise.rate_bounds(per_slice, slices.seconds_each)
-    return _figure(weights[inside].sum() / window_s, bounds)
-
-
-def _throughput(records: Sequence[Record], slices: Slices) -> Figures:
-    token_s = [at_s for record in records for at_s in record.times_s]
-    tokens = [count for record in records for count in record.counts]
-    begun = [record for record in records if record.times_s]
-    prompts = [record.prompt_tokens for record in begun]
+def latency(values_s: Sequence[float]) -> Figures:
+    """The count, the mean and percentiles in milliseconds."""
+    if not len(values_s):
+        return {"count": 0}
+    values_ms = np.array(values_s, dtype=np.float64) * 1e3
+    quantiles = {name: float(np.quantile(values_ms, quantile)) for name, quantile in _QUANTILES.items()}
     return {
-        "asked_requests_per_s": _rate([record.intended_s for record in records], slices),
-        "requests_per_s": _rate([record.end_s for record in records if record.is_done], slices),
-        "output_tokens_per_s": _rate(token_s, slices, tokens),
-        "prompt_tokens_per_s": _rate([record.times_s[0] for record in begun], slices, prompts),
+        "count": len(values_ms),
+        "mean": float(values_ms.mean()),
+        **quantiles,
+        "max": float(values_ms.max()),
+    }
+
+
+def _throughput(measured: Measured) -> Figures:
+    records = measured.records
+    begun = [record for record in records if record.times_s]
+    return {
+        "asked_requests_per_s": measured.rate((r.intended_s, 1) for r in records),
+        "requests_per_s": measured.rate((r.end_s, 1) for r in records if r.is_done),
+        "output_tokens_per_s": measured.rate(
+            message for r in records for message in zip(r.times_s, r.counts, strict=True)
+        ),
+        "prompt_tokens_per_s": measured.rate((r.times_s[0], r.prompt_tokens) for r in begun),
     }
 
 
@@ -185,13 +149,12 @@ def is_good(record: Record, bounds: Bounds) -> bool:
     )
 
 
-def _goodput(measured: Measured, slices: Slices, bounds: Bounds) -> Figures:
-    # Requests that end in the window, as for throughput, so that goodput is never higher.
-    good_s = [record.end_s for record in measured.records if is_good(record, bounds)]
+def _goodput(measured: Measured, bounds: Bounds) -> Figures:
     # Requests that were cut off are not counted.
     asked = [record for record in measured.counted if record.error != CUT_OFF]
     return dataclasses.asdict(bounds) | {
-        "good_requests_per_s": _rate(good_s, slices),
+        # Requests that end in the window, as for throughput, so that goodput is never higher.
+        "good_requests_per_s": measured.rate((r.end_s, 1) for r in measured.records if is_good(r, bounds)),
         "share": sum(is_good(record, bounds) for record in asked) / len(asked) if asked else None,
     }
 
@@ -203,15 +166,8 @@ def in_flight(records: Sequence[Record], at_s: float) -> int:
 
 def _client(measured: Measured) -> Figures:
     late_s = [r.sent_s - r.intended_s for r in measured.counted if r.sent_s is not None]
-    processes = [{"cpu": load.cpu, "lag_ms": _plain(load.lags_s)} for load in measured.loads]
-    return {"lateness_ms": _plain(late_s), "processes": processes}
-
-
-def _plain(values_s: Sequence[float]) -> Figures:
-    if not len(values_s):
-        return {"count": 0}
-    names = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    return {"count": len(values_s)} | {n: float(np.quantile(values_s, q)) * 1e3 for n, q in names.items()}
+    processes = [{"cpu": load.cpu, "lag_ms": latency(load.lags_s)} for load in measured.loads]
+    return {"lateness_ms": latency(late_s), "processes": processes}
 
 
 def _series(measured: Measured) -> Figures:
@@ -229,14 +185,12 @@ def _series(measured: Measured) -> Figures:
         "output_tokens_per_s": (np.histogram(tokens_s, edges, weights=tokens)[0] / width_s).tolist(),
         "in_flight": [in_flight(records, middle) for middle in middles],
     }
-    for name, pairs_of in (("ttft_ms", _to_first), ("tbt_ms", _gaps)):
-        values = _Values.of(records, pairs_of)
-        place = np.digitize(values.at_s, edges) - 1
-        for label, quantile in (("p50", 0.5), ("p99", 0.99)):
-            client[f"{name}_{label}"] = [
-                float(np.quantile(chosen, quantile)) * 1e3 if len(chosen) else None
-                for chosen in (values.values_s[place == i] for i in range(len(edges) - 1))
-            ]
+    for name, durations in (("ttft_ms", _to_first), ("tbt_ms", _gaps)):
+        of_slices: list[list[float]] = [[] for _ in middles]
+        for at_s, took_s in itertools.chain.from_iterable(map(durations, records)):
+            of_slices[min(int(at_s / width_s), len(middles) - 1)].append(took_s)
+        for label in ("p50", "p99"):
+            client[f"{name}_{label}"] = [latency(values_s).get(label) for values_s in of_slices]
     pairs = list(itertools.pairwise(measured.readings))
     server: Figures = {
         "at_s": [max(0.0, after.at_s) for _, after in pairs],
@@ -251,15 +205,3 @@ def _series(measured: Measured) -> Figures:
         "client": client,
         "server": server,
     }
-
-
-def _histogram(values_s: Floats) -> Figures | None:
-    """A histogram whose class bounds grow by a constant factor, in milliseconds."""
-    if not len(values_s):
-        return None
-    # If all values are nearly equal, the classes must not be finer than the clock.
-    low = max(values_s.min(), 1e-6)
-    high = max(values_s.max() * 1.001, low * 1.5)
-    edges = np.geomspace(low, high, _HISTOGRAM_CLASSES + 1)
-    counts, _ = np.histogram(np.maximum(values_s, low), edges)
-    return {"edges_ms": (edges * 1e3).tolist(), "counts": counts.tolist()}

@@ -89,7 +89,4 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     flag("--slo-ttft-ms", _above_zero, "MS", "a request is good if its time to first token is at most MS")
     flag("--slo-tbt-ms", _above_zero, "MS", "and no gap between two messages with tokens is longer")
     flag("--slo-tpot-ms", _above_zero, "MS", "and its mean time per token after the first is at most MS")
-    flag("--out", str, "FILE", "write the results as JSON")
-    flag("--report", str, "FILE", "write an HTML page with plots")
-    compare = "compare two files of --out instead of a run: changes from A to B, and which are noise"
-    flag("--compare", None, ("A.json", "B.json"), compare, nargs=2)
+    flag("--out", str, "FILE", "write the results as JSON, with their course over time")

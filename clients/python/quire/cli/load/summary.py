@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-LATENCIES = {
+_LATENCIES = {
     "ttft_ms": "to first token",
     "tbt_ms": "between tokens",
     "tpot_ms": "time per token",
     "e2e_ms": "whole request",
 }
-PERCENTILES = ("mean", "p50", "p90", "p99", "max")
-RATES = {
+_PERCENTILES = ("mean", "p50", "p90", "p99", "max")
+_RATES = {
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "output tokens/s",
     "prompt_tokens_per_s": "prompt tokens/s",
@@ -32,10 +32,10 @@ def pace_words(pace: dict[str, Any], *, short: bool = False) -> str:
         return f"{pace['callers']} caller{'s' if pace['callers'] > 1 else ''}"
     if pace["rate"] is None:
         return "at the trace's times"
-    return f"{number(pace['rate'])}{'/s' if short else ' requests/s, ' + pace['arrivals']}"
+    return f"{_number(pace['rate'])}{'/s' if short else ' requests/s, ' + pace['arrivals']}"
 
 
-def plain_console() -> Console:
+def _plain_console() -> Console:
     """A console for standard output. If that is not a terminal, tables and sentences are not truncated."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -43,8 +43,8 @@ def plain_console() -> Console:
     return console
 
 
-def number(value: float | None) -> str:
-    """A number with three significant digits."""
+def _number(value: float | None) -> str:
+    """A _number with three significant digits."""
     if value is None:
         return "-"
     if abs(value) >= 1000:
@@ -53,23 +53,12 @@ def number(value: float | None) -> str:
     return "0" if abs(value) < 5e-4 else text if "e" not in text else f"{value:.4f}"
 
 
-def latency_of(run: dict[str, Any], name: str, percentile: str) -> float | None:
-    """A latency in milliseconds, or None without data."""
-    value: float | None = run[name].get(percentile, {}).get("value")
-    return value
-
-
-def rate_of(run: dict[str, Any], name: str) -> float:
-    """A rate per second."""
-    return float(run["throughput"][name]["value"])
-
-
-def percent(share: float | None) -> str:
+def _percent(share: float | None) -> str:
     """A share as a percentage."""
     return "-" if share is None else f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
 
 
-def facts(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Names and values of the other results, besides the latencies."""
     requests = run["requests"]
     parts = [f"{requests['done']} done of {requests['begun']}"]
@@ -77,38 +66,38 @@ def facts(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{requests[k]} {k.replace('_', ' ')}" for k in ("failed", "unfinished", "cut_off") if requests[k]
     ]
     yield "requests", ", ".join(parts)
-    for name, label in RATES.items():
-        yield label, number(rate_of(run, name))
+    for name, label in _RATES.items():
+        yield label, _number(run["throughput"][name])
     if (goodput := run["goodput"]) is not None:
         bounds = [
-            f"{n} ≤ {number(goodput[k])} ms"
+            f"{n} ≤ {_number(goodput[k])} ms"
             for k, n in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("tpot_ms", "TPOT"))
             if goodput[k]
         ]
-        rate = number(goodput["good_requests_per_s"]["value"])
-        yield "goodput", f"{rate} requests/s, {percent(goodput['share'])} with {' and '.join(bounds)}"
+        rate = _number(goodput["good_requests_per_s"])
+        yield "goodput", f"{rate} requests/s, {_percent(goodput['share'])} with {' and '.join(bounds)}"
     yield from ((f"error {reason}", str(count)) for reason, count in run["errors"].items())
     if (server := run["server"]) is not None:
         yield (
             "server: items in a step",
-            f"{number(server['mean_batch'])}, at most {number(server['largest_batch'])}",
+            f"{_number(server['mean_batch'])}, at most {_number(server['largest_batch'])}",
         )
-        used = f"{percent(server['occupancy_mean'])}, at most {percent(server['occupancy_max'])}"
+        used = f"{_percent(server['occupancy_mean'])}, at most {_percent(server['occupancy_max'])}"
         yield "server: pages in use", used
         if server["prefix_hit_share"]:
-            yield "server: prompt tokens reused", percent(server["prefix_hit_share"])
+            yield "server: prompt tokens reused", _percent(server["prefix_hit_share"])
         yield from ((f"server: refused {reason}", str(count)) for reason, count in server["refusals"].items())
     client = run["client"]
     late, processes = client["lateness_ms"], client["processes"]
     lag_ms = max((p["lag_ms"].get("p99", 0.0) for p in processes), default=0.0)
     cpu = max((p["cpu"] for p in processes), default=0.0)
-    yield "client: sent late by", f"p99 {number(late.get('p99'))} ms, max {number(late.get('max'))} ms"
-    yield "client: busiest process", f"{percent(cpu)} of a core, event loop late by p99 {number(lag_ms)} ms"
+    yield "client: sent late by", f"p99 {_number(late.get('p99'))} ms, max {_number(late.get('max'))} ms"
+    yield "client: busiest process", f"{_percent(cpu)} of a core, event loop late by p99 {_number(lag_ms)} ms"
 
 
 def print_summary(document: dict[str, Any]) -> None:
     """Prints all runs, and if there are several, a table that compares them."""
-    console = plain_console()
+    console = _plain_console()
     about = document["about"]
     processes = f"{about['processes']} client process{'es' if about['processes'] > 1 else ''}"
     line = f"{about['model']} on {about['device']} at {about['target']}, {about['mode']}, {processes}"
@@ -124,7 +113,7 @@ def print_summary(document: dict[str, Any]) -> None:
         console.print(_sweep(document["runs"]))
 
 
-def table_of(*names: str) -> Table:
+def _table_of(*names: str) -> Table:
     """An empty table. Its first column and those without a name are text, the others numbers."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     for i, name in enumerate(names):
@@ -133,13 +122,13 @@ def table_of(*names: str) -> Table:
 
 
 def _print_run(console: Console, run: dict[str, Any]) -> None:
-    table = table_of("ms", *PERCENTILES)
-    for name, label in LATENCIES.items():
-        cells = [number(latency_of(run, name, p)) for p in PERCENTILES]
+    table = _table_of("ms", *_PERCENTILES)
+    for name, label in _LATENCIES.items():
+        cells = [_number(run[name].get(p)) for p in _PERCENTILES]
         table.add_row(label, *cells)
     console.print(table)
     rest = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in facts(run):
+    for label, value in _facts(run):
         rest.add_row(Text(escaped(label), "dim"), Text(escaped(value)))
     console.print(rest)
     for remark in run["remarks"]:
@@ -147,13 +136,11 @@ def _print_run(console: Console, run: dict[str, Any]) -> None:
 
 
 def _sweep(runs: list[dict[str, Any]]) -> Table:
-    table = table_of("pace", "requests/s", "tokens/s", "TTFT p50", "p99", "TBT p50", "p99", "good", "lost")
+    table = _table_of("pace", "requests/s", "tokens/s", "TTFT p50", "p99", "TBT p50", "p99", "good", "lost")
     for run in runs:
-        latencies = [
-            number(latency_of(run, name, p)) for name in ("ttft_ms", "tbt_ms") for p in ("p50", "p99")
-        ]
-        good = percent(run["goodput"]["share"]) if run["goodput"] else "-"
-        rates = [number(rate_of(run, name)) for name in ("requests_per_s", "output_tokens_per_s")]
+        latencies = [_number(run[name].get(p)) for name in ("ttft_ms", "tbt_ms") for p in ("p50", "p99")]
+        good = _percent(run["goodput"]["share"]) if run["goodput"] else "-"
+        rates = [_number(run["throughput"][name]) for name in ("requests_per_s", "output_tokens_per_s")]
         lost = run["requests"]["failed"] + run["requests"]["unfinished"]
         table.add_row(pace_words(run["pace"], short=True), *rates, *latencies, good, str(lost))
     return table
