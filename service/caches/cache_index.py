@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from service.caches.entries import CacheEntry
 from service.caches.keyed_answers import KeyedAnswers, Kind
-from service.caches.leases import LeaseEnds
 from service.caches.requests import Fork, Handle, Handles, Remembered
 from service.caches.tenants import Tenant
 from service.errors import CacheNotFound, reused_request_id
@@ -26,7 +25,6 @@ class CacheIndex:
         # By tenant and order, the oldest first. `_orders`, for binary search, also has some released ones.
         self._by_order: dict[Tenant, dict[int, CacheEntry]] = {}
         self._orders: dict[Tenant, list[int]] = {}
-        self.leases = LeaseEnds()
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -120,7 +118,6 @@ class CacheIndex:
         self.begin(entry)
         self.by_id[entry.state.cache_id] = entry
         self._by_number[entry.number] = entry
-        self.leases.add(entry)
         self._by_order.setdefault(entry.tenant, {})[order] = entry
         self._orders.setdefault(entry.tenant, []).append(order)
         fork = entry.state.fork
@@ -132,7 +129,6 @@ class CacheIndex:
         if self.by_id.get(entry.state.cache_id) is entry:
             del self.by_id[entry.state.cache_id]
             del self._by_number[entry.number]
-            self.leases.remove(entry)
             entries = self._by_order[entry.tenant]
             del entries[entry.order]
             if not entries:
