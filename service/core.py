@@ -35,7 +35,6 @@ from service.runtimes.servicer import RunnerApi
 from service.runtimes.weight_uploads import WeightUploads
 from service.settings import ConfigError
 from service.shard import OpenShard
-from service.uploads import UploadDirectory
 
 
 class Core:
@@ -79,7 +78,7 @@ class Core:
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"the journal in {directory}", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
-        self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, extensions, worker_port))
+        self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, worker_port))
         observing = [one.appends for one in extensions if one.appends is not None]
         self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
         send = functools.partial(wire.send, self.pool.links)
@@ -114,21 +113,13 @@ class Core:
         self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
 
     def _new_launcher(
-        self,
-        opened: OpenShard,
-        gpus: Sequence[Gpu],
-        extensions: Sequence[Extension],
-        worker_port: WorkerPort | None,
+        self, opened: OpenShard, gpus: Sequence[Gpu], worker_port: WorkerPort | None
     ) -> Launcher:
-        """Raises ConfigError."""
         directory = opened.directory
-        for extension in extensions:
-            if extension.launcher is not None:
-                return extension.launcher(self.config, directory, self._remove_leftovers)
         if worker_port is not None:
-            return RemoteLauncher(directory, self.config, self._remove_leftovers, worker_port, opened.lease)
+            return RemoteLauncher(directory, self.config, worker_port, opened.lease)
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0
-        return LocalLauncher(directory, grace_s, self._remove_leftovers, gpus)
+        return LocalLauncher(directory, grace_s, gpus)
 
     def count_with(self, first: Core) -> None:
         """Counts where the first core of this process does, so that figures stay when this one ends.
@@ -139,13 +130,6 @@ class Core:
         self.versions.starts = first.versions.starts
         self.caches.parts.context.counts = first.caches.parts.context.counts
         self.versions.subscribe(first.versions.changed)
-
-    def _upload_directories(self) -> tuple[UploadDirectory, ...]:
-        return self.adapter_store.directory, self.weight_uploads.directory
-
-    def _remove_leftovers(self) -> None:
-        for directory in self._upload_directories():
-            directory.remove_leftovers()
 
     async def run(self) -> None:
         """Runs the workers and the tasks of the shard until cancelled. Raises PoolFailed."""
@@ -165,5 +149,5 @@ class Core:
         """Closes the journal. All other parts have stopped before."""
         self.values.close()
         self.journal.close()
-        for directory in self._upload_directories():
-            directory.close()
+        self.adapter_store.directory.close()
+        self.weight_uploads.directory.close()
