@@ -73,11 +73,6 @@ def pack_weight(weight: torch.Tensor, *, in_place: bool = False) -> Weight:
     return PackedWeight(weight, in_place=in_place) if can_pack(weight) else DenseWeight(weight)
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """X W^T + b in plain torch; see `linear`."""
-    return functional.linear(x, weight, bias)
-
-
 def linear(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
 ) -> torch.Tensor:
