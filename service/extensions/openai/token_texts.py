@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire.detokenizer import Detokenizer, decoder_types
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
-from service.text.detokenizer import Detokenizer
-from service.text.token_bytes import decoder_types, spelled_bytes
+from service.text.token_bytes import spelled_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

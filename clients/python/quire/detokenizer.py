@@ -1,15 +1,17 @@
-"""Turns a stream of tokens into text, without incomplete characters."""
+"""Turns a stream of tokens into text, without incomplete characters. The server uses it, too."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import itertools
+import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from service.text.token_bytes import BYTE_FALLBACK, decoder_types
-
+# A token of byte fallback.
+BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 # What a decoder writes for bytes that are not a (complete) character.
 _REPLACEMENT = "\ufffd"
 # Tokens before a new one that can decide how it is written, for example with or without a space.
@@ -30,17 +32,6 @@ class TokenDecoder(Protocol):
         """The text of `ids`."""
 
 
-class SpecialTokens:
-    """Decodes special tokens as their names, which a `Detokenizer` otherwise leaves out."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.decoder, self.id_to_token = getattr(tokenizer, "decoder", None), tokenizer.id_to_token
-        self._decode = tokenizer.decode
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return self._decode(ids, skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
-
-
 class Detokenizer:
     """The text of a growing sequence of tokens: together, that of decoding the whole sequence.
 
@@ -50,13 +41,13 @@ class Detokenizer:
 
     Tokens that stand for one byte each (byte fallback) have no text of their own: if the bytes of successive
     ones are not UTF-8 in all, each of them is a replacement character. So their text is known only when
-    another token follows, or when they are invalid.
+    another token follows, or when they are invalid. Not thread-safe.
     """
 
     def __init__(self, tokenizer: TokenDecoder, context: Sequence[int] = ()) -> None:
         """`context`: tokens before the first one, such as the prompt. Their text is not returned."""
         self._tokenizer = tokenizer
-        self._byte_of = _bytes_of(tokenizer)
+        self._byte_of = bytes_of(tokenizer)
         # The last tokens before the run of bytes, and their text.
         self._ids: list[int] = []
         self._text = ""
@@ -181,7 +172,15 @@ class _ByteRun:
         return _REPLACEMENT * len(self.ids) if is_incomplete else "".join(self.characters)
 
 
-def _bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
+def decoder_types(decoder: Any) -> set[str]:
+    """The types of a decoder's parts."""
+    if decoder is None:
+        return set()
+    parsed = json.loads(decoder.__getstate__())
+    return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
+
+
+def bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
     """The byte that a token stands for, or None. Only decoders with byte fallback have such tokens."""
     if "ByteFallback" not in decoder_types(getattr(tokenizer, "decoder", None)):
         return lambda _token_id: None
