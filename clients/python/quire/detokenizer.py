@@ -77,7 +77,7 @@ class Detokenizer:
         if byte is not None:
             # Nothing can complete what was held back.
             return self._return_until(len(self._text)) + self._run.add(token_id, byte)
-        if self._run.ids and _has_no_text(self._tokenizer, token_id):
+        if self._run.ids and has_no_text(self._tokenizer, token_id):
             return ""
         return self._end_run() + self._push(token_id)
 
@@ -89,7 +89,7 @@ class Detokenizer:
         before = self._text
         self._ids.append(token_id)
         self._text = self._tokenizer.decode(self._ids)
-        if self._text == before and _has_no_text(self._tokenizer, token_id):
+        if self._text == before and has_no_text(self._tokenizer, token_id):
             # Not kept, so that many of them do not push out the context of the next token.
             self._ids.pop()
             return ""
@@ -207,7 +207,7 @@ def _with_text(tokenizer: TokenDecoder, context: Sequence[int]) -> list[int]:
     with_text = (
         token_id
         for token_id in reversed(context[-_LOOK_BACK_TOKENS:])
-        if not _has_no_text(tokenizer, token_id)
+        if not has_no_text(tokenizer, token_id)
     )
     return list(itertools.islice(with_text, _CONTEXT_TOKENS))[::-1]
 
@@ -222,6 +222,6 @@ def _begin_of_character(tokenizer: TokenDecoder, ids: Sequence[int]) -> Sequence
     return min(tails, key=lambda tail: tokenizer.decode(tail).count(_REPLACEMENT), default=[])
 
 
-def _has_no_text(tokenizer: TokenDecoder, token_id: int) -> bool:
+def has_no_text(tokenizer: TokenDecoder, token_id: int) -> bool:
     """Whether it is a special token. Decodes it three times: a decoder may strip a single space."""
     return not tokenizer.decode([token_id] * 3)
