@@ -41,7 +41,7 @@ _SECTIONS = {
         "draft_from_top",
     ),
     "Whole texts": ("Execution", "Answer", "Chunk", "item", "TextSettings"),
-    "Text as tokens": ("ModelTokenizer", "TextStream"),
+    "Text as tokens": ("ModelTokenizer", "Detokenizer"),
     "Results": ("checked", "floats", "expert_ids"),
 }
 # Sections of a docstring become lists.

@@ -34,8 +34,8 @@ from service.runtimes.sample import Sample, SampleSpec
 from service.runtimes.speculation import DEFAULT_DRAFT_TOKENS
 from service.runtimes.token_rules import token_rules
 from service.text.constraints import Matcher
-from service.text.detokenizer import SpecialTokens
 from service.text.text_model import TextModel
+from service.text.tokenizer import SpecialTokens
 
 _SEEDS = 1 << 64
 # More than the bytes of the longest bad word.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from google.rpc import status_pb2
+from quire.detokenizer import Detokenizer, TokenDecoder
 from quire.v1 import runner_pb2, types_pb2
 
 from service.runtimes.answer_parts import Divider, Reading
@@ -18,7 +19,6 @@ from service.runtimes.held_caches import HeldCache
 from service.runtimes.speculation import Drafter
 from service.runtimes.token_rules import FOR_EVER, TokenRules
 from service.text.constraints import Matcher
-from service.text.detokenizer import Detokenizer, TokenDecoder
 from service.text.stops import StopMatcher
 
 # How many tokens of a sample a worker may compute before they are requested. As many can come at once.

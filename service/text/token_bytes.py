@@ -8,18 +8,16 @@ its prompt.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
+
+from quire.detokenizer import BYTE_FALLBACK, decoder_types
 
 from service.errors import Unsupported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from tokenizers.decoders import Decoder
 
-BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 # Tokens among which two anchors are looked for, to decode other tokens between them.
 _CANDIDATES = 4096
@@ -147,14 +145,6 @@ def _checked(spelled: bytes, text: str | None) -> bytes:
         # Not comparable: a part of a character, decoded twice, may even be a character.
         return spelled
     return spelled if text == whole else b""
-
-
-def decoder_types(decoder: Decoder | None) -> set[str]:
-    """The types of a decoder's parts."""
-    if decoder is None:
-        return set()
-    parsed = json.loads(decoder.__getstate__())
-    return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,6 +76,17 @@ def load_tokenizer(tokenizer_json: bytes) -> Tokenizer:
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
     return tokenizer
+
+
+class SpecialTokens:
+    """Decodes special tokens as their names, which a `Detokenizer` otherwise leaves out."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decoder, self.id_to_token = getattr(tokenizer, "decoder", None), tokenizer.id_to_token
+        self._decode = tokenizer.decode
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._decode(ids, skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
 
 
 def encode_task(text: str, *, add_special_tokens: bool) -> bytes:

@@ -145,22 +145,6 @@ def test_what_stands_before_decides_how_a_stream_begins() -> None:
     ]
 
 
-def test_a_long_text_is_decoded_by_its_end() -> None:
-    longest = 0
-
-    class Counted(ModelTokenizer):
-        def decode(self, token_ids: object, *, special_tokens: bool = False) -> str:
-            nonlocal longest
-            longest = max(longest, len(token_ids))  # type: ignore[arg-type]
-            return super().decode(token_ids, special_tokens=special_tokens)  # type: ignore[arg-type]
-
-    model = Counted(executor_pb2.GetModelInfoResponse(tokenizer_json=of_bytes().to_str().encode()))
-    stream = model.stream(context=[5] * 1000)
-    text = "Once upon a time 🙂 " * 20
-    assert "".join(stream.push(token_id) for token_id in BYTES.encode(text, special_tokens=False)) == text
-    assert longest <= 16
-
-
 async def test_clients_hand_it_out(target: str, executor: FakeExecutor) -> None:
     executor.tokenizer_json = of_bytes().to_str().encode()
     with Client(target, timeout_s=20) as client:

@@ -19,6 +19,7 @@ from tests.adapter_factory import make_adapter
 from tests.chat_templates import byte_tokenizer
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import TinyModel, make_model
+from tests.tcp_proxy import TcpProxy
 
 TIMEOUT_S = 60.0
 CONTEXT = 120
@@ -205,18 +206,20 @@ async def test_a_cancelled_sample_leaves_nothing_behind(
         await sampling_client.sample(INPUT, 8, params(max_tokens=90, stop=[])).result_async(0)
 
 
-def test_a_broken_stream_changes_no_token(
-    gateway: GatewayProcess, service: tinker.ServiceClient, sampling_client: tinker.SamplingClient
+def test_a_broken_connection_changes_no_token(
+    gateway: GatewayProcess, sampling_client: tinker.SamplingClient
 ) -> None:
     expected = one(sampling_client, max_tokens=90, stop=[])
-    for _ in range(2):
-        future = sampling_client.sample(INPUT, 1, params(max_tokens=90, stop=[]))
-        gateway.wait_until(lambda: gateway.status().caches > 0)
-        session = service._connection._session
-        assert session is not None
-        session._stream.cancel()
-        (sequence,) = future.result(TIMEOUT_S).sequences
-        assert (sequence.tokens, sequence.logprobs) == (expected.tokens, expected.logprobs)
+    with TcpProxy(gateway.address) as proxy:
+        settings: Any = {"base_url": proxy.address, "timeout_s": TIMEOUT_S}
+        with tinker.ServiceClient(**settings) as service:
+            through = service.create_sampling_client().result()
+            for _ in range(2):
+                future = through.sample(INPUT, 1, params(max_tokens=90, stop=[]))
+                gateway.wait_until(lambda: gateway.status().caches > 0)
+                proxy.break_connections()
+                (sequence,) = future.result(TIMEOUT_S).sequences
+                assert (sequence.tokens, sequence.logprobs) == (expected.tokens, expected.logprobs)
 
 
 def test_errors(service: tinker.ServiceClient, sampling_client: tinker.SamplingClient) -> None:

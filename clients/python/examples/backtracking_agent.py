@@ -17,7 +17,6 @@ import sys
 from collections.abc import Container, Generator
 
 from quire import Client, StepOutput, output_options
-from tokenizers import Tokenizer
 
 BRANCHES = 4
 CAREFUL = output_options(top_logprobs=BRANCHES)
@@ -62,9 +61,8 @@ def is_good(answer: str) -> bool:
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
     """Prints each attempt and the tool's response."""
     with Client(target, timeout_s=120) as client:
-        info = client.model_info(include_tokenizer=True)
-        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        texts = answers(client, tokenizer.encode(prompt).ids, 4, info.model.eos_token_ids)
+        tokenizer = client.tokenizer()
+        texts = answers(client, tokenizer.encode(prompt), 4, tokenizer.end_ids)
         with contextlib.closing(texts):  # Releases the cache.
             for _, text in zip(range(MAX_TRIES), texts, strict=False):
                 answer = tokenizer.decode(text)

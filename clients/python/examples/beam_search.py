@@ -15,7 +15,6 @@ import sys
 from collections.abc import Container
 
 from quire import Cache, Client, checked, output_options
-from tokenizers import Tokenizer
 
 Beam = tuple[float, list[int], Cache]
 
@@ -67,10 +66,10 @@ def grow(client: Client, beams: list[Beam], children: list[list[tuple[float, int
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
     """Prints the four best texts with their mean log-probabilities."""
     with Client(target, timeout_s=120) as client:
-        info = client.model_info(include_tokenizer=True)
-        tokenizer, end = Tokenizer.from_buffer(info.tokenizer_json), info.model.eos_token_ids
-        ids, top = tokenizer.encode(prompt).ids, min((1 + len(end)) * 4, info.model.vocab_size)
-        for score, text in beam_search(client, ids, 4, 32, end, top):
+        tokenizer, vocab_size = client.tokenizer(), client.model_info().model.vocab_size
+        end = tokenizer.end_ids
+        top = min((1 + len(end)) * 4, vocab_size)
+        for score, text in beam_search(client, tokenizer.encode(prompt), 4, 32, end, top):
             print(f"{score:.3f}", prompt + tokenizer.decode(text))
 
 

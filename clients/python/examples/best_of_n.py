@@ -15,7 +15,6 @@ import sys
 from collections.abc import Container
 
 from quire import Client, checked, output_options
-from tokenizers import Tokenizer
 
 
 def samples(
@@ -40,10 +39,9 @@ def samples(
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=", temperature: str = "1.2") -> None:
     """Prints the samples with their mean log-probabilities, the best one first."""
     with Client(target, timeout_s=120) as client:
-        info = client.model_info(include_tokenizer=True)
-        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        ids, end = tokenizer.encode(prompt).ids, info.model.eos_token_ids
-        for score, text in samples(client, ids, 8, 64, end, float(temperature)):
+        tokenizer = client.tokenizer()
+        ids = tokenizer.encode(prompt)
+        for score, text in samples(client, ids, 8, 64, tokenizer.end_ids, float(temperature)):
             print(f"{score:.3f}", prompt + tokenizer.decode(text))
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Container
 
 from quire import Client
-from tokenizers import Tokenizer
 
 
 def greedy(client: Client, prompt: list[int], count: int, end: Container[int]) -> list[int]:
@@ -30,9 +29,8 @@ def greedy(client: Client, prompt: list[int], count: int, end: Container[int]) -
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
     """Prints the prompt and what follows it."""
     with Client(target, timeout_s=120) as client:
-        info = client.model_info(include_tokenizer=True)
-        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        text = greedy(client, tokenizer.encode(prompt).ids, 128, info.model.eos_token_ids)
+        tokenizer = client.tokenizer()
+        text = greedy(client, tokenizer.encode(prompt), 128, tokenizer.end_ids)
     print(prompt + tokenizer.decode(text))
 
 

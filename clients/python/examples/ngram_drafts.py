@@ -16,7 +16,6 @@ import sys
 from collections.abc import Container
 
 from quire import Client
-from tokenizers import Tokenizer
 
 LONGEST = 3
 WIDTH = 8
@@ -49,9 +48,8 @@ def generate(client: Client, prompt: list[int], count: int, end: Container[int])
 def main(target: str = "127.0.0.1:50051", prompt: str = "12+34=") -> None:
     """Prints the text, and the number of forwards."""
     with Client(target, timeout_s=120) as client:
-        info = client.model_info(include_tokenizer=True)
-        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        text, forwards = generate(client, tokenizer.encode(prompt).ids, 128, info.model.eos_token_ids)
+        tokenizer = client.tokenizer()
+        text, forwards = generate(client, tokenizer.encode(prompt), 128, tokenizer.end_ids)
     print(prompt + tokenizer.decode(text))
     print(f"{len(text)} tokens, {forwards} forwards")
 

@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 from quire import Client, ScoreItem, checked
-from tokenizers import Tokenizer
 
 WINDOWS_PER_CALL = 16
 
@@ -45,9 +44,8 @@ def main(target: str = "127.0.0.1:50051", file: str = "") -> None:
     """Prints the perplexity of a file; without one, of a line."""
     text = Path(file).read_text(encoding="utf-8") if file else "12+34=46"
     with Client(target, timeout_s=600) as client:
-        info = client.model_info(include_tokenizer=True)
-        tokens = Tokenizer.from_buffer(info.tokenizer_json).encode(text).ids
-        window = min(info.model.max_seq_len, 2048)
+        tokens = client.tokenizer().encode(text)
+        window = min(client.model_info().model.max_seq_len, 2048)
         found = logprobs(client, tokens, window, window // 2)
     print(f"{len(found)} tokens scored, perplexity {math.exp(-math.fsum(found) / len(found)):.4f}")
 

@@ -19,7 +19,6 @@ from collections.abc import Container
 from dataclasses import asdict, dataclass, field
 
 from quire import AsyncCache, AsyncClient, OutputOptions, SampledToken, StepOutput, output_options
-from tokenizers import Tokenizer
 
 
 @dataclass
@@ -68,10 +67,9 @@ async def main(
 ) -> None:
     """Prints a line of JSON for each rollout."""
     async with AsyncClient(target, timeout_s=600) as client:
-        info = await client.model_info(include_tokenizer=True)
-        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        ids, end = tokenizer.encode(prompt).ids, info.model.eos_token_ids
-        for done in await rollouts(client, ids, int(n), 64, end, float(temperature)):
+        tokenizer = await client.tokenizer()
+        ids = tokenizer.encode(prompt)
+        for done in await rollouts(client, ids, int(n), 64, tokenizer.end_ids, float(temperature)):
             print(json.dumps({"text": tokenizer.decode(done.tokens)} | asdict(done)))
 
 

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Container
 
 from quire import Client, draft_from_top, output_options, verify_rows
-from tokenizers import Tokenizer
 
 TOP_K = 16
 
@@ -64,10 +63,9 @@ def speculate(
 def main(target: str = "127.0.0.1:50051", draft_target: str = "") -> None:
     """Prints the text, and how many tokens each verify gave."""
     with Client(target, timeout_s=120) as client, Client(draft_target or target, timeout_s=120) as draft:
-        info = client.model_info(include_tokenizer=True)
-        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        prompt = tokenizer.encode("12+34=").ids
-        text, verifies = speculate(client, draft, prompt, 64, info.model.eos_token_ids)
+        tokenizer = client.tokenizer()
+        prompt = tokenizer.encode("12+34=")
+        text, verifies = speculate(client, draft, prompt, 64, tokenizer.end_ids)
     print("12+34=" + tokenizer.decode(text))
     print(f"{len(text)} tokens, {verifies} verifies")
 

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Container
 
 from quire import Cache, Client, output_options
-from tokenizers import Tokenizer
 
 # Children of each leaf, level by level: 1 + 4 + 8 + 8 tokens.
 WIDTHS = (4, 2, 1)
@@ -60,10 +59,9 @@ def generate(
 def main(target: str = "127.0.0.1:50051", draft_target: str = "") -> None:
     """Prints the text, and how many tokens each verify gave."""
     with Client(target, timeout_s=120) as client, Client(draft_target or target, timeout_s=120) as draft:
-        info = client.model_info(include_tokenizer=True)
-        tokenizer = Tokenizer.from_buffer(info.tokenizer_json)
-        prompt = tokenizer.encode("12+34=").ids
-        text, verifies = generate(client, draft, prompt, 64, info.model.eos_token_ids)
+        tokenizer = client.tokenizer()
+        prompt = tokenizer.encode("12+34=")
+        text, verifies = generate(client, draft, prompt, 64, tokenizer.end_ids)
     print("12+34=" + tokenizer.decode(text))
     print(f"{len(text)} tokens, {verifies} verifies")
 

@@ -15,7 +15,7 @@ from quire import _batches, _calls, _methods
 from quire._batches import PrefillItem, Prompts, Scored, ScoreItem, Texts
 from quire._calls import CacheState, CallOptions, Decodes, Forks, Verified
 from quire._chunks import Chunk
-from quire._enums import Accept, Priority, accept_of
+from quire._enums import Accept, Priority, number_of
 from quire._items import TextSettings, item
 from quire._methods import Method
 from quire._opening import opens
@@ -327,7 +327,7 @@ class AsyncCache(CacheState):
             token_ids=_calls.tokens(token_ids),
             position=self.seq_len,
             output=self._wanted(output),
-            accept=accept_of(accept),
+            accept=number_of("accept", types_pb2.VerifyAccept, accept),
             score=score,
             rows=rows,
             parents=parents,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from quire._chunks import Chunk
-from quire._enums import Priority, priority_of
+from quire._enums import Priority, number_of
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
 # Requests with a request id that create caches, except batches.
@@ -81,7 +81,7 @@ def output_of(request: executor_pb2.PrefillRequest) -> types_pb2.OutputOptions |
 
 def set_priority(request: Message, own: Priority | None, default: Priority | None) -> None:
     """Sets the priority of an append, or of each append of a batch: `own` or `default`. Mutates `request`."""
-    if priority := priority_of(own or default):
+    if priority := number_of("priority", types_pb2.Priority, own or default):
         # One of several message types, which share only the name of the field.
         append: Any
         for append in getattr(request, "items", (request,)):

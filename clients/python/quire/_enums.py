@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from quire.v1 import admin_pb2, runner_pb2, types_pb2
 
 Priority: TypeAlias = Literal["low", "normal", "high"]
 # Which drafts `verify` keeps. "all": the caller truncates the cache.
@@ -17,8 +16,10 @@ FinishReason: TypeAlias = Literal[
 ]
 
 
-def number_of(parameter: str, enum: EnumTypeWrapper, word: str) -> Any:
-    """The value of a word. Raises ValueError."""
+def number_of(parameter: str, enum: EnumTypeWrapper, word: str | None) -> Any:
+    """The value of a word; None for None. Raises ValueError, which names the parameter."""
+    if word is None:
+        return None
     prefix = _prefix(enum)
     words = {name.removeprefix(prefix).lower(): value for name, value in enum.items() if value}
     if word not in words:
@@ -38,31 +39,3 @@ def name_of(enum: EnumTypeWrapper, number: int) -> Any:
 def _prefix(enum: EnumTypeWrapper) -> str:
     """What the names of its values begin with."""
     return enum.Name(0).removesuffix("UNSPECIFIED")
-
-
-def priority_of(word: Priority | None) -> types_pb2.Priority:
-    """None: unspecified. Raises ValueError."""
-    if word is None:
-        return types_pb2.PRIORITY_UNSPECIFIED
-    priority: types_pb2.Priority = number_of("priority", types_pb2.Priority, word)
-    return priority
-
-
-def accept_of(word: Accept) -> types_pb2.VerifyAccept:
-    """Raises ValueError."""
-    accept: types_pb2.VerifyAccept = number_of("accept", types_pb2.VerifyAccept, word)
-    return accept
-
-
-def policy_of(word: Policy | None) -> runner_pb2.RoutingPolicy | None:
-    """None: unset. Raises ValueError."""
-    if word is None:
-        return None
-    policy: runner_pb2.RoutingPolicy = number_of("policy", runner_pb2.RoutingPolicy, word)
-    return policy
-
-
-def cause_of(word: Cause) -> admin_pb2.RebuildCause:
-    """Raises ValueError."""
-    cause: admin_pb2.RebuildCause = number_of("cause", admin_pb2.RebuildCause, word)
-    return cause

@@ -11,11 +11,6 @@ from quire._masks import Allowed, token_mask
 from quire.v1 import types_pb2
 from quire.v1.sampling_settings import SamplingSettings
 
-_FORMATS = {
-    "f32": types_pb2.DATA_TYPE_F32,
-    "bf16": types_pb2.DATA_TYPE_BF16,
-    "f16": types_pb2.DATA_TYPE_F16,
-}
 _DTYPES = {
     "f32": types_pb2.DATA_TYPE_F32,
     "bf16": types_pb2.DATA_TYPE_BF16,
@@ -67,12 +62,12 @@ def output_options(  # noqa: PLR0913 - the fields of OutputOptions
             is out of range.
         TypeError: An argument has the wrong type, or a setting has a name that SamplingParams does not have.
     """
-    if logits and logits not in _FORMATS:
+    if logits and logits not in _DTYPES:
         raise ValueError(f"logits are f32, bf16 or f16, not {logits!r}")
     if hidden_format not in _DTYPES:
         raise ValueError(f"hidden states are f32, bf16 or f16, not {hidden_format!r}")
     output = types_pb2.OutputOptions(
-        logits=_FORMATS.get(logits),
+        logits=_DTYPES.get(logits),
         top_logprobs=top_logprobs,
         logprob_token_ids=logprob_token_ids,
         mask=None if allowed is None else token_mask(allowed),

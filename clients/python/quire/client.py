@@ -23,7 +23,7 @@ from quire._connection import (
     Tls,
     connection,
 )
-from quire._enums import Cause, Policy, Priority, cause_of, policy_of, priority_of
+from quire._enums import Cause, Policy, Priority, number_of
 from quire._gateways import Answer, Gateways, targets_of
 from quire._items import Prompt, TextSettings, embed_inputs, items_of
 from quire._methods import Method
@@ -121,7 +121,7 @@ class Client(Caller):
         self._gateways = Gateways(targets)
         self._is_closed = False
         self._timeout_s = timeout_s
-        priority_of(priority)
+        number_of("priority", types_pb2.Priority, priority)
         self._priority = priority
         self._max_request_bytes = max_request_bytes
         self._retries = retries
@@ -198,10 +198,10 @@ class Client(Caller):
             items=made,
             runtime=runtime,
             request_id=request_id,
-            policy=policy_of(policy),
+            policy=number_of("policy", runner_pb2.RoutingPolicy, policy),
             keep=_calls.duration(keep_s),
             max_cost_usd=max_cost_usd,
-            priority=priority_of(priority or self._priority),
+            priority=number_of("priority", types_pb2.Priority, priority or self._priority),
         )
         # Caches are continued by the gateway that has them. Without one it is the turn of any.
         target = self._gateways.target(made[0].cache)
@@ -424,7 +424,8 @@ class Client(Caller):
 
         It is never retried. Requires the role `administer` if the server requires tokens. Raises QuireError.
         """
-        request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=cause_of(cause))
+        number = number_of("cause", admin_pb2.RebuildCause, cause)
+        request = admin_pb2.RebuildSessionRequest(runtime=runtime, cause=number)
         return (self._call(_methods.REBUILD_SESSION, request, call)).rebuilt
 
     def warmup(self, workers: int = 0, **call: Unpack[CallOptions]) -> int:

@@ -14,20 +14,24 @@ differences.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import uuid
 from collections.abc import Generator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 # Code for Tinker also names the types as tinker.types.ModelInput.
 from quire import _tinker_types as types
+from quire._background import BackgroundClient
 from quire._batches import Scored
+from quire._chunks import Chunk
 from quire._connection import DEFAULT_TARGET
+from quire._items import item
 from quire._options import output_options
-from quire._rollouts import Connection, Ends, Rollout, Sampler
 from quire._tinker_types import (
     EncodedTextChunk,
     ModelInput,
@@ -39,7 +43,7 @@ from quire._tinker_types import (
 )
 from quire.errors import QuireError as TinkerError
 from quire.text import ModelTokenizer
-from quire.v1 import types_pb2
+from quire.v1 import runner_pb2, types_pb2
 
 __all__ = [
     "APIFuture",
@@ -56,7 +60,8 @@ __all__ = [
     "types",
 ]
 
-_SEEDS = 1 << 64
+# How long a sample goes on without a connection, until it is resumed.
+_KEEP_S = 10.0
 _Result = TypeVar("_Result")
 
 
@@ -110,7 +115,7 @@ class ServiceClient:
             settings: Further ones of `quire.AsyncClient`, such as tls.
         """
         target = base_url or os.environ.get("QUIRE_TARGET", DEFAULT_TARGET)
-        self._connection = Connection(target, {"token": api_key or "", **settings})
+        self._connection = BackgroundClient(target, {"token": api_key or "", **settings})
 
     def create_sampling_client(
         self,
@@ -152,10 +157,10 @@ class SamplingClient:
     Also a future of itself: waiting for it checks that the server has the model.
     """
 
-    def __init__(self, connection: Connection, adapter_id: str, base_model: str | None) -> None:
+    def __init__(self, connection: BackgroundClient, adapter_id: str, base_model: str | None) -> None:
         """Created by `ServiceClient`."""
         self._connection = connection
-        self._sampler = Sampler(connection, adapter_id)
+        self._adapter_id = adapter_id
         self._base_model = base_model
 
     def sample(
@@ -231,63 +236,91 @@ class SamplingClient:
     ) -> SampleResponse:
         if count < 1 or (params.max_tokens is not None and params.max_tokens < 1):
             raise ValueError("at least one sample of at least one token")
-        ends = await self._ends(params)
+        await self._model()
         tokens = prompt.to_ints()
         # First, so that the samples find its KV.
-        scored = await self._sampler.score(tokens, num_top) if with_logprobs or num_top else None
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        outputs = [_output(params, (seed + index) % _SEEDS) for index in range(count)]
-        rollouts, reused_tokens = await self._sampler.draw(tokens, outputs, ends)
+        scored = await self._score(tokens, num_top) if with_logprobs or num_top else None
+        samples = await self._generated(_item(tokens, count, params, self._adapter_id))
         return SampleResponse(
-            [_sequence(each) for each in rollouts],
+            [each.sequence() for each in samples],
             _logprobs_of(scored) if scored is not None and with_logprobs else None,
             _top_of(scored) if scored is not None and num_top else None,
-            reused_tokens if scored is None else scored.reused_tokens,
+            samples[0].cached_tokens if scored is None else scored.reused_tokens,
         )
+
+    async def _generated(self, asked: runner_pb2.ExecuteItem) -> list[_Sample]:
+        """The samples of an item, whose stream is resumed if it breaks."""
+        samples = [_Sample() for _ in range(asked.n)]
+        execution = self._connection.client.execute([asked], keep_s=_KEEP_S)
+        try:
+            async for chunk in execution:
+                samples[chunk.sample].add(chunk)
+        except BaseException:
+            with contextlib.suppress(TinkerError):
+                await execution.cancel()
+            raise
+        return samples
+
+    async def _score(self, tokens: list[int], num_top: int) -> Scored:
+        output = output_options(top_logprobs=num_top)
+        return await self._connection.client.score(tokens, output=output, adapter_id=self._adapter_id)
 
     async def _prompt_logprobs(self, prompt: ModelInput) -> list[float | None]:
         await self._model()
-        return _logprobs_of(await self._sampler.score(prompt.to_ints(), 0))
-
-    async def _ends(self, params: SamplingParams) -> Ends:
-        end_ids = (await self._model()).eos_token_ids
-        if params.stop is None:
-            return Ends(params.max_tokens, frozenset(end_ids))
-        given: list[str | int] = [params.stop] if isinstance(params.stop, str) else list(params.stop)
-        texts = [each for each in given if isinstance(each, str)]
-        if "" in texts:
-            raise ValueError("a stop text has at least one character")
-        ids = {each for each in given if isinstance(each, int)}
-        if given:
-            ids.update(end_ids)
-        if not texts:
-            return Ends(params.max_tokens, frozenset(ids))
-        tokenizer = await self._connection.tokenizer()
-        # A special token has no text in that of a sample.
-        named = map(tokenizer.special_id, texts)
-        ids.update(token_id for token_id in named if token_id is not None)
-        return Ends(params.max_tokens, frozenset(ids), texts, tokenizer)
+        return _logprobs_of(await self._score(prompt.to_ints(), 0))
 
 
-def _output(params: SamplingParams, seed: int) -> types_pb2.OutputOptions:
-    """What to return of each token: its log-probability among what it was drawn from, or the model's own."""
+@dataclass(slots=True)
+class _Sample:
+    """A sample, as its chunks come."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_stopped: bool = False
+    cached_tokens: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        """Adds its next chunk."""
+        self.tokens += chunk.token_ids
+        for each in chunk.logprobs:
+            is_drawn = each.HasField("sampled_logprob")
+            self.logprobs.append(each.sampled_logprob if is_drawn else each.logprob)
+        if chunk.finish_reason is not None:
+            self.is_stopped = chunk.finish_reason == "stop"
+        if chunk.usage is not None:
+            self.cached_tokens = chunk.usage.cached_tokens
+
+    def sequence(self) -> SampledSequence:
+        """It as Tinker has it. A server that was restarted has no log-probabilities of earlier tokens."""
+        logprobs = self.logprobs if len(self.logprobs) == len(self.tokens) else None
+        stop_reason: StopReason = "stop" if self.is_stopped else "length"
+        return SampledSequence(stop_reason, uuid.uuid4().hex, self.tokens, logprobs)
+
+
+def _item(tokens: list[int], count: int, params: SamplingParams, adapter_id: str) -> runner_pb2.ExecuteItem:
+    """What is sent for some samples. Raises ValueError."""
+    given: list[str | int] = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    texts = [each for each in given if isinstance(each, str)]
+    if "" in texts:
+        raise ValueError("a stop text has at least one character")
+    # Log-probabilities are of what a token was drawn from, else the model's own.
     is_drawn = params.temperature > 0
-    return output_options(
-        sampled_logprob=is_drawn,
-        logprob=not is_drawn,
+    return item(
+        tokens,
+        n=count,
+        max_tokens=params.max_tokens,
+        stop=texts,
+        stop_token_ids=[each for each in given if isinstance(each, int)],
+        ignore_eos=params.stop is not None and not given,
+        tokens_only=not texts,
+        sampled_logprobs=is_drawn,
+        logprobs=not is_drawn,
+        adapter_id=adapter_id,
         temperature=params.temperature,
         top_k=max(0, params.top_k),
         top_p=params.top_p,
-        seed=seed,
+        seed=secrets.randbits(64) if params.seed is None else params.seed,
     )
-
-
-def _sequence(rollout: Rollout) -> SampledSequence:
-    is_drawn = rollout.output.sampled_logprob
-    logprobs = [each.sampled_logprob if is_drawn else each.logprob for each in rollout.drawn]
-    stop_reason: StopReason = "stop" if rollout.is_stopped else "length"
-    tokens = [each.token_id for each in rollout.drawn]
-    return SampledSequence(stop_reason, uuid.uuid4().hex, tokens, logprobs)
 
 
 def _logprobs_of(scored: Scored) -> list[float | None]:

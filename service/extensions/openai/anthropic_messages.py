@@ -13,16 +13,14 @@ from service.extensions.openai.fields import Fields, array, bad_field, boolean, 
 from service.extensions.openai.item_fields import MAX_ID
 from service.extensions.openai.messages import MAX_TOOLS
 from service.extensions.openai.requests import CompletionRequest, ResolveModel
-from service.extensions.openai.responses import CompletionResponse
 from service.extensions.openai.translated import (
     CALL,
     TEXT,
     THOUGHTS,
     Block,
-    Blocks,
+    BlocksResponse,
     as_chat,
     blocks_of,
-    named_event,
     text_of,
 )
 from service.text import bounded_json
@@ -173,19 +171,15 @@ def _thinking(fields: Fields) -> dict[str, Any] | None:
     return None if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
 
 
-class MessageResponse(CompletionResponse):
+class MessageResponse(BlocksResponse):
     """One message, as content blocks."""
 
-    frame = staticmethod(named_event)
-    last_frame = ""
-
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
-        model = self._request.model.adapter_id or started.model_id or started.runtime
         self._head = {
             "id": f"msg_{started.request_id}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": self._model_of(started),
         }
 
     def _body(self) -> dict[str, Any]:
@@ -193,25 +187,24 @@ class MessageResponse(CompletionResponse):
         blocks = blocks_of(choice)
         return {"content": [_content(block, is_whole=True) for block in blocks], **_end(choice)}
 
-    def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        choice, parts = self._update_choice(chunk)
-        if not self._has_begun:
-            self._has_begun = True
-            self._blocks = Blocks()
-            end = {"stop_reason": None, "stop_sequence": None}
-            yield {
-                "type": "message_start",
-                "message": {**self._head, "content": [], **end, "usage": self.reported_usage()},
-            }
-        for what, block, text in self._blocks.add(parts):
-            yield _block_event(what, block, text)
-        if choice.finish:
-            yield from (_block_event(*event) for event in self._blocks.end())
-            yield {"type": "message_delta", "delta": _end(choice), "usage": self.reported_usage()}
-            yield {"type": "message_stop"}
+    def _begin_events(self) -> Iterator[dict[str, Any]]:
+        end = {"stop_reason": None, "stop_sequence": None}
+        message = {**self._head, "content": [], **end, "usage": self.reported_usage()}
+        yield {"type": "message_start", "message": message}
 
-    def last_events(self) -> Iterator[dict[str, Any]]:
-        return iter(())
+    def _block_events(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        if what == "begin":
+            content = _content(block, is_whole=False)
+            yield {"type": "content_block_start", "index": block.index, "content_block": content}
+        elif what == "end":
+            yield {"type": "content_block_stop", "index": block.index}
+        else:
+            kind, name = _DELTAS[block.kind]
+            yield {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}
+
+    def _end_events(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_delta", "delta": _end(choice), "usage": self.reported_usage()}
+        yield {"type": "message_stop"}
 
     def reported_usage(self) -> dict[str, Any]:
         usage = self.usage()
@@ -247,13 +240,3 @@ def _arguments_of(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}
-
-
-def _block_event(what: str, block: Block, text: str) -> dict[str, Any]:
-    if what == "begin":
-        content = _content(block, is_whole=False)
-        return {"type": "content_block_start", "index": block.index, "content_block": content}
-    if what == "end":
-        return {"type": "content_block_stop", "index": block.index}
-    kind, name = _DELTAS[block.kind]
-    return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}

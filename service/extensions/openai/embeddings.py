@@ -26,7 +26,7 @@ from service.extensions.openai.cross_encoder import CrossEncoder
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, integer, string, unsupported
 from service.extensions.openai.generation import JSON, ForwardContext, ResponseBody, until_disconnected
 from service.extensions.openai.models import Models
-from service.extensions.openai.requests import IGNORED, MAX_PRIORITY, priority_of, prompts
+from service.extensions.openai.requests import IGNORED, priority_of, prompts
 from service.runtimes.embedding import MAX_INPUTS, Embedder
 
 # The parts of a JSON text. Others run between two: some are empty, behind what takes long.
@@ -176,10 +176,9 @@ def _embed(fields: Fields, models: Models) -> tuple[runner_pb2.EmbedRequest, str
     model = models.resolve(fields.required("model"), needs_text=False)
     if not model.is_local:
         raise unsupported("model", "a provider's models make no embeddings here")
-    priority = fields.get("priority", integer, -MAX_PRIORITY, MAX_PRIORITY - 1) or 0
     embed = runner_pb2.EmbedRequest(
         adapter_id=model.adapter_id,
-        priority=priority_of(priority),
+        priority=priority_of(fields),
         cache_salt=fields.get("cache_salt", string) or "",
     )
     return embed, model.adapter_id or model.model_id, model.max_tokens

@@ -37,7 +37,6 @@ from service.extensions.openai.routed_experts import NONE, routed_experts
 from service.runtimes.local import NAME
 
 _MAX_IDS = 1 << 20
-_MAX_PRIORITY = 1 << 63
 _IGNORED = frozenset({"token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
 # How tokens become text, and what only code of vLLM itself sets.
 _IGNORED_SETTINGS = frozenset(
@@ -97,7 +96,7 @@ def generate(
         raise unsupported("output_mode", "must be tokens")
     if fields.get("return_token_ids", boolean):
         raise unsupported("return_token_ids", "the prompt is used as it is sent")
-    priority = priority_of(fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1) or 0)
+    priority = priority_of(fields)
     fields.refuse_others(_IGNORED, {"content_parts": []})
     return GenerateRequest(
         items=[item],

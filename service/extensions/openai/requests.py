@@ -30,7 +30,7 @@ from service.extensions.openai.routed_experts import NONE, RoutedExperts, routed
 from service.runtimes.items import MAX_SAMPLES
 
 _MAX_PROMPTS = 1024
-MAX_PRIORITY = 1 << 63
+_MAX_PRIORITY = 1 << 63
 # OpenAI's default for completions.
 _DEFAULT_MAX_TOKENS = 16
 # For OpenAI's accounting, placement and storage.
@@ -168,7 +168,6 @@ def _common(
     """What the requests of both routes have beside their items."""
     num_prompt_top = fields.get("prompt_logprobs", integer, 0, MAX_TOP_LOGPROBS)
     with_token_ids = bool(fields.get("return_token_ids", boolean))
-    priority = fields.get("priority", integer, -MAX_PRIORITY, MAX_PRIORITY - 1) or 0
     if not model.is_local and (num_prompt_top is not None or with_token_ids):
         name = "return_token_ids" if with_token_ids else "prompt_logprobs"
         raise unsupported(name, "a provider does not return the tokens of a prompt")
@@ -179,7 +178,7 @@ def _common(
         "model": model,
         "num_prompt_top": num_prompt_top,
         "with_token_ids": with_token_ids,
-        "priority": priority_of(priority),
+        "priority": priority_of(fields),
         "experts": routed_experts(fields, experts_form, model, is_stream=options["is_stream"]),
         "tables": (given(fields, table), table),
         **options,
@@ -240,8 +239,9 @@ def stream_options(fields: Fields) -> dict[str, Any]:
     }
 
 
-def priority_of(given_number: int) -> types_pb2.Priority:
+def priority_of(fields: Fields) -> types_pb2.Priority:
     """The priority: in vLLM a request with a lower number runs first."""
-    if given_number == 0:
+    given_number = fields.get("priority", integer, -_MAX_PRIORITY, _MAX_PRIORITY - 1)
+    if not given_number:
         return types_pb2.PRIORITY_UNSPECIFIED
     return types_pb2.PRIORITY_HIGH if given_number < 0 else types_pb2.PRIORITY_LOW

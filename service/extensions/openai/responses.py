@@ -75,9 +75,12 @@ class CompletionResponse:
             "id": f"{prefix}-{started.request_id}",
             "object": kind,
             "created": self._created,
-            "model": self._request.model.adapter_id or started.model_id or started.runtime,
+            "model": self._model_of(started),
             "system_fingerprint": started.fingerprint or None,
         }
+
+    def _model_of(self, started: runner_pb2.ExecutionStarted) -> str:
+        return self._request.model.adapter_id or started.model_id or started.runtime
 
     # Streams.
 

@@ -9,20 +9,19 @@ from typing import Any, TypeAlias
 from quire.v1 import runner_pb2
 
 from service.auth.authenticator import current_tenant_name
+from service.extensions.openai.choices import Choice
 from service.extensions.openai.fields import Fields, array, bad_field, boolean, string, unsupported
 from service.extensions.openai.messages import MAX_TOOLS
-from service.extensions.openai.requests import CompletionRequest, ResolveModel
-from service.extensions.openai.responses import CompletionResponse
+from service.extensions.openai.requests import IGNORED, CompletionRequest, ResolveModel
 from service.extensions.openai.stored_responses import StoredResponses, not_found
 from service.extensions.openai.translated import (
     CALL,
     TEXT,
     THOUGHTS,
     Block,
-    Blocks,
+    BlocksResponse,
     as_chat,
     blocks_of,
-    named_event,
     text_of,
 )
 from service.text.bounded_json import MAX_MESSAGES
@@ -34,12 +33,6 @@ _NAMES = {
 }  # fmt: skip
 # The fields that mean the same in chats.
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p")
-_IGNORED = frozenset(
-    {
-        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "stream_options",
-    }
-)  # fmt: skip
 _NEUTRAL = {"truncation": "disabled", "background": False, "include": [], "top_logprobs": 0}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _IGNORED_OF_TEXTS = frozenset({"annotations", "logprobs"})
@@ -109,7 +102,7 @@ def responses(
         if fields.raw(name) is not None:
             raise unsupported(name, "is not stored: send it as input, or name the response before")
     is_kept = fields.get("store", boolean) is not False
-    fields.refuse_others(_IGNORED, _NEUTRAL)
+    fields.refuse_others(IGNORED | {"stream_options"}, _NEUTRAL)
     given = {
         "instructions": instructions,
         "max_output_tokens": body["max_completion_tokens"],
@@ -214,19 +207,18 @@ def _format(fields: Fields) -> dict[str, Any] | None:
     }
 
 
-class ResponsesResponse(CompletionResponse):
+class ResponsesResponse(BlocksResponse):
     """One response, as output items."""
 
     _request: ResponsesRequest
-    frame = staticmethod(named_event)
-    last_frame = ""
+    _num_events = 0
 
     def begin(self, started: runner_pb2.ExecutionStarted) -> None:
         self._head = {
             "id": f"resp_{started.request_id}",
             "object": "response",
             "created_at": self._created,
-            "model": self._request.model.adapter_id or started.model_id or started.runtime,
+            "model": self._model_of(started),
             "error": None,
             "background": False,
             "truncation": "disabled",
@@ -246,37 +238,20 @@ class ResponsesResponse(CompletionResponse):
         return body
 
     def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        for number, event in enumerate(self._unnumbered(chunk), self._num_events):
+        for number, event in enumerate(super().events(chunk), self._num_events):
             self._num_events = number + 1
             yield {**event, "sequence_number": number}
 
-    _num_events = 0
+    def _begin_events(self) -> Iterator[dict[str, Any]]:
+        unknown: dict[str, Any] = {"incomplete_details": None, "output": [], "usage": None}
+        response = {**self._head, "status": "in_progress", **unknown}
+        yield {"type": "response.created", "response": response}
+        yield {"type": "response.in_progress", "response": response}
 
-    def _unnumbered(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
-        choice, parts = self._update_choice(chunk)
-        if not self._has_begun:
-            self._has_begun = True
-            self._blocks = Blocks()
-            new = {
-                **self._head,
-                "status": "in_progress",
-                "incomplete_details": None,
-                "output": [],
-                "usage": None,
-            }
-            yield {"type": "response.created", "response": new}
-            yield {"type": "response.in_progress", "response": new}
-        for what, block, text in self._blocks.add(parts):
-            yield from self._block_events(what, block, text)
-        if choice.finish:
-            for what, block, text in self._blocks.end():
-                yield from self._block_events(what, block, text)
-            output = [self._item(block) for block in self._blocks.all]
-            response = {**self._head, **self._kept(output), "usage": self.reported_usage()}
-            yield {"type": f"response.{response['status']}", "response": response}
-
-    def last_events(self) -> Iterator[dict[str, Any]]:
-        return iter(())
+    def _end_events(self, _choice: Choice) -> Iterator[dict[str, Any]]:
+        output = [self._item(block) for block in self._blocks.all]
+        response = {**self._head, **self._kept(output), "usage": self.reported_usage()}
+        yield {"type": f"response.{response['status']}", "response": response}
 
     def _status(self) -> dict[str, Any]:
         (choice,) = self._choices.values()

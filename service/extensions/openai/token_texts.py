@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire.detokenizer import Detokenizer, decoder_types, has_no_text
 from quire.v1 import executor_pb2, runner_pb2, types_pb2
 
-from service.text.detokenizer import Detokenizer
-from service.text.token_bytes import decoder_types, spelled_bytes
+from service.text.token_bytes import spelled_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -79,7 +79,7 @@ class TokenTexts:
     def _ends_with_end_token(self, chunk: runner_pb2.SampleChunk) -> bool:
         if chunk.finish_reason != runner_pb2.FINISH_REASON_STOP or not chunk.token_ids:
             return False
-        return self._tokenizer is not None and self._is_special(chunk.token_ids[-1])
+        return self._tokenizer is not None and has_no_text(self._tokenizer, chunk.token_ids[-1])
 
     def _token(self, token_id: int) -> dict[str, Any]:
         token_bytes = self._bytes(token_id)
@@ -93,7 +93,7 @@ class TokenTexts:
         token = None if tokenizer is None else tokenizer.id_to_token(token_id)
         if tokenizer is None or token is None:
             return None
-        if self._is_special(token_id):
+        if has_no_text(tokenizer, token_id):
             # The alternatives may include special tokens.
             return token.encode()
         spelled = spelled_bytes(token, self._decoders)
@@ -107,11 +107,6 @@ class TokenTexts:
         """Whether it is a byte of byte fallback."""
         token = None if self._tokenizer is None else self._tokenizer.id_to_token(token_id)
         return token is not None and spelled_bytes(token, self._decoders & {"ByteFallback"}) is not None
-
-    def _is_special(self, token_id: int) -> bool:
-        """Three times: a decoder may strip a single space."""
-        assert self._tokenizer is not None
-        return not self._tokenizer.decode([token_id] * 3)
 
 
 def by_text(entry: Mapping[str, Any], name: str) -> dict[str, Any] | None:

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from quire.v1 import runner_pb2
+
 from service.errors import InvalidArgument
 from service.extensions.openai.choices import Choice
 from service.extensions.openai.fields import Fields, bad_field, string
 from service.extensions.openai.requests import CompletionRequest, ResolveModel, chat
-from service.extensions.openai.responses import to_json
+from service.extensions.openai.responses import CompletionResponse, to_json
 from service.text.output_parser import Part
 
 _Request = TypeVar("_Request", bound=CompletionRequest)
@@ -111,6 +113,44 @@ class Blocks:
         yield "begin", self.all[-1], ""
 
 
+def named_event(value: Any) -> str:
+    """A server-sent event with its type as its name."""
+    return f"event: {value['type']}\ndata: {to_json(value)}\n\n"
+
+
+class BlocksResponse(CompletionResponse):
+    """A response of one choice. A stream has events of its blocks, between some at its begin and its end."""
+
+    frame = staticmethod(named_event)
+    last_frame = ""
+
+    def events(self, chunk: runner_pb2.SampleChunk) -> Iterator[dict[str, Any]]:
+        choice, parts = self._update_choice(chunk)
+        if not self._has_begun:
+            self._has_begun = True
+            self._blocks = Blocks()
+            yield from self._begin_events()
+        for event in self._blocks.add(parts):
+            yield from self._block_events(*event)
+        if choice.finish:
+            for event in self._blocks.end():
+                yield from self._block_events(*event)
+            yield from self._end_events(choice)
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def _begin_events(self) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _block_events(self, what: str, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        """Those of what `Blocks.add` says."""
+        raise NotImplementedError
+
+    def _end_events(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+
 def blocks_of(choice: Choice) -> list[Block]:
     """The blocks of a response in one piece."""
     blocks = [Block(THOUGHTS, 0, texts=choice.thoughts)] if choice.thoughts else []
@@ -120,8 +160,3 @@ def blocks_of(choice: Choice) -> list[Block]:
     for index, block in enumerate(blocks):
         block.index = index
     return blocks
-
-
-def named_event(value: Any) -> str:
-    """A server-sent event with its type as its name."""
-    return f"event: {value['type']}\ndata: {to_json(value)}\n\n"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire.detokenizer import Detokenizer
 from tokenizers import Tokenizer, decoders
 
-from service.text.detokenizer import Detokenizer
 from tests.service.text.kinds import END, KINDS, byte_fallback, kind
 
 

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 
 import pytest
+from quire.detokenizer import Detokenizer
 from tokenizers import Tokenizer, models
 
 from service.errors import Unsupported
-from service.text.detokenizer import Detokenizer
 from service.text.token_bytes import token_bytes
 from tests.service.text.kinds import KINDS, ctc, end_of_word_suffix, kind
 

@@ -1,15 +1,17 @@
-"""Turns a stream of tokens into text, without incomplete characters."""
+"""Turns a stream of tokens into text, without incomplete characters. The server uses it, too."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import itertools
+import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from service.text.token_bytes import BYTE_FALLBACK, decoder_types
-
+# A token of byte fallback.
+BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 # What a decoder writes for bytes that are not a (complete) character.
 _REPLACEMENT = "\ufffd"
 # Tokens before a new one that can decide how it is written, for example with or without a space.
@@ -30,17 +32,6 @@ class TokenDecoder(Protocol):
         """The text of `ids`."""
 
 
-class SpecialTokens:
-    """Decodes special tokens as their names, which a `Detokenizer` otherwise leaves out."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.decoder, self.id_to_token = getattr(tokenizer, "decoder", None), tokenizer.id_to_token
-        self._decode = tokenizer.decode
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return self._decode(ids, skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
-
-
 class Detokenizer:
     """The text of a growing sequence of tokens: together, that of decoding the whole sequence.
 
@@ -50,13 +41,13 @@ class Detokenizer:
 
     Tokens that stand for one byte each (byte fallback) have no text of their own: if the bytes of successive
     ones are not UTF-8 in all, each of them is a replacement character. So their text is known only when
-    another token follows, or when they are invalid.
+    another token follows, or when they are invalid. Not thread-safe.
     """
 
     def __init__(self, tokenizer: TokenDecoder, context: Sequence[int] = ()) -> None:
         """`context`: tokens before the first one, such as the prompt. Their text is not returned."""
         self._tokenizer = tokenizer
-        self._byte_of = _bytes_of(tokenizer)
+        self._byte_of = bytes_of(tokenizer)
         # The last tokens before the run of bytes, and their text.
         self._ids: list[int] = []
         self._text = ""
@@ -86,7 +77,7 @@ class Detokenizer:
         if byte is not None:
             # Nothing can complete what was held back.
             return self._return_until(len(self._text)) + self._run.add(token_id, byte)
-        if self._run.ids and _has_no_text(self._tokenizer, token_id):
+        if self._run.ids and has_no_text(self._tokenizer, token_id):
             return ""
         return self._end_run() + self._push(token_id)
 
@@ -98,7 +89,7 @@ class Detokenizer:
         before = self._text
         self._ids.append(token_id)
         self._text = self._tokenizer.decode(self._ids)
-        if self._text == before and _has_no_text(self._tokenizer, token_id):
+        if self._text == before and has_no_text(self._tokenizer, token_id):
             # Not kept, so that many of them do not push out the context of the next token.
             self._ids.pop()
             return ""
@@ -181,7 +172,15 @@ class _ByteRun:
         return _REPLACEMENT * len(self.ids) if is_incomplete else "".join(self.characters)
 
 
-def _bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
+def decoder_types(decoder: Any) -> set[str]:
+    """The types of a decoder's parts."""
+    if decoder is None:
+        return set()
+    parsed = json.loads(decoder.__getstate__())
+    return {parsed.get("type", "")} | {part["type"] for part in parsed.get("decoders", ())}
+
+
+def bytes_of(tokenizer: Any) -> Callable[[int], int | None]:
     """The byte that a token stands for, or None. Only decoders with byte fallback have such tokens."""
     if "ByteFallback" not in decoder_types(getattr(tokenizer, "decoder", None)):
         return lambda _token_id: None
@@ -208,7 +207,7 @@ def _with_text(tokenizer: TokenDecoder, context: Sequence[int]) -> list[int]:
     with_text = (
         token_id
         for token_id in reversed(context[-_LOOK_BACK_TOKENS:])
-        if not _has_no_text(tokenizer, token_id)
+        if not has_no_text(tokenizer, token_id)
     )
     return list(itertools.islice(with_text, _CONTEXT_TOKENS))[::-1]
 
@@ -223,6 +222,6 @@ def _begin_of_character(tokenizer: TokenDecoder, ids: Sequence[int]) -> Sequence
     return min(tails, key=lambda tail: tokenizer.decode(tail).count(_REPLACEMENT), default=[])
 
 
-def _has_no_text(tokenizer: TokenDecoder, token_id: int) -> bool:
+def has_no_text(tokenizer: TokenDecoder, token_id: int) -> bool:
     """Whether it is a special token. Decodes it three times: a decoder may strip a single space."""
     return not tokenizer.decode([token_id] * 3)
