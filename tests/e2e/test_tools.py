@@ -158,6 +158,13 @@ def test_what_cannot_be(gateway: HttpGateway, client: quire.Client) -> None:
         with pytest.raises(quire.InvalidRequest) as refused:
             client.execute(question, **settings).answers()
         assert (refused.value.reason, refused.value.violations[0][0]) == ("BAD_TOOL_CHOICE", field)
+    with pytest.raises(ValueError, match="tools are for messages"):
+        client.execute("Hello!", tools=TOOLS)
+    of_text = quire.item("Hello!", answer_parts=True)
+    of_text.answer_parts.tools_json = json.dumps(TOOLS)
+    with pytest.raises(quire.InvalidRequest) as refused:
+        client.execute([of_text]).answers()
+    assert refused.value.violations[0][0] == "answer_parts.tools_json", refused.value
     schema = {"properties": {"a": {"type": "nothing"}}}
     wrong = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(quire.InvalidRequest) as refused:
@@ -189,3 +196,22 @@ def test_prompts_as_tokens(client: quire.Client, family: Family, directory: Path
     assert parts_of(answer) == parts(learnt)
     (answer,) = client.execute(prompt, tools=TOOLS, tool_choice="stop", max_tokens=80).answers()
     assert [call.name for call in answer.tool_calls] == ["stop"]
+
+
+@pytest.mark.parametrize("kind", ["one", "none"])
+def test_an_answer_in_several_generations_on_a_cache(
+    client: quire.Client, family: Family, directory: Path, kind: str
+) -> None:
+    """Thoughts that an earlier one has begun go on in the next one, and end where the model ends them."""
+    *before, learnt = conversations(family)[kind]
+    content, thoughts, _ = parts(learnt)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    prompt = tokenizer.apply_chat_template(before, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    answer = quire.Answer("0", 0, finish_reason="length")
+    token_id = prompt.pop()
+    with client.prefill(prompt) as cache:
+        while answer.finish_reason == "length" and len(answer.text) < len(content):
+            for chunk in cache.generate(token_id, answer_parts=True, max_tokens=2):
+                answer.add(chunk)
+                token_id = chunk.token_ids[-1]
+    assert (answer.text.strip(), answer.reasoning_content.strip()) == (content, thoughts)
