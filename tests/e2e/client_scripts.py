@@ -90,6 +90,25 @@ def verifiers(url, directory):
     print(json.dumps([[branch.token_ids, branch.routed_experts.tolist()] for branch in trace.branches]))
 
 
+def prime_rl(url, sources, weights, adapter):
+    """What its orchestrator does after two steps of a trainer, one of them of a LoRA adapter."""
+    import asyncio
+
+    sys.path += [f"{sources}/src", f"{sources}/packages/prime-rl-configs/src"]
+    from prime_rl.configs.shared import ClientConfig
+    from prime_rl.utils.client import InferencePool
+
+    async def push():
+        pool = InferencePool(ClientConfig(base_url=url), "local")
+        await pool.wait_for_ready("local", timeout=10)
+        await pool.update_weights(Path(weights), step=1)
+        await pool.update_weights(Path(adapter), lora_name="policy", step=2)
+        await pool.wait_for_ready("policy", timeout=10)
+        await pool.stop()
+
+    asyncio.run(push())
+
+
 def instructor(url):
     import instructor
     import openai
