@@ -109,6 +109,21 @@ def prime_rl(url, sources, weights, adapter):
     asyncio.run(push())
 
 
+def verl(url):
+    """Its generation of data sets. What it trains with are servers within its own processes."""
+    import asyncio
+
+    import numpy as np
+    from verl.trainer.main_generation_server import generate
+
+    talks = [[{"role": "user", "content": text}] for text in (QUESTION, "Where does it live?")]
+    # As its config says by default.
+    sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 20}
+    address = url.removeprefix("http://").removesuffix("/v1")
+    (answers,) = asyncio.run(generate([address], MODEL, 2, sampling, np.array(talks, dtype=object)))
+    assert len(answers) == 4 and all(answer.choices[0].message.content for answer in answers)
+
+
 def instructor(url):
     import instructor
     import openai

@@ -53,6 +53,7 @@ WITH_MODEL = {
     "pydantic_ai": "agents",
     "pydantic_ai_anthropic": "agents",
     "renderers": "renderers",
+    "verl": "verl",
 }
 # What the model writes, one answer after the other.
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
@@ -167,7 +168,7 @@ def test_routed_experts_of_rollouts(tmp_path: Path) -> None:
 
 
 def test_a_trainer_of_prime_rl(tmp_path: Path) -> None:
-    """Its own code pushes weights and an adapter, of which it has written the files that its trainer writes."""
+    """Its own code pushes weights and an adapter, from files as its trainer writes them."""
     python, sources = python_of("renderers"), ROOT / "build/clients/prime-rl"
     if not sources.exists():
         pytest.skip("no sources of prime-rl: this file says where they are")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import quire
 from transformers import AutoTokenizer
 
+from tests.e2e.test_auth import Guarded
 from tests.e2e.test_openai import HttpGateway
 from tests.tool_writers import FAMILIES, TOOLS, Family, conversations, train
 
@@ -215,3 +217,72 @@ def test_an_answer_in_several_generations_on_a_cache(
                 answer.add(chunk)
                 token_id = chunk.token_ids[-1]
     assert (answer.text.strip(), answer.reasoning_content.strip()) == (content, thoughts)
+
+
+def test_a_worker_that_is_killed_within_a_call(
+    gateway: HttpGateway, client: quire.Client, family: Family
+) -> None:
+    """Text and calls come whole, and once; so they do over HTTP."""
+    *before, learnt = conversations(family)["two"]
+    answer = quire.Answer("0", 0)
+    for chunk in client.execute(asked(before), tools=TOOLS, max_tokens=80):
+        begun = bool(answer.tool_calls)
+        answer.add(chunk)
+        if answer.tool_calls and not begun:
+            kill_worker(gateway)
+    assert parts_of(answer) == parts(learnt)
+    with gateway.client() as http:
+        settings = {**MODEL, "tools": TOOLS, "stream": True}
+        content, arguments, is_killed = "", ["", ""], False
+        for event in http.chat.completions.create(messages=asked(before), **settings):
+            delta = event.choices[0].delta
+            content += delta.content or ""
+            for call in delta.tool_calls or ():
+                arguments[call.index] += call.function.arguments or ""
+                if not is_killed:
+                    kill_worker(gateway)
+                    is_killed = True
+    assert (content, list(map(json.loads, arguments))) == ("", [each for _, each in parts(learnt)[2]])
+    gateway.wait_until_ready()
+
+
+def kill_worker(gateway: HttpGateway) -> None:
+    for process in gateway.worker_processes():
+        process.kill()
+
+
+def test_an_answer_that_is_cancelled_within_a_call(
+    gateway: HttpGateway, client: quire.Client, family: Family
+) -> None:
+    """Nothing of it is left, and the next one is whole."""
+    *before, learnt = conversations(family)["two"]
+    for keep_s in (0.0, 60.0):
+        execution = client.execute(asked(before), tools=TOOLS, max_tokens=80, keep_s=keep_s)
+        for chunk in execution:
+            if chunk.tool_calls:
+                break
+        execution.cancel()
+        gateway.wait_until(lambda: gateway.status().operations_in_flight == 0)
+        gateway.wait_until(lambda: gateway.status().caches == 0)
+    (answer,) = client.execute(asked(before), tools=TOOLS, max_tokens=80).answers()
+    assert parts_of(answer) == parts(learnt)
+
+
+@pytest.mark.parametrize("keep_s", [0.0, 60.0])
+def test_tenants_on_two_gateways_have_their_own_tools(tmp_path: Path, keep_s: float) -> None:
+    """Also if they name their executions alike, whichever gateway the kernel chooses for a connection."""
+    flags = ["--gateways", "2", "--workers", "2", "--data-dir", str(tmp_path / "data")]
+    own = {"alice": TOOLS[:1], "mallory": TOOLS[1:]}
+    with Guarded(tmp_path, *flags, model="storyteller") as gateway:
+
+        def ask(name: str) -> list[Any]:
+            settings: dict[str, Any] = {"tools": own[name], "tool_choice": "required", "max_tokens": 300}
+            with gateway.client(name) as client:
+                execution = client.execute(question, request_id="same", keep_s=keep_s, **settings)
+                return execution.answers()[0].tool_calls
+
+        question = [{"role": "user", "content": "Hello!"}]
+        names = ["alice", "mallory"] * 6
+        with ThreadPoolExecutor(4) as pool:
+            for name, calls in zip(names, pool.map(ask, names), strict=True):
+                assert {call.name for call in calls} == {own[name][0]["function"]["name"]}
