@@ -334,9 +334,6 @@ class LocalRun:
         await self._turn()
         sample = item.sample(index)
         sample.cached_tokens = cached_tokens
-        if self._batch.keep_s and sample.spec.has_condition:
-            # Drafts are appended together: one that is resumed would not know where it had ended.
-            sample.drafter = None
         try:
             await self._generate(item, sample, cache, part)
         except QuireError as error:
@@ -369,8 +366,8 @@ class LocalRun:
                 options = item.options(sample, masks[0])
             elif sample.spec.rules is not None:
                 options = item.options(sample)
-            if draft:
-                step = _DraftStep(draft, masks, began_at)
+            if draft and (draft := sample.before_end(draft)):
+                step = _DraftStep(draft, masks[: len(draft) + 1], began_at)
                 token_id, position = await self._verify(item, sample, token_id, step, position)
                 continue
             own, drafts = options, 0
@@ -384,10 +381,7 @@ class LocalRun:
     async def _verify(
         self, item: PreparedItem, sample: Sample, token_id: int, step: _DraftStep, position: int
     ) -> tuple[int, int]:
-        """Appends a token, and those of its draft that the model chooses; takes what it chooses after each.
-
-        Returns the last one, and its position.
-        """
+        """Appends a token, and those of its draft that the model chooses. As `_take`."""
         assert sample.drafter is not None
         wanted = sample.wanted_drafts
         token_ids = array("I", (token_id, *step.draft))
@@ -396,16 +390,7 @@ class LocalRun:
         done = done_of(appended)
         sample.drafter.verified(len(step.draft), appended.kept - 1, time.monotonic() - step.began_at_s)
         sample.drafter.offer(done.draft_token_ids, wanted)
-        outputs = done.outputs[: appended.kept]
-        for length, output in enumerate(outputs, position + 1):
-            chunk = sample.take(output.token_id, output, appended.weights)
-            if sample.is_finished and item.in_place is not None:
-                # The caller's cache does not keep what was accepted behind the end.
-                await self._held.cut(sample, length, appended.seq_len)
-            self._put(item, chunk)
-            if sample.is_finished:
-                break
-        return outputs[-1].token_id, appended.seq_len
+        return self._take(item, sample, appended)
 
     async def _begin(
         self, item: PreparedItem, sample: Sample, options: bytes, cache: Remembered | None, part: str
@@ -438,7 +423,8 @@ class LocalRun:
     def _take(self, item: PreparedItem, sample: Sample, appended: Appended) -> tuple[int, int]:
         """Takes the token that was chosen, or several. Returns the last one, and its position."""
         sample.cache_id = appended.cache_id
-        outputs = done_of(appended).outputs
+        # Those behind a draft's first wrong token are not kept.
+        outputs = done_of(appended).outputs[: appended.kept]
         for position, output in enumerate(outputs, appended.seq_len - len(outputs) + 1):
             if sample.catching_up is not None:
                 sample.catching_up.require_same(position, output.token_id)
