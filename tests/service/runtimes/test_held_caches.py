@@ -23,6 +23,7 @@ from service.runtimes.held_caches import HeldCache, held_cache
 from service.runtimes.held_samples import HeldSamples
 from service.runtimes.local_run import LocalRun
 from service.runtimes.preparing import PreparedItem
+from service.runtimes.sample import Sample
 from service.runtimes.speculation import PromptLookup
 from tests.error_details import status_reason
 from tests.service.runtimes.test_kept_run import Reading
@@ -315,8 +316,18 @@ def more_is_appended_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeldSamples, "most_prelaunched", lambda *_: 16)
 
 
+def a_draft_goes_on_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sample, "before_end", lambda _, draft: draft)
+
+
 @pytest.mark.parametrize(
-    "plant", [tokens_ahead_are_trusted, the_copy_is_left_too_early, more_is_appended_than_may_be]
+    "plant",
+    [
+        tokens_ahead_are_trusted,
+        the_copy_is_left_too_early,
+        more_is_appended_than_may_be,
+        a_draft_goes_on_behind_the_end,
+    ],
 )
 async def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -324,6 +335,7 @@ async def test_a_planted_bug_is_found(
     async def both() -> None:
         await test_tokens_of_another_caller_are_not_taken_for_generated_ones()
         await test_broken_streams_go_on_as_one_decode_after_another(range(16))
+        await test_no_draft_is_appended_behind_the_end(range(16), monkeypatch, is_text=True)
 
     plant(monkeypatch)
     with pytest.raises(AssertionError):
