@@ -82,6 +82,11 @@ class ExtensionSettings:
         return None
 
     @property
+    def starts_workers(self) -> bool:
+        """Whether the extension starts the workers, and not this gateway."""
+        return False
+
+    @property
     def gateways_of_host(self) -> int:
         """How many gateways share the ports of this server."""
         return 1
@@ -495,7 +500,7 @@ class Config:
     @property
     def has_remote_workers(self) -> bool:
         """Whether others start the workers, on this or other hosts."""
-        return bool(self.pool_listen)
+        return bool(self.pool_listen) or any(one.starts_workers for one in self.extensions)
 
 
 @functools.cache

@@ -178,11 +178,12 @@ def _pool_conflicts(config: Config) -> Iterator[Conflict]:
     is_path = config.draft_model not in ("", MTP_HEAD) and not config.has_remote_workers
     if is_path and not is_directory_or_file(config.draft_model):
         yield ("draft_model",), model_problem(config.draft_model)
-    if config.pool_listen and not config.pool:
+    starts_workers = any(one.starts_workers for one in config.extensions)
+    if config.pool_listen and not (config.pool or starts_workers):
         yield ("pool_listen", "pool"), "needs pool too"
     if config.pool_listen and int(config.pool_listen.rpartition(":")[2]) == 0:
         yield ("pool_listen",), "needs a port that workers know, also after a restart"
-    if config.workers is None and config.pool_listen:
+    if config.workers is None and config.pool_listen and not starts_workers:
         problem = "must be a number with pool_listen: how many of the workers that dial are used"
         yield ("workers", "pool_listen"), problem
 

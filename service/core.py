@@ -78,7 +78,7 @@ class Core:
             gone = "what was loaded last is gone; put it back, or remove the data directory with its caches"
             raise ConfigError("model", f"the journal in {directory}", served, gone)
         self.caches.weights.replace(versions.serving.number, continued_from=versions.serving.continued_from)
-        self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, worker_port))
+        self.pool = Supervisor(config, versions, self._new_launcher(opened, gpus, extensions, worker_port))
         observing = [one.appends for one in extensions if one.appends is not None]
         self.journal.on_latency += tuple(one.commits for one in extensions if one.commits is not None)
         send = functools.partial(wire.send, self.pool.links)
@@ -113,9 +113,17 @@ class Core:
         self.caches.recovered(now_s=time.monotonic(), wall_s=time.time(), tenant_of=tenant_of)
 
     def _new_launcher(
-        self, opened: OpenShard, gpus: Sequence[Gpu], worker_port: WorkerPort | None
+        self,
+        opened: OpenShard,
+        gpus: Sequence[Gpu],
+        extensions: Sequence[Extension],
+        worker_port: WorkerPort | None,
     ) -> Launcher:
+        """Raises ConfigError."""
         directory = opened.directory
+        for extension in extensions:
+            if extension.launcher is not None:
+                return extension.launcher(self.config, directory)
         if worker_port is not None:
             return RemoteLauncher(directory, self.config, worker_port, opened.lease)
         grace_s = self.config.orphan_grace_s if directory is not None else 0.0

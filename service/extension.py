@@ -4,9 +4,9 @@ An extension is found by an entry point of the group `quire.extensions`, which n
 of `ExtensionSettings`, which opens an `Extension` when a gateway starts. Before that, all are asked whether
 they serve in place of a gateway in this process.
 
-What extensions implement is defined where the core uses it: `Journal` in service/journal/base.py, `Runtime`
-and `ChunkSink` in service/runtimes/base.py, `OtherShards` in service/api/other_shards.py. All else is on this
-page.
+What extensions implement is defined where the core uses it: `Journal` in service/journal/base.py, `Launcher`
+in service/pool/launcher.py, `Runtime` and `ChunkSink` in service/runtimes/base.py, `OtherShards` in
+service/api/other_shards.py. All else is on this page.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from service.adapters.registry import Adapters
@@ -28,6 +29,7 @@ from service.config import Config, ExtensionUnusable, failed_extension, installe
 from service.dispatcher import Dispatcher, ObserveAppends
 from service.journal.values import StoredValues
 from service.logging import get_logger
+from service.pool.launcher import Launcher
 from service.pool.model_versions import ModelVersions, WorkerSlot
 from service.pool.rolling_restart import RollingRestart
 from service.pool.supervisor import Supervisor
@@ -42,11 +44,14 @@ _log = get_logger(__name__)
 
 # Returns an ASGI application that does more than the given one.
 WrapHttp = Callable[[Any], Any]
+# Returns what starts the workers of a shard. Raises ConfigError. Is given the settings, and where it keeps what
+# the next gateway needs to know of them (None: nothing survives).
+NewLauncher = Callable[[Config, Path | None], Launcher]
 # Opens the shard that a gateway begins with, and may wait until it gets one. Is given what opens journals.
 # Raises JournalUnusable or ConfigError.
 OpenHome = Callable[[OpenJournal], Awaitable[OpenShard]]
 # What a gateway takes from one extension.
-_ONLY_ONE = ("runtimes", "journal", "open_home")
+_ONLY_ONE = ("launcher", "runtimes", "journal", "open_home")
 
 
 class RuntimeSource(Protocol):
@@ -154,6 +159,7 @@ class Extension:
         appends: Is called with each request for caches; see `ObserveAppends`.
         commits: Is called with the seconds that each commit of the journal took.
         http: See `WrapHttp`.
+        launcher: See `NewLauncher`. None: the core's own start them.
         runtimes: See `RuntimeSource`. None: there is only the local one.
         journal: See `OpenJournal`. None: the core has it.
         open_home: See `OpenHome`. None: the gateway has the only shard.
@@ -169,6 +175,7 @@ class Extension:
     appends: ObserveAppends | None = None
     commits: Callable[[float], None] | None = None
     http: WrapHttp | None = None
+    launcher: NewLauncher | None = None
     runtimes: RuntimeSource | None = None
     journal: OpenJournal | None = None
     open_home: OpenHome | None = None

@@ -100,9 +100,9 @@ class Gateway:
         self.authenticator = Authenticator.of(config)
         self._tenant_of = None if self.authenticator is None else self.authenticator.tenant
         self.extensions = extensions
-        # What workers of other hosts dial, for all shards.
+        # What workers of other hosts dial, for all shards. An extension that starts them has its own.
         self._worker_port = None
-        if config.pool_listen:
+        if config.pool_listen and not any(one.launcher is not None for one in extensions):
             self._worker_port = pool_files.worker_port(config.pool_listen, Path(config.pool))
         self.core = Core(config, opened, self._tenant_of, extensions, own_gpus, self._worker_port)
         self.state = self.core.state

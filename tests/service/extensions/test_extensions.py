@@ -141,12 +141,43 @@ def test_the_journal_of_the_manual_is_right(tmp_path: Path, monkeypatch: pytest.
     assert re.search(r"\n\d+ passed, 1 skipped", done.stdout), done.stdout
 
 
+LAUNCHER = """
+from service.config import ExtensionSettings
+from service.extension import Extension
+from service.pool.local import LocalLauncher
+
+class Told(LocalLauncher):
+    async def start(self, config):
+        with open("FILE", "a") as file:
+            file.write(config.worker_id + "\\n")
+        return await super().start(config)
+
+class Settings(ExtensionSettings):
+    starts_workers = True
+
+    def open_extension(self, config):
+        extension = Extension()
+        extension.launcher = lambda config, directory: Told(directory, 0.0)
+        return extension
+"""
+
+
+def test_an_extension_that_starts_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "started"
+    code = LAUNCHER.replace("FILE", str(started))
+    install(tmp_path, "theirs", code, "quire-theirs", {"launcher": "theirs:Settings"})
+    use(tmp_path, monkeypatch)
+    with GatewayProcess(model="paged-attention", workers=1) as gateway:
+        assert decode_some(gateway) == undisturbed.greedy(PROMPT, 4)
+    assert started.read_text().split() == ["worker-0"]
+
+
 OPENED = """
 from service.config import ExtensionSettings
 from service.extension import Extension
 
 class Theirs(Extension):
-    journal = print
+    journal = launcher = print
 
 class Settings(ExtensionSettings):
     def open_extension(self, config): return """
@@ -170,7 +201,7 @@ class Settings(ExtensionSettings):
         (
             OPENED + "Theirs()\n",
             ["first", "second"],
-            "only one extension can have the journal, and first and second do",
+            "only one extension can have the launcher, and first and second do",
             ["--check"],
         ),
     ],
