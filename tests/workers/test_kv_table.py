@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,13 +18,11 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from workers.kv import integrity
-from workers.kv import table as sequence_module
-from workers.kv.page_pool import IntegrityError, OutOfPages, page_digest
-from workers.kv.sequence import KvSequence, Rows, SequenceColumns
+from workers.kv.page_pool import IntegrityError, OutOfPages
+from workers.kv.sequence import KvSequence, SequenceColumns
 from workers.kv.table import KvTable
 
 PAGE = 4
@@ -319,38 +317,6 @@ def _small_slices() -> Iterator[None]:
 
 TestTable = TableMachine.TestCase
 TestTable.settings = settings(stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
-
-true_reserve = KvTable.reserve
-true_append_next = KvTable.append_next
-
-
-def forget_the_copy(table: KvTable, seq: KvSequence, n: int) -> list[tuple[int, int]]:
-    true_reserve(table, seq, n)
-    return []
-
-
-def append_to_another(table: KvTable, rows: Rows, *columns: Rows) -> None:
-    true_append_next(table, rows[::-1], *columns)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "mutant"),
-    [
-        (KvTable, "reserve", forget_the_copy),
-        (sequence_module, "page_digest", lambda parent, tokens: page_digest(b"", tokens)),
-        (KvTable, "append_next", append_to_another),
-        (KvTable, "forget_prefixes", lambda _: None),
-    ],
-)
-def test_the_oracle_notices_a_mutant(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, mutant: Callable[..., object]
-) -> None:
-    """Without help of `check_integrity`: by what is read from the pages."""
-    monkeypatch.setattr(owner, name, mutant)
-    monkeypatch.setattr(KvTable, "check_integrity", lambda table: None)
-    until_one_fails = settings(TestTable.settings, phases=[Phase.generate], report_multiple_bugs=False)
-    with pytest.raises((AssertionError, IndexError)):
-        run_state_machine_as_test(TableMachine, settings=until_one_fails)
 
 
 def grow(table: KvTable, seq: KvSequence, tokens: Sequence[int]) -> list[tuple[int, int]]:
