@@ -67,7 +67,7 @@ test: setup ## Run all tests (ARGS="tests/service -k fencing ...")
 # In an environment of its own, with the Triton that this torch needs. Compiled kernels are not of a
 # torch.
 TORCH ?= 2.11.0
-TORCH_TESTS := tests/kernels tests/workers tests/gpu $(patsubst %,tests/e2e/test_%.py,parity_machine families library_backend \
+TORCH_TESTS := tests/kernels tests/workers tests/gpu $(patsubst %,tests/e2e/test_%.py,parity_machine library_backend \
   same_bits hidden_states tensor_parallel)
 OTHER = build/torch-$(TORCH)
 OTHER_INSTALL = $(OTHER)/bin/python -m pip --disable-pip-version-check install --quiet

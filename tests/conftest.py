@@ -43,7 +43,6 @@ REQUIRED = {
     "grpcurl": "grpcurl is not installed",
     "kubectl": "needs kubectl",
     "manual": "`make docs` installs",
-    "namespaces": "network namespaces",
     "node": "no node|node is|npm cannot fetch",
     "postgresql": "initdb of PostgreSQL",
     "sbom": "`make sbom` installs",

@@ -35,7 +35,6 @@ TESTS = (
     "tests/workers/test_packed_linear.py",
     "tests/workers/test_planted_breaches.py",
     "tests/workers/test_tensor_parallel.py",
-    "tests/e2e/test_families.py",
     "tests/e2e/test_hidden_states.py",
     "tests/e2e/test_library_backend.py",
     "tests/e2e/test_parity_machine.py",

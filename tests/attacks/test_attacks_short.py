@@ -172,6 +172,7 @@ def test_what_there_is_room_for_is_computed_though_nobody_reads_it(gateway: Gate
         channels = [stack.enter_context(contextlib.closing(gateway.connect())) for _ in range(12)]
         methods: list[Any] = [channel.unary_stream(SERVICE + "Forward") for channel in channels]
         calls = [method(request, timeout=TIMEOUT_S) for method in methods]
+        gateway.wait_until(lambda: not all(call.is_active() for call in calls))
         time.sleep(HELD_S)
         answers = {"not read" if call.is_active() else said(call) for call in calls}
         for call in calls:

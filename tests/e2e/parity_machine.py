@@ -66,7 +66,6 @@ class Harness:
 
     gateway: GatewayProcess
     model: Path
-    max_error: float  # of a row, relative to its largest element
 
 
 class ParityMachine(RuleBasedStateMachine):
@@ -75,7 +74,6 @@ class ParityMachine(RuleBasedStateMachine):
     harness: Harness
     phases: Sequence[Phase] = tuple(Phase)
     output = WITH_LOGITS
-    takes_trees = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +113,7 @@ class ParityMachine(RuleBasedStateMachine):
     ) -> None:
         for data, exact in ((output.logits.data, logits), (output.hidden[0].data, state)):
             error = np.abs(np.frombuffer(data, dtype="<f4") - exact).max() / np.abs(exact).max()
-            assert error < self.harness.max_error, f"it differs by {error}"
+            assert error < MAX_RELATIVE_ERROR, f"it differs by {error}"
         assert output.token_id == int(np.frombuffer(output.logits.data, dtype="<f4").argmax())
 
     def check_step(self, held: Held, handle: types_pb2.KvCacheHandle) -> None:
@@ -286,7 +284,7 @@ class ParityMachine(RuleBasedStateMachine):
         held.last = None
         self.check_step(held, answer.kv_cache)
 
-    @precondition(lambda self: self.takes_trees and bool(self.held))
+    @precondition(lambda self: bool(self.held))
     @rule(number=picks, seed=picks, size=st.integers(2, 12) | st.just(LARGE_TREE), score=st.booleans())
     def verify_tree(self, number: int, seed: int, size: int, score: bool) -> None:
         held = self.pick(number)
@@ -441,10 +439,9 @@ def run_parity_machine(
     examples: int,
     steps: int,
     machine: type[ParityMachine] = ParityMachine,
-    max_error: float = MAX_RELATIVE_ERROR,
 ) -> None:
     """A machine on one gateway, that serves `model`; the one of this module: in float32."""
-    machine.harness = Harness(gateway, model, max_error)
+    machine.harness = Harness(gateway, model)
     run_state_machine_as_test(
         machine,
         settings=settings(

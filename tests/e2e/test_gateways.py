@@ -133,7 +133,7 @@ def test_a_generation_on_another_gateway_ends_if_nobody_reads_it(tmp_path: Path)
         home, other = server.channels()
         text = Text(Stub(home), TOKENS)
         item = text.item(30_000)
-        item.top_logprobs = 100
+        item.top_logprobs = 1000
         call = runner_pb2_grpc.ModelRunnerServiceStub(other).Execute(
             runner_pb2.ExecuteRequest(items=[item]), timeout=120
         )

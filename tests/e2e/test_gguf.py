@@ -14,6 +14,7 @@ from quire.cli.main import main
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from service.model_names import shipped_model_dir
 from tests import quire_command
 from tests.e2e.greedy import chosen_here
 from tests.e2e.test_replace_weights import described, replace
@@ -22,6 +23,7 @@ from tests.gateway_process import GatewayProcess
 from tests.gguf_files import TypeOf, byte_level, write_gguf
 from tests.hub_server import COMMIT
 from tests.model_factory import TinyModel, make_family_model, make_model
+from workers import convert as convert_module
 from workers.common.protocol import EXIT_CONFIG
 from workers.models.model import BFLOAT16_KV
 from workers.models.weights import plan_load
@@ -124,7 +126,7 @@ def test_weights_are_replaced_by_others_of_the_same_formats_only(tmp_path: Path)
             assert said in str(refusal.value) and str(tmp_path) not in str(refusal.value)
 
 
-def test_a_converted_model_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_converted_model_is_whole_or_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command by itself: tests/workers/test_convert.py has what it writes."""
     model = make_model(tmp_path / "model", TinyModel())
     out = tmp_path / "model.gguf"
@@ -137,9 +139,10 @@ def test_a_converted_model_is_whole_or_not_there(tmp_path: Path) -> None:
     assert done.returncode == 0 and f"quire: {out} has 0 MB" in done.stderr, done.stderr
     assert plan_load(out).format_names == "q8_0"
     assert "must end with .gguf" in convert(model, tmp_path / "model.bin").stderr
-    refused = convert("adder", tmp_path / "other.gguf")
-    assert refused.returncode == EXIT_CONFIG
-    assert "adder: cannot be written as GGUF: pre_tokenizer" in refused.stderr.splitlines()[-1]
+    adder = shipped_model_dir("adder")
+    # What the process runs, without another start of it.
+    assert convert_module.main(str(adder), str(tmp_path / "other.gguf"), "q8_0") == EXIT_CONFIG
+    assert "adder: cannot be written as GGUF: pre_tokenizer" in capsys.readouterr().err.splitlines()[-1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf"]
 
 

@@ -1,4 +1,7 @@
-"""Models with recurrent layers through a gateway, against transformers: any operations, a killed worker."""
+"""Models with recurrent layers through a gateway, against transformers, also after a killed worker.
+
+Any operations of them: tests/workers/test_recurrent_engine.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 from quire.v1 import executor_pb2 as pb
 
-from tests.e2e.parity_machine import WITH_LOGITS, ParityMachine, run_parity_machine
+from tests.e2e.parity_machine import WITH_LOGITS
 from tests.gateway_process import GatewayProcess
 from tests.model_factory import hf_logits
 from tests.recurrent import RECURRENT
@@ -21,24 +24,9 @@ FLAGS = ["--dtype", "float32", "--kv-pages", "64", "--max-batch-tokens", "48"]
 PATIENCE_S = 120
 
 
-class RecurrentMachine(ParityMachine):
-    """Of a model that takes no trees."""
-
-    takes_trees = False
-
-
 def recurrent_model(model_type: str, directory: Path) -> Path:
     tiny_model(model_type, **RECURRENT[model_type]).save_pretrained(directory)
     return directory
-
-
-# In every run: the same operations in an engine, in tests/workers/test_recurrent_engine.py.
-@pytest.mark.thorough
-@pytest.mark.parametrize("model_type", RECURRENT)
-def test_any_sequence_of_operations_matches_transformers(model_type: str, tmp_path: Path) -> None:
-    model = recurrent_model(model_type, tmp_path / "model")
-    with GatewayProcess(model=str(model), workers=1, flags=FLAGS) as gateway:
-        run_parity_machine(gateway, model, examples=3, steps=15, machine=RecurrentMachine)
 
 
 @pytest.mark.parametrize(
