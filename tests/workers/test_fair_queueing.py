@@ -5,18 +5,23 @@ A step is given room for a few operations, so that it matters who goes first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.workers import scheduling
 from tests.workers.scheduling import Bench, accept
 from workers import service_class as service_class_module
+from workers.operations import Forward
 from workers.scheduler import SHORT_TOKENS
+from workers.service_class import ServiceClass
 
 FLOOD, OTHER, THIRD = 1, 2, 3
 LONG = SHORT_TOKENS + 1
-# These find a queue whose time stands still, and one that all join at once. More with --thorough.
+# With these the mutants below are found. With --thorough as many as of others.
 FEW_EXAMPLES = settings(max_examples=25) if settings().max_examples == 50 else settings()
 
 
@@ -125,3 +130,29 @@ def test_callers_are_forgotten_when_they_have_nothing_queued() -> None:
         bench.step()
     classes = bench.scheduler._short, bench.scheduler._long
     assert max(len(service_class.flows) for service_class in classes) <= 2 * service_class_module._FEW_FLOWS
+
+
+def never_move(service_class: ServiceClass, forward: Forward) -> None:
+    service_class.virtual_time = max(service_class.virtual_time, forward.virtual_start)
+
+
+def always_join_at_once(service_class: ServiceClass, forward: Forward) -> None:
+    service_class._add_to_flow(forward)
+    forward.virtual_start = service_class.virtual_time
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant", "test"),
+    [
+        ("dispatch", never_move, test_a_flood_is_not_starved_by_callers_who_are_always_new),
+        ("add", always_join_at_once, test_callers_with_work_queued_are_served_alike),
+    ],
+)
+def test_the_tests_notice_a_mutant(
+    monkeypatch: pytest.MonkeyPatch, name: str, mutant: object, test: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(ServiceClass, name, mutant)
+    # The queue's own invariants would notice too.
+    monkeypatch.setattr(scheduling, "check_invariants", lambda scheduler: None)
+    with pytest.raises(AssertionError):
+        test()

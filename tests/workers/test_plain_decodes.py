@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.workers import stepping
+from workers.decodes import Decodes
+from workers.kv.page_pool import IntegrityError, PagePool
+from workers.kv.table import KvTable
 from workers.operations import (
     Abort,
     Command,
@@ -24,6 +28,7 @@ from workers.operations import (
     Truncate,
 )
 
+APPEND = KvTable.append_next
 OUTPUTS = (
     OutputSpec(),
     OutputSpec(sampling=Sampling(temperature=1.0, seed=5)),
@@ -157,6 +162,31 @@ def test_answers_are_those_of_queued_forwards(seed: int, limits: tuple[int, int,
 
 def test_most_decodes_are_in_no_queue() -> None:
     assert compare(1, limits=(512, 256, 512)) > 20
+
+
+def without_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, which: original(self, np.roll(which, 1))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (PagePool, "is_private", lambda _pool, _page: True),
+        (
+            KvTable,
+            "append_next",
+            lambda table, rows, positions, tokens: APPEND(table, rows, positions, tokens[::-1]),
+        ),
+        (Decodes, "take", without_first(Decodes.take)),
+    ],
+)
+def test_planted_bugs_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutant: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    runs = [(seed, ahead) for seed in range(4) for ahead in (False, True)]
+    with pytest.raises((AssertionError, IntegrityError, LookupError, ValueError)):
+        [compare(seed, ahead=ahead, limits=(512, 256, 512)) for seed, ahead in runs]
 
 
 def test_an_abort_before_the_step_leaves_no_trace() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.workers import stepping
@@ -16,6 +17,7 @@ from workers import drawing, extra_samples, prelaunch, step_loop
 from workers.adapters.table import AdapterTable
 from workers.decodes import OP_ID, Decodes
 from workers.kv import integrity
+from workers.kv.page_pool import IntegrityError
 from workers.operations import (
     GREEDY,
     AdapterSource,
@@ -32,6 +34,7 @@ from workers.operations import (
     Result,
     Truncate,
 )
+from workers.prelaunch import Prelauncher
 from workers.runners.base import DeviceLostError
 
 PAGES = 64
@@ -371,6 +374,42 @@ def test_several_tokens_at_once_are_those_of_as_many_requests(seed: int, late: b
     workers[0].loop.take()
     workers[0].loop._prelauncher.drop_all()
     assert workers[0].tokens() == workers[1].tokens() and longest > 3
+
+
+def more_is_answered_than_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Prelauncher._take_results
+    monkeypatch.setattr(Prelauncher, "_take_results", lambda one, sequence, _: take(one, sequence, 1000))
+
+
+def ends_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prelaunch, "_ends", lambda decodes: np.zeros(decodes.size, np.bool_))
+
+
+def what_is_queued_loses_what_is_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(prelauncher: Prelauncher) -> bool:
+        ready, prelauncher.ready = prelauncher.ready, {}
+        for sequence, results in ready.items():
+            prelauncher._engine.undo(sequence, results[0].position)
+        return bool(ready)
+
+    monkeypatch.setattr(Prelauncher, "free_pages", free)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "plant",
+    [more_is_answered_than_was_allowed, ends_are_not_seen, what_is_queued_loses_what_is_before_it],
+)
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_seeds() -> None:
+        for seed in range(6):
+            test_several_tokens_at_once_are_those_of_as_many_requests(seed, late=False)
+
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IntegrityError)):
+        all_seeds()
 
 
 def test_nothing_more_is_computed_in_advance_beside_another_caller(worker: Worker) -> None:

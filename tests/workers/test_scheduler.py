@@ -6,9 +6,10 @@ Who of several callers goes first is in `test_fair_queueing`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,10 +17,12 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from tests.workers import scheduling
 from tests.workers.scheduling import accept, advance, check_invariants
+from workers import scheduler as scheduler_module
 from workers.operations import Chunk, Forward
 from workers.scheduler import SHORT_TOKENS, Scheduler
 
@@ -267,6 +270,31 @@ def wanted_rows(chunk: Chunk) -> int:
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
+
+true_fit = Scheduler._tokens_that_fit
+
+
+def forget_rows(scheduler: Scheduler, forward: Forward, budget: scheduler_module._Budget) -> int:
+    return true_fit(scheduler, forward, dataclasses.replace(budget, rows=10_000))
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [
+        ("_tokens_that_fit", forget_rows),
+        ("_reserve_for_long", lambda scheduler, step: scheduler_module._Budget(0, 0, 0)),
+        ("expire", lambda scheduler, now_ns: []),
+    ],
+)
+def test_the_oracle_notices_a_mutant(
+    monkeypatch: pytest.MonkeyPatch, name: str, mutant: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(Scheduler, name, mutant)
+    until_one_fails = settings(
+        TestScheduler.settings, max_examples=5000, phases=[Phase.generate], report_multiple_bugs=False
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(SchedulerMachine, settings=until_one_fails)
 
 
 def layout(chunks: list[Chunk]) -> list[tuple[int, int, int]]:

@@ -6,6 +6,7 @@ here is measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count, product
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.scheduling import Callers, check_invariants, run_step
-from workers.caller_limits import MIN_FREE_COST
+from workers.caller_limits import MIN_FREE_COST, CallerLimits
 from workers.operations import DataType, Forward, HiddenSpec, OutputSpec
 from workers.scheduler import Scheduler, cost_of
 
@@ -159,6 +160,16 @@ def test_a_row_that_weighs_more_than_a_step_still_runs() -> None:
         for _ in range(60):
             run_step(scheduler)
         assert len(scheduler) == 0
+
+
+def bound_nobody(limits: CallerLimits, wanted: Mapping[int, int]) -> dict[int, int]:
+    return {}
+
+
+def test_the_tests_notice_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CallerLimits, "shares", bound_nobody)
+    with pytest.raises(AssertionError):
+        test_beside_256_forwards_of_one_nobody_waits_three_times_as_long(60, 8, 0.8)
 
 
 def test_cost_is_tokens_and_rows_by_their_weight() -> None:
