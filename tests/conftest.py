@@ -43,6 +43,7 @@ REQUIRED = {
     "grpcurl": "grpcurl is not installed",
     "kubectl": "needs kubectl",
     "manual": "`make docs` installs",
+    "namespaces": "network namespaces",
     "node": "no node|node is|npm cannot fetch",
     "postgresql": "initdb of PostgreSQL",
     "sbom": "`make sbom` installs",

@@ -49,6 +49,7 @@ _ARG_START, _ARG_END = 45, 46  # In /proc/PID/stat, after the name.
 _GIVEN = "FORK_SERVERS"
 # The socket of the process that has forked this one.
 _FORKED_BY = "FORKED_BY"
+_CLONE_NEWNET = 0x40000000
 
 
 @functools.cache
@@ -94,6 +95,16 @@ def for_others() -> dict[str, str]:
 def are_given() -> bool:
     """Whether this process has those settings."""
     return _GIVEN in os.environ
+
+
+def enter_network(namespace: str) -> None:
+    """Moves this thread, and those that it starts, to a network namespace."""
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(descriptor)
 
 
 # In the process that forks.
@@ -167,8 +178,12 @@ def _fork(connection: socket.socket) -> tuple[int, bool]:
     return pid, is_tied
 
 
-def _become(command: Sequence[str], env: dict[str, str], cwd: str, *, is_session: bool) -> int:
+def _become(
+    command: Sequence[str], env: dict[str, str], cwd: str, *, is_session: bool, namespace: str = ""
+) -> int:
     """Runs the module of `python -m MODULE ...`. Returns the exit status."""
+    if namespace:
+        enter_network(namespace)
     if is_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -259,10 +274,13 @@ class Forked:
         cwd: str,
         files: Sequence[int],
         is_session: bool = False,
+        namespace: str = "",
     ) -> None:
-        """`server`: see `fork_server`. `files`: from standard input on."""
+        """`server`: see `fork_server`. `files`: from standard input on. `namespace`: network's."""
         self.returncode: int | None = None
-        message = {"command": command, "env": env, "cwd": cwd, "is_session": is_session}
+        message = {
+            "command": command, "env": env, "cwd": cwd, "is_session": is_session, "namespace": namespace
+        }  # fmt: skip
         with contextlib.ExitStack() as stack:
             self._connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             self._connection.connect(server)

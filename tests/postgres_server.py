@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -44,12 +44,17 @@ def programs() -> Path | None:
 class PostgresServer:
     """Use as a context manager. Its only user needs no password."""
 
-    def __init__(self) -> None:
-        """Skips the test where PostgreSQL is missing, by its name."""
+    def __init__(self, host: str = _LOOPBACK, prefix: Sequence[str] = ()) -> None:
+        """Skips the test where PostgreSQL is missing, by its name.
+
+        `prefix`: of a command, so that it runs where it has the address `host`. Needs root.
+        """
         found = programs()
         if found is None:
             pytest.skip("needs initdb of PostgreSQL")
         self._programs = found
+        self._host = host
+        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
         # PostgreSQL refuses to run as root.
         self._user = (
@@ -83,12 +88,14 @@ class PostgresServer:
             initdb = self._run("initdb", "-D", str(data), *options)
             output, _ = initdb.communicate(timeout=_START_S)
             assert initdb.returncode == 0, output
+            with (data / "pg_hba.conf").open("a") as trusted:
+                trusted.write("host all all samenet trust\n")
             _MADE.append(data)
         return _MADE[0]
 
     @property
     def address(self) -> str:
-        return f"{_LOOPBACK}:{self.port}"
+        return f"{self._host}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -102,7 +109,7 @@ class PostgresServer:
         """Starts it, after a crash, too."""
         data = self._directory / "data"
         settings = {"port": self.port, "unix_socket_directories": "", "shared_buffers": "16MB"}
-        settings["listen_addresses"] = _LOOPBACK
+        settings["listen_addresses"] = self._host
         options = [f"-c{name}={value}" for name, value in settings.items()]
         # Not a pipe, which nobody would read and which would be full at some time.
         log = self._directory / "log"
@@ -174,10 +181,11 @@ class PostgresServer:
     def _run(self, program: str, *arguments: str, output: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
         become: list[str] = []
         if os.geteuid() == 0:
+            # By a program, since the prefix may need to be root.
             become = ["setpriv", f"--reuid={self._user}", "--clear-groups"]
             become.append(f"--regid={pwd.getpwnam(self._user).pw_gid}")
         return subprocess.Popen(
-            [*become, str(self._programs / program), *arguments],
+            [*self._prefix, *become, str(self._programs / program), *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd="/",

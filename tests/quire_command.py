@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.checkout import ROOT, environment
-from tests.forks import GATEWAYS, WORKERS, Forked, fork_server
+from tests.forks import GATEWAYS, WORKERS, Forked, for_others, fork_server
 
 _CLIENT = ("-I", "-S", str(ROOT / "tests" / "fork_client.py"))
 
@@ -22,6 +22,18 @@ def command(*arguments: str) -> list[str]:
 def module(name: str, *arguments: str, imported: Sequence[str] = WORKERS) -> list[str]:
     """As `python -m name`, forked from a process that has imported some modules, by default torch."""
     return [sys.executable, *_CLIENT, fork_server(*imported), sys.executable, "-m", name, *arguments]
+
+
+def soak(name: str, *flags: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs a soak's module, forked as all that it starts, with torch."""
+    return subprocess.run(
+        module(name, *flags),
+        cwd=ROOT,
+        env=environment(ROOT) | for_others(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 def run(*arguments: str, **settings: str) -> subprocess.Popen[str]:

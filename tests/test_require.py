@@ -24,7 +24,7 @@ def skipped(reason: str) -> pytest.TestReport:
         (["postgresql"], "needs initdb of PostgreSQL", "failed"),
         (["grpcurl"], "needs initdb of PostgreSQL", "skipped"),
         ([], "needs initdb of PostgreSQL", "skipped"),
-        (["grpcurl", "kubectl"], "needs kubectl", "failed"),
+        (["grpcurl", "namespaces"], "network namespaces: no TUN", "failed"),
     ],
 )
 def test_what_is_required_is_not_skipped(names: list[str], reason: str, outcome: str) -> None:

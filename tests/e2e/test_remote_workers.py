@@ -175,7 +175,7 @@ def test_next_gateway_finds_the_kv(pool: Pool, expected: list[int]) -> None:
         assert text.replayed == 0
 
 
-# More cuts, in virtual time: tests/sim/test_shell.py.
+# All kinds of cuts: tests/hosts/test_gateways_on_hosts.py.
 def test_cut_and_healed_network(pool: Pool, expected: list[int]) -> None:
     """Both sides find half-open connections. What was sent meanwhile arrives late, and changes nothing."""
     with TcpProxy(pool.address) as network:

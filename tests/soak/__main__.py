@@ -93,7 +93,7 @@ async def soak(
                 await faults
                 stop.set()
                 await asyncio.wait([*running, replacing])
-                await check_pools(stub, options.workers, tally)
+                await check_pools([stub], options.workers, tally)
                 watch.cancel()
         except* Stuck as stuck:
             tally.lose("unexpected errors", f"{stuck.exceptions[0]}\n{server.log_tail()}")

@@ -19,8 +19,6 @@ from tests.error_details import info_of
 from tests.soak.tally import Tally
 
 _CALL_TIMEOUT_S = 60.0
-# Far more than healing takes: who waits longer hangs.
-_PATIENCE_S = 120.0
 # Of prompts of the model without weights.
 _VOCAB = 256
 _RETRIED = {
@@ -112,6 +110,9 @@ async def _text_of(stub: Any, adapter: str, prompt: tuple[int, ...], most: int) 
 
 class Caller:
     """One loop over sequences."""
+
+    # Far more than healing takes: who waits longer hangs.
+    patience_s = 120.0
 
     def __init__(
         self,
@@ -280,7 +281,7 @@ class Caller:
         """The answer to a request, which is sent until there is one."""
         self._tally.call_began(self._number)
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self.patience_s):
                 while True:
                     self._tally.calls += 1
                     try:
@@ -290,7 +291,9 @@ class Caller:
                     self._tally.retries += 1
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError:
-            raise Stuck(f"{type(request).__name__} at {length} was not answered in {_PATIENCE_S} s") from None
+            raise Stuck(
+                f"{type(request).__name__} at {length} was not answered in {self.patience_s} s"
+            ) from None
         finally:
             self._tally.call_ended(self._number)
 

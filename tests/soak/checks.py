@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,7 +17,7 @@ _PROGRESS_S = 5.0
 
 
 async def wait_until_serving(stub: Any, server: Any) -> None:
-    """Raises RuntimeError where it ends instead, or takes minutes."""
+    """`server`: a Server, or a Cluster."""
     for _ in range(3000):
         with contextlib.suppress(grpc.RpcError):
             status = await stub.GetStatus(pb.GetStatusRequest(), timeout=5)
@@ -40,22 +40,27 @@ async def until(is_enough: Callable[[], bool], minutes: float, tally: Tally) -> 
             print(tally.progress(), file=sys.stderr, flush=True)
 
 
-async def check_pools(stub: Any, workers: int, tally: Tally) -> None:
-    """Releases what sequences that could not go on have left, and looks into the pools of all workers."""
+async def check_pools(stubs: Sequence[Any], workers: int, tally: Tally) -> None:
+    """Releases what sequences that could not go on have left, and looks into the pools of all workers.
+
+    `stubs`: of all gateways, each of which knows the caches of all.
+    """
     found: Any = "no answer"
     for _ in range(600):
         with contextlib.suppress(grpc.RpcError):
             page = pb.ListCachesRequest(page_size=1000)
             while True:
-                caches = await stub.ListCaches(page, timeout=5)
+                caches = await stubs[0].ListCaches(page, timeout=5)
                 for cache in caches.kv_caches:
                     release = pb.ReleaseCacheRequest(cache_id=cache.cache_id)
-                    await stub.ReleaseCache(release, timeout=5)
+                    await stubs[0].ReleaseCache(release, timeout=5)
                 page.page_token = caches.next_page_token
                 if not page.page_token:
                     break
             request = pb.GetCacheMetricsRequest(check_integrity=True)
-            found = (await stub.GetCacheMetrics(request, timeout=15)).workers
+            found = [
+                each for stub in stubs for each in (await stub.GetCacheMetrics(request, timeout=15)).workers
+            ]
             whole = {
                 one.worker_id
                 for one in found

@@ -1,4 +1,4 @@
-"""The options of the soak."""
+"""The options that all soaks have. Imports nothing that opens connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parser(prog: str, description: str | None, **defaults: Any) -> argparse.Argu
     made.add_argument("--seed", type=int, default=random.randrange(1 << 31), help="of prompts and faults")
     made.add_argument("--callers", type=int, default=8, help="callers, each with a sequence")
     made.add_argument("--texts", type=int, default=40, help="that they ask for")
-    made.add_argument("--workers", type=int, default=2, help="workers of the server")
+    made.add_argument("--workers", type=int, default=2, help="workers, in soaks of several hosts one on each")
     made.add_argument(
         "--kv-pages", type=int, default=64, help="pages of each: few, so that caches are evicted"
     )

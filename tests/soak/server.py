@@ -22,35 +22,29 @@ from tests.soak.programs import start_gateway
 _STOP_TIMEOUT_S = 60
 
 
-class Server:
-    """Owner of a gateway's process, which may end at marked points and is started anew when it has ended.
-
-    Its workers are found through it: only they are ever killed.
-    """
+class MarkedGateway:
+    """Owner of a gateway's process, which may end at marked points and is started anew when it has ended."""
 
     def __init__(
-        self, model: Path, directory: Path, *, workers: int, flags: Sequence[str], seed: int
+        self, flags: Sequence[str], directory: Path, name: str, seed: int, namespace: str = ""
     ) -> None:
-        self.directory = directory
-        self.address = _free_address()
-        self.log_path = directory / "gateway.log"
-        self._marks_path = directory / "gateway.marks"
+        """`namespace`: of its network. Otherwise it has ours."""
+        self.log_path = directory / f"{name}.log"
+        self._marks_path = directory / f"{name}.marks"
         self._marks_path.touch()
         self._marks_seen = 0
-        self._flags = [
-            *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
-            *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
-            *("--data-dir", str(directory / "data"), *flags),
-        ]
+        self._flags = flags
         self._seed = seed
+        self._namespace = namespace
         self._process: subprocess.Popen[bytes] | Forked | None = None
-        self._workers: dict[int, psutil.Process] = {}
 
     def start(self, rates: Mapping[str, float] | None = None) -> None:
         """Starts it; it need not answer yet. `rates`: how likely each marked point ends its processes."""
         marks = {"log": str(self._marks_path), "seed": self._seed, "rates": rates or {}}
         settings = {"SOAK_MARKS": json.dumps(marks)}
-        self._process = start_gateway(*self._flags, log=self.log_path, settings=settings)
+        self._process = start_gateway(
+            *self._flags, log=self.log_path, settings=settings, namespace=self._namespace
+        )
 
     @property
     def status(self) -> int | None:
@@ -87,6 +81,29 @@ class Server:
         """For its end. Returns its exit status."""
         assert self._process is not None
         return self._process.wait(_STOP_TIMEOUT_S)
+
+
+class Server(MarkedGateway):
+    """A gateway and its workers. They are found through it: only they are ever killed."""
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        workers: int,
+        flags: Sequence[str],
+        seed: int,
+    ) -> None:
+        self.directory = directory
+        self.address = _free_address()
+        every = [
+            *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
+            *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
+            *("--data-dir", str(directory / "data"), *flags),
+        ]
+        super().__init__(every, directory, "gateway", seed)
+        self._workers: dict[int, psutil.Process] = {}
 
     def connect(self, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel to it, of one who may administer it."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+_SHARES = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
 # What must not happen, in the words of the report.
 LOSSES = (
     "lost tokens",
@@ -44,6 +45,8 @@ class Tally:
     disks: dict[Any, Any] = field(default_factory=dict)
     # By class: how long callers whose call was under way waited beyond the fault.
     heal_s: dict[str, list[float]] = field(default_factory=dict)
+    # The same for each of those callers.
+    answered_s: dict[str, list[float]] = field(default_factory=dict)
     # Faults whose callers have not all been answered: when it was, its class, and who waits.
     _open: list[tuple[float, str, set[int]]] = field(default_factory=list)
     _under_way: dict[int, float] = field(default_factory=dict)
@@ -89,6 +92,7 @@ class Tally:
         for at_s, kind, waiting in self._open:
             if caller in waiting:
                 waiting.remove(caller)
+                self.answered_s.setdefault(kind, []).append(now_s - at_s)
             if waiting:
                 still_open.append((at_s, kind, waiting))
             else:
@@ -117,6 +121,27 @@ class Tally:
             f"  {self.tokens} tokens  {self.sequences} sequences  {self.retries} retries  {losses} losses"
         )
 
+    def summary(self) -> dict[str, Any]:
+        """For JSON. Times in seconds, from a fault until a caller whose call was under way was answered."""
+        everything = [wait for waits in self.answered_s.values() for wait in waits]
+        waits = {**self.answered_s, "all": everything}
+        return {
+            "faults": dict(sorted(self.faults.items())),
+            "must_not_happen": {what: self.losses[what] for what in LOSSES},
+            "details": self.details,
+            "calls": self.calls,
+            "retries": self.retries,
+            "tokens": self.tokens,
+            "replayed_tokens": self.replayed_tokens,
+            "sequences": self.sequences,
+            "took_s": round(time.time() - self.began_s, 1),
+            "answered_s": {
+                kind: {"callers": len(found)} | quantiles(found, 3)
+                for kind, found in sorted(waits.items())
+                if found
+            },
+        }
+
     def report(self, seed: int, command: str, machine: str) -> str:
         """Markdown."""
         lines = [f"`{command}` (seed {seed}) on {machine}, {time.time() - self.began_s:.0f} s.", ""]
@@ -142,6 +167,11 @@ class Tally:
             cells = " | ".join(f"{at(found, share):.2f}" for share in (0.5, 0.99, 1.0))
             lines.append(f"| {kind} | {len(found)} | {cells} |")
         return "\n".join([*lines, "", *self.details])
+
+
+def quantiles(values: Sequence[float], digits: int) -> dict[str, float]:
+    """Some, by their names in JSON."""
+    return {name: round(at(values, share), digits) for name, share in _SHARES.items()}
 
 
 def at(values: Sequence[float], share: float) -> float:
