@@ -45,7 +45,7 @@ class GatewayProcess:
         self.log_path = Path(directory) / "log"
         self._wanted_workers = workers
         command = self._command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
-        command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]
+        command += ["--workers", str(workers), "--device", "cpu"]
         if root == ROOT:
             # Older checkouts do not have this flag.
             command += ["--orphan-grace-s", "0"]

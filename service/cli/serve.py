@@ -113,7 +113,7 @@ def _run(config: Config) -> int:
     serve = find_server(config)
     if serve is None:
         check_gateways(data_directory(config), 1)
-    configure_logging(config.log_level, config.log_format)
+    configure_logging(config.log_level)
     warn_of_machine(config)
     return run_gateway(config) if serve is None else serve()
 

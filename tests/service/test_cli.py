@@ -25,7 +25,7 @@ def none(*_: object) -> None:
 
 def refused(*flags: str) -> dict[str, Any]:
     """The line with which a server ends that cannot start."""
-    with run("serve", *flags, "--log-format", "json") as process:
+    with run("serve", *flags) as process:
         _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     (line,) = map(json.loads, error.splitlines())
