@@ -55,7 +55,7 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
 
 
 def opened(kind: str, directory: Path) -> Journal:
-    return asyncio.run(open_own_journal(Config(journal=kind), directory, none, none))
+    return asyncio.run(open_own_journal(Config(journal=kind), directory, none))
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
