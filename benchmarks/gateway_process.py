@@ -45,8 +45,7 @@ class GatewayProcess:
         self.log_path = Path(directory) / "log"
         self._wanted_workers = workers
         command = self._command(root, "serve", "--model", model, "--listen", "127.0.0.1:0")
-        command += ["--workers", str(workers), "--device", "cpu", "--log-format", "json"]
-        command += ["--orphan-grace-s", "0", *flags]
+        command += ["--workers", str(workers), "--device", "cpu", "--orphan-grace-s", "0", *flags]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(  # noqa: S603 - our own program
                 command,

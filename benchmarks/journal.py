@@ -101,7 +101,7 @@ async def _opened(place: Path | str, sync: Sync = "normal") -> AsyncIterator[Sto
     lease = await leases.acquire(0)
     assert lease is not None, "another gateway uses the database"
     opened = PostgresJournal(table, leases, lease)
-    await opened.recover(lambda *_: None, lambda *_: None)
+    await opened.recover(lambda *_: None)
     running = asyncio.create_task(opened.run())
     yield opened
     running.cancel()
@@ -243,13 +243,11 @@ async def compaction(directory: Path) -> dict[str, Any]:
 
 def _open(directory: Path, sync: Sync = "normal", ledger: Ledger | None = None) -> FileJournal:
     found = Ledger() if ledger is None else ledger
-    return FileJournal(
-        directory, lambda record, _: found.apply(record), lambda run, _: found.apply_run(run), sync
-    )
+    return FileJournal(directory, lambda record, _: found.apply(record), sync)
 
 
 def _written(directory: Path) -> Segments:
-    return Segments(directory, "normal", Recovery(lambda *_: None, lambda *_: None))
+    return Segments(directory, "normal", Recovery(lambda *_: None))
 
 
 def _size(directory: Path) -> int:

@@ -27,7 +27,6 @@ from service.setting_rules import (
     FILE,
     GRACE_S,
     HOST_PORT_ADDRESS,
-    LOGGED_CALLS,
     MAX_WORKERS,
     MEMORY_BYTES,
     MESSAGE_BYTES,
@@ -401,13 +400,10 @@ class Config:
         Text(is_path, f"must be a directory, or {AUTO}"),
     )
     log_level: str = setting(
-        "info", "minimum level of log records", ("debug", "info", "warning", "error"), group="log"
-    )
-    log_format: str = setting(
-        AUTO, "format of the log; auto is pretty on a terminal, else json", (AUTO, "json", "pretty")
-    )
-    log_calls: str = setting(
-        "errors", "which calls have a line: off, those that fail or are cancelled, or all", LOGGED_CALLS
+        "info",
+        "minimum level of log records, of which with debug each call has one",
+        ("debug", "info", "warning", "error"),
+        group="log",
     )
 
     # Limits that follow from the implementation, and which tests change.

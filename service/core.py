@@ -100,7 +100,7 @@ class Core:
             config,
             versions,
             self.adapters,
-            lambda request_id: self.caches.index.adapter_of_creation(request_id, current_tenant()),
+            lambda request_id: self.caches.index.made_with(request_id, current_tenant()),
         )
         self.state.has_recovered = len(self.caches) > 0
         self.api = ExecutorApi(self.dispatcher, self.state, self.pool, self.adapters)

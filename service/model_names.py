@@ -90,15 +90,6 @@ def other_format(names: Collection[str]) -> str:
     return ""
 
 
-def has_other_format(model: str) -> bool:
-    """Whether it names a file or directory of a known format that cannot be served."""
-    try:
-        path = Path(model)
-        return bool(other_format([one.name for one in path.iterdir()] if path.is_dir() else [model]))
-    except (OSError, ValueError):
-        return False
-
-
 def _may_exist(path: str) -> bool:
     """Whether the path exists. True if that cannot be determined."""
     try:

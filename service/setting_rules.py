@@ -160,7 +160,6 @@ def is_revision(value: str) -> bool:
 FILE = Text(is_file, "must be a file")
 HOST_PORT_ADDRESS = Text(is_http_address, "must be host:port or [ipv6]:port")
 SWITCH = ("off", "on")
-LOGGED_CALLS = ("off", "errors", "all")
 COUNT = Range(1, 1 << 20)
 TIMEOUT_S = Range(0.1, DAY_S)
 GRACE_S = Range(0, DAY_S)

@@ -19,7 +19,7 @@ from service.data_directory import check_own_journal
 from service.journal.base import Journal
 from service.journal.directory import LockedDirectory
 from service.journal.file_journal import FileJournal
-from service.journal.recovery import Apply, ApplyRun
+from service.journal.recovery import Apply
 from service.journal.segments import Sync
 from service.lease import FencedLease
 from service.logging import get_logger
@@ -30,7 +30,7 @@ _ID = re.compile(r"kv(\d{1,6})_", re.ASCII)
 
 # Opens the journal of a shard, and applies its records. Is given the settings, and the directory of the shard
 # (None: it has none). Raises JournalUnusable or ConfigError.
-OpenJournal = Callable[[Config, Path | None, Apply, ApplyRun], Awaitable[Journal]]
+OpenJournal = Callable[[Config, Path | None, Apply], Awaitable[Journal]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ async def open_shard(
     # Limits are settings of the same names.
     limits = Limits(**{field.name: getattr(config, field.name) for field in fields(Limits)})
     caches, start_s = CacheMachine(limits, new_cache_id=shard.new_cache_id), time.monotonic()
-    journal = await open_journal(config, directory, caches.recovering, caches.recovering_run)
+    journal = await open_journal(config, directory, caches.recovering)
     if number := len(caches.ledger):
         took_ms = round(1e3 * (time.monotonic() - start_s))
         named = {"shard": shard.index} if shard.count > 1 else {}
@@ -97,9 +97,7 @@ async def open_shard(
     return OpenShard(shard, caches, journal, directory, lease)
 
 
-async def open_own_journal(
-    config: Config, directory: Path | None, apply: Apply, apply_run: ApplyRun
-) -> Journal:
+async def open_own_journal(config: Config, directory: Path | None, apply: Apply) -> Journal:
     """Opens a journal that no extension brings; without a directory nothing is stored. See `OpenJournal`."""
     check_own_journal(config, directory)
     if directory is None:
@@ -107,4 +105,4 @@ async def open_own_journal(
     if config.journal == "memory":
         return LockedDirectory(directory)
     sync: Sync = "full" if config.journal_sync == "full" else "normal"
-    return FileJournal(directory, apply, apply_run, sync)
+    return FileJournal(directory, apply, sync)

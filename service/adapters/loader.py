@@ -70,11 +70,9 @@ class AdapterLoader:
         self._retired_s: dict[int, float] = {}
         # Changes are stored one after the other.
         self._writing = asyncio.Lock()
-        # What the directory had when it was read last: adapters, subdirectories that are none, and which of
-        # these were logged.
+        # What the directory had when it was read last: adapters, and subdirectories that are none.
         self._found: Mapping[str, Found] = {}
         self._ignored: set[str] = set()
-        self._warned: set[str] = set()
         self._contents = {} if contents is None else contents
         recover(adapters, store, self._contents, caches.adapters_in_use())
         if self._directory is not None:
@@ -82,7 +80,7 @@ class AdapterLoader:
             scanned = files.scan(self._directory, self._found, config.max_lora_bytes)
             if scanned is not None:
                 self._found, ignored = scanned
-                self._warn_of_ignored(ignored, set(ignored))
+                self._warn_of_ignored(ignored)
                 gone, new = self._directory_changes(self._directory)
                 self._use(new, gone)
         store.store_at_start(adapters)
@@ -224,8 +222,7 @@ class AdapterLoader:
             if scanned is None:
                 continue
             self._found, ignored = scanned
-            # Not of one that is being copied: it is new.
-            self._warn_of_ignored(ignored, ignored.keys() & self._ignored)
+            self._warn_of_ignored(ignored)
             async with self._writing:
                 gone, new = self._directory_changes(self._directory)
                 # If that cannot be stored, the next round tries again.
@@ -233,12 +230,11 @@ class AdapterLoader:
                     with contextlib.suppress(StorageUnavailable):
                         await self._change(new, gone)
 
-    def _warn_of_ignored(self, reasons: Mapping[str, str], told: set[str]) -> None:
-        """Logs once why subdirectories are no adapters. `told`: the names of which it is logged."""
-        for name in sorted(told - self._warned):
+    def _warn_of_ignored(self, reasons: Mapping[str, str]) -> None:
+        """Logs once why subdirectories are no adapters, or not yet: one may be being copied."""
+        for name in sorted(reasons.keys() - self._ignored):
             _log.warning("a subdirectory of adapters is ignored", name=name, why=reasons[name])
         self._ignored = set(reasons)
-        self._warned = self._warned & self._ignored | told
 
     def _of_directory(self) -> list[AdapterVersion]:
         """The versions that the directory has, as far as the registry knows."""
@@ -276,14 +272,11 @@ class AdapterLoader:
     # Versions are stored before workers know of a version: caches, and KV that workers keep for the next
     # gateway, are of its number.
 
-    def _list_with(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> Adapters:
-        listed = copy.deepcopy(self._adapters)
-        listed.update(added, retired)
-        return listed
-
     async def _change(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> None:
         """See `Adapters.update`. Stores them first. Needs `_writing`. Raises StorageUnavailable."""
-        await self._store.store(self._list_with(added, retired))
+        listed = copy.deepcopy(self._adapters)
+        listed.update(added, retired)
+        await self._store.store(listed)
         self._use(added, retired)
 
     def _use(self, added: Sequence[AdapterVersion], retired: Sequence[AdapterVersion] = ()) -> None:

@@ -63,13 +63,12 @@ PRIORITIES = {
 def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout_s: float | None) -> Append:
     """A Prefill. Raises InvalidArgument, and AdapterNotFound or Unsupported for an adapter."""
     validation.check_creation(request)
-    if not request.cache_id:
-        limits = limits.of_creation(request.request_id)
     validation.check_tokens(request.token_ids, limits)
     validation.check_sample_seeds(len(request.sample_seeds))
     options = worker_pb2.ForwardOptions(rows=1, sample_seeds=request.sample_seeds)
     if request.HasField("score_from"):
         options.scored = validation.check_scored(request.score_from, len(request.token_ids))
+    made_with = limits.made_with(request.request_id) if request.request_id else 0
     return _append(
         request,
         limits,
@@ -77,7 +76,7 @@ def prefill(request: executor_pb2.PrefillRequest, limits: RequestLimits, timeout
         options,
         kind=AppendKind.PREFILL,
         token_ids=_packed(request.token_ids),
-        adapter=validation.check_adapter(request.adapter_id, request.cache_id, limits),
+        adapter=validation.check_adapter(request.adapter_id, request.cache_id, limits, made_with),
         lease_s=validation.lease_seconds(request.lease) if request.HasField("lease") else None,
         request_id=request.request_id,
         cache_salt=request.cache_salt,

@@ -1,6 +1,6 @@
-"""Logs calls: those that failed or were cancelled, or all of them; and counts refusals.
+"""Logs calls: those that failed or were cancelled, and at the level debug all others; and counts refusals.
 
-Each kind of line has a rate limit, so that a flood does not fill the log.
+Lines of failures have a rate limit, so that a flood does not fill the log.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ _log = get_logger(__name__)
 _MAX_PER_S = 50
 
 
-class _BoundedLog:
-    """Log lines with a rate limit. Those beyond it are counted, and the next line has their number."""
+class CallLog:
+    """Owner of the rate limit. Lines beyond it are counted, and the next one has their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        # By reason.
+        self.refusals: Counter[str] = Counter()
+        # Whether calls that succeed can have a line.
+        self.has_successes = config.log_level == "debug"
         self._second_s = 0.0
         self._lines = 0
         self._suppressed = 0
 
-    def write(self, event: str, **values: object) -> None:
+    def _failed(self, event: str, **values: object) -> None:
         """Writes a line, or counts it."""
         now_s = time.monotonic()
         if now_s - self._second_s >= 1:
@@ -39,44 +43,27 @@ class _BoundedLog:
             self._suppressed = 0
         _log.info(event, **values)
 
-
-class CallLog:
-    """Owner of the rate limits: of calls that failed or were cancelled, and of all others."""
-
-    def __init__(self, config: Config) -> None:
-        # By reason, whatever is logged.
-        self.refusals: Counter[str] = Counter()
-        self._failed = _BoundedLog().write if config.log_calls != "off" else None
-        # Debug records have no limit.
-        debug = _log.debug if config.log_level == "debug" else None
-        self._done = _BoundedLog().write if config.log_calls == "all" else debug
-        # Whether calls that succeed can have a line.
-        self.has_successes = self._done is not None
-
     def refused(self, rpc: str, failure: QuireError, duration_ms: float) -> None:
         self.count(failure)
-        if self._failed is not None:
-            self._failed(
-                "call refused",
-                rpc=rpc,
-                code=failure.code,
-                reason=failure.reason,
-                message=failure.message,
-                duration_ms=duration_ms,
-            )
+        self._failed(
+            "call refused",
+            rpc=rpc,
+            code=failure.code,
+            reason=failure.reason,
+            message=failure.message,
+            duration_ms=duration_ms,
+        )
 
     def count(self, failure: QuireError) -> None:
         """Counts a refusal without a log line: a call of a Session, whose stream continues."""
         self.refusals[failure.reason] += 1
 
     def cancelled(self, rpc: str, duration_ms: float) -> None:
-        if self._failed is not None:
-            self._failed("call cancelled", rpc=rpc, code="CANCELLED", duration_ms=duration_ms)
+        self._failed("call cancelled", rpc=rpc, code="CANCELLED", duration_ms=duration_ms)
 
     def done(self, rpc: str, began_s: float) -> None:
         """A call has succeeded. `began_s` is of the monotonic clock."""
-        if self._done is not None:
-            self._done("call done", rpc=rpc, code="OK", duration_ms=elapsed_ms(began_s))
+        _log.debug("call done", rpc=rpc, code="OK", duration_ms=elapsed_ms(began_s))
 
 
 def elapsed_ms(began_s: float) -> float:

@@ -13,7 +13,7 @@ from service.errors import without_lora
 NO_EXPERTS = Experts(types_pb2.ModelDescription())
 
 
-def no_adapter(_adapter_id: str, reason: str = "") -> int:
+def no_adapter(_adapter_id: str, _made_with: int, reason: str = "") -> int:
     """What an executor without adapters answers. `reason`: see ExecutorCapabilities.backend_reason."""
     raise without_lora(reason, field="adapter_id")
 
@@ -33,13 +33,8 @@ class RequestLimits:
     experts: Experts = NO_EXPERTS
     # The model version of these limits.
     weights: int = 0
-    # The number of the adapter that an id names. Raises AdapterNotFound, or Unsupported.
-    adapter_of: Callable[[str], int] = no_adapter
-    # The limits for a request with the id of one that creates or has created a cache. None: there is none.
-    limits_of_creation: Callable[[str], RequestLimits | None] | None = None
-
-    def of_creation(self, request_id: str) -> RequestLimits:
-        """The limits for a new cache, or for one that this request id has made."""
-        if not request_id or self.limits_of_creation is None:
-            return self
-        return self.limits_of_creation(request_id) or self
+    # The number of the adapter that an id names; for a repetition of what was made with a version of that id,
+    # this one's number, which is given. Raises AdapterNotFound, or Unsupported.
+    adapter_of: Callable[[str, int], int] = no_adapter
+    # The adapter of the cache that a request with this id makes or has made. 0: none.
+    made_with: Callable[[str], int] = lambda _request_id: 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import importlib
 import sys
@@ -47,14 +46,14 @@ class ServerState:
         config: Config,
         versions: ModelVersions,
         adapters: Adapters,
-        adapter_of_creation: Callable[[str], int | None] = lambda _: None,
+        made_with: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """`adapter_of_creation`: of the cache that a caller's request made, by its id. None: none did."""
+        """`made_with`: see `RequestLimits`."""
         self.config = config
         self.draining = False
         self.watch = LoopWatch()
         self._versions = versions
-        self._adapter_of_creation = adapter_of_creation
+        self._made_with = made_with
         self._adapters = adapters
         # None until a worker has loaded the model.
         self.current_limits: RequestLimits | None = None
@@ -102,14 +101,17 @@ class ServerState:
                 if ready.executor.supports_lora
                 else functools.partial(no_adapter, reason=ready.executor.backend_reason)
             ),
-            limits_of_creation=self._limits_of_creation,
+            made_with=self._made_with,
         )
 
     def adapter_ids(self) -> list[str]:
         """The adapters that the caller can use."""
         return [version.adapter_id for version in self._adapters.visible_to(current_tenant_name())]
 
-    def _adapter_of(self, adapter_id: str) -> int:
+    def _adapter_of(self, adapter_id: str, made_with: int) -> int:
+        first = self._adapters.get(made_with)
+        if first is not None and first.adapter_id == adapter_id:
+            return made_with
         return self._adapters.resolve(adapter_id, current_tenant_name()).number
 
     @property
@@ -173,24 +175,6 @@ class ServerState:
         if self.current_limits is None:
             raise NoWorker
         return self.current_limits
-
-    def _limits_of_creation(self, request_id: str) -> RequestLimits | None:
-        """The limits for the repetition of a creation: it means the adapter of the first request.
-
-        So the adapter's id, which may name a later version by now or none, names that one. None: it is new.
-        """
-        adapter = self._adapter_of_creation(request_id)
-        return None if adapter is None else self.with_adapter(self.limits, adapter)
-
-    def with_adapter(self, limits: RequestLimits, adapter: int) -> RequestLimits:
-        """Limits where the id of an adapter's version names that one, whatever it names now."""
-        version = self._adapters.get(adapter)
-        if version is None:
-            return limits
-        now = limits.adapter_of
-        return dataclasses.replace(
-            limits, adapter_of=lambda name: adapter if name == version.adapter_id else now(name)
-        )
 
     @property
     def uptime_s(self) -> float:

@@ -196,13 +196,16 @@ def check_accept(request: executor_pb2.ForwardVerifyRequest) -> None:
         raise InvalidArgument("BAD_SAMPLING", "output.sampling.temperature", text)
 
 
-def check_adapter(adapter_id: str, cache_id: str, limits: RequestLimits) -> int:
-    """The number of the adapter of a new cache. 0: none. Raises AdapterNotFound or Unsupported, too."""
+def check_adapter(adapter_id: str, cache_id: str, limits: RequestLimits, made_with: int = 0) -> int:
+    """The number of the adapter of a new cache. 0: none. Raises AdapterNotFound or Unsupported, too.
+
+    `made_with`: see `RequestLimits.adapter_of`. 0: it is no repetition.
+    """
     if not adapter_id:
         return 0
     if cache_id:
         raise InvalidArgument("BAD_ADAPTER", "adapter_id", "must be empty for an existing cache")
-    return limits.adapter_of(adapter_id)
+    return limits.adapter_of(adapter_id, made_with)
 
 
 def check_creation(request: executor_pb2.PrefillRequest) -> None:

@@ -97,10 +97,10 @@ class CacheIndex:
         """`made_by`, with copies of their tokens."""
         return [None if entry is None else _remembered(entry) for entry in self.made_by(request_id, tenant)]
 
-    def adapter_of_creation(self, request_id: str, tenant: Tenant | None = None) -> int | None:
-        """The adapter of the cache that a request with this id makes or has made. None: none did."""
+    def made_with(self, request_id: str, tenant: Tenant | None = None) -> int:
+        """The adapter of the cache that a request with this id makes or has made. 0: none."""
         entry = self.created_by(request_id, tenant or self.anonymous)
-        return None if entry is None else entry.state.adapter
+        return 0 if entry is None else entry.state.adapter
 
     def begin(self, entry: CacheEntry) -> None:
         """A cache is being created: repetitions of the request find it from now on."""

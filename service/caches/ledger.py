@@ -187,14 +187,6 @@ class Ledger:
             case ValueStored():
                 self._set_value(record)
 
-    def apply_run(self, run: TokensAppended) -> None:
-        """Applies consecutive appends of one token each, as one record. Raises as `apply` does."""
-        self.apply(run)
-        if len(run.token_ids) > 1:
-            state = self._states[run.number]
-            state.last_base, state.last_kept = state.length - 1, 1
-            state.last_accept, state.last_asked = 0, b""
-
     def restate(self, number: int, shares_with: CacheState | None = None) -> CacheRestated:
         """A record of the whole state. Shares tokens with `shares_with`. Raises RecordConflict."""
         state = self._state(number)

@@ -29,7 +29,7 @@ from service.caches.kind import Parts
 from service.caches.ledger import Ledger
 from service.caches.placement import touch
 from service.caches.queues import OperationQueues
-from service.caches.records import Record, TokensAppended, numbers_of
+from service.caches.records import Record, numbers_of
 from service.caches.requests import Append, Fork, PreviousCaches, Release, Renew, Request, Truncate
 from service.caches.reservations import Limits
 from service.caches.states import COMMITTING, WAITING
@@ -78,11 +78,6 @@ class CacheMachine(OperationQueues):
         self.ledger.apply(record)
         for number in numbers_of(record):
             self._written_s[number] = wall_s
-
-    def recovering_run(self, run: TokensAppended, wall_s: float) -> None:
-        """Applies consecutive appends of one token each, given as one record. Raises RecordConflict."""
-        self.ledger.apply_run(run)
-        self._written_s[run.number] = wall_s
 
     def recovered(self, *, now_s: float, wall_s: float, tenant_of: Callable[[str], Tenant]) -> None:
         """Ends the recovery. Leases ran on while the gateway was down."""

@@ -120,5 +120,4 @@ def add_worker(commands: Commands) -> None:
     worker.add_argument("--kv-pages", type=int, metavar="N", help="KV pages (default: what fits)")
     hang = "kill a worker whose process does nothing for so long (default: 60)"
     worker.add_argument("--hang-timeout-s", type=float, default=60.0, metavar="S", help=hang)
-    worker.add_argument("--log-format", choices=("auto", "json", "pretty"), default="auto")
     worker.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")

@@ -23,7 +23,7 @@ def run_gateway(
     config: Config, extensions: Sequence[Extension] = (), log_fields: Mapping[str, object] | None = None
 ) -> int:
     """Runs a gateway in this process. Raises ConfigError. `extensions`: beside those that are found."""
-    configure_logging(config.log_level, config.log_format, fields=log_fields)
+    configure_logging(config.log_level, fields=log_fields)
     try:
         # Before the event loop, which uses file descriptors, too.
         config = with_descriptors(config)

@@ -21,7 +21,7 @@ from service.gateway import open_gateway
 from service.journal.base import Journal
 from service.logging import configure_logging
 from service.model_check import refusal
-from service.model_names import has_other_format, is_hub_model
+from service.model_names import is_hub_model
 from service.printable import escaped
 from service.settings import ConfigError
 from workers.common.protocol import EXIT_CONFIG
@@ -38,8 +38,7 @@ def run(options: argparse.Namespace) -> int:
     for error in settings.errors:
         print(f"quire: {escaped(settings.said(error))}", file=sys.stderr)
     if settings.errors:
-        models = [error for error in settings.errors if error.setting == "model"]
-        return EXIT_CONFIG if any(has_other_format(str(error.value)) for error in models) else 2
+        return 2
     try:
         return _check(settings) if options.check else _run(settings.config)
     except ConfigError as error:
@@ -113,7 +112,7 @@ def _run(config: Config) -> int:
     serve = find_server(config)
     if serve is None:
         check_gateways(data_directory(config), 1)
-    configure_logging(config.log_level, config.log_format)
+    configure_logging(config.log_level)
     warn_of_machine(config)
     return run_gateway(config) if serve is None else serve()
 

@@ -26,9 +26,8 @@ _STOP_GRACE_S = 10.0
 # Until its event loop runs, it may take longer by this.
 _START_S = 60.0
 _TICK_S = 0.5
-_FLAGS = ("pool", "gateway", "model", "device", "device_index", "threads", "kv_pages")
+_FLAGS = ("pool", "gateway", "model", "device", "device_index", "threads", "kv_pages", "log_level")
 _PATHS = ("pool", "model")
-_LOG_FLAGS = ("log_format", "log_level")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,7 +73,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     """What starts the worker, which does so in another directory."""
     # -P: modules are not imported from the current directory.
     command = [sys.executable, "-P", "-m", "workers.__main__"]
-    for name in (*_FLAGS, *_LOG_FLAGS):
+    for name in _FLAGS:
         value = getattr(options, name)
         if value is not None:
             text = str(Path(value).absolute()) if name in _PATHS else str(value)

@@ -1,8 +1,8 @@
 """Tests that every journal has to pass, for pytest: a subclass says how its journal is opened.
 
     class TestMyJournal(JournalConformance):
-        async def open(self, directory, apply, apply_run):
-            return await open_journal(Config(journal="mine://..."), directory, apply, apply_run)
+        async def open(self, directory, apply):
+            return await open_journal(Config(journal="mine://..."), directory, apply)
 
 Quire's own journals, in files and in PostgreSQL, run the same tests (tests/service/test_journal_faults.py). A
 process is killed in one of them, for which the module of the subclass has to be importable.
@@ -35,7 +35,7 @@ from service.caches.records import (
     ValueStored,
 )
 from service.journal.base import Journal, JournalUnusable, OwnershipLost
-from service.journal.recovery import Apply, ApplyRun
+from service.journal.recovery import Apply
 from service.journal.values import StoredValues
 
 # What a journal may take for something that it does by itself.
@@ -86,7 +86,7 @@ class JournalConformance:
     elsewhere, its name can be made of it.
     """
 
-    async def open(self, directory: Path, apply: Apply, apply_run: ApplyRun) -> Journal:
+    async def open(self, directory: Path, apply: Apply) -> Journal:
         """Opens a journal, and applies its records. Raises JournalUnusable while it is another gateway's."""
         raise NotImplementedError
 
@@ -104,11 +104,7 @@ class JournalConformance:
     async def gateway(self, directory: Path) -> AsyncIterator[Gateway]:
         """A gateway that ends as it should. Raises JournalUnusable."""
         ledger = Ledger()
-        journal = await self.open(
-            directory,
-            lambda record, _wall_s: ledger.apply(record),
-            lambda run, _wall_s: ledger.apply_run(run),
-        )
+        journal = await self.open(directory, lambda record, _wall_s: ledger.apply(record))
         gateway = Gateway(journal, ledger)
         # So that it ends what it has begun.
         await asyncio.sleep(0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from service.journal.base import OwnershipLost
-from service.journal.recovery import Apply, ApplyRun, Recovery
+from service.journal.recovery import Apply, Recovery
 from service.journal.segment_writer import FileChanged, LostFrames, Segments
 from service.journal.segments import Sync
 from service.journal.stored import CHECK_S, COMPACTION_BYTES, MAX_PAYLOAD_BYTES, StoredJournal
@@ -52,17 +52,15 @@ class FileJournal(StoredJournal):
         self,
         directory: Path,
         apply: Apply,
-        apply_run: ApplyRun,
         sync: Sync = "normal",
         compaction_bytes: int = COMPACTION_BYTES,
     ) -> None:
         """Creates missing files, and applies all records; those of a cache and of its forks in order.
 
-        `apply_run` gets consecutive appends of one token, merged into one record: see `Ledger.apply_run`.
-        Raises JournalUnusable, maybe after some records.
+        Consecutive appends are merged. Raises JournalUnusable, maybe after some records.
         """
         super().__init__(compaction_bytes)
-        recovery = Recovery(apply, apply_run)
+        recovery = Recovery(apply)
         self._segments = Segments(directory, sync, recovery)
         self._size_bytes = recovery.size_bytes
         # Why nothing can be written any more, for ever.

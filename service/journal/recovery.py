@@ -1,7 +1,8 @@
 """Applies the frames of a journal in order.
 
 The time depends on the number of records, and each decoded token is one. Therefore appends of one token are
-collected from many frames, sorted by cache, and consecutive ones are applied as one record.
+collected from many frames, sorted by cache, and consecutive ones are merged. The last of them is applied by
+itself, so that its repetition is recognised.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from service.journal.encoding import (
 
 # Called with a record and the Unix time in seconds at which it was written.
 Apply = Callable[[Record, float], None]
-# Called with consecutive appends of one token, merged into one record.
-ApplyRun = Callable[[TokensAppended, float], None]
 
 # So many packed decodes are collected (5 MiB).
 _MAX_APPENDS: Final = 1 << 18
@@ -36,11 +35,10 @@ class Unrecoverable(Exception):
 class Recovery:
     """Applies all frames of a journal."""
 
-    def __init__(self, apply: Apply, apply_run: ApplyRun) -> None:
+    def __init__(self, apply: Apply) -> None:
         # Of the frames so far.
         self.size_bytes = 0
         self._apply = apply
-        self._apply_run = apply_run
         # Packed decodes that are not applied yet, the time of each part, and how many decodes these are.
         self._packed: list[bytes] = []
         self._walls_s: list[float] = []
@@ -84,13 +82,16 @@ class Recovery:
 
     def _flush(self) -> None:
         if self._count:
-            for run, wall_s in _runs(self._packed, self._walls_s):
-                self._apply_run(run, wall_s)
+            for merged, wall_s in _merged(self._packed, self._walls_s):
+                self._apply(merged, wall_s)
             self._packed, self._walls_s, self._count = [], [], 0
 
 
-def _runs(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensAppended, float]]:
-    """Merges consecutive decodes (N in all) of each cache. Also yields the time of each last one."""
+def _merged(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensAppended, float]]:
+    """Consecutive decodes (N in all) of each cache, as one append of all but the last, and that one.
+
+    With the time at which the last one was written.
+    """
     # A gateway with an empty journal does not need it.
     import numpy as np  # noqa: PLC0415
 
@@ -108,5 +109,7 @@ def _runs(packed: list[bytes], walls_s: list[float]) -> Iterator[tuple[TokensApp
     tokens = array("I", np.ascontiguousarray(values[:, 4], np.uint32).tobytes())
     heads: list[list[int]] = values[starts, :4].tolist()
     for start, end, (number, position, prompt_len, ownership) in zip(starts, ends, heads, strict=True):
-        run = TokensAppended(number, position, tokens[start:end], prompt_len, ownership)
-        yield run, walls_s[part_of[end - 1]]
+        last, wall_s = end - 1, walls_s[part_of[end - 1]]
+        if start < last:
+            yield TokensAppended(number, position, tokens[start:last], prompt_len, ownership), wall_s
+        yield TokensAppended(number, position + last - start, tokens[last:end], prompt_len, ownership), wall_s

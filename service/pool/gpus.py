@@ -33,7 +33,7 @@ class Gpu:
 def chosen(config: Config, environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     """The GPUs for workers, in their order: those of CUDA_VISIBLE_DEVICES, else all.
 
-    None if workers are not on GPUs of this machine.
+    Empty if workers are not on GPUs of this machine.
     """
     if config.has_remote_workers or config.device == "cpu":
         return []
@@ -61,7 +61,7 @@ def with_workers(config: Config, gpus: Sequence[Gpu]) -> Config:
 def _select(found: Sequence[Gpu], wanted: str) -> list[Gpu]:
     """By index, or by the beginning of a UUID.
 
-    None if there is another name, such as of a part of a GPU (MIG): that is left to CUDA.
+    Empty if there is another name, such as of a part of a GPU (MIG): that is left to CUDA.
     """
     selected: list[Gpu] = []
     for name in wanted.split(","):

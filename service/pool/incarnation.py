@@ -346,7 +346,6 @@ class Incarnation:
         slot = self.slot
         slot.ready, slot.load_progress, slot.trouble = ready, 1.0, ""
         slot.state = executor_pb2.WORKER_STATE_READY
-        slot.address = self.processes.endpoint.host_address
         self._liveness.on_ready()
         log = _log.bind(worker_id=slot.worker_id, epoch=slot.epoch, kept=len(kept))
         reason = {"backend_reason": ready.executor.backend_reason} if ready.executor.backend_reason else {}

@@ -41,7 +41,7 @@ _TEMPORARY_PREFIX = "quire-workers-"
 # How long `start` waits for the exit of workers that were not adopted.
 _KILL_TIMEOUT_S = 5.0
 # Fields of a worker's config that do not affect what it computes.
-_NOT_COMPARED = ("log_level", "log_format", "model_was_proved")
+_NOT_COMPARED = ("log_level", "model_was_proved")
 
 
 class LocalLauncher:
@@ -255,8 +255,7 @@ def _new_temporary() -> Path:
 
 def _command(socket: Path, file: WorkerFile, config: worker_pb2.WorkerConfig) -> list[str]:
     command = [sys.executable, "-m", "workers.__main__", "--gateway", f"{UNIX}{socket}"]
-    command += ["--name", file.name, "--lock", str(file.path)]
-    return [*command, "--log-level", config.log_level, "--log-format", config.log_format]
+    return [*command, "--name", file.name, "--lock", str(file.path), "--log-level", config.log_level]
 
 
 def _environment(own: Sequence[Gpu]) -> dict[str, str]:

@@ -71,10 +71,11 @@ class DialledWorker:
 class NamedWorker:
     """A worker that this gateway has started or found: it is leased when it dials. See `Endpoint`."""
 
+    # It is on this machine.
+    host_address = ""
+
     def __init__(self, port: WorkerPort, name: str, lease: worker_pb2.Lease) -> None:
         self.epoch = lease.epoch
-        # Known when it dials.
-        self.host_address = ""
         self._port, self._name, self._lease = port, name, lease
         self._dialled: DialledWorker | None = None
 
@@ -83,7 +84,7 @@ class NamedWorker:
         while True:
             worker = await self._port.take(lambda hello: hello.name == self._name)
             if await self._port.lease(worker, self._lease, is_watched=True):
-                self._dialled, self.host_address = worker, worker.host_address
+                self._dialled = worker
                 return await worker.open(max_bytes)
 
     async def close(self) -> None:

@@ -149,10 +149,8 @@ class ItemPreparer:
         continues. Without it, such an item can only be estimated.
         """
         limits = self._state.limits
-        if earlier_adapter:
-            limits = self._state.with_adapter(limits, earlier_adapter)
         items.check(item)
-        adapter = validation.check_adapter(item.adapter_id, "", limits)
+        adapter = validation.check_adapter(item.adapter_id, "", limits, earlier_adapter)
         validation.check_cache_salt(item.cache_salt)
         output = _output(item)
         answer_bytes = items.check_output(output, limits, rows=1)

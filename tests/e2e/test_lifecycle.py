@@ -29,7 +29,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def serve_until_it_ends(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = quire_command.command("serve", "--no-self-check", "--log-format", "json", *flags)
+    command = quire_command.command("serve", "--no-self-check", *flags)
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

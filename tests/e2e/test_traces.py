@@ -19,7 +19,7 @@ from tests.gateway_process import GatewayProcess
 
 PARENT = "00f067aa0ba902b7"
 # Each call is slow, and each has a line.
-FLAGS = ["--log-calls", "all"]
+FLAGS = ["--log-level", "debug"]
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ class Cluster:
         self.database = PostgresServer(network.address(DATABASE), network.command(DATABASE))
         self._flags = [
             *("--model", model, "--device", "cpu", "--dtype", "float32", "--no-self-check"),
-            *("--log-format", "json", "--pool", str(self._pool), "--shards", str(options.shards)),
+            *("--pool", str(self._pool), "--shards", str(options.shards)),
             *("--workers", str(options.workers)),
             *("--heartbeat-timeout-s", "3", "--kv-pages", str(options.kv_pages), "--orphan-grace-s", "60"),
             *flags,

@@ -44,7 +44,7 @@ def start_worker(
     """Starts `quire worker` on a host."""
     return programs.start_worker(
         *("--pool", str(pool), "--threads", "1", *flags),
-        *("--log-format", "json", "--hang-timeout-s", f"{hang_timeout_s:g}"),
+        *("--hang-timeout-s", f"{hang_timeout_s:g}"),
         log=directory / f"{host}.log",
         namespace=network.namespace(host),
     )

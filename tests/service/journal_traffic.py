@@ -18,13 +18,7 @@ def open_journal(
 ) -> FileJournal:
     """Opens a journal on disk, and applies its records to the ledger."""
     found = Ledger() if ledger is None else ledger
-    return FileJournal(
-        directory,
-        lambda record, _wall_s: found.apply(record),
-        lambda run, _wall_s: found.apply_run(run),
-        sync,
-        compaction_bytes,
-    )
+    return FileJournal(directory, lambda record, _wall_s: found.apply(record), sync, compaction_bytes)
 
 
 def recovered(directory: Path) -> Ledger:

@@ -40,9 +40,7 @@ class Owner:
             assert lease is not None
             self.lease = lease
             self.journal = PostgresJournal(self.database, self.leases, lease, self._compaction_bytes)
-            await self.journal.recover(
-                lambda record, _wall_s: ledger.apply(record), lambda run, _wall_s: ledger.apply_run(run)
-            )
+            await self.journal.recover(lambda record, _wall_s: ledger.apply(record))
         except BaseException:
             await self.database.close()
             await self._leases_database.close()

@@ -68,16 +68,16 @@ async def serving(**settings: Any) -> AsyncIterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ("log_calls", "events"),
-    [("off", []), ("errors", ["call refused"]), ("all", ["call done", "call refused"])],
+    ("log_level", "events"), [("info", ["call refused"]), ("debug", ["call done", "call refused"])]
 )
-async def test_the_setting_says_which_calls_have_a_line(
-    stream: io.StringIO, log_calls: str, events: list[str]
+async def test_the_level_says_which_calls_have_a_line(
+    stream: io.StringIO, log_level: str, events: list[str]
 ) -> None:
-    async with serving(log_calls=log_calls) as server:
+    configure_logging(log_level, "json", stream)
+    async with serving(log_level=log_level) as server:
         await server.answered(executor_pb2.DecodeResponse())
         await server.refused()
-    found = lines_of(stream)
+    found = [line for line in lines_of(stream) if line["event"].startswith("call ")]
     assert [line["event"] for line in found] == events
     for line in found:
         assert (line["request_id"], line["trace_id"], line["rpc"]) == ("r-1", TRACE, "Decode")

@@ -64,8 +64,7 @@ def test_a_command_says_what_the_system_refuses(
 
 
 def options(**given: object) -> argparse.Namespace:
-    names = (*worker._FLAGS, *worker._LOG_FLAGS)
-    return argparse.Namespace(**dict.fromkeys(names) | given)
+    return argparse.Namespace(**dict.fromkeys(worker._FLAGS) | given)
 
 
 def test_a_worker_for_other_hosts_gets_absolute_paths(

@@ -25,7 +25,7 @@ def none(*_: object) -> None:
 
 def refused(*flags: str) -> dict[str, Any]:
     """The line with which a server ends that cannot start."""
-    with run("serve", *flags, "--log-format", "json") as process:
+    with run("serve", *flags) as process:
         _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     (line,) = map(json.loads, error.splitlines())
@@ -55,7 +55,7 @@ def test_a_setting_that_is_refused_late_is_named_with_where_it_is_from(
 
 
 def opened(kind: str, directory: Path) -> Journal:
-    return asyncio.run(open_own_journal(Config(journal=kind), directory, none, none))
+    return asyncio.run(open_own_journal(Config(journal=kind), directory, none))
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])

@@ -262,10 +262,10 @@ def test_any_text_is_taken_or_refused_by_name(name: str, value: str) -> None:
 
 
 def test_a_workers_settings_are_the_gateways() -> None:
-    """Each field of what a worker is started with is a setting of that name, but for what the pool knows."""
+    """Each field of what it is started with is one of that name, but for what the pool or its host knows."""
     names = {field.name for field in worker_pb2.WorkerConfig.DESCRIPTOR.fields}
-    of_the_pool = {"worker_id", "device_index", "model_was_proved", "threads"}
-    assert names - of_the_pool <= {field.name for field in dataclasses.fields(Config)}
+    others = {"worker_id", "device_index", "model_was_proved", "threads", "log_format"}
+    assert names - others <= {field.name for field in dataclasses.fields(Config)}
 
 
 @pytest.mark.parametrize("name", ["listen", "openai_listen"])

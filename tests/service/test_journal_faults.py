@@ -16,7 +16,7 @@ from service.extensions.gateways.postgres.leases import Leases
 from service.journal import encoding, stored
 from service.journal.base import Journal, JournalUnusable
 from service.journal.file_journal import FileJournal
-from service.journal.recovery import Apply, ApplyRun
+from service.journal.recovery import Apply
 from service.journal.segments import JOURNAL
 from tests.postgres_server import PostgresServer
 from tests.service.changed_segments import change_segment
@@ -84,8 +84,8 @@ class OfFrames(JournalDamage):
 class OnDisk:
     compaction_bytes = SELDOM
 
-    async def open(self, directory: Path, apply: Apply, apply_run: ApplyRun) -> Journal:
-        return FileJournal(directory / "data", apply, apply_run, "normal", self.compaction_bytes)
+    async def open(self, directory: Path, apply: Apply) -> Journal:
+        return FileJournal(directory / "data", apply, "normal", self.compaction_bytes)
 
     async def change(self, directory: Path, change: Change) -> None:
         change_segment(directory / "data" / JOURNAL, change)
@@ -116,7 +116,7 @@ class InDatabase:
     def __getstate__(self) -> dict[str, str]:
         return {"url": self.url, "proxied": self.url}
 
-    async def open(self, directory: Path, apply: Apply, apply_run: ApplyRun) -> Journal:
+    async def open(self, directory: Path, apply: Apply) -> Journal:
         """The directory does not matter: each test has a database."""
         table, leases_table = Database(self.proxied), Database(self.url)
         # Renewals do not come between what a test does.
@@ -129,7 +129,7 @@ class InDatabase:
             journal = JournalWithLeases(table, leases, lease, self.compaction_bytes)
             journal.leases_table = leases_table
             try:
-                await journal.recover(apply, apply_run)
+                await journal.recover(apply)
             except JournalUnusable:
                 await leases.give_back(lease)
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,6 +18,8 @@ from service.caches.records import (
 )
 from service.caches.segments import SEGMENT_TOKENS
 from service.extensions.conformance import appended, created
+from service.journal.encoding import Frame, encode
+from service.journal.recovery import Recovery
 
 
 @pytest.fixture
@@ -42,11 +45,15 @@ def tokens(ledger: Ledger, number: int) -> list[int]:
     return list(state.tokens.copy())
 
 
-def test_a_run_leaves_what_its_appends_do(ledger: Ledger) -> None:
+@pytest.mark.parametrize("decoded", [(7,), (7, 8, 9)])
+def test_appends_that_are_merged_leave_what_each_of_them_does(ledger: Ledger, decoded: Sequence[int]) -> None:
     one_by_one = Ledger()
-    apply(one_by_one, created(1), appended(1, 0, 1, 2, 3))
-    apply(one_by_one, *(appended(1, 3 + index, token) for index, token in enumerate((7, 8, 9))))
-    ledger.apply_run(appended(1, 3, 7, 8, 9))
+    decodes = [appended(1, 3 + index, token) for index, token in enumerate(decoded)]
+    apply(one_by_one, created(1), appended(1, 0, 1, 2, 3), *decodes)
+    recovery = Recovery(lambda record, _wall_s: ledger.apply(record))
+    for number, one in enumerate(decodes):
+        recovery.add(Frame(number, 0, encode([one]), 0))
+    recovery.end()
     (found,), (expected,) = ledger, one_by_one
     assert (list(found.tokens.copy()), found.last) == (list(expected.tokens.copy()), expected.last)
 

@@ -123,4 +123,4 @@ def test_a_check_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["serve", "--check", "--config", str(file)]) == 2
     said = capsys.readouterr().err
     assert "its weights are quantised, and config.json says quantization_config (gptq): bits" in said
-    assert f"{file}:2: model = " in said
+    assert f"quire: model = {str(directory)!r} (from {file}) is refused: " in said

@@ -210,7 +210,7 @@ async def test_workers_with_another_config_are_stopped(
     worker = left(directory, 3)
     # Each gateway gives it the next one.
     assert await adopt(directory, 60, CONFIG) == {"worker-0": 4}
-    other_logging = like(log_level="debug", log_format="json", model_was_proved=True)
+    other_logging = like(log_level="debug", model_was_proved=True)
     assert await adopt(directory, 60, other_logging) == {"worker-0": 5}
     assert worker.process.poll() is None
     for grace_s, config, settings in (

@@ -174,7 +174,7 @@ class SimulatedGateway:
                 assert isinstance(record, CacheCreated)
                 numbers.add(record.number)
 
-            await journal.recover(apply, lambda _run, _wall_s: None)
+            await journal.recover(apply)
             if not lease.loss and lease.fence == self._simulation.database.fence:
                 self._simulation.recovered(numbers)
             self.journal = journal

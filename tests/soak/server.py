@@ -99,7 +99,7 @@ class Server(MarkedGateway):
         self.address = _free_address()
         every = [
             *("--model", str(model), "--listen", self.address, "--workers", str(workers)),
-            *("--device", "cpu", "--dtype", "float32", "--log-format", "json", "--no-self-check"),
+            *("--device", "cpu", "--dtype", "float32", "--no-self-check"),
             *("--data-dir", str(directory / "data"), *flags),
         ]
         super().__init__(every, directory, "gateway", seed)

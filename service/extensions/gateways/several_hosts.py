@@ -17,7 +17,7 @@ from service.extensions.gateways.postgres.errors import DatabaseFailed
 from service.extensions.gateways.postgres.journal import PostgresJournal
 from service.extensions.gateways.postgres.leases import Lease, Leases
 from service.journal.base import Journal, JournalUnusable, OwnershipLost
-from service.journal.recovery import Apply, ApplyRun
+from service.journal.recovery import Apply
 from service.pool import pool_files
 from service.shard import OpenJournal, OpenShard, Shard, open_shard
 
@@ -44,11 +44,9 @@ class SeveralHosts(Member):
     async def _open(self, shard: Shard, lease: Lease, leases: Leases) -> OpenShard:
         """Raises JournalUnusable or DatabaseFailed."""
 
-        async def open_journal(
-            config: Config, _directory: Path | None, apply: Apply, apply_run: ApplyRun
-        ) -> Journal:
+        async def open_journal(config: Config, _directory: Path | None, apply: Apply) -> Journal:
             journal = PostgresJournal(Database(config.journal), leases, lease)
-            await journal.recover(apply, apply_run)
+            await journal.recover(apply)
             return journal
 
         return await open_shard(self._config, open_journal, None, shard, lease)

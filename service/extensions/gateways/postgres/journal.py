@@ -27,7 +27,7 @@ from service.extensions.gateways.postgres.errors import Conflict, DatabaseFailed
 from service.extensions.gateways.postgres.leases import RESTORED, Lease, Leases, Table, why_lost
 from service.journal.base import JournalUnusable, OnCommitted, OwnershipLost
 from service.journal.encoding import DamagedFrame, Frame, read_frames, seal, seed_of
-from service.journal.recovery import Apply, ApplyRun, Recovery, Unrecoverable
+from service.journal.recovery import Apply, Recovery, Unrecoverable
 from service.journal.stored import COMPACTION_BYTES, MAX_PAYLOAD_BYTES, StoredJournal
 from service.logging import RareWarnings, get_logger
 
@@ -100,19 +100,19 @@ class PostgresJournal(StoredJournal):
 
     # Recovery.
 
-    async def recover(self, apply: Apply, apply_run: ApplyRun) -> None:
+    async def recover(self, apply: Apply) -> None:
         """As `FileJournal`; other tasks run meanwhile. Has to be called before any commit.
 
         Raises JournalUnusable or DatabaseFailed: it is closed then.
         """
         try:
-            await self._recover(apply, apply_run)
+            await self._recover(apply)
         except BaseException:
             # Also if this is cancelled.
             self.close()
             raise
 
-    async def _recover(self, apply: Apply, apply_run: ApplyRun) -> None:
+    async def _recover(self, apply: Apply) -> None:
         shard = self._lease.shard
         first = await self._table.fetch(FIRST, shard, self._lease.fence)
         if not first:
@@ -120,7 +120,7 @@ class PostgresJournal(StoredJournal):
         self._first_seq = seq = first[0][0]
         ((last_seq,),) = await self._table.fetch(LAST, shard)
         self._next_seq = max(seq, last_seq + 1)
-        recovery, limit = Recovery(apply, apply_run), 16
+        recovery, limit = Recovery(apply), 16
         try:
             while seq < self._next_seq:
                 rows = await self._table.fetch(ROWS, shard, seq, limit)

@@ -9,7 +9,7 @@ after an older copy of the database was restored.
     leases = Leases(Database(url), owner="a name of this process", address="10.0.0.7:50051")
     lease = await leases.acquire(3)            # None: another one has it
     journal = PostgresJournal(Database(url), leases, lease)
-    await journal.recover(apply, apply_run)
+    await journal.recover(apply)
     ...                                        # workers are leased with `lease_id` and `first_epoch`
     await journal.run()                        # renews; raises OwnershipLost: then this core has to stop
 
